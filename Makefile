@@ -1,4 +1,4 @@
-# make train | test | test-all | docs | lint | gate | bench | peers | bench-peers | soak. Everything happens in $(VENV), which is made when it is missing.
+# make train | test | test-all | conformance | docs | lint | gate | bench | peers | bench-peers | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
@@ -32,13 +32,14 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test wide test-all docs lint gate bench peers bench-peers soak
+.PHONY: help install train test wide test-all conformance docs lint gate bench peers bench-peers soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
 	@echo 'make test     run the tests: every claim once'
 	@echo 'make wide     run the rest: wide products of settings, and comparisons with transformers and PEFT'
 	@echo 'make test-all run both'
+	@echo 'make conformance print what each framework means by an objective, and whether settings of ours give its numbers'
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
 	@echo 'make lint     ruff: rules and formatting'
 	@echo 'make gate     count FLOPs, bytes, kernels and more of tiny programs; more than benchmarks/gate.json has is an error'
@@ -64,6 +65,10 @@ wide: $(STAMP)-test $(STAMP)-parity $(DEVICE)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'wide or parity' $(ARGS)
 
 test-all: test wide
+
+# ARGS=cispo prints one objective with its formulas; ARGS='--write docs/references/conformance.md' writes the page.
+conformance: $(STAMP) $(DEVICE)
+	PYTHONPATH=tests $(VENV)/bin/python -m conformance $(ARGS)
 
 docs: $(STAMP)-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html

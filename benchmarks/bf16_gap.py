@@ -27,7 +27,7 @@ from tunix_lite.learner.policy import batch_scores
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import Architecture, RopeScaling
+from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import devices_of
 from tunix_lite.planning.plan import Plan, with_compiled
+from tunix_lite.settings.compose import compose
 
 MODELS = (
     *("gemma3_270m", "gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b"),

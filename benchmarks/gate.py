@@ -42,15 +42,16 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from tunix_lite.commands.program import compose
 from tunix_lite.models import decoder, weights
 from tunix_lite.parallel.collectives import CallSite, callees_of, collectives, grouped, parse
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.planning.programs import abstract, lowered, mesh_of_run
-from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.planning.programs import lowered
+from tunix_lite.resolved.parts import abstract, mesh_of_run
+from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 VALUES = Path(__file__).with_name("gate.json")

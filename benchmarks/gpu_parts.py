@@ -32,33 +32,34 @@ import numpy as np
 from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.commands.program import compose
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.kernels.decode_attention import fused_attend
+from tunix_lite.kernels.decode_products import FusedProducts
+from tunix_lite.kernels.fused_draw import fused_draw
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source, weights
-from tunix_lite.models.decode_attention import choose_decode_attention, fused_attend
-from tunix_lite.models.decode_products import FusedProducts, choose_products
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
-from tunix_lite.planning.compare_run import measured, predicted_against
-from tunix_lite.planning.forecast import HardwareCosts, forecast
+from tunix_lite.planning.forecast import forecast, measured, predicted_against
 from tunix_lite.planning.hardware import HARDWARE, Hardware, of_device
-from tunix_lite.planning.kernels import kernels
+from tunix_lite.planning.kernels import kernels, predicted_seconds
 from tunix_lite.planning.lengths import recorded_lengths
+from tunix_lite.planning.machine import attached_machine
 from tunix_lite.planning.packing_choice import with_packing
-from tunix_lite.planning.resolved import resolve_run
-from tunix_lite.planning.roofline import predicted_seconds
+from tunix_lite.planning.plan import assemble_plan, with_compiled
+from tunix_lite.resolved.run import resolve_run
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_sampler
-from tunix_lite.rollout.fused_draw import choose_head, fused_draw
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
 
@@ -469,7 +470,7 @@ def bf16(setting: Setting) -> Iterator[dict]:
                 yield check(f"{name}: largest gap", gap.max(), most[1], tokens=gap.size)
 
 
-BF16_GAP = {"cpu": (1e-5, 5e-3)}  # mean and maximum; elsewhere kernels sum in orders of their own (models/rounding.py)
+BF16_GAP = {"cpu": (4e-3, 1e-1)}  # mean and maximum; kernels sum in orders of their own (models/rounding.py)
 
 
 def sampler_gap(cfg: Architecture, params, rollout, packing: str, width: int, new: int, kernel: str) -> np.ndarray:
@@ -597,7 +598,8 @@ def whole_step(setting: Setting) -> Iterator[dict]:
     cfg = asked.model.architecture
     on_one = {"lora": None, "mesh_shape": {"fsdp": 1, "tp": 1}, "platform": jax.default_backend()}
     resolved = with_packing(asked, partial(resolve_run, cfg=cfg, is_attached=True, **on_one))
-    found = forecast(resolved, recorded_lengths(str(folder)), HardwareCosts(resolved, hardware))
+    plan = with_compiled(assemble_plan(attached_machine(), resolved, {}), jax.devices()[:1])
+    found = forecast(resolved, plan.programs, recorded_lengths(str(folder)), hardware)
     for row in predicted_against(found, took):
         if row.measured:
             line = {"predicted": float(f"{row.predicted:.4g}"), "measured": float(f"{row.measured:.4g}")}
@@ -666,12 +668,10 @@ def real_model(option: str, setting: Setting) -> Iterator[dict]:
     yield from updating(cfg, setting, hardware, mesh, prompt, new)
 
 
-ALL_FUSED = ("attention", "head", "products")
-# (slots, top_p, settings of rollout that are fused, where the others are xla), the most telling first
-DECODING = ((64, 1.0, ()), (64, 1.0, ALL_FUSED), (64, 1.0, ("attention", "head")), (64, 1.0, ("attention",)))
-DECODING += ((256, 1.0, ()), (256, 1.0, ALL_FUSED), (256, 1.0, ("attention", "head")), (256, 1.0, ("attention",)))
-DECODING += ((1, 1.0, ()), (16, 1.0, ()), (16, 1.0, ALL_FUSED), (64, 0.95, ()))
-TINY_DECODING = ((4, 1.0, ()), (4, 0.95, ()), (4, 1.0, ALL_FUSED))
+# (slots, top_p, rollout.kernels), the most telling first
+DECODING = ((64, 1.0, "xla"), (64, 1.0, "fused"), (256, 1.0, "xla"), (256, 1.0, "fused"))
+DECODING += ((1, 1.0, "xla"), (16, 1.0, "xla"), (16, 1.0, "fused"), (64, 0.95, "xla"))
+TINY_DECODING = ((4, 1.0, "xla"), (4, 0.95, "xla"), (4, 1.0, "fused"))
 
 
 def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
@@ -681,19 +681,18 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
     bandwidth = copy_bandwidth(setting) if hardware is None else hardware.memory_bandwidth
     platform = jax.devices()[0].platform
     arms = TINY_DECODING if setting.tiny else DECODING
-    for slots, top_p, fused in arms:
+    for slots, top_p, kernels_of in arms:
         name = f"decode, {slots} slots" + ("" if top_p == 1 else f", top_p={top_p}")
-        name += "".join(f", {one}=fused" for one in fused)
-        how = RolloutConfig(slots, chunk, **dict.fromkeys(fused, "fused"))
+        name += ", kernels=fused" if kernels_of == "fused" else ""
+        how = RolloutConfig(slots, chunk, kernels=kernels_of)
         if not setting.has(20):
             yield {"name": name, "skipped": "no time was left"}
             continue
         new = chunk * chunks
         generation = GenerationConfig(prompt, new, top_p=top_p)
         try:
-            choose_decode_attention(how.attention, cfg, jnp.bfloat16, platform, False, 1)
-            choose_head(how.head, cfg, generation, jnp.bfloat16, platform)
-            choose_products(how.products, cfg, jnp.bfloat16, platform, 1)
+            if how.is_fused:
+                check_fused(cfg, jnp.bfloat16, platform, 1, has_cutoffs=generation.has_cutoffs)
         except ValueError as error:
             yield {"name": name, "skipped": str(error)}
             continue
@@ -752,7 +751,7 @@ def one_update(
     pairs = flops.attention_flops(cfg, [prompt + new] * sequences)
     attend = attention.IMPLEMENTATIONS[kernel]
     policy = make_policy(cfg, None, 1.0, jnp.bfloat16, None, rows, remat=remat, attend=attend)
-    step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer, 1)
+    step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer)
     params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     laid_out, _ = rows.lay_out(batch)
@@ -782,7 +781,7 @@ def one_update(
 
 
 def forecast_of(compiled: jax.stages.Compiled, seconds: float, hardware: Hardware | None) -> dict:
-    """What the compiler says of the memory of a program, and the machine model (planning.roofline) of its time."""
+    """What the compiler says of the memory of a program, and the machine model (planning.kernels) of its time."""
     planned = compiled.memory_analysis()
     size = planned.argument_size_in_bytes + planned.temp_size_in_bytes
     size += planned.output_size_in_bytes - planned.alias_size_in_bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 
 
 def peers(cfg: Architecture, tiny: bool, has: Callable[[float], bool]) -> Iterator[dict]:

@@ -35,7 +35,7 @@ from tunix_lite.learner.policy import DTYPES, make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
@@ -95,7 +95,7 @@ class FixedWork:
         state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
         algorithm = GRPO(num_generations=GENERATIONS, kl_coef=0.04)
         options = update_options(scan_layers)
-        train_step = TrainStep(policy, algorithm, optimizer, rows.num_parts, compiler_options=options)
+        train_step = TrainStep(policy, algorithm, optimizer, compiler_options=options)
         prompts = rng.integers(0, CFG.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
         return cls(generate, policy, train_step, rows, state, prompts)
 

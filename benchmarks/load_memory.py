@@ -35,7 +35,7 @@ def write_model(folder: Path, layers: int) -> None:
     import numpy as np
 
     from tunix_lite.models import hf
-    from tunix_lite.models.decoder import Architecture
+    from tunix_lite.models.architecture import Architecture
     from tunix_lite.models.families import LLAMA, config_json
 
     flags = LLAMA.flags | {"query_scale": 64, "tied": False}

@@ -151,7 +151,7 @@ class CompileClock:
 
 def composed(task: str, settings: list[str]):
     """The settings of a run."""
-    from tunix_lite.commands.program import compose
+    from tunix_lite.settings.compose import compose
 
     run = compose([*QUIET, *settings])
     if task == "repeated_addition":

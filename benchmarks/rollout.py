@@ -45,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.models import decoder, families, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.engine import make_sampler

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import RULES, gathered_sharding, make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory

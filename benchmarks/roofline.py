@@ -1,5 +1,5 @@
 """Counts what an accelerator would do for decode and for an update, from the programs that its own compiler makes
-without it, and predicts the time by the machine model of tunix_lite/planning/roofline.py.
+without it, and predicts the time by the machine model of tunix_lite/planning/kernels.py.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --targets h100 --models qwen3_0.6b --slots 64 --programs decode --kernels
@@ -19,24 +19,26 @@ The plan-gpu and plan-tpu extras are needed. One JSON line per program, then a t
 import argparse
 import json
 import os
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import arguments
 import jax
 
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
+from tunix_lite.parallel.hlo import op_name, parse
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, compile_only_devices, find_target
-from tunix_lite.planning.kernels import Kernel, argument_bytes, kernels
+from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
 from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
-from tunix_lite.planning.programs import abstract, lowered, mesh_of_run
-from tunix_lite.planning.resolved import ResolvedRun, find_model
-from tunix_lite.planning.roofline import copies, count, predicted_seconds
+from tunix_lite.planning.programs import lowered
+from tunix_lite.resolved.parts import abstract, mesh_of_run
+from tunix_lite.resolved.run import ResolvedRun, find_model
+from tunix_lite.settings.compose import compose
 
 LENGTHS = 256  # tokens of a prompt and of a completion
 LARGE_COPY = 2**20  # bytes
@@ -45,6 +47,60 @@ WORKLOAD = (
     *("algorithm.kl_coef=0", "training.mixed_precision=bf16", "model.weights=random", "evaluation.num_examples=0"),
     *(f"generation.max_prompt_length={LENGTHS}", f"generation.max_new_tokens={LENGTHS}"),
 )
+
+
+def argument_bytes(text: str, prefix: str) -> int:
+    """Bytes of the program's arguments whose path begins so, on one device: args[1] are the weights
+    of a decode program, args[0].cache its cache."""
+    program, entry = parse(text)
+    found = program[entry].instructions.values()
+    chosen = [i for i in found if i.op == "parameter" and op_name(i).startswith(prefix)]
+    return sum(bytes_of(i.type) for i in chosen)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """All kernels of a program, or of a part of it, together.
+
+    Example: count(kernels(text)).kernels.
+    """
+
+    kernels: float = 0
+    # kernels by kind
+    by_kind: dict[str, float] | None = None
+    read_bytes: float = 0
+    written_bytes: float = 0
+    flops: float = 0
+    sent_bytes: float = 0
+    # times that the host must answer before the device goes on
+    host_waits: float = 0
+
+
+def count(found: list[Kernel], calls: float = 1) -> Counts:
+    """The kernels together. calls: what to divide by, such as the steps of a decode program."""
+    by_kind: dict[str, float] = defaultdict(float)
+    for kernel in found:
+        by_kind[kernel.kind] += kernel.times / calls
+    waits = by_kind.pop("host", 0.0)
+    real = [kernel for kernel in found if kernel.kind != "host"]
+
+    def total(name: str) -> float:
+        return sum(k.times * getattr(k, name) for k in real) / calls
+
+    return Counts(
+        kernels=sum(n for kind, n in by_kind.items() if kind != "prefetch"),
+        by_kind=dict(by_kind),
+        read_bytes=total("read_bytes"),
+        written_bytes=total("written_bytes"),
+        flops=total("flops"),
+        sent_bytes=total("sent_bytes"),
+        host_waits=waits,
+    )
+
+
+def copies(found: list[Kernel], least_bytes: int, in_loop: bool = True) -> list[Kernel]:
+    """The copies and transposes of at least so many bytes."""
+    return [k for k in found if k.kind == "copy" and k.written_bytes >= least_bytes and (k.turns > 1 or not in_loop)]
 
 
 def compiled_text(

@@ -39,7 +39,7 @@ def one_turn(args) -> dict[str, dict[str, float]]:
     import jax
 
     from tunix_lite.models import decoder, weights
-    from tunix_lite.models.decoder import Architecture
+    from tunix_lite.models.architecture import Architecture
     from tunix_lite.parallel.mesh import make_mesh
     from tunix_lite.rollout.engine import make_sampler
     from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig

@@ -26,13 +26,13 @@ import numpy as np
 import yaml
 
 from tunix_lite.algorithms import advantages
-from tunix_lite.commands.program import compose_values
 from tunix_lite.config import RunConfig, build
 from tunix_lite.errors import RunFailed
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.rewards import math
 from tunix_lite.runs import learner
+from tunix_lite.settings.compose import compose_values
 from tunix_lite.train import train
 
 SMALL = [
@@ -97,6 +97,11 @@ def short(completion: str, example: dict) -> float:
     return -len(completion) / 50
 
 
+def brief(completion: str, example: dict) -> float:
+    """1 for nothing, 0 for 40 characters: what a model soon learns where it cannot answer."""
+    return max(0.0, 1 - len(completion) / 40)
+
+
 def fails_often(completion: str, example: dict) -> float:
     if len(completion) % 2:
         raise KeyError("answer")
@@ -126,9 +131,9 @@ def wrong_groups(run: RunConfig) -> RunConfig:
 
 @contextlib.contextmanager
 def generating(change: Callable) -> Iterator[None]:
-    """Inside, completions come from change(generate), or from make_generate of other arguments."""
-    make = learner.make_generate
-    with mock.patch.object(learner, "make_generate", lambda *args: change(make, *args)):
+    """Inside, completions come from change(generate), or from a sampler of other arguments."""
+    make = learner.make_generate_with_partner
+    with mock.patch.object(learner, "make_generate_with_partner", lambda *args: change(make, *args)):
         yield
 
 
@@ -241,6 +246,18 @@ SPOILT = {
             "generation.max_new_tokens=96",
             "generation.max_prompt_length=48",
         ),
+    ),
+    "a reward that is exploited": Case(
+        ("reward_exploited",),
+        (
+            "task.source.min_terms=7",
+            "task.source.max_terms=7",
+            "task.source.max_value=99",
+            "generation.max_new_tokens=96",
+            "generation.max_prompt_length=48",
+            "optimizer.learning_rate=3e-4",
+        ),
+        spoil=with_reward(brief),
     ),
     "task that the base never saw": Case(("groups_agree",), ("task.source.min_terms=2", "task.source.max_terms=2")),
     "many updates of one rollout": Case(

@@ -24,16 +24,16 @@ import numpy as np
 from made_up import GENERATIONS, made_up_batch, packed_rows
 
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.commands.program import compose
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.runs.throughput import Throughput
+from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch, TrainState
 
 SMALL = Architecture(512, 6, 256, 4, 1, 64, 1024, query_scale=64)  # that of grpo_step.py
@@ -56,7 +56,7 @@ class Arm:
         self.attention = ": ".join(chosen)
         policy = make_policy(cfg, None, 1.0, dtype, remat=remat, attend=attention.IMPLEMENTATIONS[chosen[0]])
         optimizer = make_optimizer(OptimizerConfig(), 100)
-        self.step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer, rows.num_parts)
+        self.step = TrainStep(policy, GRPO(num_generations=GENERATIONS), optimizer)
         params = init_stored(decoder.weights(cfg), jax.random.key(0), STORED[precision])
         self.state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
         self.batch, _ = rows.lay_out(batch)

@@ -8,6 +8,7 @@ tests/test_peers.py compares the file with what this makes, so neither can chang
 """
 
 import json
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -23,6 +24,7 @@ TITLES = {
     "vocabulary": "A vocabulary of 65,536",
     "lora": "LoRA",
 }
+WIDTH = 118
 # A load of more than this beside two cores means that others computed too.
 QUIET = 0.5
 
@@ -35,7 +37,7 @@ def render(results: Path = RESULTS) -> str:
         parts.append(
             f"## All workloads\n\nAbove 1 ours is faster, below 1 the peer is. {_peaks(found)}"
         )
-        parts.append(_overview(found))
+        parts += [_overview(found), _all_versions(found)]
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         races = _races(folder)
         if races:
@@ -81,8 +83,7 @@ def _overview(found: dict[str, dict]) -> str:
 
 def _other_machine(folder: str, found: dict[str, dict]) -> str:
     """The ratios that another machine gave, the seconds behind them, and the conditions."""
-    machine = next(iter(found.values()))["machine"]
-    about = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB."
+    about = _machine(next(iter(found.values()))) + "."
     seconds, conditions, failed = [], [], []
     for name, one in found.items():
         title, peak = TITLES[name].lower(), f"{max(one['matmul_peak_gflops']):.0f}"
@@ -155,29 +156,30 @@ def _workload(name: str, one: dict) -> str:
 
 
 def _conditions(one: dict) -> str:
-    work = one["workload"]
+    work, lengths = one["workload"], one["lengths"]
+    trained = f"adapters of rank {work['lora_rank']}" if work["lora_rank"] else "all weights"
+    lines = (
+        f"{work['prompts']} prompts of {work['prompt_length']} tokens, {work['generations']} "
+        f"completions each: mean {lengths['mean']:.0f} tokens, longest {lengths['most']}",
+        f"a vocabulary of {work['vocab_size']:,}; trained: {trained}; "
+        f"{one['gflop_per_step']:.0f} GFLOP a step, prompts not shared",
+        f"{_machine(one)}; matmul peak {max(one['matmul_peak_gflops']):.0f} GFLOP/s",
+        f"load before {_load(one)}; {_rounds(one)} rounds; {one['date']}, commit {one['commit']}",
+        f"`{one['command']}`",
+    )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _machine(one: dict) -> str:
     machine = one["machine"]
-    lengths = one["lengths"]
-    versions = {f"{name} {v}" for each in one["frameworks"].values() for name, v in _versions(each)}
-    rows = {
-        "prompts": f"{work['prompts']} of {work['prompt_length']} tokens",
-        "completions": f"{work['generations']} a prompt; mean {lengths['mean']:.0f} tokens, "
-        f"longest {lengths['most']}",
-        "vocabulary": f"{work['vocab_size']:,}",
-        "trained": f"adapters of rank {work['lora_rank']}" if work["lora_rank"] else "all weights",
-        "work": f"{one['gflop_per_step']:.0f} GFLOP a step, prompts not shared",
-        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB",
-        "matmul peak": f"{max(one['matmul_peak_gflops']):.0f} GFLOP/s",
-        "load before": _load(one),
-        "rounds": _rounds(one),
-        "measured": f"{one['date']}, commit {one['commit']}",
-        "command": f"`{one['command']}`",
-    }
-    lines = list(rows.items())
-    in_order = sorted(versions)
-    # A line of the page is at most 120 columns.
-    lines += [("versions", ", ".join(in_order[i : i + 4])) for i in range(0, len(in_order), 4)]
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in lines)])
+    return f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB"
+
+
+def _all_versions(found: dict[str, dict]) -> str:
+    """The packages of all races, each version once."""
+    each = [framework for one in found.values() for framework in one["frameworks"].values()]
+    versions = sorted({f"{name} {v}" for framework in each for name, v in _versions(framework)})
+    return "\n".join(textwrap.wrap(f"Versions: {', '.join(versions)}.", WIDTH))
 
 
 def _versions(each: dict) -> list[tuple[str, str]]:

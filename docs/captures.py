@@ -26,12 +26,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import rich.console
 
-from tunix_lite.commands.flags import HYDRA, refuse_foreign
-from tunix_lite.commands.program import compose, compose_values
 from tunix_lite.distributed.agreement import ProcessInfo, mismatch_error
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner import optim
 from tunix_lite.models import families, source
+from tunix_lite.settings.compose import compose, compose_values
+from tunix_lite.settings.flags import HYDRA, refuse_foreign
 from tunix_lite.tracking.dashboard import Dashboard
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 
@@ -151,7 +151,7 @@ def check(folder: Path) -> str:
 
 def replay(folder: Path) -> str:
     _short_run(folder)
-    asked = ["replay", "outputs/short", "step=5", "replay.precision=float64"]
+    asked = ["replay", "outputs/short", "step=5"]
     lines = _command(folder, *asked).splitlines()
     some = [line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]]
     return "\n".join(some)
@@ -291,7 +291,9 @@ def shown() -> dict[str, list[str]]:
 
 
 def masked(text: str) -> str:
-    """Without what differs from run to run: paths, dates, figures, bars and the samples."""
+    """Without what differs from run to run: paths, dates, figures, bars, samples, and lines of
+    progress, which come by the clock."""
+    text = re.sub(r"^sampled \d+ of \d+ .* left.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^  (?:right|wrong|cut) .*$", "  a sample", text, flags=re.MULTILINE)
     text = re.sub(r"\S*(?:outputs|runs)/[^\s)]*|default/d/\w+", "PATH", text)
     text = re.sub(r"\d+h\d+m|\d+m\d+s", "#s", text)

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunix_lite.synonyms import WORDS, Word
+from tunix_lite.hints import Word, foreign_words
 
 PAGE = Path(__file__).parent / "guide" / "coming_from.md"
 # what stands before the tables
@@ -26,7 +26,7 @@ PROJECTS = {
     "MaxText": "MaxText",
     "other": "Other projects",
 }
-TOGETHER = {"DeepSpeed": "accelerate", "ours": None}
+TOGETHER = {"DeepSpeed": "accelerate", "ours": None, "gone": None}
 SPECIAL = {
     "<model>": "model.weights=X for a folder or a hub name, model=gemma3_1b for a size by name",
     "<data>": "task=jsonl task.train=X for a file",
@@ -39,8 +39,9 @@ SPECIAL = {
 def render() -> str:
     """The whole page."""
     parts = [TEMPLATE.read_text()]
+    table, _ = foreign_words()
     for project, title in PROJECTS.items():
-        lines = [line for word in WORDS for line in _lines(word, _names(word, project))]
+        lines = [line for word in table for line in _lines(word, _names(word, project))]
         parts.append(f"### {title}\n\n```text\n" + "\n".join(lines) + "\n```\n")
     return "\n".join(parts)
 

@@ -26,7 +26,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "mathml"
 html_math_renderer = "mathml"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build", "generated", "Thumbs.db", ".DS_Store"]
+# the log is a file of the repository and no page
+exclude_patterns = ["_build", "generated", "log.md", "Thumbs.db", ".DS_Store"]
 
 html_theme = "furo"
 html_title = "tunix_lite"
@@ -56,10 +57,10 @@ def fill(app, page, source):
 
 
 def set_history_apart(app, env):
-    """The log and the decisions say what was true on their day: no search finds them, and they are
-    in no menu. The page about the project links to them."""
+    """Decisions say what was true on their day: no search finds them, and they are in no menu. The
+    page about the project links to them."""
     for page in env.found_docs:
-        if page == "log" or page.startswith("decisions/"):
+        if page.startswith("decisions/"):
             env.metadata[page] |= {"nosearch": "true", "orphan": "true"}
     return []
 

@@ -32,7 +32,6 @@ from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.commands.replay import Replay, ReplayOptions
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
@@ -47,7 +46,7 @@ from tunix_lite.learner.optim import (
     OptimizerConfig,
     SGDConfig,
 )
-from tunix_lite.models.decoder import Architecture, RopeScaling
+from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
@@ -62,21 +61,15 @@ from tunix_lite.rewards import (
     similarity,
     text,
 )
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.curriculum import CurriculumConfig
-from tunix_lite.tasks.puzzles import (
-    boolean,
-    countdown,
-    modular_arithmetic,
-    sorting,
-    string_edit,
-    unit_conversion,
-)
+from tunix_lite.tasks.puzzles import countdown, sorting
 from tunix_lite.tracking.mlflow import Mlflow
 from tunix_lite.tracking.trackio import Trackio
 from tunix_lite.tracking.wandb import Wandb
+from tunix_lite.workers.pool import RewardsConfig
 
 PAGE = "config/reference"
 MARKER = "<!-- generated: settings -->"
@@ -111,15 +104,12 @@ GROUPS = (
         task.Reward,
         lambda run: run.task.rewards["correct"],
     ),
+    Group("Usual lengths of a task", "task.lengths.", task.TaskLengthsConfig, None),
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
     Group("Source: sorting", "task.source.", sorting.Sorting, None),
-    Group("Source: modular_arithmetic", "task.source.", modular_arithmetic.ModularArithmetic, None),
-    Group("Source: boolean", "task.source.", boolean.Boolean, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
-    Group("Source: unit_conversion", "task.source.", unit_conversion.UnitConversion, None),
-    Group("Source: string_edit", "task.source.", string_edit.StringEdit, None),
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
@@ -181,6 +171,11 @@ FUNCTIONS = (
         ("rewards_PG", "whole"),
     ),
     ("Completions to loss weights: `algorithm.weighting`", (weighting,), ("completion_mask_BT",)),
+    (
+        "The same with the prompt of each completion: `algorithm.weighting`",
+        (weighting,),
+        ("completion_mask_BT", "prompt_B"),
+    ),
     ("What is maximised per token: `algorithm.surrogate`", (surrogates,), ("terms",)),
     (
         "The same with `algorithm.clip_low` and `clip_high`: `algorithm.surrogate`",

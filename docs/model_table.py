@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 from config_reference import as_table
 
-from tunix_lite.commands.program import compose, conf_dir
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.quantize import stored_table
+from tunix_lite.settings.compose import compose, conf_dir
 
 PAGE = "guide/models"
 MARKER = "<!-- generated: sizes -->"

@@ -28,4 +28,4 @@ def agent(client: OpenAI, example: dict) -> float:
 
 if __name__ == "__main__":
     settings = ["task=arithmetic", "generation.max_prompt_length=128", "training.max_steps=40"]
-    train_agent(agent, *settings, *sys.argv[1:], save="outputs/my_agent")
+    train_agent(agent, *settings, *sys.argv[1:], folder="outputs/my_agent")

@@ -16,10 +16,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tunix_lite.commands.program import compose
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.models import hf
 from tunix_lite.models.families import GEMMA3, config_json
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.train import train
 

@@ -34,7 +34,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
@@ -103,9 +103,9 @@ def policy(cfg, generate):
     return make_policy(cfg, generate, temperature=1.0)
 
 
-def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **kernels: str) -> tuple:
+def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: bool) -> tuple:
     """(tokens, log-probabilities, those under the full distribution) of three decode steps of slots that hold random
-    hidden states. kernels: xla or fused, by the name of the setting; fused ones are interpreted."""
+    hidden states. how: on_cpu, or fused, by kernels of our own, which are interpreted."""
     rng = np.random.default_rng(0)
 
     def normal(x, scale: float = 0.3) -> np.ndarray:
@@ -113,9 +113,7 @@ def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **kernel
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     last = cfg.vocab_size - 1
-    spec = SamplerSpec(
-        cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret="fused" in kernels.values(), **kernels
-    )
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret=how.get("fused", False), **how)
     programs = make_programs(spec)
     empty = programs.make_slots(slots)
 

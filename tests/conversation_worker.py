@@ -11,16 +11,16 @@ import processes
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.conversations import make_converse
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
+from tunix_lite.workers.pool import RewardsConfig
 
 
 class Counts:

@@ -31,6 +31,7 @@ FAILS = {
     "none": lambda: None,
     "nan": lambda: float("nan"),
     "inf": lambda: float("-inf"),
+    "large": lambda: -1e308,
     "huge": lambda: 10**400,
     "complex": lambda: 1j,
     "several": lambda: numpy().array([1.0, 2.0]),
@@ -62,7 +63,7 @@ KINDS = {  # what becomes of them; of the others there is nothing to say
     "error": ("raise", "two lines", "deep", "memory", "exit", "surrogate", *FORKS),
     "timeout": ("loop", "sleep", "stop"),
     "crash": ("segfault", "null", "leave", "interrupt", "no pipes", "pipe", "impostor"),
-    "not_number": ("text", "none", "nan", "inf", "huge", "complex", "several", "digits", "unspeakable"),
+    "not_number": ("text", "none", "nan", "inf", "large", "huge", "complex", "several", "digits", "unspeakable"),
 }
 
 
@@ -200,6 +201,13 @@ def imported(name: str, completion: str, example: dict) -> bool:
 
 def variable(name: str, completion: str, example: dict) -> str:
     return os.environ[name]
+
+
+def begins(completion: str, example: dict) -> float:
+    """When it was called, by the clock of all processes. It takes a while."""
+    now = time.monotonic()
+    time.sleep(example["seconds"])
+    return now
 
 
 def slowly(completion: str, example: dict) -> float:

@@ -14,9 +14,9 @@ import train_worker
 from test_leaving import of_rows, seed_of_a_bad_row
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import RunFailed
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import check_rows
 from tunix_lite.train import train
 

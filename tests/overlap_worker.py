@@ -17,11 +17,10 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.carry import make_carry_sampler
 from tunix_lite.rollout.conversations import make_generate_with_partner
 from tunix_lite.rollout.engine import make_generate
@@ -31,6 +30,7 @@ from tunix_lite.runs.overlap import Carry, OneStep
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
+from tunix_lite.workers.pool import RewardsConfig
 
 CFG = Architecture(32, 1, 16, 4, 2, 8, 24, pattern=("local",), window=5, query_scale=8)
 GENERATION = GenerationConfig(8, 12)
@@ -40,7 +40,7 @@ GENERATIONS = 2
 class Numbers(SimpleNamespace):
     """A task whose examples are numbers. Nothing is graded."""
 
-    long_prompts = "error"
+    leaves_out = False
     tokenizer = SimpleNamespace(pad_id=0)
 
     def batch(self, count, seed, rollout):
@@ -52,7 +52,7 @@ class Numbers(SimpleNamespace):
     def at_step(self, step):
         return self
 
-    def grader(self, examples):
+    def grader(self, examples, num_generations=1):
         return SimpleNamespace(submit=lambda row, tokens: None)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
+
+
+# what gloo says of each connection; its threads mix the pieces
+GLOO = re.compile(
+    r"(\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"
+)
+
+
+def own_lines(text: str) -> list[str]:
+    """The lines of a run's output that gloo has not printed."""
+    return [line for line in text.splitlines() if not GLOO.fullmatch(line)]
 
 
 def _started(call: list, devices: int, log_file: Path) -> subprocess.Popen:

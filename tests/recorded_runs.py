@@ -110,7 +110,6 @@ MASKS = [
     (r"(\d+ steps?) in (\d+h ?)?(\d+m ?)?\d*(\.\d+)?s?;", r"\1 in <seconds>;"),  # the last line
     (r"[\d,.]+ ([KMGT]i?B) (free|a device|each)", r"<bytes> \1 \2"),  # the memory of this machine
     (r" of [\d,.]+, \d+%", " of <bytes>, <share>"),  # the same in plan.md
-    (r"(?m)^(\| \w+ (\| [\d.]+ ){4}\| )\d+ \|$", r"\1<seconds> |"),  # plan.md: how long a program compiled
     (r"(?m)^.*is connected to \d+ peer ranks.*\n", ""),  # Gloo's, of any process in any log at any time
     (r"\(recorded_runs\.py, line \d+\)", "(recorded_runs.py, line <line>)"),
     (r"127\.0\.0\.1:\d+", "127.0.0.1:<port>"),

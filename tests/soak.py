@@ -197,7 +197,7 @@ def soak(folder: Path, turns: list[tuple[int, int]], enough: Callable[[int], boo
         while not is_completed(here):
             process, way = started(here, *settings), chance.choice(ways)
             if enough(kills) or not wait_for_a_moment(process, here, seconds, chance):
-                assert process.wait(timeout=600) == 0, f"exit code {process.returncode}, see {here}.out"
+                assert process.wait(timeout=600) in (0, 130), f"exit code {process.returncode}, see {here}.out"
                 continue
             step = json.loads(text)["step"] if (text := last_line(here)) else None
             disturb(process, way, processes, chance)

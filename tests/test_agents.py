@@ -1,11 +1,15 @@
 """Agents that are trained without changing them: tokens as they were sampled, rewards, failures, and learning."""
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,18 +18,20 @@ import pytest
 from scripted_engine import ScriptedEngine
 from test_trainer import ONE, TINY
 
-from tunix_lite.agents.batch import EpisodeGroups, check_algorithm
+from tunix_lite.agents.batch import EpisodeGroups, check_run
 from tunix_lite.agents.endpoint import Endpoint
 from tunix_lite.agents.episodes import Episode, OpenEpisodes
 from tunix_lite.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.agents.sequences import SampledChoice, TokenSequence, add_choice, with_tokens_as_sampled
-from tunix_lite.agents.training import AgentTrainer
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
-from tunix_lite.api import DPO, ConfigError, RunFailed, correct
+from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, correct, train_agent
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
+from tunix_lite.runs.agents import rewards_of
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits
 
@@ -121,30 +127,31 @@ def test_rows_of_episodes_by_hand():
     groups = groups_of(rewards, made)
     # (r - mean) / std with G - 1: +- 0.5 / 0.7071; alone in its group: 0
     np.testing.assert_allclose(groups.advantages_PG(GRPO()), [[0.70701, -0.70701], [0, 0]], atol=1e-4)
-    parts = list(groups.batches(GRPO(), shards=1))
-    assert [part.tokens.shape for part in parts] == [(32, 64), (16, 128)]
-    narrow, wide = parts
+    batch = groups.batch(GRPO())
+    assert batch.tokens.shape == (4, 75), "a row for each sequence that is learned from, as wide as the longest"
     # 3 + 2 + 5 + 10 sampled tokens are learned from; those of the failed one are not there
-    for part, rows in ((narrow, 3), (wide, 1)):
-        weight = np.asarray(part.loss_weight)
-        assert (weight.any(axis=1)).sum() == rows
-        np.testing.assert_allclose(weight[weight > 0], 1 / 20, rtol=1e-6)
-        assert (part.token_mask.sum(axis=1) > 0).sum() == rows
-    assert (np.asarray(wide.advantages)[0, :75] == np.float32(groups.advantages_PG(GRPO())[0, 1])).all()
-    assert (np.asarray(wide.old_logprobs)[0, 70:75] == -0.5).all() and wide.old_logprobs[0, :70].sum() == 0
+    weight = np.asarray(batch.loss_weight)
+    assert (weight != 0).sum(axis=1).tolist() == [3, 2, 5, 10]
+    np.testing.assert_allclose(weight[weight > 0], 1 / 20, rtol=1e-6)
+    assert batch.token_mask.sum(axis=1).tolist() == [7, 6, 75, 14]
+    assert (batch.advantages[2] == np.float32(groups.advantages_PG(GRPO())[0, 1])).all()
+    assert (batch.old_logprobs[2, 70:75] == -0.5).all() and batch.old_logprobs[2, :70].sum() == 0
     # Each sequence the same, however long: 1 / (4 sequences * tokens).
-    [narrow, wide] = groups.batches(GRPO(weighting=per_sequence), shards=1)
-    np.testing.assert_allclose(wide.loss_weight[0].sum(), 1 / 4, rtol=1e-5)
-    np.testing.assert_allclose(narrow.loss_weight.sum(), 3 / 4, rtol=1e-5)
+    weight = groups.batch(GRPO(weighting=per_sequence)).loss_weight
+    np.testing.assert_allclose(weight.sum(axis=1), [1 / 4] * 4, rtol=1e-5)
 
 
 def test_groups_that_agree_can_be_left_out():
     made = [[sequence(4, 3)] for _ in range(4)]
     groups = groups_of([1.0, 1.0, 0.0, 1.0], made)
-    [part] = groups.batches(GRPO(agreeing_groups="drop"), shards=1)
-    assert (np.asarray(part.loss_weight).any(axis=1)).sum() == 2
+    batch = groups.batch(GRPO(agreeing_groups="drop"))
+    assert batch.loss_weight.any(axis=1).tolist() == [True, True]
+    # Where nothing is left, an update is made of which nothing counts.
     agree = groups_of([1.0, 1.0, 0.0, 0.0], made)
-    assert list(agree.batches(GRPO(agreeing_groups="drop"), shards=1)) == []
+    batch = agree.batch(GRPO(agreeing_groups="drop"))
+    assert len(batch.tokens) == 1 and not batch.loss_weight.any() and not batch.token_mask.any()
+    laid_out, _ = RowLayout("sequences", 2, None, RowShape(8), 1).lay_out(batch)
+    assert not laid_out.is_scored.any() and int(laid_out.num_parts) == 1
 
 
 @pytest.mark.parametrize(
@@ -166,16 +173,24 @@ def test_if_all_episodes_fail_the_training_stops():
         _ = groups_of([None, None], [[], []]).metrics
 
 
-def test_what_agents_do_not_follow_is_named():
-    check_algorithm(GRPO())
-    for algorithm, message in [
-        (DPO(), "agents learn by GRPO"),
-        (GRPO(kl_coef=0.1), "kl_coef above 0"),
-        (GRPO(old_logprobs="rescored"), "old_logprobs=rescored"),
-        (GRPO(mask_truncated=True), "mask_truncated=true"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            check_algorithm(algorithm)
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("algorithm=dpo", "agents learn by GRPO"),
+        ("algorithm.kl_coef=0.1", "kl_coef above 0"),
+        ("algorithm.old_logprobs=rescored", "old_logprobs=rescored"),
+        ("algorithm.mask_truncated=true", "mask_truncated=true"),
+        ("generation.temperature=0", "all episodes of a group would be the same"),
+        ("rollout.overlap=carry", "rollout.overlap=carry: agents do not follow it"),
+        ("training.packing=prefix", "training.packing=prefix: agents do not follow it"),
+        ("training.micro_batch_size=4", "training.micro_batch_size: agents do not follow it"),
+        ("training.gradient_accumulation_steps=2", "gradient_accumulation_steps: agents do not follow it"),
+        ("task=guessing", "task.environment: agents do not follow it"),
+    ],
+)
+def test_what_agents_do_not_follow_is_named(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        check_run(compose([setting]))
 
 
 # ---- agents at work, without a model
@@ -332,6 +347,53 @@ def test_failures_are_named_and_harm_no_other_episode(work):
     assert found.episodes[1].sequences == []
 
 
+def test_an_agent_that_closes_its_client_ends_no_other(work, monkeypatch):
+    """Neither in its own step nor in a later one; and no agent's call goes through a proxy."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    together = threading.Barrier(3)
+
+    def agent(client, example):
+        say_hi(client)
+        together.wait(10)
+        if example["number"] == 0:
+            client.close()
+        elif example["number"] == 1:
+            with client, client.with_options(max_retries=0) as other:
+                say_hi(other)
+        together.wait(10)
+        say_hi(client)
+        return 1.0
+
+    async def closes(client, example):
+        async with client:
+            await client.chat.completions.create(model="x", messages=HI)
+        return 1.0
+
+    found = work(agent, count=3)
+    assert [one.reward for one in found.ended] == [1.0] * 3, found.ended
+    assert [one.reward for one in work(closes, count=3).ended] == [1.0] * 3
+
+
+class SaysNothing(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_an_error_and_no_time_out(work):
+    def agent(client, example):
+        raise SaysNothing
+
+    [ended] = work(agent, timeout=5.0).ended
+    assert ended.failure == "error" and ended.message.startswith("SaysNothing: ") and ended.seconds < 4
+
+
+@pytest.mark.parametrize("value", [np.True_, np.float32(1), np.int64(1), np.array(1.0), Fraction(1)])
+def test_numbers_of_numpy_are_rewards(work, value):
+    assert [one.reward for one in work(lambda client, example: value).ended] == [1.0]
+
+
 def test_a_model_that_does_not_answer_is_given_up(work):
     found = work(lambda client, example: say_hi(client), say=lambda prompt: None, timeout=0.5)
     assert found.ended[0].failure == "timeout"
@@ -390,57 +452,118 @@ def two_turns(client, example):
     return float(len(said))
 
 
-def test_a_step_learns_from_the_tokens_as_they_were_sampled():
-    settings = [*TINY, ONE, "training.prompts_per_step=2", "algorithm.num_generations=2", "rollout.num_slots=4"]
-    settings += ["generation.max_prompt_length=48", "generation.max_new_tokens=8", "rollout.chunk=4"]
-    with AgentTrainer(two_turns, *settings) as trainer:
-        first = trainer.collect(0)
-        again = trainer.collect(0)
-        other = trainer.collect(1)
+SMALL = [*TINY, ONE, "training.prompts_per_step=2", "algorithm.num_generations=2", "rollout.num_slots=4"]
+SMALL += ["generation.max_prompt_length=48", "generation.max_new_tokens=8", "rollout.chunk=4", "training.max_steps=3"]
+SMALL += [
+    "evaluation.num_examples=2",
+    "evaluation.num_samples=2",
+    "tracking.report=false",
+    "tracking.tensorboard=false",
+]
 
-        def tokens(groups):
-            return [one.tokens for episode in groups.episodes for one in episode.sequences]
 
-        # The same step draws the same; another step, and another episode of a group, does not.
-        assert tokens(first) == tokens(again) != tokens(other)
-        assert tokens(first)[0] != tokens(first)[1]
-        # What the sampler said of its tokens is what the model that learns says of them.
-        for episode in first.episodes:
-            for one in episode.sequences:
-                [scored] = trainer.client.logprobs([one.tokens])
-                wanted = [p for p, is_on in zip(scored, one.is_sampled) if is_on]
-                found = [p for p, is_on in zip(one.logprobs, one.is_sampled) if is_on]
-                np.testing.assert_allclose(found, wanted, atol=2e-5)
-        metrics = trainer.step(0)
-        # At ratios of 1 the loss is minus the sum of weights and advantages.
-        parts = list(first.batches(trainer.run.algorithm, 1))
-        wanted = -sum(float((np.float64(part.loss_weight) * part.advantages).sum()) for part in parts)
-        assert metrics["train/loss"] == pytest.approx(wanted, abs=1e-5)
-        assert metrics["train/sampler_gap_max"] < 1e-4 and metrics["train/skipped"] == 0
-        assert metrics["train/grad_norm"] > 0 and trainer.client.step == 1
-        assert tokens(trainer.collect(0)) is not None
+def rows_of(folder: Path) -> list[dict]:
+    """metrics.jsonl without what the clock says."""
+    clocks = ("time/", "perf/", "memory/")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if not name.startswith(clocks)} for row in lines]
+
+
+def observed(observer) -> RunConfig:
+    run = compose(SMALL)
+    return replace(run, tracking=replace(run.tracking, observers={"seen": observer}))
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A run of three steps: its folder, and the batch of each step."""
+    folder, batches = tmp_path_factory.mktemp("agent") / "run", []
+
+    def seen(done):
+        batches.append(done.experience.batch)
+        return {}
+
+    state = train_agent(two_turns, observed(seen), folder=folder)
+    return SimpleNamespace(folder=folder, batches=batches, state=state)
+
+
+def test_a_step_learns_from_the_tokens_as_they_were_sampled(learned):
+    rows = rows_of(learned.folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and int(learned.state.step) == 3
+    for batch, row in zip(learned.batches, rows[1:], strict=True):
+        # What the sampler said of its tokens is what the model that learns says of them. At ratios of 1 the loss is
+        # minus the sum of weights and advantages.
+        assert row["train/sampler_gap_max"] < 1e-4 and row["train/skipped"] == 0
+        wanted = -float((np.float64(batch.loss_weight) * batch.advantages).sum())
+        assert row["train/loss"] == pytest.approx(wanted, abs=1e-5)
+        assert row["episodes/calls"] == 2 and row["train/grad_norm"] > 0
+    tokens = [batch.tokens[0][batch.token_mask[0]].tolist() for batch in learned.batches]
+    assert tokens[0] != tokens[1] != tokens[2]
+
+
+def test_dropout_of_adapters_belongs_to_one_sequence():
+    with pytest.raises(ConfigError, match="model.lora.dropout above 0: agents do not follow it"):
+        check_run(compose(["model.lora.rank=4", "model.lora.dropout=0.1"]))
+
+
+def test_a_run_of_an_agent_has_all_that_a_run_has(learned):
+    folder = learned.folder
+    assert {"checkpoints", "metrics.jsonl", "plan.md", "samples", "status.json"} <= {p.name for p in folder.iterdir()}
+    status = json.loads((folder / "status.json").read_text())
+    assert status["status"] == "completed" and status["steps"] == 3 and "avg_at_2" in status["eval"]["last"]
+    samples = [json.loads(line) for line in (folder / "samples/evaluation_000000.jsonl").read_text().splitlines()]
+    assert [row["sampled"] for row in samples] == [False] * 2 + [True] * 4
+    assert all("hi" in row["prompt"] and row["completion"] for row in samples)
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(learned, tmp_path):
+    def stops(done):
+        if done.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    folder = tmp_path / "run"
+    train_agent(two_turns, observed(stops), folder=folder)
+    assert json.loads((folder / "status.json").read_text())["stopped"] == "SIGTERM"
+    assert len(rows_of(folder)) == 2
+    train_agent(two_turns, observed(stops), folder=folder)
+    # Calls that come at the same time are computed together, so that the last digit depends on the clock.
+    for row, wanted in zip(rows_of(folder), rows_of(learned.folder), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_an_agent_that_breaks_its_conversations_gets_more_rows(tmp_path):
+    """Three calls that have nothing in common: twelve sequences of four episodes."""
+
+    def agent(client, example):
+        for word in ("one", "two", "three"):
+            message = [{"role": "user", "content": f"{word} {example['question']}"}]
+            client.chat.completions.create(model="any", messages=message)
+        return float(len(example["question"]) % 2)
+
+    settings = [*SMALL, "evaluation.num_examples=0", "training.max_steps=1"]
+    train_agent(agent, *settings, folder=tmp_path / "run")
+    [row] = rows_of(tmp_path / "run")
+    assert row["episodes/sequences"] == 3 and row["train/sampler_gap_max"] < 1e-4
 
 
 @pytest.mark.wide
-def test_the_example_learns():
+def test_the_example_learns(tmp_path):
     """Fifteen updates of the example's agent, which asks with temperature 0 for a look at held-out problems."""
     sys.path.insert(0, str(ROOT / "examples"))
     from my_agent import agent
 
     settings = ["task=arithmetic", "generation.max_prompt_length=128", ONE, "evaluation.num_examples=64"]
-    with AgentTrainer(agent, *settings) as trainer:
-        before = trainer.evaluate()
-        rows = [trainer.step(step) for step in range(15)]
-        after = trainer.evaluate()
+    settings += ["training.max_steps=15", "evaluation.num_samples=0", "evaluation.interval_steps=0"]
+    train_agent(agent, *settings, folder=tmp_path / "run")
+    before, *rows = rows_of(tmp_path / "run")
+    after = rows[-1]
     assert before["eval/failed"] == after["eval/failed"] == 0
     assert after["eval/reward"] > before["eval/reward"] + 0.2, (before, after)
     assert all(row["episodes/sequences"] < 1.1 and row["train/sampler_gap_max"] < 1e-3 for row in rows)
 
 
 def test_a_text_is_graded_by_the_task(work):
-    from tunix_lite.agents.training import rewards_of
-    from tunix_lite.api import compose
-
     reward = rewards_of(compose(["task=arithmetic"]).task)
     found = work(lambda client, example: say_hi(client), reward=lambda text, example: reward(text, {"answer": "7"}))
     assert found.ended[0].reward == 1.0 == float(correct("The answer is 7.", {"answer": "7"}))

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from tunix_lite.algorithms.advantages import centre, leave_one_out, standardise
 from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.dropped import weights_of_learned
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.kl import k3_exact
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.algorithms.weighting import constant_length, per_sequence, per_token
+from tunix_lite.algorithms.weighting import constant_length, per_prompt, per_sequence, per_token
 from tunix_lite.commands.replay import sequence_losses
-from tunix_lite.learner.step import TrainStep
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
+from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch, Rollout, TokenScores
 
 REWARDS = np.array([[0.57450044, 0.09968603, 0.7419659], [0.8941783, 0.59656656, 0.45325184]])
@@ -49,6 +50,23 @@ def test_weights_by_hand():
     np.testing.assert_allclose(per_token(MASK), MASK / 4)
     np.testing.assert_allclose(per_sequence(MASK), [[0, 1 / 9, 1 / 9, 1 / 9], [0, 1 / 3, 0, 0], [0, 0, 0, 0]])
     np.testing.assert_allclose(constant_length(MASK, length=10), MASK / 30)
+    # prompts of 4 tokens and of none: half the weight each
+    np.testing.assert_allclose(per_prompt(MASK, np.array([3, 3, 5])), MASK / 8)
+
+
+def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learned_from():
+    """ScaleRL: two completions of 5 tokens beside two of 100; a third prompt agrees, and one of the long ones failed."""
+    lengths = np.array([[5, 5], [100, 100], [7, 7]])
+    mask = np.arange(100) < lengths.reshape(-1, 1)
+    learned = np.array([True, True, True, False, False, False])
+    weights = weights_of_learned(per_prompt, mask, learned, np.repeat(np.arange(3), 2))
+    sums = weights.sum(axis=1).reshape(3, 2)
+    np.testing.assert_allclose(sums, [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]], rtol=1e-6)
+    # two mini-batches, each with a prompt
+    halves = weights_of_learned(per_prompt, mask[:4], np.ones(4, bool), np.array([0, 0, 1, 1]), num_parts=2)
+    np.testing.assert_allclose(halves.sum(axis=1), [1 / 2] * 4, rtol=1e-6)
+    # the preset is that objective
+    assert compose(["algorithm=scalerl"]).algorithm.weighting is per_prompt
 
 
 @pytest.fixture
@@ -173,26 +191,12 @@ def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
     )
     graded = SimpleNamespace(rewards=np.array([1.0, 0, 0, 1]), dropped=np.zeros(4, bool), metrics={})
     task = SimpleNamespace(
-        grader=lambda group: SimpleNamespace(submit=None, results=lambda rollout: graded), prompts=lambda examples: None
+        grader=lambda group, G: SimpleNamespace(submit=None, results=lambda rollout: graded),
+        prompts=lambda examples: None,
     )
     policy = Policy(lambda *_, on_finished: said, None)
     batch, *_ = GRPO(num_generations=2, old_logprobs=chosen).collect(policy, task, None, [{}, {}], None)
     assert (batch.old_logprobs == {"sampled": -1, "whole": -2}[chosen]).all()
-
-
-class OldLoss:
-    """An algorithm whose loss is called with log-probabilities, as in earlier versions."""
-
-    def loss(self, logprobs_BT, batch):
-        return -jnp.sum(batch.loss_weight * logprobs_BT), {}
-
-
-def test_a_loss_of_log_probabilities_is_refused_with_what_to_write():
-    with pytest.raises(ValueError) as error:
-        TrainStep(Policy(None, None), OldLoss(), None)
-    message = str(error.value)
-    assert message.startswith("OldLoss.loss(logprobs_BT, batch): a loss is now called with (scores, batch)")
-    assert "scores.logprobs" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("weights", [np.ones((2, 3), np.float32), jnp.ones((2, 3))], ids=["numpy", "jax"])

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.attempts import Attempts
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError
+from tunix_lite.settings.compose import compose
 
 
 def length_over_four(completion, example):

@@ -12,8 +12,8 @@ import strict_kernel
 from conftest import set_mesh
 
 from tunix_lite.models import attention
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta, attention_mask, choose, obstacle
-from tunix_lite.models.decoder import Architecture
 from tunix_lite.parallel.mesh import axis_size, put, use_rules
 
 CFG = Architecture(56, 2, 16, 4, 2, 8, 32, pattern=("local", "global"), window=3, query_scale=5)

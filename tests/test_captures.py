@@ -14,7 +14,6 @@ OTHERS = {
     "docs/advanced/distributed_training.md": (2, "an identity, and arithmetic that test_docs.py computes"),
     "docs/getting_started/configuration.md": (2, "commands that need extras"),
     "docs/guide/a_step.md": (3, "test_a_step.py compares the page with docs/a_step.py"),
-    "docs/guide/agents.md": (1, "a run of minutes, with its date and machine"),
     "docs/guide/coming_from.md": (13, "commands of other projects, and tables that test_hints.py compares"),
     "docs/guide/export.md": (1, "a command of vLLM"),
     "docs/guide/generate.md": (1, "a file of prompts"),
@@ -22,8 +21,6 @@ OTHERS = {
     "docs/guide/serve.md": (1, "what the openai client prints after 60 updates"),
     "docs/guide/tinker.md": (2, "what a server and the Tinker SDK print, which the tests do not install"),
 }
-# Made by docs/objective_pages.py, which tests/test_objective_pages.py holds: formulas as a run prints them.
-OBJECTIVES = DOCS / "references" / "objectives"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,7 @@ def captures():
 
 def test_every_block_that_shows_output_says_which_program_made_it():
     found = Counter()
-    for page in (page for page in LIVING if page.parent != OBJECTIVES):
+    for page in LIVING:
         every = sum(language == "text" for language, _, _ in blocks(page))
         if others := every - len(re.findall(CAPTURED, page.read_text())):
             found[str(page.relative_to(ROOT))] = others
@@ -61,6 +58,8 @@ def test_a_mask_hides_figures_and_no_words(captures):
     line = "step 2/60 3% | eta 3m44s | loss -0.1911 | s/step 1.71 ▁▇▅ in outputs/a/b"
     assert captures.masked(line) == "step #/# #% | eta #s | loss # | s/step # ▁ in PATH"
     assert captures.masked("mean 1.5 ↗") != captures.masked("median 1.5 ↗")
+    slow = "loaded\nsampled 253 of 1280 completions, 7,715 tokens/s, 2 s left, accuracy 40.9%\nsampled 1280 completions"
+    assert captures.masked(slow) == "loaded\nsampled # completions"
 
 
 # ---- runs: they share a folder, and the long one

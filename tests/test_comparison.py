@@ -16,7 +16,6 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.distill import Distill
-from tunix_lite.commands.program import compose
 from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, with_divergence
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.scoring import on_every_device
@@ -25,7 +24,8 @@ from tunix_lite.models.source import TeacherConfig
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.planning.machine import find_machine
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.resolved.run import find_model, resolve_run
+from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch, realigned
 
 sys.path.append(str(Path(__file__).parent / "eight_devices"))  # the formulas, and an update that is divided somehow

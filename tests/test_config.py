@@ -21,13 +21,11 @@ from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
-    RENAMED,
     EvaluationConfig,
     MeshShape,
     ModelConfig,
@@ -35,8 +33,6 @@ from tunix_lite.config import (
     TrackingConfig,
     TrainingConfig,
     build,
-    plain,
-    with_new_names,
 )
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
@@ -45,16 +41,20 @@ from tunix_lite.files import imports
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named, looking_in_working_folder
 from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, OptimizerConfig, SGDConfig
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import RULES, ShardingConfig
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.fingerprint import check_same_run, read_fingerprint
+from tunix_lite.runs import fingerprint as of_fingerprint
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint
+from tunix_lite.runs.setup import prepare
+from tunix_lite.settings.compose import compose, compose_values, conf_dir
 from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.workers.pool import RewardsConfig
 
 CONF = Path(__file__).parents[1] / "conf"
 KINDS = {
@@ -92,8 +92,8 @@ KINDS = {
     "conversation": ConversationConfig,
     "launch": LaunchConfig,
 }
-# a recipe in experiment/ changes settings of other groups: test_recipes.py composes it
-FILES = sorted(file for file in CONF.rglob("*.yaml") if file.parent.name != "experiment")
+# a recipe in experiment/ changes settings of other groups: test_recipes.py composes it; words.yaml has no settings
+FILES = sorted(file for file in CONF.rglob("*.yaml") if file.parent.name != "experiment" and file.name != "words.yaml")
 
 
 def kind_of(file: Path):
@@ -238,7 +238,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; did you mean algorithm=grpo? There is cispo, dapo, "),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is compared with the others"),
         (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
-        (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16 or bf16_params"),
+        (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16, bf16_params or auto"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
         (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; write algorithm.advantages.eps=1"),
@@ -426,49 +426,84 @@ def test_the_two_tables_of_rules_are_written_once_and_changed_apart():
     assert changed.train == RULES | {"embed": None, "embed_blocks": None}
 
 
-@pytest.mark.parametrize("old, new", RENAMED.items())
-def test_a_target_of_an_earlier_version_is_what_it_is_called_today(old, new, capsys):
-    module, _, name = new.rpartition(".")
-    assert dataclasses.is_dataclass(getattr(importlib.import_module(module), name))
-    with pytest.raises((ImportError, AttributeError)):  # it would be built, and not renamed
-        getattr(importlib.import_module(old.rpartition(".")[0]), old.rpartition(".")[2])
+# Settings that change no number of a run, and why. All others must be in its fingerprint.
+FREE = {
+    "training": {
+        "micro_batch_size, gradient_accumulation_steps, micro_batch_tokens, sync_gradients_every": "order of a sum",
+        "remat, scan_layers, attention": "how the same numbers are computed",
+        "memory_check, profile_communication, log_interval_steps, grace_seconds": "they look and stop",
+        "max_minutes, max_skipped_in_a_row, max_sampler_gap": "when it stops",
+        "save_interval_steps, keep_checkpoints, keep_best_checkpoints": "what stays on disk",
+    },
+    "evaluation": {"interval_steps": "how often"},
+    "generation": {},
+    "rollout": {
+        "weights, kernels, mesh_shape": "how and where the same numbers are computed",
+        "waiting": "which conversations keep their slot",
+    },
+    "rewards": {"timeout, workers": "how long a call may take, and in how many processes"},
+    "conversation": {"timeout, workers": "how long an environment may take, and in how many processes"},
+    "model": {"mesh_shape": "where", "family": "the architecture has it", "untie_head": "the architecture has it"},
+}
+# Names in the fingerprint that stand for another setting, or for what its file holds.
+STANDS_FOR = {"slots": "num_slots", "weights": "weights", "tokenizer": "tokenizer", "chat_template": "chat_template"}
 
 
-def test_an_old_target_builds_the_new_class_and_says_so_once(capsys):
-    old = "tunix_lite.optim.OptimizerConfig"
-    values = {"_target_": old, "learning_rate": 3e-4}
-    for _ in range(2):
-        assert build(OptimizerConfig, values) == OptimizerConfig(learning_rate=3e-4)
-    new = "tunix_lite.learner.optim.OptimizerConfig"
-    assert capsys.readouterr().err == f"_target_: {old} is {new} now; please write that\n"
-    assert with_new_names({"optimizer": values, "seed": [0]}) == {"optimizer": values | {"_target_": new}, "seed": [0]}
+@pytest.fixture(scope="module")
+def every_setting(tmp_path_factory):
+    """A run with all settings that only sometimes matter, and its fingerprint."""
+    folder = tmp_path_factory.mktemp("run")
+    template = folder / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    words = ["rewards.on_none=skip", "rollout.overlap=carry", "optimizer.schedule=linear", "model.lora.rank=4"]
+    words += ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16", "training.tp_reduce_dtype=bfloat16"]
+    run = compose([*words, f"model.chat_template={template}"])
+    kept = fingerprint(run, prepare(run, RunDir(folder / "run")).model, 4)
+    return run, kept | of_fingerprint._conversation(compose(["task=guessing"]))
 
 
-def test_a_run_of_before_the_renaming_is_the_same_run(tmp_path):
-    """Its fingerprint.json holds the names of then."""
-    run = compose([])
-    ours = {"model": {}, "generation": plain(run.generation), "optimizer": plain(run.optimizer)}
-    text = json.dumps(ours)
-    for old, new in RENAMED.items():
-        text = text.replace(f'"{new}"', f'"{old}"')
-    assert "tunix_lite.optim.OptimizerConfig" in text and 'settings.Generation"' in text
-    file = tmp_path / "fingerprint.json"
-    file.write_text(text)
-    assert check_same_run(json.loads(json.dumps(ours)), read_fingerprint(file), tmp_path, force=False) == ""
+@pytest.mark.parametrize("group", FREE)
+def test_every_setting_of_a_run_is_in_its_fingerprint_or_is_free_for_a_reason(group, every_setting):
+    run, kept = every_setting
+    names = {STANDS_FOR.get(name, name) for name in kept[group]} - {"_target_", "shards"}
+    if group == "model":
+        names |= kept.keys() & STANDS_FOR.keys()
+    free = {name for names in FREE[group] for name in names.split(", ")}
+    assert not free & names
+    assert free | names == {field.name for field in dataclasses.fields(getattr(run, group))}
 
 
-def test_a_setting_that_an_earlier_version_did_not_have_is_compared_with_its_default(tmp_path):
-    ours = json.loads(json.dumps({"model": {}, "task": plain(compose([]).task)}))
-    theirs = json.loads(json.dumps(ours))
-    for reward in theirs["task"]["rewards"].values():
-        del reward["group"]
-    assert check_same_run(ours, theirs, tmp_path, force=False) == ""
-    ours["task"]["rewards"]["correct"]["group"] = True
-    with pytest.raises(ValueError, match=r"task.rewards.correct.group: True here, None there"):
-        check_same_run(ours, theirs, tmp_path, force=False)
-    del theirs["task"]["rewards"]["correct"]["fn"]  # it has no default: something else was meant
-    with pytest.raises(ValueError, match=r"task.rewards.correct.fn: "):
-        check_same_run(ours, theirs, tmp_path, force=False)
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("evaluation.num_examples=64", "evaluation.num_examples: 64 here, 256 there"),
+        ("evaluation.temperature=1.0", "evaluation.temperature: 1.0 here, 0.7 there"),
+        ("training.max_steps=90", "training.max_steps: 90 here, 60 there"),
+    ],
+)
+def test_what_may_change_in_a_run_and_changes_its_numbers_is_said_with_both_values(override, words, tmp_path):
+    def kept(*more):
+        run = compose(["optimizer.schedule=linear", *more])
+        return {"model": {}, "training": of_fingerprint._decay(run), "evaluation": of_fingerprint._evaluation(run)}
+
+    assert check_same_run(kept(override), kept(), tmp_path, force=False) == words
+    constant = compose(["training.max_steps=90"])
+    assert of_fingerprint._decay(constant) == {}, "no number depends on the last step"
+
+
+def test_reward_code_that_has_changed_stops_a_resume_and_a_comment_does_not(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "reward_of_a_user.py"
+    file.write_text("def short(completion, example):\n    return -float(len(completion))\n")
+    run = compose(["task.rewards.correct.fn=reward_of_a_user.short"])
+    theirs = {"model": {}, **of_fingerprint._code(run)}
+    assert list(theirs["code"]) == ["reward_of_a_user"]
+    file.write_text("# of lengths\n\ndef short(completion, example):\n    return -float(len(completion))\n")
+    assert check_same_run({"model": {}, **of_fingerprint._code(run)}, theirs, tmp_path, force=False) == ""
+    file.write_text("def short(completion, example):\n    return float(len(completion))\n")
+    with pytest.raises(ValueError, match=r"code.reward_of_a_user: '\w+' here, '\w+' there"):
+        check_same_run({"model": {}, **of_fingerprint._code(run)}, theirs, tmp_path, force=False)
+    assert of_fingerprint._code(compose([])) == {}, "ours has the version of the package"
 
 
 ADDRESSED = [

@@ -9,18 +9,19 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conformance import FIXTURES, VARIANTS, formulas, ours, table, value_and_gradient
+from conformance.__main__ import main
+from conformance.fixtures import Fixture
 from conftest import set_mesh
 
 from tunix_lite.algorithms.variants import VARIANTS as OF_THE_SETTING
-from tunix_lite.commands.program import compose
 from tunix_lite.config import plain
-from tunix_lite.conformance import FIXTURES, VARIANTS, formulas, ours, table, value_and_gradient
-from tunix_lite.conformance.__main__ import main
-from tunix_lite.conformance.fixtures import Fixture
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.settings.compose import compose
 
-PAGE = Path(__file__).parents[1] / "docs" / "references" / "conformance.md"
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "references" / "conformance.md"
 
 
 @cache
@@ -121,8 +122,8 @@ def test_every_reference_is_finite_and_moves_with_its_log_probabilities(name):
 
 
 def test_importing_the_package_imports_numpy_and_nothing_heavier():
-    code = "import sys, tunix_lite.conformance; print({'jax', 'torch', 'trl', 'tunix', 'flax'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    code = "import sys, conformance; print({'jax', 'torch', 'trl', 'tunix', 'flax'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TESTS).stdout == "set()\n"
 
 
 # ---- ours

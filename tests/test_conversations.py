@@ -16,7 +16,7 @@ from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.decoder import Architecture, RopeScaling
+from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.conversations import Patience, chunk_of_turns, make_converse, make_generate_with_partner
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -70,10 +70,11 @@ class Numbers:
                 return {row: reply for _, row, reply in ready}
 
 
-def converse(cfg, params, partner, num_prompts=4, waiting="hold", temperature=1.0, **settings):
+def converse(cfg, params, partner, num_prompts=4, waiting="hold", temperature=1.0, on_chunk=None, **settings):
     generation = GenerationConfig(PROMPT, NEW, repetition_penalty=settings.pop("penalty", 1.0))
     sample = make_converse(cfg, generation, EOS, 0, rollout=RolloutConfig(waiting=waiting, chunk=4, **settings))
-    return sample(params, ragged_prompts(num_prompts), jax.random.key(5), G, temperature, partner=partner)
+    asked = (params, ragged_prompts(num_prompts), jax.random.key(5), G, temperature)
+    return sample(*asked, partner=partner, on_chunk=on_chunk)
 
 
 def naive(cfg, params, prompt, key, row, partner):
@@ -154,9 +155,13 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
     ids=str,
 )
 def test_slots_parking_and_the_clock_change_nothing(cfg, params, expected, settings):
-    settings = dict(settings)
-    rollout = converse(cfg, params, Numbers(delay=settings.pop("delay")), **settings)
+    settings, alone = dict(settings), {}
+
+    partner = Numbers(delay=settings.pop("delay"))
+    rollout = converse(cfg, params, partner, on_chunk=lambda _, ended: alone.update(ended), **settings)
     assert rows_of(rollout) == expected
+    # Each conversation is handed over alone when it has ended, as it is in the whole.
+    assert [rows_of(alone[row])[0] for row in range(len(expected))] == expected
     assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
 
 

@@ -60,7 +60,7 @@ def two_conversations(credit: str, on_limit: str = "keep", discount: float = 1.0
     graded = Graded(["", ""], ["", ""], rewards, dropped, [None] * 2, {}, dropped, turn_rewards=[[1.0, 3.0], [2.0]])
     settings = SimpleNamespace(credit=credit, discount=discount, on_limit=on_limit)
     grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
-    task = SimpleNamespace(grader=lambda examples: grader, prompts=lambda examples: [[0]])
+    task = SimpleNamespace(grader=lambda examples, G: grader, prompts=lambda examples: [[0]])
     task.conversation = settings
     task.partner = lambda examples: "answers"
     policy = Policy(lambda *_, **__: rollout, None)

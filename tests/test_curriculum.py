@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import check_curriculum
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.curriculum import (
     CurriculumConfig,
     CurriculumState,
@@ -25,6 +25,7 @@ from tunix_lite.tasks.curriculum import (
     source_of_level,
     state_metrics,
 )
+from tunix_lite.tasks.fitting import Look
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic, batch_at
 from tunix_lite.train import train
@@ -99,13 +100,13 @@ def test_prompts_outside_of_the_band_are_asked_a_share_of_the_times():
 
 
 def test_examples_that_are_too_long_are_passed_over_and_never_fill_a_batch():
-    lengths = {"length": lambda example: int(example["question"]), "limit": 5}
-    drawn = draw_prompts(DROP, CurriculumState(), ROWS, 6, 0, "0.0", **lengths)
+    look = lambda example: Look("it is too long" if int(example["question"]) > 5 else "")  # noqa: E731
+    drawn = draw_prompts(DROP, CurriculumState(), ROWS, 6, 0, "0.0", look)
     assert sorted(numbers(drawn.examples)) == [0, 1, 2, 3, 4, 5]
     with pytest.raises(
-        ValueError, match="of 10 training prompts too few fit generation.max_prompt_length=5, and a batch"
+        ValueError, match="of 10 training prompts too few can be taken, and a batch takes 7; .* cannot: it is too long"
     ):
-        draw_prompts(DROP, CurriculumState(), ROWS, 7, 0, "0.0", **lengths)
+        draw_prompts(DROP, CurriculumState(), ROWS, 7, 0, "0.0", look)
 
 
 def test_a_level_ends_when_its_newest_prompts_are_solved():
@@ -132,7 +133,7 @@ def task_of(share=lambda value: [value]):
 
 class SimpleTask(SimpleNamespace):
     def __init__(self, config, text, processes):
-        super().__init__(config=config, text=text, processes=processes, long_prompts="error", max_prompt_length=9)
+        super().__init__(config=config, text=text, processes=processes, leaves_out=False)
 
 
 def rollout_of(curriculum: RunCurriculum, task: SimpleTask, step: int) -> list[int]:
@@ -143,7 +144,7 @@ def rollout_of(curriculum: RunCurriculum, task: SimpleTask, step: int) -> list[i
     examples, _ = curriculum.batch(task, 4, 0, step)
     repeated = [example for example in examples for _ in range(4)]
     right = np.array([int(example["question"]) % 2 == 0 for example in repeated])
-    curriculum.record(SimpleNamespace(examples=repeated, correct=right, dropped=np.zeros(16, bool)))
+    curriculum.record(SimpleNamespace(examples=repeated, correct=right, dropped=np.zeros(16, bool), num_generations=4))
     curriculum.end(print)
     return numbers(examples)
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.distributed.folder_lock import lock_folder
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs import setup
 from tunix_lite.runs.setup import prepare, write_fingerprint
+from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status
@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
     run = compose(RUN)
     parts = prepare(run, folder)
     jax.set_mesh(parts.mesh)
-    write_fingerprint(run, parts, folder)
+    write_fingerprint(parts, folder)
     checkpoints = Checkpoints(folder.checkpoints)
     for step in (4, LAST):
         checkpoints.save(state_of(step))

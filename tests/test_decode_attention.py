@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_lite.models import attention, decode_attention, decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.kernels.decode_attention import fused_attend
+from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.engine import make_sampler
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
 SIZES |= {"mlp_dim": 48, "window": 6, "pattern": ("local", "global"), "query_scale": 32}
@@ -29,7 +29,7 @@ def on_mesh(fsdp: int, tp: int) -> None:
     jax.set_mesh(make_mesh(((fsdp, tp), ("fsdp", "tp")), jax.devices()[: fsdp * tp]))
 
 
-def decoded(cfg: Architecture, attention: str, lengths: list[int]) -> tuple:
+def decoded(cfg: Architecture, fused: bool, lengths: list[int]) -> tuple:
     """(cache, hidden) after two tokens, of slots that hold random keys and values."""
     rng = np.random.default_rng(0)
 
@@ -37,9 +37,7 @@ def decoded(cfg: Architecture, attention: str, lengths: list[int]) -> tuple:
         return rng.normal(0, scale, x.shape).astype(np.float32)
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
-    spec = SamplerSpec(
-        cfg, GenerationConfig(6, 64), (99,), 0, jnp.float32, 2, attention=attention, interpret=attention == "fused"
-    )
+    spec = SamplerSpec(cfg, GenerationConfig(6, 64), (99,), 0, jnp.float32, 2, fused=fused, interpret=fused)
     programs = make_programs(spec)
     slots = programs.make_slots(len(lengths))
 
@@ -58,7 +56,7 @@ def decoded(cfg: Architecture, attention: str, lengths: list[int]) -> tuple:
 
 
 def assert_same(cfg: Architecture, lengths: list[int]) -> None:
-    plain, fused = (decoded(cfg, name, lengths) for name in ("xla", "fused"))
+    plain, fused = (decoded(cfg, fused, lengths) for fused in (False, True))
     assert np.abs(plain[1]).max() > 0.1
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(fused), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
@@ -89,7 +87,7 @@ def test_the_kernel_equals_the_steps_of_a_layer_one_after_the_other():
         expected = attention.attend(GEMMA3, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0]
 
         angles = (sin[:, 0, 0], cos[:, 0, 0])
-        attend = jax.jit(partial(decode_attention.fused_attend, GEMMA3, interpret=True))
+        attend = jax.jit(partial(fused_attend, GEMMA3, interpret=True))
         found = attend(q_BNH, k_BKH, v_BKH, norms, angles, newest_B, old.k, old.v)
         for one, other in zip(found, (expected, kv.k, kv.v), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
@@ -118,7 +116,7 @@ def test_the_kernel_equals_a_softmax_in_float64_over_what_the_window_holds():
     old_k, old_v = (rng.normal(size=(1, 2, 4, 32)).astype(np.float32) for _ in range(2))
     angles = (jnp.zeros((1, 16)), jnp.ones((1, 16)))
 
-    attend = jax.jit(partial(decode_attention.fused_attend, cfg, interpret=True))
+    attend = jax.jit(partial(fused_attend, cfg, interpret=True))
     out, new_k, new_v = attend(q_BNH, k_BKH, v_BKH, (), angles, jnp.array([9]), old_k, old_v)
 
     # Position 9 goes to column 1, in which position 5 was; positions 6, 7 and 8 are in columns 2, 3 and 0.
@@ -130,34 +128,3 @@ def test_the_kernel_equals_a_softmax_in_float64_over_what_the_window_holds():
         scores = 5 * np.tanh(keys @ np.float64(q_BNH[0, head]) / 32**0.5 / 5)
         probs = np.exp(scores) / np.exp(scores).sum()
         np.testing.assert_allclose(out[0, head], probs @ values, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"platform": "cpu"}, "it runs on NVIDIA GPUs, not on cpu"),
-        ({"int8": True}, "it reads no int8 cache, and rollout.cache is int8"),
-        ({"tp": 4}, "tp=4 does not divide the 2 key heads"),
-        ({"dtype": jnp.float64}, "it computes in float32 or bfloat16, not in float64"),
-        ({"cfg": replace(GEMMA3, head_dim=96)}, "it takes heads of 32, 64, 128 or 256, and head_dim is 96"),
-        ({"cfg": replace(GEMMA3, num_heads=34)}, "it takes up to 16 query heads of one key head, and the model has 17"),
-    ],
-)
-def test_what_the_kernel_cannot_do_is_one_line_and_auto_never_asks_for_it(changes, reason):
-    given = {"cfg": GEMMA3, "dtype": jnp.bfloat16, "platform": "cuda", "int8": False, "tp": 2}
-    choose = decode_attention.choose_decode_attention
-    assert choose("fused", **given) == "fused"
-    with pytest.raises(ValueError) as error:
-        choose("fused", **given | changes)
-    assert str(error.value) == f"attention=fused: {reason}; use auto or xla"
-    assert choose("auto", **given | changes) == choose("xla", **given) == "xla"
-
-
-def test_a_sampler_on_a_cpu_refuses_the_kernel_before_it_computes_anything():
-    on_mesh(1, 1)
-    how = RolloutConfig(attention="fused")
-    sample = make_sampler(GEMMA3, GenerationConfig(6, 4), (99,), 0, rollout=how)
-    with pytest.raises(ValueError, match="attention=fused: it runs on NVIDIA GPUs, not on cpu"):
-        next(sample({}, [[1]], jax.random.key(0)))
-    with pytest.raises(ValueError, match="attention='fussed'; it is auto, xla or fused"):
-        RolloutConfig(attention="fussed")

@@ -7,10 +7,10 @@ import pytest
 from test_preferences import QUICK
 
 from tunix_lite.algorithms.demonstration import after_prompts
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import TeacherConfig
 from tunix_lite.runs.setup import find_parts
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 from tunix_lite.types import Batch
 

@@ -24,10 +24,10 @@ import test_train
 
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
 from tunix_lite.runs import watch
+from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.disk import DiskError, trouble
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import TensorBoard

@@ -43,8 +43,9 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import report
-from tunix_lite.planning.batch_size import plan_batch
-from tunix_lite.planning.resolved import check_generation, check_model_divides
+from tunix_lite.resolved.batch_size import plan_batch
+from tunix_lite.resolved.run import check_generation, check_model_divides
+from tunix_lite.settings import compose as composing
 from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import OUR_PARTS
@@ -108,8 +109,6 @@ ALLOWED = {
     "cat outputs/latest/status.json",
     "tail -n 1 outputs/latest/metrics.jsonl",
     'python -c "import jax; print(jax.devices())"',
-    "python -m tunix_lite.conformance",  # both are run by test_conformance.py
-    "python -m tunix_lite.conformance cispo",
     # Packages that the tests do not install, and a script that needs them.
     "pip install tinker==0.38.0 'tinker-cookbook[math-rl]==0.5.8'",
     "python examples/tinker_loops.py outputs/cookbook rl_loop base_url=http://127.0.0.1:8000 batch_size=16 group_size=8"
@@ -173,13 +172,14 @@ def of_readme(language: str) -> str:
 @pytest.fixture
 def with_the_example(monkeypatch, tmp_path):
     """What a reader of docs/extend has: its files next to run_training.py and its YAML in conf/."""
-    for folder in (program.conf_dir(), EXAMPLE / "conf"):
+    for folder in (composing.conf_dir(), EXAMPLE / "conf"):
         for file in folder.rglob("*.yaml"):
             copy = tmp_path / file.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(file.read_text())
     (tmp_path / "model" / "deep.yaml").write_text(of_readme("yaml"))
-    monkeypatch.setattr(program, "conf_dir", lambda: tmp_path)
+    for module in (composing, program):
+        monkeypatch.setattr(module, "conf_dir", lambda: tmp_path)
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.chdir(EXAMPLE)
 
@@ -198,7 +198,7 @@ def test_every_command_in_the_docs_can_be_given(page, command, with_the_example)
     devices = int(simulated[1]) if simulated else None
     if overrides is not None:
         for combination in combinations(overrides):
-            check_run(program.compose(combination), devices)
+            check_run(composing.compose(combination), devices)
     elif asked is not None:
         check_program(*asked, devices)
     elif words[0] == "make":
@@ -297,7 +297,7 @@ def check_run(run: RunConfig, devices: int | None) -> None:
 def architecture(run: RunConfig) -> decoder.Architecture | None:
     """Of the run's model; None for a folder or a hub name of which the page says no more."""
     if run.model.weights == "bundled":
-        return program.compose(["model=random"]).model.architecture
+        return composing.compose(["model=random"]).model.architecture
     return run.model.architecture
 
 
@@ -316,11 +316,11 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     """Its own settings and those of a run can be built. The folder of a run need not exist."""
     if overrides is None:
         return
-    values = program.compose_values(overrides, of=(f"+command={name}",))
+    values = composing.compose_values(overrides, of=(f"+command={name}",))
     settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
     run = build(RunConfig, values)
     if name == "plan":
-        make_plans(run, dataclasses.replace(settings, analytic=True), overrides)
+        make_plans(run, dataclasses.replace(settings, analytic=True, price_per_hour=None, verify=None), overrides)
         return
     if getattr(settings, "checkpoint", None) is not None:
         assert not any(word.startswith("model=") for word in overrides), "the run says which model it is"
@@ -371,13 +371,13 @@ def test_a_sweep_is_split_into_its_runs():
 
 def test_a_command_that_could_not_run_is_noticed(with_the_example):
     with pytest.raises(ValueError, match="max_step"):
-        program.compose(of_a_run(shlex.split("python run_training.py training.max_step=3")))
+        composing.compose(of_a_run(shlex.split("python run_training.py training.max_step=3")))
     with pytest.raises(ValueError, match="devices"):
-        check_run(program.compose(["model.mesh_shape=[[4,1],[fsdp,tp]]"]), 2)
+        check_run(composing.compose(["model.mesh_shape=[[4,1],[fsdp,tp]]"]), 2)
     with pytest.raises(ValueError, match="heads=4 is not a multiple"):
-        check_run(program.compose(["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"]), 8)
+        check_run(composing.compose(["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"]), 8)
     with pytest.raises(ValueError, match="matches no weight"):
-        check_run(program.compose(["model.lora.rank=4", "model.lora.targets=tail/7/q"]), None)
+        check_run(composing.compose(["model.lora.rank=4", "model.lora.targets=tail/7/q"]), None)
     for command, message in (
         ("tunix-lite generate prompt=Hello top_p=0.9", "top_p"),
         ("python -m tunix_lite generate", "give prompt"),
@@ -450,7 +450,7 @@ def test_pages_are_plain_to_read_and_name_no_machine(page):
 def test_readme_quotes_its_reward_from_the_example(with_the_example):
     assert of_readme("python").strip() in (EXAMPLE / "my_rewards.py").read_text()
     [command] = [c for c in commands(ROOT / "README.md") if "my_rewards" in c]
-    task = program.compose(of_a_run(shlex.split(command))).task
+    task = composing.compose(of_a_run(shlex.split(command))).task
     assert task.rewards["few_words"].fn("one two three", {}) == 1.0
     assert task.rewards["few_words"].fn("word " * 31, {}) == 0.0
 
@@ -464,7 +464,7 @@ def test_readme_shows_what_plan_prints(with_the_example):
     [command] = [c for c in commands(ROOT / "README.md") if "tunix-lite plan" in c]
     [shown] = [body for language, _, body in blocks(ROOT / "README.md") if language == "text"]
     name, overrides = of_a_program(shlex.split(command))
-    values = program.compose_values(overrides, of=(f"+command={name}",))
+    values = composing.compose_values(overrides, of=(f"+command={name}",))
     settings = build(PlanConfig, {f.name: values.pop(f.name) for f in dataclasses.fields(PlanConfig)})
     printed = [plain(line) for line in report.short_form(make_plans(build(RunConfig, values), settings, overrides))]
     for line in map(plain, shown.splitlines()):
@@ -500,7 +500,9 @@ def targets(value) -> set[str]:
 
 
 def test_the_reference_names_every_setting(reference):
-    paths = {path for file in program.conf_dir().rglob("*.yaml") for path in targets(yaml.safe_load(file.read_text()))}
+    paths = {
+        path for file in composing.conf_dir().rglob("*.yaml") for path in targets(yaml.safe_load(file.read_text()))
+    }
     named = {path: getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in paths}
     for path in named:
         assert path in reference, f"{path} is named in conf/ and not in the reference"
@@ -533,7 +535,7 @@ def test_the_batch_arithmetic_of_the_docs_is_what_a_run_says():
     assert len(cases) >= 4
     for fsdp, given, said in cases:
         overrides = [] if given == "nothing given" else given.split()
-        assert str(plan_batch(program.compose(overrides), int(fsdp))) == said
+        assert str(plan_batch(composing.compose(overrides), int(fsdp))) == said
 
 
 # ---- the table of sizes
@@ -561,7 +563,7 @@ def metrics_in_the_code() -> set[str]:
     """Every `part/name` that stands in the package as a string; the variable part of an f-string is <name>."""
     files = (ROOT / "tunix_lite").rglob("*.py")
     # these only read what runs have logged
-    readers = {"findings.py", "dashboard.py", "compare_run.py"}
+    readers = {"findings.py", "dashboard.py", "forecast.py"}
     trees = [ast.parse(file.read_text()) for file in files if file.name not in readers]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -604,12 +606,12 @@ def reward_names(task_file: Path) -> list[str]:
 
 def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_example):
     """Two prompts, two generations; the second group agrees, so only the better completion of the first counts."""
-    algorithm = program.compose(["algorithm=best_of_group", "algorithm.num_generations=2"]).algorithm
+    algorithm = composing.compose(["algorithm=best_of_group", "algorithm.num_generations=2"]).algorithm
     mask = np.array([[0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1]], bool)
     rollout = SimpleNamespace(tokens=np.ones((4, 3), np.int32), token_mask=np.ones((4, 3), bool), completion_mask=mask)
     graded = SimpleNamespace(rewards=np.array([0.0, 1.0, 1.0, 1.0]), metrics={"reward/mean": 0.75})
     policy = SimpleNamespace(generate=lambda params, prompts, key, num_generations: rollout)
-    task = SimpleNamespace(prompts=lambda examples: None, grade=lambda group, rollout: graded)
+    task = SimpleNamespace(prompts=lambda examples: None, grade=lambda group, rollout, G: graded)
     batch, metrics, _ = algorithm.collect(policy, task, None, [{}, {}], None)
     np.testing.assert_array_equal(batch.loss_weight, [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
     assert metrics["reward/best_share"] == 0.25
@@ -618,7 +620,7 @@ def test_the_algorithm_of_the_docs_learns_the_best_of_each_group(with_the_exampl
 
 
 def test_the_rewards_of_the_docs_judge_as_they_say(with_the_example):
-    task = program.compose(["task=capitals"]).task
+    task = composing.compose(["task=capitals"]).task
     example = json.loads((EXAMPLE / "data" / "capitals_train.jsonl").read_text().splitlines()[0])
     scores = {
         name: reward.weight * reward.fn("It is Paris.\nReally.", example) for name, reward in task.rewards.items()
@@ -640,10 +642,11 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "optimizer.learning_rate" in (tmp_path / "html" / "config" / "reference.html").read_text()
     check_links(tmp_path / "html")
+    assert not (tmp_path / "html" / "log.html").exists(), "the log is a file of the repository, not a page"
     # what a browser loads, it finds in the folder; formulas are MathML; history is found by nobody who searches
     texts = {page: page.read_text() for page in (tmp_path / "html").rglob("*.html")}
     assert not [page for page, text in texts.items() if re.search(r'<(?:script|img|link rel="style)[^>]*http', text)]
-    assert "<math" in texts[tmp_path / "html" / "explanations" / "one_step.html"]
+    assert "<math" in texts[tmp_path / "html" / "guide" / "a_step.html"]
     index = (tmp_path / "html" / "searchindex.js").read_text()
     [terms] = re.findall(r'"?terms"?:(\{.*?\}),"?titles"?:', index)
     log = " ".join((DOCS / "log.md").read_text().split())
@@ -658,14 +661,14 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
 
 
 def check_menu(page: str) -> None:
-    """Every page that is not history stands in the menu, and no page that is."""
+    """Every page that is not a decision stands in the menu, and no decision does."""
     menu = page[page.index('class="sidebar-tree"') : page.index('class="main"')]
     linked = {link.partition("#")[0] for link in re.findall(r'href="([^":]*)"', menu)} - {""}
     pages = {
         str(page.relative_to(DOCS).with_suffix(".html")) for page in DOCS.rglob("*.md") if "_build" not in page.parts
     }
-    history = {name for name in pages if name == "log.html" or name.startswith("decisions/")}
-    assert len(history) >= 20 and linked == pages - history - {"index.html"}
+    decisions = {name for name in pages if name.startswith("decisions/")}
+    assert len(decisions) >= 20 and linked == pages - decisions - {"index.html", "log.html"}
 
 
 def check_links(site: Path) -> None:

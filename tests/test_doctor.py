@@ -15,7 +15,7 @@ from tunix_lite.__main__ import COMMANDS, main
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.files.untrusted import read_yaml
 from tunix_lite.report.evidence import Evidence, read_evidence
-from tunix_lite.report.findings import CHECKS, WEIGHTS, diagnose, relative_step
+from tunix_lite.report.findings import FAULTS, diagnose, relative_step
 
 # benchmarks/spoilt_runs.py made these runs, and cut short what they left
 RECORDED = json.loads((Path(__file__).parent / "recorded_doctor.json").read_text())
@@ -217,6 +217,40 @@ def test_the_step_of_adapters_is_what_they_add_to_a_weight():
     assert relative_step(replace(run, status={"parameters": 100})) is None
 
 
+def test_a_reward_that_climbs_while_nothing_gets_right_is_exploited():
+    """As a newcomer's run had it: reward 0.06 to 0.5, held-out 0 to 0, and groups that agree."""
+    climbs = np.linspace(0.06, 0.5, 20).tolist()
+    zeros = [0.0] * 20
+    held_out = {"eval_accuracy": zeros}
+    assert names(evidence(reward_mean=climbs, completions_correct=zeros, **held_out)) == ["reward_exploited"]
+    assert names(evidence(reward_mean=climbs, **held_out)) == ["reward_exploited"]
+    agree = {"reward_groups_that_agree": [0.8] * 20}
+    assert names(evidence(reward_mean=climbs, completions_correct=zeros, **agree))[0] == "reward_exploited"
+    # what is right rises, too; or nearly all of it is right; or the reward does not climb
+    assert names(evidence(reward_mean=climbs, completions_correct=climbs)) == []
+    assert names(evidence(reward_mean=climbs, completions_correct=[0.9] * 20)) == []
+    assert names(evidence(reward_mean=[0.3, 0.4] * 10, completions_correct=[0.2] * 20)) == []
+
+
+def test_nothing_right_is_found_though_rewards_differ():
+    spread = {"reward_mean": [0.3, 0.4] * 5, "reward_std": [0.2] * 10}
+    assert names(evidence(completions_correct=[0.0] * 10, **spread)) == ["all_wrong"]
+    assert names(evidence(completions_correct=[0.0] * 9 + [0.1], **spread)) == []
+    short = {name: values[:4] for name, values in spread.items()}
+    assert names(evidence(completions_correct=[0.0] * 4, **short)) == []
+
+
+def test_a_few_steps_that_compile_are_found_and_the_first_ones_do_not_count():
+    late = [60.0, 30.0, *[10.0] * 6, 50.0, *[10.0] * 6, 40.0, *[10.0] * 4]
+    [found] = diagnose(evidence(time_step=late))
+    # 40 and 30 s more than the median of 10, of 250 s
+    assert found.name == "slow_steps" and "70 s more than that, 28% of the time" in found.evidence[1]
+    assert "step 9" in found.evidence[0]
+    assert names(evidence(time_step=[60.0, 30.0, *[10.0] * 18])) == []
+    assert names(evidence(time_step=[10.0, 20.0, 40.0] * 7)) == []
+    assert names(evidence(time_step=[0.0])) == [], "a clock that stood still"
+
+
 def test_findings_name_steps_numbers_and_an_override():
     run = evidence(
         train_skipped=[0.0] * 5 + [1.0] * 5, settings={"optimizer.learning_rate": 1e-3, "algorithm.num_generations": 8}
@@ -226,14 +260,15 @@ def test_findings_name_steps_numbers_and_an_override():
     assert finding.overrides == ["optimizer.learning_rate=0.0001", "tunix-lite replay run skipped=6"]
 
 
-def test_every_check_has_a_weight_and_every_weight_a_check():
-    assert {check.__name__ for check in CHECKS} == set(WEIGHTS)
-    assert all(check.__doc__ for check in CHECKS)
+def test_faults_are_in_the_order_of_their_weights_and_have_words():
+    weights = [weight for weight, *_ in FAULTS]
+    assert weights == sorted(weights, reverse=True) and len({check for _, check, *_ in FAULTS}) == len(FAULTS)
+    assert all(check.__doc__.endswith(".") for _, check, *_ in FAULTS)
 
 
 def test_the_page_names_every_finding():
     page = (Path(__file__).parents[1] / "docs" / "guide" / "doctor.md").read_text()
-    assert not [name for name in WEIGHTS if f"`{name}`" not in page]
+    assert not [check.__name__ for _, check, *_ in FAULTS if f"`{check.__name__}`" not in page]
 
 
 # ---- the command, and folders of strangers

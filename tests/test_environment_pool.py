@@ -1,6 +1,7 @@
 """Environments in worker processes: what they return is read, what fails follows conversation.on_error."""
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -100,6 +101,11 @@ def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conv
         assert pool.step(1, "9").result().turn == Turn("The sum is 10.", 0.5, True)
         # a row that begins again begins from its example
         assert pool.reset(0, {"start": 5}).result().turn.observation == "The sum is 5."
+
+
+def test_what_an_environment_counts_has_a_short_name_and_a_number_that_a_float_holds():
+    info = {"x" * 1_200_000: 1, "huge": 10**400, "moves": np.int64(3), "nan": math.nan, "a\nb": True}
+    assert read_turn(("", 0.0, False, info)).info == {"x" * 100 + "…": 1, "moves": 3, "a\\nb": True}
 
 
 class WithoutStar(Gymnasium):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from faulty_environments import Fails
 
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
@@ -20,14 +19,15 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.rewards.math import correct
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.runs.samples import sample_rows
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import ALONE, Processes, SharedError
 from tunix_lite.tasks.sources import Arithmetic, batch_at
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.console import conversation_lines
 from tunix_lite.train import train
 from tunix_lite.types import Conversation, Rollout, SampledTurn
+from tunix_lite.workers.pool import RewardsConfig
 
 WIDTH = 24  # columns of prompts
 
@@ -136,6 +136,27 @@ def test_rewards_of_the_task_are_about_the_last_turn(tokenizer):
         _, graded = hold(task, [[f"The answer is {answer}.", "stop"], ["no", f"The answer is {answer}. stop"]], G=2)
     assert graded.rewards.tolist() == [1.0, 3.0]
     assert graded.correct.tolist() == [False, True]
+
+
+class Wins:
+    """An environment that says what is right, of rows that hold no answer."""
+
+    def reset(self, example):
+        return None
+
+    def step(self, completion):
+        return "", 0.5, True, {"won": "stop" in completion}
+
+
+def test_rows_need_no_answer_where_the_environment_says_what_is_right(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "go"}\n{"prompt": "on"}\n')
+    file = tmp_path / "rows.jsonl"
+    given = ["task=jsonl", f"task.train={file}", f"task.held_out={file}"]
+    run = compose([*given, "task.environment={_target_: test_environments_in_rollouts.Wins}"])
+    whole = Task(run.task, tokenizer, max_prompt_length=WIDTH, max_new_tokens=64)
+    with whole.with_workers(RewardsConfig(workers=0), print, ALONE, ConversationConfig(workers=0)) as task:
+        _, graded = hold(task, [["stop"], ["go on"]])
+    assert graded.correct.tolist() == [True, False] and graded.rewards.tolist() == [0.5, 0.5]
 
 
 def test_an_environment_may_begin_with_a_text_of_its_own(tokenizer):

@@ -1,5 +1,6 @@
 """Evaluation: while a run trains, and of any model by `tunix-lite evaluate`."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,14 @@ def test_a_run_says_once_that_most_groups_teach_nothing():
         "Try harder examples, algorithm.num_generations=16, or algorithm.agreeing_groups=replace algorithm.max_rounds=4 "
         "to draw others in their place"
     )
-    assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([1.0] * 10, 0.1)[9]
+    assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([0.9] * 10, 0.1)[9]
+
+
+def test_three_steps_in_which_all_groups_agree_are_clear_enough():
+    said = hints([1.0] * 25, 0.0)
+    assert [step for step, line in enumerate(said, 1) if line] == [3]
+    assert said[2].startswith("most groups teach nothing: in the last 3 steps 100% of them had equal rewards; too hard")
+    assert [step for step, line in enumerate(hints([0.9] + [1.0] * 20, 0.0), 1) if line] == [10]
 
 
 def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
@@ -39,10 +47,13 @@ def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
         "end. Try generation.max_new_tokens=96"
     )
     assert not any(CutHint().line({"train/loss": 1.0}, 48) for _ in range(3 * WINDOW)), "as in SFT"
+    answered = CutHint()
+    right = {"completions/truncated": 1.0, "completions/correct": 0.6}
+    assert not any(answered.line(right, 16) for _ in range(3 * WINDOW)), "they answer, and go on until they are cut"
 
 
 def test_a_run_whose_groups_differ_says_nothing():
-    assert not any(hints([0.6] * 30)) and not any(hints([1.0] * 5 + [0.3] * 25))
+    assert not any(hints([0.6] * 30)) and not any(hints([0.9] * 5 + [0.3] * 25))
     hint = GroupsHint()
     assert not any(hint.line({"train/loss": 1.0}, 8) for _ in range(3 * WINDOW)), "as in SFT"
 
@@ -70,9 +81,14 @@ def test_every_setting_of_rollout_reaches_the_sampler(monkeypatch):
     monkeypatch.setattr(rollouts, "make_generate_with_partner", lambda *arguments: got.append(arguments[5]))
     monkeypatch.setattr(rollouts.memory, "choose_weights", lambda *_: ("gathered", ""))
     tokenizer = SimpleNamespace(eos_ids=(1,), pad_id=0)
+    monkeypatch.setattr(rollouts, "num_params", lambda table: 135_000_000)
+    monkeypatch.setattr(rollouts.decoder, "weights", lambda cfg: None)
     model = SimpleNamespace(mesh=set_mesh(1, 1), params={}, cfg=None, dtype=None, tokenizer=tokenizer)
-    asked = RolloutConfig(None, 7, "auto", "int8", attention="xla", head="fused", products="xla", waiting="hold")
+    asked = RolloutConfig(None, 7, "auto", "int8", kernels="fused", waiting="hold")
     rollouts.generate_of(model, GenerationConfig(), asked, [(4, 2)])
-    assert got == [
-        RolloutConfig(8, 7, "gathered", "int8", attention="xla", head="fused", products="xla", waiting="hold")
-    ]
+    assert got == [RolloutConfig(8, 7, "gathered", "int8", kernels="fused", waiting="hold")]
+
+    # On a CPU, 160 slots of 135M weights took 9.8 GB, and nothing was graded before nearly all had ended.
+    for num_slots, expected in ((None, 16), (40, 40)):
+        rollouts.generate_of(model, GenerationConfig(), replace(asked, num_slots=num_slots), [(160, 1)])
+        assert got[-1].num_slots == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from test_docs import of_a_program, of_a_run
 
-from tunix_lite.commands import program
+from tunix_lite.settings import compose as composing
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -36,10 +36,10 @@ def test_the_commands_of_the_script_compose():
     commands = [shlex.split(line) for line in text.replace("$folder", "outputs/x").splitlines()]
     runs = [words for words in commands if words and words[0] in ("python", "tunix-lite")]
     first, export, second = runs
-    program.compose(of_a_run(first))
+    composing.compose(of_a_run(first))
     name, settings = of_a_program(export)
     assert name == "export" and settings == ["checkpoint=outputs/x/sft", "out=outputs/x/model"]
-    assert program.compose(of_a_run(second)).model.weights == "outputs/x/model"
+    assert composing.compose(of_a_run(second)).model.weights == "outputs/x/model"
 
 
 def test_the_table_of_examples_names_them_all():

@@ -104,7 +104,7 @@ def test_an_int8_cache_and_a_repetition_penalty_know_what_was_appended(cfg, para
 def test_widths_follow_from_the_length_of_what_is_appended_alone():
     widest = EXTEND_WIDTHS[-1]
     calls = extend_calls({2: ([1] * (widest + 20), 9), 5: ([2] * 3, 7)}, num_slots=32, fsdp=1)
-    assert [call.tokens.shape for call in calls] == [(8, 16), (8, widest), (8, 32)]
+    assert [call.tokens.shape for call in calls] == [(8, 16), (8, widest), (8, 64)]
     # the slot of the long one decodes only once its last piece is there
     assert [call.limits[0] for call in calls] == [7, 0, 9]
     assert calls[0].rows.tolist() == [5] + [32] * 7

@@ -12,7 +12,7 @@ from faulty_rewards import fault
 from test_train import NotFinite
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 STEPS = 20

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.flops import (
     attention_flops,
     decode_bytes,

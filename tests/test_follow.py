@@ -10,9 +10,8 @@ import time
 import pytest
 
 from tunix_lite.commands import watch
-from tunix_lite.tracking import follow
+from tunix_lite.commands.watch import FollowedRun
 from tunix_lite.tracking.dashboard import Dashboard
-from tunix_lite.tracking.follow import FollowedRun
 
 
 def line(step: int, **more) -> bytes:
@@ -42,7 +41,7 @@ def test_new_rows_come_once_and_half_a_line_waits_for_the_rest(folder):
         file.write(line(3)[10:])
         file.flush()
     assert run.new_rows() == [(3, {"reward/mean": 0.3, "time/step": 2.0})]
-    assert run.max_steps() == 20
+    assert run.steps_setting("training", "max_steps") == 20
 
 
 def test_a_file_that_a_resumed_run_has_cut_is_read_anew(folder):
@@ -60,7 +59,7 @@ def test_what_is_no_row_is_passed_over_and_names_are_escaped(folder):
 
 
 def test_only_the_end_of_a_long_file_is_read(folder, monkeypatch):
-    monkeypatch.setattr(follow, "FIRST", 300)
+    monkeypatch.setattr(watch, "MOST", 300)
     (folder / "metrics.jsonl").write_bytes(b"".join(line(step) for step in range(1, 101)))
     steps = [step for step, _ in FollowedRun(folder).new_rows()]
     assert steps[-1] == 100 and 2 < len(steps) < 10
@@ -77,10 +76,12 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, capsys):
 
 def test_the_newest_samples_come_once(folder):
     for step in (10, 20):
-        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"reward": step}) + "\nno json\n")
+        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"reward": step}) + "\n")
     (folder / "samples" / "evaluation_000030.jsonl").write_text("{}\n")
     run = FollowedRun(folder)
     assert run.new_samples() == (20, [{"reward": 20}]) and run.new_samples() is None
+    (folder / "samples" / "step_000030.jsonl").write_text("no json\n")
+    assert run.new_samples() is None and run.new_samples() is None
 
 
 def test_the_time_left_of_a_run_elsewhere_is_by_the_seconds_of_its_steps(folder):
@@ -124,7 +125,7 @@ def test_a_run_whose_process_was_killed_is_not_waited_for(folder, monkeypatch, c
     trainer = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "has it\n"
     (folder / "status.json").write_text('{"status": "running", "steps": 0}')
-    assert not watch._has_ended(watch.FollowedRun(folder))
+    assert not FollowedRun(folder).has_ended()
     trainer.kill()
     trainer.communicate()
     monkeypatch.setattr(sys, "argv", ["tunix-lite watch", str(folder)])
@@ -132,7 +133,7 @@ def test_a_run_whose_process_was_killed_is_not_waited_for(folder, monkeypatch, c
     assert f"it was killed; hydra.run.dir={folder} goes on" in capsys.readouterr().out
     # the lock of another machine cannot be seen from here, so nothing is said of its process
     (folder / ".lock").write_text("process 1 of another-machine, since 2026-01-01 00:00:00.0\n")
-    assert not watch._has_ended(watch.FollowedRun(folder))
+    assert not FollowedRun(folder).has_ended()
 
 
 def test_an_empty_folder_and_an_address_are_refused(tmp_path, monkeypatch, capsys):

@@ -1,10 +1,10 @@
-"""A predicted step: the scheduler without a model does what it does with one, and the arithmetic around it."""
+"""A predicted step: what compiled programs take, how often each runs, and the arithmetic around it."""
 
-import importlib.util
 import json
 import math
+import re
+import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,67 +12,52 @@ import pytest
 from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.program import compose
+from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.parallel.collectives import CollectiveTotal
-from tunix_lite.planning import compare_run, lengths, speed, timed
-from tunix_lite.planning.choices import scaled_by
-from tunix_lite.planning.compare_run import PredictedRow
+from tunix_lite.planning import lengths
 from tunix_lite.planning.forecast import (
-    SHARE_OF_BANDWIDTH,
-    CompiledCosts,
     Forecast,
-    HardwareCosts,
-    batch_of,
+    PredictedRow,
+    decode_steps,
     forecast,
-    row_work,
+    measured,
+    measured_hardware,
+    predicted_against,
 )
 from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
+from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.plan import ESTIMATE_MARGIN
 from tunix_lite.planning.programs import Compiled
 from tunix_lite.planning.report import as_dict
-from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
-from tunix_lite.planning.simulated_rollout import simulated
+from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.compose import compose
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "foresight.py"
 SMALL = [
     *("model=random", "training.prompts_per_step=5", "algorithm.num_generations=4", "evaluation.num_examples=0"),
     *(f"generation.max_prompt_length={PROMPT}", f"generation.max_new_tokens={NEW}"),
 ]
 
 
-class Costs:
-    """Of each program a second or more, so that the seconds count its calls."""
+# Hardware on which a kernel takes as many seconds as it reads bytes, and nothing else takes time.
+SECOND_A_BYTE = replace(find_target("h100x8").hardware, platform="cpu", peak_flops=1e30, memory_bandwidth=1.0)
 
-    source = "by decree"
 
-    def begin(self, slots, columns, requests):
-        return 0.001 * requests
+@pytest.fixture(autouse=True)
+def nothing_to_launch(monkeypatch):
+    monkeypatch.setattr("tunix_lite.planning.hardware.LAUNCH_SECONDS", {"cuda": 2e-6, "tpu": 1.2e-6, "cpu": 0.0})
 
-    def prefill(self, prompts, width):
-        return 1.0
 
-    def refill(self, slots, columns):
-        return 10.0
+def taking(name: str, seconds: int) -> Compiled:
+    """A program that takes so long on SECOND_A_BYTE."""
+    return Compiled(name, 0, 0, 0, 0, 0, kernels=(Kernel("fusion", "fusion", 1, seconds, 0),))
 
-    resize = refill
 
-    def decode(self, slots, columns, steps, held):
-        return 100.0 * steps
-
-    def scoring(self, name, batch, work):
-        return 7.0 * work.parts
-
-    def update(self, batch, work):
-        return 5.0 * work.parts
-
-    def rest(self, batch, work):
-        return 0.5
+PROGRAMS = {name: taking(name, n) for name, n in {"prefill": 3, "decode": 100, "scoring": 7, "update": 5}.items()}
 
 
 def case_of(cfg, *overrides: str) -> ResolvedRun:
@@ -82,41 +67,33 @@ def case_of(cfg, *overrides: str) -> ResolvedRun:
 
 
 @pytest.mark.parametrize("slots, chunk", [(3, 2)])
-def test_the_scheduler_decides_without_a_model_as_it_does_with_one(cfg, params, slots, chunk):
-    """The real rollout is asked for completions of given lengths; the simulated one gets the same lengths."""
+def test_decode_steps_are_nearly_those_of_a_rollout_of_these_lengths(cfg, params, slots, chunk):
+    """The real rollout is asked for completions of given lengths. Its slots wait for a chunk more now and then."""
     set_mesh(1, 1)
     rollout = RolloutConfig(num_slots=slots, chunk=chunk)
     # no token ends a completion, so its limit does
     generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (cfg.vocab_size,), 0, rollout=rollout)
-    prompts = ragged_prompts(5)
     wanted = np.random.default_rng(3).integers(1, NEW + 1, (5, 4))
-    done = generate(params, prompts, jax.random.key(0), 4, limits=wanted.reshape(-1).tolist())
-    found = simulated(
-        case_of(cfg, f"rollout.num_slots={slots}", f"rollout.chunk={chunk}"),
-        np.array([len(prompt) for prompt in prompts]),
-        wanted,
-        Costs(),
-    )
-    assert found.decode_steps == done.metrics["rollout/decode_steps"]
-    assert found.prefill_tokens == done.metrics["rollout/prefill_tokens"]
-    assert found.slot_use == pytest.approx(done.metrics["rollout/slot_use"])
-    assert found.seconds["decode"] == 100 * found.decode_steps
+    done = generate(params, ragged_prompts(5), jax.random.key(0), 4, limits=wanted.reshape(-1).tolist())
+    assert decode_steps(wanted, slots, chunk) == pytest.approx(done.metrics["rollout/decode_steps"], rel=0.15)
+
+
+def test_a_slot_takes_the_next_completion_when_its_chunk_has_ended():
+    """Two slots, chunks of 4: 1 to 4 tokens are a chunk. The first slot ends at 4 and takes the third one, to 12."""
+    assert decode_steps(np.array([[3, 8], [5, 1]]), 2, 4) == 12
+    assert decode_steps(np.array([[3, 8]]), 16, 4) == 8
 
 
 def test_a_step_is_the_sum_of_its_phases_and_a_run_of_its_steps(cfg):
     case = case_of(cfg, "algorithm.kl_coef=0.04", "training.max_steps=36", "training.gradient_accumulation_steps=2")
-    found = forecast(case, Lengths(1.0, 1.0), Costs(), price_per_hour=20.0)
+    found = forecast(case, PROGRAMS, Lengths(1.0, 1.0), SECOND_A_BYTE, price_per_hour=20.0)
     chunk = min(case.run.rollout.chunk, NEW)
-    steps = chunk * math.ceil(NEW / chunk)
-    assert found.seconds == {
-        "prefill": 1,
-        "decode": 100 * steps,
-        "refill": pytest.approx(10 + 20 * 0.001),
-        "scoring": 14,
-        "update": 10,
-        "rest": 0.5,
-    }
-    assert found.step_seconds == 35.52 + 100 * steps
+    chunks = math.ceil(NEW / chunk)
+    block, _, _ = case.sampling_memory.prompt_cache
+    # the micro-batches of an update that is not packed stand in its text as turns of a loop
+    assert found.seconds == {"prefill": 3 * 5 / block, "decode": 100 * chunks, "scoring": 7, "update": 5}
+    assert found.decode_steps == chunk * chunks
+    assert found.step_seconds == sum(found.seconds.values())
     assert found.tokens == 20 * (PROMPT + NEW)
     assert found.tokens_per_second == found.tokens / found.step_seconds
     assert found.hours == pytest.approx(36 * found.step_seconds / 3600)
@@ -126,32 +103,15 @@ def test_a_step_is_the_sum_of_its_phases_and_a_run_of_its_steps(cfg):
 def test_a_rollout_for_several_updates_is_divided_among_them(cfg):
     """A rollout of 10 prompts serves 4 updates of 5: each has a quarter of it, and of the scores of both halves."""
     words = ["algorithm.kl_coef=0.04", "training.gradient_accumulation_steps=2"]
-    whole = forecast(case_of(cfg, *words, "training.prompts_per_step=10"), Lengths(1.0, 1.0), Costs())
+    whole = case_of(cfg, *words, "training.prompts_per_step=10")
+    whole = forecast(whole, PROGRAMS, Lengths(1.0, 1.0), SECOND_A_BYTE)
     shared = [*words, "algorithm.mini_batches=2", "algorithm.updates_per_rollout=4"]
-    found = forecast(case_of(cfg, *shared), Lengths(1.0, 1.0), Costs())
+    found = forecast(case_of(cfg, *shared), PROGRAMS, Lengths(1.0, 1.0), SECOND_A_BYTE)
     assert found.decode_steps == whole.decode_steps > 0
-    for name in ("prefill", "decode", "refill"):
-        assert found.seconds[name] == pytest.approx(whole.seconds[name] / 4), name
-    # 7 s for each of 2 micro-batches of each of 2 halves
-    assert found.seconds["scoring"] == pytest.approx(7 * 2 * 2 / 4)
-    assert found.seconds["update"] == 10
-
-
-def test_meshes_are_ranked_by_their_predicted_time(monkeypatch):
-    """Whatever the bound says: here the one that it puts last is predicted to be the fastest."""
-    settings = PlanConfig(target="h100x8", mesh="all", analytic=True)
-    plans = command.make_plans(compose(["model=gemma3_1b"]), settings, [])
-    by_bound = [plan.resolved.mesh_shape for plan in plans.plans]
-    assert len(by_bound) > 2 and all(plan.fits for plan in plans.plans)
-
-    def reversed_order(resolved, *_) -> Forecast:
-        seconds = {"update": 1.0 + len(by_bound) - by_bound.index(resolved.mesh_shape)}
-        return Forecast(seconds, 1, 1, 1, 1.0, 1, 1, "", "")
-
-    monkeypatch.setattr(command, "forecast", reversed_order)
-    monkeypatch.setattr(command, "choices", lambda *_: [])
-    found = command.predicted(plans, settings)
-    assert [plan.resolved.mesh_shape for plan in found.plans] == by_bound[::-1]
+    assert found.seconds["decode"] == pytest.approx(whole.seconds["decode"] / 4)
+    # 7 s for each of 2 halves
+    assert found.seconds["scoring"] == pytest.approx(7 * 2 / 4)
+    assert found.seconds["update"] == 5
 
 
 def test_micro_batches_are_those_that_packing_fills(cfg):
@@ -162,6 +122,9 @@ def test_micro_batches_are_those_that_packing_fills(cfg):
     work = row_work(case, batch_of(case, np.full(5, 4), np.ones((5, 4), int)))
     assert work.parts == math.ceil(20 / per_row) < case.rows.num_parts
     assert (work.tokens, work.rows, work.width) == (100, 1, case.rows.width)
+    # the text of a packed program shows one turn of its loop
+    found = forecast(case, PROGRAMS, Lengths(4 / PROMPT, 1e-3), SECOND_A_BYTE)
+    assert found.parts > 1 and found.seconds["update"] == 5 * found.parts
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.9])
@@ -183,7 +146,7 @@ def recorded_run(folder):
     ]
     metrics[0] |= {"time/update": 90.0, "time/step": 99.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + "{broken\n")
-    (folder / "plan.json").write_text(json.dumps({"plans": [{"batch": "5 prompts x 4 generations = 20 sequences"}]}))
+    (folder / "plan.json").write_text(json.dumps({"plans": [{"prompts_of_rollout": 5}]}))
     return str(folder)
 
 
@@ -200,7 +163,7 @@ def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
 def test_a_rollout_of_several_updates_has_the_prompts_of_all(tmp_path):
     """20 prompts were read for 50 tokens, though an update has 5 of them."""
     folder = recorded_run(tmp_path / "run")
-    plan = {"batch": "5 prompts x 4 generations = 20 sequences", "prompts_of_rollout": 20}
+    plan = {"prompts_of_rollout": 20}
     (tmp_path / "run" / "plan.json").write_text(json.dumps({"plans": [plan]}))
     assert lengths.recorded_lengths(folder).mean_prompt == 2.5
     words = ["target=h100", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"]
@@ -218,30 +181,29 @@ def test_a_plan_that_is_none_has_no_prompts(text, tmp_path):
 
 
 def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
-    """The first steps compile and do not count; what no phase has is the rest."""
-    took = compare_run.measured(recorded_run(tmp_path / "run"))
-    seconds = {"prefill": 0.5, "decode": 1.0, "refill": 0.5, "update": 2.4, "rest": 0.6}
-    found = Forecast(seconds, 100, 8, 60, 0.5, 1, 10, "by decree", "assumed")
-    rows = {row.name: row for row in compare_run.predicted_against(found, took)}
+    """The first steps compile and do not count."""
+    took = measured(recorded_run(tmp_path / "run"))
+    seconds = {"prefill": 0.5, "decode": 1.5, "update": 2.4}
+    found = Forecast(seconds, 100, 8, 1, 10, "by decree", "assumed")
+    rows = {row.name: row for row in predicted_against(found, took)}
     assert rows["rollout"] == PredictedRow("rollout", 2.0, 2.0)
     assert rows["update"].off == pytest.approx(-0.2)
-    assert (rows["rest"].measured, rows["step"].measured) == (1.0, 6.0)
-    assert rows["step"].off == pytest.approx(5 / 6 - 1)
-    assert rows["prefill tokens"].off == pytest.approx(0.2)
+    assert rows["step"].measured == 6.0
+    assert rows["step"].off == pytest.approx(4.4 / 6 - 1)
     assert rows["decode steps"].measured is None
     with pytest.raises(ConfigError, match=r"verify=.*metrics\.jsonl"):
-        compare_run.measured(str(tmp_path))
+        measured(str(tmp_path))
     file = tmp_path / "run" / "metrics.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(ConfigError, match="the run has 2 steps; .* at least 3"):
-        compare_run.measured(str(tmp_path / "run"))
+        measured(str(tmp_path / "run"))
 
 
 def test_a_phase_that_only_some_steps_have_counts_with_its_share(tmp_path):
     """Of the last four steps two sample, for 2 s each: 1 s a step."""
     rows = [{"time/step": 5.0} | ({"time/rollout": 2.0} if i % 2 else {}) for i in range(6)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert compare_run.measured(str(tmp_path)) == {"time/step": 5.0, "time/rollout": 1.0}
+    assert measured(str(tmp_path)) == {"time/step": 5.0, "time/rollout": 1.0}
 
 
 def test_a_run_with_other_settings_is_not_compared(tmp_path):
@@ -260,46 +222,72 @@ def test_a_run_with_other_settings_is_not_compared(tmp_path):
         command.check_same_overrides(str(folder), ["training.remat=none"])
 
 
-def test_compiled_kernels_count_and_the_rest_is_an_estimate(cfg):
-    """A kernel that reads 3.35 GB on an H100 takes a millisecond and its launch; the update is not compiled."""
+def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(cfg, monkeypatch):
+    """A kernel that reads 3.35 GB on an H100 takes a millisecond and its launch. On hardware where only links between
+    nodes take time, a second a byte, what fsdp gathers over two nodes takes it, and what tp sums within one does not."""
     hardware = find_target("h100").hardware
-    case = case_of(cfg, "training.packing=sequences")
+    case = case_of(cfg, "training.packing=none")
     kernel = Kernel("fusion", "fusion", 2, int(hardware.memory_bandwidth / 1000), 0)
-    programs = {"scoring": Compiled("scoring", 0, 0, 0, 0, 0, kernels=(kernel,))}
-    estimated = HardwareCosts(case, hardware)
-    costs = CompiledCosts(estimated, programs)
-    batch = batch_of(case, np.full(5, 4), np.ones((5, 4), int))
-    work = replace(row_work(case, batch), parts=3)
-    once = 2 * (0.001 + hardware.launch_seconds)
-    assert costs.scoring("scoring", batch, work) == pytest.approx(3 * once)
-    assert costs.update(batch, work) == estimated.update(batch, work)
-    assert "compiled programs (scoring) on h100" in costs.source
+    programs = PROGRAMS | {"update": replace(PROGRAMS["update"], kernels=(kernel,))}
+    found = forecast(case, programs, Lengths(), hardware)
+    assert found.seconds["update"] == pytest.approx(2 * (0.001 + hardware.launch_seconds))
+    assert "compiled programs on h100" in found.source
+
+    run = compose([*SMALL, "training.packing=none", "training.prompts_per_step=4"])
+    run = replace(run, model=replace(run.model, architecture=cfg))
+    case = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 2}, "cuda")
+    between = replace(SECOND_A_BYTE, host_devices=2, memory_bandwidth=1e30, link_bandwidth=1e30, node_bandwidth=1.0)
+    groups = (
+        CollectiveTotal("all-gather", "fsdp", 3, 10_000, 5_000, True),
+        CollectiveTotal("all-reduce", "tp", 1, 9, 9, True),
+    )
+    kernel = Kernel("all-gather", "collective", 1, 0, 0, sent_bytes=5009)
+    update = Compiled("update", 0, 0, 0, 0, 0, collectives=groups, kernels=(kernel,))
+    found = forecast(case, PROGRAMS | {"update": update}, Lengths(), between)
+    assert found.seconds["update"] == pytest.approx(5000, rel=1e-3)
 
 
-def test_a_setting_is_scaled_by_what_is_known_of_the_other():
-    """Phases that are estimated at 2 and 4 s and known to take 3 and 2: another one's are 1.5 and 0.5 times as long."""
-    one = Forecast({"update": 2.0, "decode": 4.0}, 1, 1, 1, 1.0, 1, 1, "", "")
-    known = replace(one, seconds={"update": 3.0, "decode": 2.0})
-    other = replace(one, seconds={"update": 10.0, "decode": 10.0, "rest": 1.0})
-    found = scaled_by(other, one, replace(known, source="timed"))
-    assert found.source.endswith("scaled by: timed")
-    assert found.seconds == {"update": 15.0, "decode": 5.0, "rest": 1.0}
+def test_a_machine_that_is_not_in_the_table_is_measured_once():
+    found = measured_hardware("cpu")
+    assert found is measured_hardware("cpu")
+    assert found.peak_flops > 1e8 and found.memory_bandwidth > 1e8 and "GFLOP/s" in found.name
 
 
-def test_a_plan_prints_a_forecast_its_price_and_faster_settings(tmp_path, capsys, monkeypatch):
+def test_a_plan_of_compiled_programs_has_a_forecast_and_an_estimate_has_none(cfg, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    settings = PlanConfig(target="h100x8", analytic=True, out=str(tmp_path), price_per_hour=24.0)
-    command.plan(compose(["model=gemma3_1b", "training.max_steps=100"]), settings)
+    monkeypatch.setattr(command, "make_plans", lambda *given: with_programs(make_plans(*given)))
+
+    def with_programs(plans):
+        one = replace(plans.plans[0], programs=PROGRAMS)
+        return replace(plans, plans=(one,))
+
+    words = ["model=gemma3_1b", "training.max_steps=100"]
+    settings = PlanConfig(target="h100x8", analytic=True, out=str(tmp_path))
+    command.plan(compose(words), settings)
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("predicted: a step takes ") for line in lines) == 1
-    assert "an estimate by FLOPs and bytes, at 50% of the peak" in "\n".join(lines)
-    said = json.loads((tmp_path / "plan.json").read_text())
-    found = said["plans"][0]["forecast"]
-    assert found["price"] == pytest.approx(24 * found["hours"]) and found["num_steps"] == 100
-    # a forecast takes longer than the bound, and the choices come in order
-    assert found["seconds"]["update"] > said["plans"][0]["phases"][-1]["bound"]["seconds"]
-    took = [choice["step_seconds"] for choice in said["choices"]]
-    assert took == sorted(took) and any(not choice["overrides"] for choice in said["choices"])
+    assert "by the kernels of the compiled programs on h100, each at its roofline" in "\n".join(lines)
+    found = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["forecast"]
+    assert found["num_steps"] == 100 and found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", ["tunix-lite"])
+    command.plan(compose(words), settings)
+    assert "predicted" not in "\n".join(capsys.readouterr().out.splitlines()[-6:])
+    assert "forecast" not in json.loads((tmp_path / "plan.json").read_text())["plans"][0]
+    for wish in ({"price_per_hour": 24.0}, {"verify": "outputs/mine"}):
+        with pytest.raises(ValueError, match="analytic=true compiles nothing, and time and price are predicted"):
+            PlanConfig(analytic=True, **wish)
+
+
+def test_a_run_is_compared_with_what_its_programs_are_predicted_to_take(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tunix-lite"])
+    folder = recorded_run(tmp_path / "run")
+    monkeypatch.setattr(command.planning, "with_compiled", lambda plan, *_: replace(plan, programs=PROGRAMS))
+    lines = command.verified(compose(SMALL), PlanConfig(verify=folder))
+    assert [line.split()[0] for line in lines[1:4]] == ["rollout", "update", "step"]
+    assert lines[-2].startswith("predicted: by the kernels of the compiled programs on this machine (measured: ")
+    assert lines[-1].startswith("measured: medians of ")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
@@ -312,6 +300,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_planned(t
 
 def test_a_plan_that_does_not_fit_ends_with_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite"])
+    # as where no change of the settings helps
+    monkeypatch.setattr(command, "make_plans", lambda *given: replace(make_plans(*given), command=None))
     settings = PlanConfig(target="v5e-1", analytic=True, out=str(tmp_path))
     with pytest.raises(RunFailed, match=r"^nothing fits v5e-1: the least is [\d.]+ of 15\.75 GiB a device$"):
         command.plan(compose(["model=gemma3_12b"]), settings)
@@ -322,70 +312,29 @@ def test_a_plan_that_does_not_fit_ends_with_an_error(tmp_path, monkeypatch):
         assert peak <= (1 - ESTIMATE_MARGIN) * 15.75
 
 
-def test_programs_are_timed_where_they_are(cfg):
-    set_mesh(1, 1)
-    case = case_of(cfg, "rollout.num_slots=4")
-    costs = timed.TimedCosts(case)
-    assert timed.why_not_timed(case) == ""
-    assert costs.refill(4, PROMPT + NEW) > 0
-    # what has been timed is not timed again
-    assert costs.refill(4, PROMPT + NEW) == costs.known[("refill", 4, PROMPT + NEW)]
-    assert timed.why_not_timed(replace(case, cfg=replace(cfg, embed_dim=4096, mlp_dim=65536))).startswith("a step has")
+def test_a_plan_that_would_fit_with_other_settings_ends_with_them_and_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tunix-lite", "model=gemma3_1b"])
+    settings = PlanConfig(target="v5e-1", analytic=True, out=str(tmp_path))
+    with pytest.raises(SystemExit, match="1"):
+        command.plan(compose(["model=gemma3_1b"]), settings)
+    out = capsys.readouterr().out
+    assert " fit, with " in out and "  tunix-lite plan model=gemma3_1b " in out
 
 
-def test_the_agreement_of_two_orders_is_kendalls():
-    """By hand: of six pairs five agree and one does not; scipy's value of the same."""
-    spec = importlib.util.spec_from_file_location("foresight", SCRIPT)
-    foresight = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(foresight)
-    assert foresight.kendall_tau([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(4 / 6)
-    assert foresight.kendall_tau([1, 2, 3], [3, 2, 1]) == -1
-    assert len(foresight.SETTINGS) == 20 and len({tuple(one) for one in foresight.SETTINGS}) == 20
-    for overrides in foresight.SETTINGS:
-        compose([*foresight.BASE, *overrides])
-
-
-def test_sending_is_counted_in_every_phase_over_the_links_that_it_crosses(cfg):
-    """fsdp=2, tp=2 on hardware where only links take time, a second a byte: half of a buffer is sent that is gathered
-    over two devices, and all of one that is summed."""
-    run = compose([*SMALL, "training.packing=none", "training.remat=none", "training.prompts_per_step=4"])
-    run = replace(run, model=replace(run.model, architecture=cfg))
-    case = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 2}, "cuda")
-    free = {"peak_flops": 1e30, "memory_bandwidth": 1e30}
-    within = replace(find_target("h100x8").hardware, link_bandwidth=1.0, node_bandwidth=1e30, **free)
-    weights, gradients = speed.weight_bytes(case), speed.reduced_gradient_bytes(case)
-    # a stream of float32 after attention and one after the feed-forward of each layer
-    token = 2 * cfg.num_layers * cfg.embed_dim * 4
-
-    def sent(seconds: float) -> float:
-        return seconds * SHARE_OF_BANDWIDTH
-
-    costs = HardwareCosts(case, within)
-    assert sent(costs.begin(4, 20, 0)) == pytest.approx(weights / 2, rel=1e-3)
-    # six tokens over fsdp are three a device
-    assert sent(costs.prefill(2, 3)) == pytest.approx(3 * token, rel=1e-3)
-    assert sent(costs.decode(4, 20, 8, 0)) == pytest.approx(8 * 2 * token, rel=1e-3)
-    sharded = HardwareCosts(replace(case, sampling_weights="sharded"), within)
-    assert sent(sharded.begin(4, 20, 0)) == pytest.approx(0, abs=1)
-    assert sent(sharded.decode(4, 20, 8, 0)) == pytest.approx(8 * (2 * token + weights / 2), rel=1e-3)
-
-    batch = batch_of(case, np.full(4, 4), np.ones((4, 4), int))
-    work = replace(row_work(case, batch), parts=3)
-    tokens = 3 * work.rows * work.width / 2
-    assert sent(costs.scoring("scoring", batch, work)) == pytest.approx(3 * weights / 2 + tokens * token, rel=1e-3)
-    # forward and backward; the gradients of each micro-batch are scattered
-    both_ways = 3 * (2 * weights + gradients) / 2 + 2 * tokens * token
-    assert sent(costs.update(batch, work)) == pytest.approx(both_ways, rel=1e-3)
-
-    # With two devices a node, tp stays within it and fsdp does not.
-    between = replace(within, host_devices=2, link_bandwidth=1e30, node_bandwidth=1.0)
-    costs = HardwareCosts(case, between)
-    assert sent(costs.begin(4, 20, 0)) == pytest.approx(weights / 2, rel=1e-3)
-    assert sent(costs.decode(4, 20, 8, 0)) == pytest.approx(0, abs=1)
-    groups = [
-        CollectiveTotal("all-gather", "fsdp", 3, 10_000, 5_000, True),
-        CollectiveTotal("all-reduce", "tp", 1, 9, 9, True),
-    ]
-    kernel = Kernel("all-gather", "collective", 1, 0, 0, sent_bytes=5009)
-    programs = {"update": Compiled("update", 0, 0, 0, 0, 0, collectives=tuple(groups), kernels=(kernel,))}
-    assert CompiledCosts(costs, programs).update(batch, replace(work, parts=1)) == pytest.approx(5000, rel=1e-3)
+@pytest.mark.parametrize("packing", ["none", "sequences"])
+def test_a_plan_that_leaves_most_memory_free_names_a_larger_micro_batch_that_fits(
+    packing, tmp_path, monkeypatch, capsys
+):
+    words = ["model=gemma3_270m", "training.mixed_precision=bf16", f"training.packing={packing}"]
+    words += ["training.micro_batch_size=1"] if packing == "none" else []
+    monkeypatch.setattr("sys.argv", ["tunix-lite", *words])
+    settings = PlanConfig(target="h100", analytic=True, out=str(tmp_path))
+    command.plan(compose(words), settings)
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if line.startswith("most of the memory is free")]
+    parts, before = (int(number) for number in re.search(r"update of (\d+) in place of (\d+) micro-", line).groups())
+    assert 0 < parts < before
+    # the line that it names is the plan that it promises
+    better = shlex.split(lines[lines.index(line) + 1])[2:]
+    plans = make_plans(compose(better), settings, [])
+    assert plans.plans[0].fits and plans.plans[0].resolved.rows.num_parts == parts

@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 from conftest import decode_random
 
-from tunix_lite.commands.program import compose
-from tunix_lite.inference.live import live_engine
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.kernels import fused_draw
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.planning.resolved import check_decode_kernels
-from tunix_lite.rollout import fused_draw
-from tunix_lite.rollout.engine import make_sampler
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 SIZES = {"num_layers": 1, "embed_dim": 48, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "mlp_dim": 48}
 SIZES |= {"window": None, "pattern": ("global",), "query_scale": 32}
@@ -116,7 +111,7 @@ def test_what_a_piece_gives_is_put_together_by_hand():
 
 
 def assert_same(cfg: Architecture, dtype=jnp.float32) -> None:
-    plain, fused = (decode_random(cfg, dtype, head=head) for head in ("xla", "fused"))
+    plain, fused = (decode_random(cfg, dtype, fused=fused) for fused in (False, True))
     np.testing.assert_array_equal(plain[0], fused[0])
     for one, other in zip(plain[1:], fused[1:], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -139,7 +134,7 @@ def test_each_device_draws_for_its_own_slots_from_its_own_part_of_the_vocabulary
     assert_same(CAPPED)
 
 
-# ---- what it is for, and what it refuses
+# ---- what it is for
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="there Triton itself compiles while lowering")
@@ -153,70 +148,3 @@ def test_as_lowered_for_a_gpu_no_array_has_the_size_of_the_logits():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__gpu$xla.gpu.triton" in text
     assert f"tensor<{B}x{V // 128}xf32>" in text and f"tensor<{B}x{V}x" not in text
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"platform": "cpu"}, "it runs on NVIDIA GPUs, not on cpu"),
-        ({"dtype": jnp.float64}, "it computes in float32 or bfloat16, not in float64"),
-        ({"cfg": replace(LLAMA, embed_dim=40)}, "it takes an embed_dim that is a multiple of 16, not 40"),
-        *(
-            ({"generation": cut}, "it draws from all tokens, and generation.top_k, top_p or min_p cuts some off")
-            for cut in (GenerationConfig(top_k=5), GenerationConfig(top_p=0.9), GenerationConfig(min_p=0.1))
-        ),
-        (
-            {"generation": GenerationConfig(repetition_penalty=1.5)},
-            "it changes no logits, and generation.repetition_penalty is 1.5",
-        ),
-    ],
-)
-def test_what_the_kernel_cannot_do_is_one_line_and_auto_never_asks_for_it(changes, reason):
-    given = {"cfg": LLAMA, "generation": GenerationConfig(), "dtype": jnp.bfloat16, "platform": "cuda"}
-    assert fused_draw.choose_head("fused", **given) == "fused"
-    with pytest.raises(ValueError) as error:
-        fused_draw.choose_head("fused", **given | changes)
-    assert str(error.value) == f"head=fused: {reason}; use auto or xla"
-    assert fused_draw.choose_head("auto", **given | changes) == fused_draw.choose_head("xla", **given) == "xla"
-
-
-@pytest.mark.parametrize(
-    "option, value, reason",
-    [
-        ("jax_default_prng_impl", "rbg", "its noise is that of JAX's default generator, and jax.config has another"),
-        ("jax_threefry_partitionable", False, "its noise is that of JAX's default generator, and jax.config has"),
-        ("jax_high_dynamic_range_gumbel", True, "it draws noise of 23 bits, and jax_high_dynamic_range_gumbel asks"),
-    ],
-)
-def test_another_generator_is_refused(option, value, reason):
-    before = getattr(jax.config, option)
-    jax.config.update(option, value)
-    try:
-        with pytest.raises(ValueError, match=reason):
-            fused_draw.choose_head("fused", LLAMA, GenerationConfig(), jnp.bfloat16, "cuda")
-    finally:
-        jax.config.update(option, before)
-
-
-def test_a_sampler_on_a_cpu_and_a_server_refuse_the_kernel_before_they_compute_anything():
-    on_mesh(1, 1)
-    how = RolloutConfig(head="fused")
-    sample = make_sampler(LLAMA, GenerationConfig(6, 4), (99,), 0, rollout=how)
-    with pytest.raises(ValueError, match="head=fused: it runs on NVIDIA GPUs, not on cpu"):
-        next(sample({}, [[1]], jax.random.key(0)))
-    with pytest.raises(ValueError, match="head='fussed'; it is auto, xla or fused"):
-        RolloutConfig(head="fussed")
-
-    class Model:
-        cfg = LLAMA
-
-    with pytest.raises(ValueError, match="rollout.head=fused: each request says what is cut off"):
-        live_engine(Model(), GenerationConfig(), how)
-
-
-def test_a_run_that_cuts_tokens_off_refuses_the_kernel_before_it_starts():
-    run = compose(["model=gemma3_1b", "rollout.head=fused"])
-    check_decode_kernels(run, run.model.architecture, "cuda", 1)
-    cut = replace(run, generation=replace(run.generation, top_p=0.9))
-    with pytest.raises(ValueError, match="head=fused: it draws from all tokens"):
-        check_decode_kernels(cut, run.model.architecture, "cuda", 1)

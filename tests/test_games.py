@@ -5,13 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.examples import last_integer
 from tunix_lite.environments.grid_world import GridWorld, Worlds, distance, seen
 from tunix_lite.environments.guessing import GuessingGame, Secrets, is_secret
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.settings.compose import compose
 
 
 @pytest.mark.parametrize(

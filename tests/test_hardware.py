@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning import hardware
-from tunix_lite.planning.hardware import HARDWARE, attached, compile_only_devices, find_target, memory_limit, of_device
+from tunix_lite.planning.hardware import HARDWARE, compile_only_devices, find_target, memory_limit, of_device
 
 NAMES = [  # as typed, hardware, devices
     ("h100", "h100", 1),
@@ -120,19 +120,6 @@ def test_a_device_is_known_by_what_it_says_it_is(kind, name):
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "TPU v3"])
 def test_what_is_not_in_the_table_is_not_taken_for_its_neighbour(kind):
     assert of_device(SimpleNamespace(device_kind=kind)) is None
-
-
-def test_attached_cpus_are_no_hardware_of_the_table():
-    assert attached() is None
-
-
-@pytest.mark.parametrize(
-    "kind, count, name", [("NVIDIA H200", 8, "h200x8"), ("TPU v5", 4, "v5p-8"), ("TPU7x", 8, "tpu7x-8")]
-)
-def test_attached_devices_have_the_name_that_finds_them(kind, count, name, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)] * count)
-    monkeypatch.setattr(jax, "device_count", lambda: count)
-    assert attached() == find_target(name)
 
 
 def test_pretend_devices_share_the_memory_of_the_host():

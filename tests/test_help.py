@@ -13,7 +13,9 @@ import yaml
 from tunix_lite import __main__ as entry
 from tunix_lite.commands import completion, program, train
 from tunix_lite.commands import help as help_pages
-from tunix_lite.commands.program import compose_values
+from tunix_lite.commands.closed_pipe import as_long_as_read
+from tunix_lite.settings import compose as composing
+from tunix_lite.settings.compose import compose_values
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = help_pages.COMMANDS
@@ -46,9 +48,9 @@ def test_help_reads_the_settings_that_hydra_composes(words):
     shown = help_pages.all_settings(words)
     composed = compose_values(words)
     for key, setting in shown.items():
-        if "${" not in setting.default:
+        if "${" not in setting.default and setting.default != "auto":
             assert yaml.safe_load(setting.default) == value_at(composed, key), key
-    for leaf in program._leaves(composed):
+    for leaf in composing.leaves(composed):
         assert any(leaf == key or leaf.startswith(f"{key}.") for key in shown), leaf
 
 
@@ -72,7 +74,7 @@ def value_at(values, key):
 def test_every_setting_in_the_short_help_has_its_default_and_its_meaning(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = said(monkeypatch, capsys, entry.main, "--help")
-    assert code == 0 and len(out.splitlines()) < 110
+    assert code == 0 and len(out.splitlines()) < 114
     for key in help_pages.OFTEN:
         assert f"  {key}=" in out
         setting = help_pages.all_settings().get(key)
@@ -100,6 +102,47 @@ def test_all_of_help_is_all_and_a_part_is_a_part(monkeypatch, capsys):
     )
     code, _, err = said(monkeypatch, capsys, entry.main, "--help", "optimiser")
     assert code == 2 and err == "error: --help optimiser: there is no such group or setting\n"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        # the value of a run that is named after its settings
+        (["model.weights=ckpts/lr=1e-6/step=100"], """write 'model.weights="ckpts/lr=1e-6/step=100"'"""),
+        (["resume=out/lr=1/run"], """write 'resume.folder="out/lr=1/run"'"""),
+        (["hydra.run.dir=out/lr=1"], """write 'hydra.run.dir="out/lr=1"'"""),
+        (["task=jsonl", "task.train=data/v=2.jsonl"], """write 'task.train="data/v=2.jsonl"'"""),
+        (["task.train=[a"], "in two pairs of quotes"),
+        (["hydra.run.dir=" + "a" * 5_000], "error: hydra.run.dir: 'aaaa"),
+        # words behind a flag of Hydra, and mistakes where the settings are only shown
+        (["optimizer=x", "--cfg", "job", "seed=1"], "optimizer=x: there is no such optimizer"),
+        (["--cfg", "job", "training.max_stepz=1"], "did you mean 'training.max_steps'"),
+        # a group that every run needs
+        (["~task"], "error: ~task: a run needs one; choose with task=, one of arithmetic, "),
+    ],
+)
+def test_a_word_that_hydra_refuses_is_one_line_with_what_to_write(monkeypatch, capsys, words, message):
+    code, out, err = said(monkeypatch, capsys, program_main, *words)
+    assert code == 2 and not out and message in err and err.count("\n") == 1, err
+
+
+def test_a_working_folder_that_is_gone_is_one_line_and_a_closed_screen_none(monkeypatch, capsys):
+    def gone():
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    code, _, err = said(monkeypatch, capsys, program_main, "seed=1")
+    assert code == 2 and err.startswith("error: the working folder ") and err.count("\n") == 1
+    monkeypatch.setattr(sys, "stdout", None)
+    with as_long_as_read():
+        sys.stdout.write("nobody reads it")
+
+
+def test_overrides_may_stand_behind_a_flag_of_hydra(monkeypatch, capsys):
+    code, out, _ = said(
+        monkeypatch, capsys, program_main, "seed=4", "--cfg", "job", "optimizer=sgd", "--package", "optimizer"
+    )
+    assert code == 0 and "SGDConfig" in out
 
 
 def test_choices_stand_in_the_help_of_what_has_them():
@@ -178,11 +221,10 @@ def test_completion_offers_what_can_follow(line, some, none):
     assert all(each.startswith(line.rpartition(" ")[2]) for each in found)
 
 
-def test_a_real_bash_completes_commands_options_settings_and_folders(tmp_path):
+def test_a_real_bash_completes_commands_options_and_settings(tmp_path):
     program_file = tmp_path / "tunix-lite"
     program_file.write_text(f'#!/bin/sh\nexec {sys.executable} -m tunix_lite "$@"\n')
     program_file.chmod(program_file.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "outputs" / "mine").mkdir(parents=True)
     script = """
 eval "$(tunix-lite -sc install=bash)"
 complete -p tunix-lite
@@ -190,18 +232,16 @@ ask() { COMP_LINE="$1"; COMP_POINT=${#1}; COMP_WORDS=(tunix-lite); _tunix_lite; 
 ask 'tunix-lite tra'
 ask 'tunix-lite train algorithm=dr'
 ask 'tunix-lite train algorithm=dr_grpo training.max_st'
-ask 'tunix-lite generate checkpoint=outputs/m'
 eval "$(tunix-lite -sc uninstall=bash)"
 complete -p tunix-lite
 """
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "complete -o nospace -F _tunix_lite tunix-lite",
+        "complete -o default -o nospace -F _tunix_lite tunix-lite",
         "<train >",
         "<dr_grpo >",
         "<training.max_steps=>",
-        "<outputs/mine/>",
     ]
     assert "no completion specification" in done.stderr
 
@@ -217,7 +257,7 @@ def test_another_shell_is_refused(monkeypatch, capsys):
 def test_the_settings_and_their_files_can_be_shown(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, out, _ = said(monkeypatch, capsys, program_main, "--cfg", "job", "seed=4", "--package", "optimizer")
-    assert code == 0 and "learning_rate: 4.0e-05" in out
+    assert code == 0 and "learning_rate: auto" in out
     code, out, _ = said(monkeypatch, capsys, program_main, "--info", "defaults-tree", "algorithm=dapo")
     assert code == 0 and "algorithm: dapo" in out and "parts/common" in out
     assert not list(tmp_path.iterdir())
@@ -257,14 +297,14 @@ def test_a_sweep_over_meshes_is_checked_run_by_run(monkeypatch, capsys, tmp_path
 def test_a_plugin_that_is_not_installed_is_named_with_its_extra(option, extra, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, _, err = said(monkeypatch, capsys, program_main, "--multirun", f"hydra/{option}", "seed=0,1")
-    wanted = f"error: hydra/{option} needs a package that is not installed: pip install 'tunix_lite[{extra}]'\n"
+    wanted = f"error: hydra/{option} needs a package that is not installed: pip install -e '.[{extra}]'\n"
     assert code == 2 and err == wanted and not list(tmp_path.iterdir())
     assert f'\n{extra} = ["hydra-' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_numbers_that_a_sweeper_draws_are_checked_at_their_lower_end():
     for drawn in ("interval(1e-6,1e-3)", "tag(log, interval(1e-6,1e-3))"):
-        runs = program._runs_of([f"optimizer.learning_rate={drawn}", "seed=0,1"])
+        runs = composing.runs_of_sweep([f"optimizer.learning_rate={drawn}", "seed=0,1"])
         assert runs == [["optimizer.learning_rate=1e-06", "seed=0"], ["optimizer.learning_rate=1e-06", "seed=1"]]
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -12,8 +13,8 @@ from conftest import random_params, set_mesh
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import attention, decoder, hf
-from tunix_lite.models.decoder import Architecture, RopeScaling
-from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
+from tunix_lite.models.architecture import Architecture, RopeScaling
+from tunix_lite.models.families import GEMMA3, LLAMA, QWEN3, architecture_differences, config_json, read_config
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import num_bytes
 
@@ -91,6 +92,11 @@ def test_several_files_with_an_index_read_as_one(folder):
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    # One file saved over several leaves the index and perhaps the shards, and which of the two is newer nobody says.
+    with pytest.raises(
+        ValueError, match=r"model.safetensors, which .* 2 files of model.safetensors.index.json; delete"
+    ):
+        hf.check_weights(folder, CFG, GEMMA3)
     (folder / "model.safetensors").unlink()
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG, GEMMA3), random_params(CFG))
     (folder / "b.safetensors").unlink()
@@ -138,6 +144,10 @@ def test_folders_without_what_is_needed(tmp_path):
         read_config(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config.json"):
         read_config(tmp_path)
+    (tmp_path / "m.gguf").touch()
+    for there in (tmp_path, tmp_path / "m.gguf"):
+        with pytest.raises(ValueError, match=r"m.gguf is in GGUF format, .* gguf_file='m.gguf'.* model.weights=FOLDER"):
+            read_config(there)
     (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
     with pytest.raises(ValueError, match="has no weights: neither model.safetensors nor"):
         hf.check_weights(tmp_path, CFG, GEMMA3)
@@ -179,6 +189,48 @@ def test_the_older_spelling_of_a_config_reads_the_same(tmp_path):
     cfg, _ = read_config(tmp_path)
     assert cfg == scaled
     assert cfg.kinds == ("local",) * 5 + ("global", "local")
+
+
+def test_floats_of_two_configs_are_the_same_where_they_are_in_float32():
+    """Files that were made from GGUF hold 1e-06 as 9.999999974752427e-07."""
+    assert not architecture_differences(CFG, replace(CFG, norm_eps=9.999999974752427e-07))
+    assert architecture_differences(CFG, replace(CFG, norm_eps=1.01e-6)) == ["norm_eps=1e-06 against 1.01e-06"]
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+ROPE = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, **LINEAR}}
+WINDOWS = {
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3,
+}
+
+
+@pytest.mark.parametrize(
+    "family, agree, differs, words",
+    [
+        (GEMMA3, {"rope_parameters": ROPE, "rope_theta": 1e6}, {"rope_theta": 5e5}, "rope_parameters.rope_theta=1000000.0 and rope_theta=500000.0"),
+        (GEMMA3, {"rope_parameters": ROPE, "rope_local_base_freq": 1e4}, {"rope_local_base_freq": 5e5}, "rope_theta=10000.0 and rope_local_base_freq=500000.0"),
+        (GEMMA3, {"rope_parameters": ROPE, "rope_scaling": LINEAR}, {"rope_scaling": LINEAR | {"factor": 4.0}}, "factor=8.0 and rope_scaling.factor=4.0"),
+        (GEMMA3, {"rope_parameters": ROPE, "rope_scaling": {"type": "linear"}}, {"rope_scaling": {"type": "llama3"}}, "rope_type='linear' and rope_scaling.rope_type='llama3'"),
+        (GEMMA3, {"rope_parameters": None, "rope_scaling": LINEAR | {"type": "linear"}}, {"rope_scaling": LINEAR | {"type": "llama3"}}, "rope_type='linear' and type='llama3'"),
+        (GEMMA3, {"sliding_window_pattern": 2, "_sliding_window_pattern": 2}, {"_sliding_window_pattern": 6}, "pattern=2 and _sliding_window_pattern=6"),
+        (GEMMA3, {"sliding_window_pattern": 2}, {"sliding_window_pattern": 6}, "layer_types and sliding_window_pattern=6"),
+        (QWEN3, WINDOWS, {"max_window_layers": 3}, "layer_types and use_sliding_window=True, max_window_layers=3"),
+        (QWEN3, WINDOWS, {"use_sliding_window": False}, "layer_types and use_sliding_window=False"),
+    ],
+)  # fmt: skip
+def test_of_two_spellings_of_a_setting_none_is_lost(tmp_path, family, agree, differs, words):
+    """Where they agree, nothing changes; where they do not, neither wins in silence."""
+    flags = QWEN3.flags | {"pattern": ("global",) * 2 + ("local",) * 3, "query_scale": 8, "rope_theta_global": 1e4}
+    both = replace(CFG, **flags if family is QWEN3 else {"rope_scaling": RopeScaling(8.0)})
+    values = config_json(both, family) | agree
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = read_config(tmp_path)[0]
+    assert found == both
+    (tmp_path / "config.json").write_text(json.dumps(values | differs))
+    with pytest.raises(ValueError, match=f"{re.escape(words)}.* one setting in two spellings"):
+        read_config(tmp_path)
 
 
 # ---- a head in a folder whose config.json ties it to the embedding

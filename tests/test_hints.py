@@ -11,18 +11,19 @@ from types import SimpleNamespace
 import pytest
 
 from tunix_lite.commands import program
-from tunix_lite.commands.flags import HYDRA, check_values, foreign_flags, refuse_foreign, wrong_override
-from tunix_lite.commands.program import compose, compose_values, conf_dir
 from tunix_lite.distributed import process_place
 from tunix_lite.distributed.process_place import overwritten_by_torchrun
 from tunix_lite.errors import ConfigError
-from tunix_lite.hints import Hint, translated
+from tunix_lite.hints import Hint, foreign_words, translated
 from tunix_lite.parallel.mesh import spec
-from tunix_lite.planning.batch_size import plan_batch
+from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.runs import setup
-from tunix_lite.synonyms import FAMILIES, WORDS
+from tunix_lite.settings import compose as composing
+from tunix_lite.settings.compose import compose, compose_values, conf_dir
+from tunix_lite.settings.flags import HYDRA, check_values, foreign_flags, refuse_foreign, wrong_override
 
 ROOT = Path(__file__).parents[1]
+WORDS, FAMILIES = foreign_words()
 LINES = (ROOT / "tests" / "foreign_names.txt").read_text().split("## traps")
 
 
@@ -38,7 +39,7 @@ GROUPS = [folder.name for folder in conf_dir().iterdir() if folder.is_dir()]
 
 def settings_of(words: tuple[str, ...]) -> list[str]:
     if words not in HELD:
-        HELD[words] = list(program._leaves(compose_values(list(words))))
+        HELD[words] = list(composing.leaves(compose_values(list(words))))
     return HELD[words]
 
 
@@ -107,9 +108,9 @@ REFUSED = {  # the values of other projects that a run of ours does not take
 
 def by_the_program(words: list[str]) -> str:
     """The message that the program ends with, which never offers what a run refuses."""
-    known = list(program._all_settings((), words))
+    known = list(composing.setting_names((), words))
     with pytest.raises(ConfigError) as error:
-        refuse_foreign(words, known, HYDRA, program._refusal_of_a_run(words))
+        refuse_foreign(words, known, HYDRA, composing.refusal_of_a_run(words))
         compose(words)
     return str(error.value)
 
@@ -309,3 +310,11 @@ def test_a_mesh_that_does_not_divide_the_model_names_one_that_does():
 def test_settings_that_go_by_whole_rollouts_name_the_next_multiples():
     with pytest.raises(ConfigError, match=r"training.save_interval_steps=21 training.max_steps=60"):
         compose(["algorithm.updates_per_rollout=3"])
+
+
+def test_many_words_of_other_projects_have_a_line_each():
+    words = ["lr=1e-5", "num_train_epochs=3", "per_device_train_batch_size=4", "max_seq_length=512", "warmup_ratio=0.1"]
+    with pytest.raises(ConfigError) as failed:
+        compose(words)
+    lines = str(failed.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [word.partition("=")[0] for word in words]

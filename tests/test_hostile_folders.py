@@ -29,6 +29,7 @@ import yaml
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.checkpoint import LATER, Checkpoints
 from tunix_lite.commands import chat, doctor, evaluate, export, generate, program, replay
 from tunix_lite.config import ResumeConfig, RunConfig, build
@@ -38,10 +39,10 @@ from tunix_lite.files.untrusted import MOST_LINE
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
-from tunix_lite.models import confined, decoder, hf, peft, source
+from tunix_lite.models import decoder, hf, peft, source
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
-from tunix_lite.models.decoder import Architecture
 from tunix_lite.models.families import LLAMA, config_json
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import BUNDLED, ModelConfig
@@ -55,9 +56,11 @@ from tunix_lite.runs import leaving
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
+from tunix_lite.settings import compose as composing
 from tunix_lite.tracking.rows import check_rows, read_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.types import TrainState
+from tunix_lite.workers import confined
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 2.0
@@ -507,12 +510,12 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
     "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
     "an index to the root": (index({"a": "/etc/passwd"}), ("which is not the name of a file",)),
-    "an index of dots": (index({"a": ".."}), ("the index names ..",)),
+    "an index of dots": (index({"a": ".."}), ("holds weights twice",)),
     "an index of numbers": (index({"a": 5}), ("a is said to be in 5",)),
     "an index with a NUL": (index({"a": "x\0y"}), ("which is not the name of a file",)),
     "an index that is a list": (index([["a", "b"]]), ("weight_map=[[",)),
     "an index of nothing": (index(None), ("weight_map=None; it is an object",)),
-    "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("the index names pipe",)),
+    "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("holds weights twice",)),
     "a head of another shape": (head((3, 7)), ("shape: lm_head.weight is [3, 7], and should be [512, 16]",)),
 }  # fmt: skip
 
@@ -579,7 +582,7 @@ def test_a_template_that_overruns_or_breaks_out_is_refused_with_its_file(name, g
     folder = shutil.copytree(good / "model", tmp_path / "model")
     template(text)(folder)
     is_refused(
-        lambda: Tokenizer.load(folder).prompt("hi"), f"the chat template in {folder}/tokenizer_config.json ", words
+        lambda: Tokenizer.load(folder).prompt("hi"), "the chat template in ", "model/tokenizer_config.json ", words
     )
     assert ChatTemplate.compile("{{ 1 + 1 }}", "another").render() == "2", "the next one is served"
 
@@ -595,7 +598,7 @@ def test_a_regular_expression_for_ever_in_a_tokenizer_ends_with_its_file(name, g
     folder = shutil.copytree(good / "model", tmp_path / "model")
     tokenizer(**FOR_EVER[name])(folder)
     made = Tokenizer.load(folder)
-    text, said = "a" * 40 + "!", f"{folder}/tokenizer.json fails ("
+    text, said = "a" * 40 + "!", "tokenizer.json fails ("
     is_refused(lambda: made.encode(text), said)
     is_refused(lambda: made._quoted_ids(text, "b" * len(text)), said)
     made.__dict__["_has_normalized"] = True
@@ -665,18 +668,17 @@ def test_a_large_precompiled_normalizer_is_looked_through_within_two_seconds():
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):
     made = ChatTemplate.compile("{{ n }} is said", "x")
     assert made.render(n="é\ud7ff") == "é\ud7ff is said"
-    confined._running._process.terminate()
-    confined._running._process.wait()
+    confined._running.process.kill()
+    confined._running.process.wait()
     assert made.render(n=(1, None)) == "(1, None) is said"
 
 
 def test_a_strangers_template_sees_no_secrets(monkeypatch):
     """What a hole in the sandbox would find: no environment of ours, and not our memory."""
-    confined._close()
+    confined.close()
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr(confined, "_running", None)
     ChatTemplate.compile("{{ 1 }}", "x").render()
-    environ = Path(f"/proc/{confined._running._process.pid}/environ")
+    environ = Path(f"/proc/{confined._running.process.pid}/environ")
     if not environ.exists():
         pytest.skip("needs /proc")
     assert b"hf_secret" not in environ.read_bytes()
@@ -812,7 +814,7 @@ def test_a_batch_in_which_nothing_is_wrong_is_read(good):
 def composed() -> tuple[dict, dict]:
     """The settings of the run of a stranger, and those of `tunix-lite replay evil.plug step=1`."""
     ours = ["checkpoint=evil.plug", "step=1", 'model.mesh_shape=[[4,1],["fsdp","tp"]]']
-    return program.compose_values(["seed=3"]), program.compose_values(ours, of=("+command=replay",))
+    return composing.compose_values(["seed=3"]), composing.compose_values(ours, of=("+command=replay",))
 
 
 OURS = "tunix_lite."
@@ -829,17 +831,9 @@ NOT_TAKEN = {  # key -> what stands there, and words of the refusal
     "task.rewards.code": ({"fn": {"_target_": f"{OURS}rewards.code.PassesTests"}, "weight": 1.0}, "Tests' is named by"),
     "algorithm._target_": ("subprocess.Popen", "'subprocess.Popen' is named by"),
     "optimizer._target_": ("subprocess.Popen", "optimizer._target_"),
-    "training.prompts_per_step": (10**9, "prompts_per_step=1000000000 is beyond 65,536"),
-    "algorithm.num_generations": (10**9, "num_generations=1000000000 is beyond"),
-    "generation.stop_token_ids": ([10**4000], "stop_token_ids=1000"),
-    "task.source.max_terms": (10**6, "max_terms=1000000 is beyond"),
-    "task.prompt": ("{question:>1000000000}", "can make a text of unlimited length"),
-    "task.system": ("{question:>{question}}", "can make a text of unlimited length"),
     "training": ([1], "training is [1], not a group of settings"),
     "task.source": (5, "task.source: expected a group of settings"),
     "task": (None, "task is None"),
-    "task.\x1b[2J": (1, "task.\\x1b[2J=1 has a name of no text"),
-    "task.\x1b[2J ": (10**9, "task.\\x1b[2J=1000000000 "),
     "seed": (10**30, "seed=1000"),
 }
 
@@ -877,7 +871,6 @@ def test_what_replay_takes_is_the_runs_but_for_what_belongs_to_this_machine(comp
     assert run.seed == 3 and run.rewards.workers == 1 and run.evaluation.num_examples == 0
     observers = {"mine": "hostile_plug.Plug"}
     assert settings_of_a_stranger(composed, tmp_path, "tracking.observers", observers).tracking.observers == {}
-    assert settings_of_a_stranger(composed, tmp_path, "task.prompt", "{{5}} {question:>9999}").task.prompt
 
 
 YAML = {
@@ -1110,7 +1103,7 @@ def test_a_checkpoint_is_read_from_files_only(name, good, tmp_path):
 
 @pytest.fixture(scope="module")
 def training(good) -> RunConfig:
-    run = program.compose(["algorithm=sft", "training.prompts_per_step=2", "evaluation.num_examples=0",
+    run = composing.compose(["algorithm=sft", "training.prompts_per_step=2", "evaluation.num_examples=0",
                            "generation.max_new_tokens=64", "generation.max_prompt_length=64",
                            "training.save_interval_steps=0", 'model.mesh_shape=[[4,1],["fsdp","tp"]]',
                            "training.prompts_per_step=4", f"model.weights={good / 'model'}"])  # fmt: skip
@@ -1149,7 +1142,7 @@ def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_f
     for file in (run_dir.fingerprint, run_dir.status, run_dir.reference, run_dir.checkpoints / "1" / "about.json"):
         put_in(file.parent, file.name, kind)
     put_in(tmp_path, "metrics.jsonl", kind)
-    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs=Needs(reference=True)), resume=SimpleNamespace(force=False))
     run.model = SimpleNamespace(weights="x", lora=LoraConfig())
     model = SimpleNamespace(lora=None)
 
@@ -1197,7 +1190,7 @@ def test_absurd_values_in_the_files_of_a_run_are_refused_in_one_line(name, good,
     place, text, words = ABSURD[name]
     run_dir = RunDir(shutil.copytree(good / "run", tmp_path / "run"))
     (run_dir.path / place).write_text(text)
-    run = SimpleNamespace(algorithm=SimpleNamespace(needs_reference=True), resume=SimpleNamespace(force=False))
+    run = SimpleNamespace(algorithm=SimpleNamespace(needs=Needs(reference=True)), resume=SimpleNamespace(force=False))
     acts = {
         "fingerprint.json": lambda: check_same_run(
             fingerprint(training, source.download(source.locate(training.model)), 4),

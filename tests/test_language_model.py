@@ -1,6 +1,8 @@
 """A model in the hand says the same however it is asked; commands and export say no before they write."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from conftest import set_mesh
 from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.commands import chat as chat_command
+from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.errors import ConfigError
@@ -23,6 +26,9 @@ from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import ModelConfig, locate
+from tunix_lite.runs.fingerprint import fingerprint
+from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.tracking.progress import BytesProgress
 
 ROOT = Path(__file__).parents[1]
 SHORT = GenerationConfig(64, 12)
@@ -151,6 +157,41 @@ def test_an_evaluation_from_python_counts_the_greedy_completions(model):
         evaluate_model(model, run, EvaluateTaskConfig(tasks=("gsm8k",)))
 
 
+def test_a_half_done_evaluation_is_on_the_disk_and_can_be_started_again(tiny, tmp_path, monkeypatch, capsys):
+    """It is cut short after the third grade of the samples; the lines that are there are those of a whole one."""
+
+    def evaluate(*more):
+        overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", *more]
+        run_command(evaluate_command, [*overrides, "evaluate.num_samples=2", "rollout.num_slots=2"], monkeypatch)
+
+    def lines_of(name):
+        return [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
+
+    look = SamplingProgress.look
+
+    def look_until(progress):
+        look(progress)
+        if progress._num_graded >= 4 + 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)):
+        patch.setattr(SamplingProgress, "look", look_until)
+        evaluate()
+    half = lines_of("model.arithmetic.partial.jsonl")
+    assert len(half) >= 7 and [row["sampled"] for row in half[:5]] == [False] * 4 + [True]
+    assert not (tmp_path / "out" / "results.json").exists()
+    capsys.readouterr()
+
+    evaluate()
+    whole = lines_of("model.arithmetic.jsonl")
+    assert len(whole) == 12 and all(row in whole for row in half)
+    assert not list((tmp_path / "out").glob("*.partial.jsonl"))
+    said = capsys.readouterr().err
+    assert "there are some of an evaluation that did not finish" in said
+    share = sum(row["correct"] for row in whole[:4]) / 4
+    assert re.search(rf"sampled 12 completions in \d+ s, .*accuracy {share:.1%}", said)
+
+
 def test_a_run_is_loaded_as_it_was_trained(adapted, finished):
     folder, state = adapted
     loaded = one(folder)
@@ -253,9 +294,37 @@ def test_a_model_that_was_not_trained_comes_out_bit_for_bit(tmp_path):
     assert asked.prompt("1 + 1") == one().tokenizer.prompt("1 + 1") and asked.eos_ids == (1, 106)
 
 
+def test_a_template_of_a_file_and_every_end_of_a_completion_are_exported(tmp_path):
+    base = shutil.copytree(TINY, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    (base / "generation_config.json").write_text('{"eos_token_id": 1, "top_k": 5}')
+    (tmp_path / "mine.jinja").write_text((TINY / "chat_template.jinja").read_text() + "{# mine #}")
+    export(one(ModelConfig(weights=str(base), chat_template=str(tmp_path / "mine.jinja"))), tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (tmp_path / "mine.jinja").read_text()
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [1, 106], "top_k": 5}
+    # another text is another run
+    digests = []
+    for text in ("{{ messages }}", "{{ messages }}!"):
+        (tmp_path / "mine.jinja").write_text(text)
+        run = compose([f"model.chat_template={tmp_path / 'mine.jinja'}"])
+        digests.append(fingerprint(run, locate(run.model), 1)["chat_template"])
+    assert digests[0] != digests[1]
+    assert "chat_template" not in fingerprint(compose([]), locate(ModelConfig()), 1)
+    with pytest.raises(ValueError, match="model.chat_template: nowhere.jinja is not a file"):
+        locate(ModelConfig(chat_template="nowhere.jinja"))
+
+
 def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "SHARD_BYTES", 20_000)
+    count: dict[str, list] = {}
+    monkeypatch.setattr(BytesProgress, "__call__", lambda self, *n: count.setdefault(self.verb, []).append(n))
     export(one(), tmp_path / "out")
+    sizes = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    for verb in ("writing", "reading back"):
+        done, total = zip(*count[verb])
+        assert list(done) == sorted({*done}) and len(done) > 3 and done[-1] == total[0] and len({*total}) == 1
+        assert 0.8 * sizes < total[0] < sizes, "tensors are most of the files"
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     np.testing.assert_array_equal(logits(one(tmp_path / "out")), logits(one()))
@@ -323,7 +392,8 @@ def test_generate_answers_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     overrides = [f"prompts={tmp_path}/asked.jsonl", "num_generations=2", f"out={tmp_path}/said.jsonl"]
     run_command(generate_command, overrides, monkeypatch)
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    keys = "prompt generation text tokens logprobs whole_logprobs finish_reason seconds"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["asked.jsonl", "said.jsonl"]
+    keys = "prompt generation text tokens logprobs full_logprobs finish_reason seconds"
     assert all(list(row) == keys.split() for row in said), "users read these files: their keys stay"
     assert [row["prompt"] for row in said] == [QUESTIONS[0]] * 2 + [lines[1]["messages"]] * 2
     assert all(row["text"] and len(row["tokens"]) == len(row["logprobs"]) <= 8 for row in said)

@@ -16,13 +16,12 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.commands import launch
-from tunix_lite.commands.program import compose, compose_values, conf_dir
-from tunix_lite.distributed import launcher
+from tunix_lite.distributed import join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, local_processes
-from tunix_lite.distributed.launcher_flags import foreign_flags_answer
-from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
+from tunix_lite.distributed.launcher import LocalProcesses, foreign_flags_answer, local_processes
+from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, check_no_process_ids, find_place
 from tunix_lite.distributed.supervisor import Trace
+from tunix_lite.settings.compose import compose, conf_dir
 
 CHILD = """
 import os, pathlib, signal, sys, time
@@ -32,8 +31,8 @@ with (folder / f"started{rank}").open("a") as file:
 beat = pathlib.Path(os.environ["TUNIX_LITE_HEARTBEAT"])
 print("here is", rank, flush=True)
 """
-WAIT = "\ntime.sleep(30)\n"
-SOON = 15  # seconds in which a launcher of such processes must be done, interpreters' starts included
+WAIT = "\ntime.sleep(120)\n"
+SOON = 60  # seconds in which a launcher of such processes must be done; that they wait for takes longer
 
 
 class Launched:
@@ -82,7 +81,8 @@ def test_one_that_fails_is_named_with_its_last_lines_and_the_others_are_gone(tmp
     assert lines[0] == "launch: process 2 ended with exit code 7"
     assert lines[1].startswith("launch: its last lines, of outputs/tunix_lite/") and lines[1].endswith("p2.log:")
     assert lines[2:4] == ["launch:   here is 2", "launch:   no more"]
-    assert lines[4].startswith("launch: the others were ended in 0.")
+    (seconds,) = re.fullmatch(r"launch: the others were ended in (\d+\.\d) s", lines[4]).groups()
+    assert float(seconds) < 5, "they were asked to end, and not killed after --grace"
     assert time.monotonic() - run.began < SOON
 
 
@@ -119,23 +119,23 @@ def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
     run = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=0.5", "--grace=0.3")
     code, _, err = run.end()
     assert code == 124
-    assert "launch: process 1 is stopped, as by SIGSTOP, for 1 s, and launch.stall_timeout=0.5. Last signs: " in err
-    assert "process 0 1 s ago (step 3); process 1 1 s ago (step 3)" in err
+    assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=0\.5\. ", err)
+    assert re.search(r"Last signs: process 0 \d+ s ago \(step 3\); process 1 \d+ s ago \(step 3\)", err)
 
 
 def test_one_that_is_stopped_before_its_first_step_is_named_and_not_the_one_that_waits_for_it(tmp_path):
     body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)\nbeat.write_text('step 1')" + WAIT
     code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
     assert code == 124
-    assert re.search(r"^launch: process 1 is stopped, as by SIGSTOP, for 1 s, and launch.stall_timeout=1\.", err)
-    assert re.search(r"Last signs: process 0 \d s ago \(step 1\); process 1 none\n", err)
+    assert re.search(r"^launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=1\.", err)
+    assert re.search(r"Last signs: process 0 \d+ s ago \(step 1\); process 1 none\n", err)
 
 
 def test_one_that_is_stopped_is_noticed_before_anybody_has_finished_a_step(tmp_path):
     body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
     code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
     assert code == 124
-    assert "launch: process 1 is stopped, as by SIGSTOP, for 1 s" in err
+    assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s", err)
     assert "Last signs: process 0 none; process 1 none\n" in err
 
 
@@ -219,6 +219,18 @@ def test_a_signal_is_handed_on_and_all_stop_by_themselves(tmp_path):
     assert (code, out, err) == (0, "here is 0\nstopping\n", "")
 
 
+def test_a_run_that_ctrl_c_stopped_well_is_not_taken_for_a_whole_one(tmp_path):
+    # what a shell runs in its background ignores Ctrl-C, and so would the launcher
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run = Launched(tmp_path, STOPS.replace("SIGTERM", "SIGINT"), "--nprocs=2")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_until_ready(run)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == (130, "here is 0\nstopping\n", "")
+
+
 def test_a_second_signal_ends_what_does_not_stop(tmp_path):
     run = Launched(tmp_path, STOPS + WAIT, "--nprocs=2", "--max-restarts=3")
     wait_until_ready(run)
@@ -244,7 +256,7 @@ def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_e
     body = STOPS + "\nif rank == '1':\n    print('saving failed: the culprit'); sys.exit(9)" + WAIT
     code, err, seconds = stopped_by_sigterm(tmp_path, body, "--grace=1")
     lines = err.splitlines()
-    assert code == 9 and seconds < 6
+    assert code == 9 and seconds < SOON
     assert lines[0] == "launch: process 1 ended with exit code 9"
     assert lines[-2:] == [
         "launch:   saving failed: the culprit",
@@ -258,12 +270,12 @@ def test_one_that_is_still_saving_when_another_has_failed_is_not_asked_twice(tmp
     assert code == 9 and "still running" not in err and (tmp_path / "saved1").exists()
 
 
-EARLY = "\nif rank == '1':\n    (folder / 'ready1').touch()\n    time.sleep(30)\n"  # it has no handler yet
+EARLY = "\nif rank == '1':\n    (folder / 'ready1').touch()\n    time.sleep(120)\n"  # it has no handler yet
 
 
 def test_one_that_a_signal_ends_at_once_does_not_keep_the_others(tmp_path):
     code, err, seconds = stopped_by_sigterm(tmp_path, EARLY + STOPS + WAIT, "--grace=1")
-    assert code == 128 + signal.SIGTERM and seconds < 6
+    assert code == 128 + signal.SIGTERM and seconds < SOON
     said = "launch: stopped by SIGTERM; process 1 ended at once, and process 0, still running 1 s later, was ended\n"
     assert err == said
 
@@ -302,8 +314,8 @@ def test_nobody_outlives_a_launcher_that_is_killed_though_it_be_stopped_or_in_a_
     into another session; and the temporary folder."""
     (tmp_path / "worker.py").write_text(
         "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(60)\n"
+        "child = subprocess.Popen(['sleep', '120'], start_new_session=True)\n"
+        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(120)\n"
     )
     body = """
 import subprocess
@@ -464,6 +476,15 @@ def test_where_all_are_on_this_machine_the_first_is_0():
     )
 
 
+def test_on_one_machine_a_port_that_kubernetes_makes_of_a_service_does_not_count():
+    service = {"MASTER_PORT": "tcp://10.96.3.7:29500"}
+    assert local_processes(2, service) == LocalProcesses(2, 2)
+    service["MASTER_ADDR"] = "tcp://10.96.3.7:29500"
+    assert local_processes(2, service | {"WORLD_SIZE": "2"}) == LocalProcesses(2, 2)
+    one_task = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert local_processes(2, SLURM | service | one_task) == LocalProcesses(2, 2)
+
+
 def refused(*arguments: str) -> str:
     """The one line with which the launcher refuses a command."""
     done = subprocess.run([sys.executable, "-m", "tunix_lite.launch", *arguments], capture_output=True, text=True)
@@ -481,10 +502,10 @@ def test_who_is_who_comes_from_the_launcher_alone(word):
 
 
 def test_alone_a_launcher_leaves_it_to_jax():
-    launcher.check_no_process_ids(["launch.coordinator=auto"], 1)
-    launcher.check_no_process_ids(["launch.coordinator=null"], 2)
+    check_no_process_ids({"coordinator": "auto"}, 1)
+    check_no_process_ids({"coordinator": "null"}, 2)
     with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher numbers"):
-        launcher.check_no_process_ids(["launch.coordinator=auto"], 2)
+        check_no_process_ids({"coordinator": "auto"}, 2)
 
 
 def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
@@ -504,26 +525,18 @@ NAMES = "the flags of other launchers have other names here; type: "
         ("--nproc_per_node=2 run_training.py seed=1", "tunix-lite launch --nprocs=2 run_training.py seed=1"),
         ("--standalone --nnodes=1 --nproc-per-node 2 run_training.py", "tunix-lite launch --nprocs=2 run_training.py"),
         ("--nproc_per_node=gpu seed=1", "tunix-lite launch seed=1"),
-        ("--num_processes 8 --num_machines 1 --mixed_precision bf16 run_training.py",
-         "tunix-lite launch --nprocs=8 run_training.py training.mixed_precision=bf16"),
+        ("--num_processes 8 --num_machines 1 --multi_gpu run_training.py", "tunix-lite launch --nprocs=8 run_training.py"),
         ("--nprocs=2 --max_restarts=3 seed=1", "tunix-lite launch --nprocs=2 --max-restarts=3 seed=1"),
-        ("--nprocs=2 -m seed=0,1", "tunix-lite launch --nprocs=2 seed=0,1 --multirun"),
-        # 2 machines with 4 processes each: the second one has processes 4 to 7
+        # who is who on several machines is in the environment
         ("--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=a --master_port=29500 run_training.py",
-         "MASTER_ADDR=a MASTER_PORT=29500 WORLD_SIZE=8 RANK=4 tunix-lite launch --nprocs=4 run_training.py "
-         "(RANK is 4 more on each further machine)"),
-        # accelerate counts the processes of all machines
-        ("--num_processes=8 --num_machines=2 --main_process_ip=a check",
-         "MASTER_ADDR=a WORLD_SIZE=8 RANK=0 tunix-lite launch --nprocs=4 check "
-         "(RANK is 4 more on each further machine)"),
-        ("--rdzv_endpoint=a:29400 --nnodes=1:2", "MASTER_ADDR=a MASTER_PORT=29400 WORLD_SIZE=2 RANK=0 "
-         "tunix-lite launch (RANK is 1 more on each further machine)"),
+         f"tunix-lite launch --nprocs=4 run_training.py{launcher.MANY}"),
+        ("--rdzv_endpoint=a:29400 --nnodes=1:2 check", f"tunix-lite launch check{launcher.MANY}"),
     ],
 )  # fmt: skip
 def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, line):
     assert foreign_flags_answer(typed.split()).partition(NAMES)[2] == line
     # the line is one that the launcher takes
-    words = [word for word in line.partition(" (")[0].split() if not word.startswith(("MASTER", "WORLD", "RANK"))]
+    words = line.partition(" (")[0].split()
     assert foreign_flags_answer(words[2:]) is None
     launcher.parsed(words[2:])
 
@@ -563,7 +576,7 @@ def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
     assert launcher.restart_policy(launcher.parsed(program), program).max_restarts == 3
     assert launcher.restart_policy(launcher.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
     assert launcher.restart_policy(launcher.parsed(program), program).stall_timeout == 60
-    assert launcher.restart_policy(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout is None
+    assert launcher.restart_policy(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout == 0
 
 
 def rules(*program: str) -> tuple[int, float | None]:
@@ -584,9 +597,6 @@ def test_a_flag_of_the_run_before_the_program_is_answered_with_its_setting():
     assert "has no such flag" in foreign_flags_answer(["--colour", "run_training.py"], launch.overrides_of)
 
 
-GIVE = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-timeout=SECONDS"
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -595,81 +605,52 @@ GIVE = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-ti
         (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
         (["++launch.max_restarts=often"], "launch.max_restarts=often: it is a whole number, 0 or more"),
         (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
-        (
-            ["~launch.max_restarts"],
-            "~launch.max_restarts: the launcher needs the settings of launch; give a value instead",
-        ),
-        (
-            ["launch=mine"],
-            f"launch=mine: there is no mine.yaml in {conf_dir() / 'launch'}; {GIVE}",
-        ),
-        (
-            ["--config-name=mine"],
-            f"--config-name=mine cannot be read; {GIVE}",
-        ),
-        (
-            ["--config-path=mine"],
-            f"--config-path is not read by the launcher; {GIVE}",
-        ),
     ],
 )
 def test_settings_that_cannot_be_are_named(words, message):
     assert refused("a.py", *words) == message
 
 
-def option(folder: Path, name: str, text: str) -> None:
-    file = folder / f"{name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+TELLS = """
+from tunix_lite.distributed.join import tell_launcher
+from tunix_lite.distributed.process_place import LaunchConfig
+tell_launcher(LaunchConfig(**{settings}), os.environ)
+"""
 
 
-@pytest.mark.parametrize("where", [["--config-dir", "."], ["-cd", "."], ["hydra.searchpath=['file://.']"]])
-def test_settings_of_files_are_those_that_the_run_has(where, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    option(tmp_path, "launch/mine", "defaults:\n  - default\n  - _self_\nmax_restarts: 3\nstall_timeout: 60\n")
-    option(tmp_path, "launch/default", "max_restarts: 9\n")  # there is one in conf/, and Hydra looks there first
-    for words in ([], ["launch=mine"], ["launch='mine'", "launch.max_restarts=4"]):
-        ours = compose([word.replace("'", "") for word in words], more_conf=str(tmp_path)).launch
-        assert rules("a.py", *where, *words) == (ours.max_restarts, ours.stall_timeout)
-    assert rules("a.py", *where, "launch=mine") == (3, 60)
+def test_what_only_files_of_settings_say_the_processes_tell_the_launcher(tmp_path):
+    body = TELLS.format(settings={"max_restarts": 2})
+    body += "if (folder / f'started{rank}').read_text().count('\\n') < 3: sys.exit(1)\n"
+    code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
+    assert code == 0 and "launch: restart 2 of 2, from the newest checkpoint\n" in err
+    (tmp_path / "started0").unlink()
+    code, _, err = Launched(tmp_path, body, "--max-restarts=0").end()
+    assert code == 1 and "restart" not in err, "flags come first"
+    (tmp_path / "started0").unlink()
+    code, _, err = Launched(tmp_path, body, words=("--multirun",)).end()
+    said = "launch: launch.max_restarts is for one run: with --multirun it would begin all of them again\n"
+    assert code == 1 and said in err
 
 
-def test_the_file_of_config_name_is_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    option(tmp_path, "mine", "defaults: [config, _self_]\nlaunch: {max_restarts: 4}\n")
-    option(tmp_path, "other", "defaults: [config, {override launch: often}, _self_]\n")
-    option(tmp_path, "launch/often", "defaults: [default]\nmax_restarts: 6\n")
-    for name, restarts in (("mine", 4), ("other", 6), ("other.yaml", 6)):
-        assert rules("a.py", "-cd", ".", "--config-name", name)[0] == restarts
-        assert compose_values([], str(tmp_path), config_name=name)["launch"]["max_restarts"] == restarts
+def test_a_limit_that_only_files_of_settings_have_counts_from_the_first_sign_of_life(tmp_path):
+    body = TELLS.format(settings={"stall_timeout": 1}) + "\nbeat.write_text('step 3')" + WAIT
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--grace=0.3").end()
+    assert code == 124 and "stalled for " in err and "launch.stall_timeout=1." in err
 
 
-def test_a_conf_that_was_edited_is_read(tmp_path, monkeypatch):
+def test_files_of_settings_do_not_say_who_is_who_under_a_launcher_either(tmp_path):
+    launch = LaunchConfig("a:1", 2, 1)
+    join.tell_launcher(launch, {})
+    with pytest.raises(ValueError, match="^launch.coordinator=a:1: the launcher numbers the processes; for several "):
+        join.tell_launcher(launch, {"TUNIX_LITE_HEARTBEAT": str(tmp_path / "p0"), "WORLD_SIZE": "2"})
+
+
+def test_the_folder_is_named_as_a_conf_that_was_edited_says(tmp_path, monkeypatch):
     shutil.copytree(conf_dir(), tmp_path / "conf")
     monkeypatch.setattr(launcher, "conf_dir", lambda: tmp_path / "conf")
-    option(tmp_path / "conf", "launch/default", "max_restarts: 2\nstall_timeout: ${seed}\n")
-    option(tmp_path / "conf", "launch/mine", "max_restarts: 6\n")
-    with pytest.raises(
-        ValueError, match=r"launch.stall_timeout=\$\{seed\}: the launcher does not resolve references; give them"
-    ):
-        rules("a.py")
     main = tmp_path / "conf" / "config.yaml"
-    main.write_text(main.read_text().replace("launch: default", "launch: mine").replace("tunix_lite  #", "other  #"))
-    assert rules("a.py") == (6, LaunchConfig.stall_timeout)
+    main.write_text(main.read_text().replace("tunix_lite  #", "other  #"))
     assert launcher.project_name([]) == "other" and launcher.project_name(["++project_name='x y'"]) == "x y"
-    main.write_text(main.read_text() + "\nlaunch:\n  max_restarts: 7\n")
-    assert rules("a.py", "launch=mine") == (7, LaunchConfig.stall_timeout)
-
-
-def test_settings_of_launch_in_a_file_of_another_group_are_not_passed_over(tmp_path):
-    option(tmp_path, "experiment/big", "# @package _global_\nlaunch:\n  max_restarts: 3\n")
-    words = ["a.py", "--config-dir", str(tmp_path), "+experiment=big"]
-    with pytest.raises(
-        ValueError, match=r"experiment/big.yaml has settings of launch, which the launcher does not read"
-    ):
-        rules(*words)
-    known = launcher.parsed(["--max-restarts=1", "--stall-timeout=9", *words])
-    assert launcher.restart_policy(known, words).max_restarts == 1
 
 
 @pytest.mark.parametrize(
@@ -725,7 +706,7 @@ def example(name: str, tmp_path: Path, *settings: str, **environment: str) -> su
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     call = ["bash", str(EXAMPLES / name), *settings]
     environment = {"PATH": path, "HOME": str(tmp_path), **environment}
-    return subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
+    return subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SOON)
 
 
 def test_the_ssh_example_tells_each_machine_its_place_and_passes_settings_on(tmp_path):
@@ -744,7 +725,7 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     program(
         tmp_path,
         "bin/srun",
-        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores" > said; trap "exit 7" TERM; for i in {1..100}; do sleep 0.05; done',
+        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores" > said; trap "exit 7" TERM; for i in {1..2000}; do sleep 0.05; done',
     )
     program(tmp_path, "bin/scancel", 'echo "$@" > cancelled; kill -TERM $(cat pid)')
     script = (EXAMPLES / "slurm.sbatch").read_text()
@@ -795,7 +776,7 @@ def test_a_pod_of_the_jobset_example_succeeds_only_with_a_run_that_is_completed(
     for file, word in ((folder / "status.json", "running"), (tmp_path / "ended", status)):
         file.write_text(json.dumps({"status": word}, indent=2))
     ends = f"end() {{ sleep 0.3; cp ended run/status.json; exit {code}; }}"
-    program(tmp_path, "bin/python", f"{ends}\ntrap end TERM; touch began; for i in {{1..200}}; do sleep 0.05; done")
+    program(tmp_path, "bin/python", f"{ends}\ntrap end TERM; touch began; for i in {{1..2000}}; do sleep 0.05; done")
     environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     call = [*container["command"], script.replace("/outputs/tunix-lite", str(folder))]
     pod = subprocess.Popen(call, cwd=tmp_path, env=environment)

@@ -22,17 +22,17 @@ from processes import run_together
 from test_train import lines, without_time
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import RunFailed
-from tunix_lite.rewards.pool import Pool, RewardsConfig
 from tunix_lite.runs import leaving
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import check_rows, reward_calls
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 from tunix_lite.types import TrainState
+from tunix_lite.workers.pool import Pool, RewardsConfig
 
 SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interval_steps=0", "rollout.chunk=4"]
 ROOT = Path(__file__).parents[1]
@@ -125,7 +125,7 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
     wanted_folder, wanted = whole
     run, graded, evaluations = compose(EVALUATED), task_module.Grader.results, []
 
-    def ends(self, rollout):
+    def ends(self, rollout, look=None):
         if len(self.examples) == 20:
             evaluations.append(1)
             if len(evaluations) == 2:
@@ -189,7 +189,7 @@ def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_le
     with pytest.raises(StopRun) if ours or theirs else contextlib.nullcontext():
         found = reward_calls.shared_outcomes((waiting if ours else done, None), "digest", processes)
         assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20, "the reward would take for ever"
 
 
 @pytest.mark.wide
@@ -246,7 +246,7 @@ def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker
         ((kind, pid),) = pool.submit("text", {}).result(60).values()
         file = Path(f"/proc/{int(pid)}/stat")
         assert kind == "" and file.exists()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while is_running(file) and time.monotonic() < until:
         time.sleep(0.02)
     assert not is_running(file)

@@ -14,7 +14,7 @@ from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights, attach, merge, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
@@ -211,10 +211,12 @@ def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
 # ---- training
 
 
-def batch() -> Batch:
+def batch(micro_batches: int = 1) -> Batch:
     mask = np.ones_like(TOKENS, bool)
     weight = np.where(np.arange(12) > 4, 1 / 28, 0.0) * np.ones((4, 1))
-    return RowLayout().lay_out(Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))[0]
+    return RowLayout(num_parts=micro_batches).lay_out(Batch(TOKENS.astype(np.int32), mask, weight.astype(np.float32)))[
+        0
+    ]
 
 
 class Likelihood:
@@ -229,10 +231,10 @@ def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1,
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2), 10)
     params = adapters_of(lora)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    train_step = TrainStep(policy, Likelihood(), optimizer, micro_batches, lora, seed=5)
+    train_step = TrainStep(policy, Likelihood(), optimizer, lora, seed=5)
     losses = []
     for _ in range(steps):
-        state, metrics = train_step(state, frozen, batch())
+        state, metrics = train_step(state, frozen, batch(micro_batches))
         losses.append(float(metrics["train/loss"]))
     return state, losses
 

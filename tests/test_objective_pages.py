@@ -1,12 +1,13 @@
-"""The pages of docs/references/objectives are what their script makes, one for each file of conf/algorithm."""
+"""docs/references/objectives.md is what its script makes, a section for each file of conf/algorithm."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 
 from tunix_lite.algorithms.formula import PIECES
-from tunix_lite.commands.program import conf_dir
+from tunix_lite.settings.compose import conf_dir
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = sorted(file.stem for file in conf_dir().glob("algorithm/*.yaml"))
@@ -18,24 +19,32 @@ def pages(monkeypatch):
     return importlib.import_module("objective_pages")
 
 
+def parts(page: str) -> dict[str, str]:
+    """{name: section} of the page, and what stands above them under ""."""
+    top, *sections = page.split("\n## ")
+    return {"": top} | {section.partition("\n")[0]: section.strip() for section in sections}
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_page_of_an_objective_is_what_the_script_makes(pages, name):
-    assert (pages.FOLDER / f"{name}.md").read_text() == pages.render(name), "python docs/objective_pages.py"
+def test_the_section_of_an_objective_is_what_the_script_makes(pages, name):
+    assert parts(pages.PAGE.read_text())[name] == pages.section(name)[3:], "python docs/objective_pages.py"
 
 
-def test_every_objective_has_a_page_that_the_overview_links(pages):
-    assert sorted(pages.WORDS) == NAMES == sorted(page.stem for page in pages.FOLDER.glob("*.md"))
+def test_every_objective_has_a_section_that_the_overview_links(pages):
+    found = parts(pages.PAGE.read_text())
+    assert sorted(pages.WORDS) == NAMES and [*found] == ["", *pages.WORDS]
+    assert found[""].strip() == pages.top(), "python docs/objective_pages.py"
     overview = (DOCS / "guide" / "objectives.md").read_text()
     for name in NAMES:
-        assert f"[{name}]: ../references/objectives/{name}.md" in overview
+        assert f"[{name}]: ../references/objectives.md#{name}" in overview
         assert f"\n| [{name}] |" in overview
 
 
 def test_the_figures_stand_in_the_log(pages):
     log = " ".join((DOCS / "log.md").read_text().split())
-    for words in pages.WORDS.values():
-        for figure in pages.re.findall(r"\d+\.\d", words.seen):
-            assert figure in log, f"{words.title}: {figure}"
+    for name, words in pages.WORDS.items():
+        for figure in re.findall(r"\d+\.\d", words.seen + pages.BEFORE):
+            assert figure in log, f"{name}: {figure}"
 
 
 def test_only_pieces_with_a_formula_are_drawn(pages):
@@ -44,7 +53,17 @@ def test_only_pieces_with_a_formula_are_drawn(pages):
 
 
 def test_a_setting_of_the_file_wins_over_the_common_one(pages):
-    found = {setting.key: setting for setting in pages.settings("dapo")}
-    assert found["agreeing_groups"].default == "replace" and found["max_rounds"].default == "3"
-    assert found["advantages"].default == "standardise" and found["advantages.eps"].default == "1.0e-4"
-    assert found["kl_coef"].comment.startswith("Weight of the KL divergence")
+    found = pages.settings("dapo")
+    assert found["agreeing_groups"] == "replace" and found["max_rounds"] == "3"
+    assert found["advantages"] == "standardise" and found["advantages.eps"] == "0.0001"
+    assert found["kl_coef"] == "0" and found["variant"] == "null"
+
+
+def test_a_section_names_the_settings_that_grpo_has_otherwise(pages):
+    """By hand, from the files in conf/algorithm."""
+    found = parts(pages.PAGE.read_text())
+    assert "`ratio: sequence_ratio`, `weighting: per_sequence`" in " ".join(found["gspo"].split())
+    assert "`clip_low: 0.0003`, `clip_high: 0.0004`" in " ".join(found["gspo"].split())
+    assert "Other than `grpo`: `agreeing_groups: replace`, `max_rounds: 3`" in found["dapo"]
+    assert "Other than" not in found["grpo"]
+    assert "`beta: 0.1`" in found["dpo"] and "`divergence: token`" in found["distill"]

@@ -5,6 +5,7 @@ Nothing here is taken from the code under test but the names of its functions.
 
 import dataclasses
 import inspect
+import itertools
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunix_lite.algorithms import advantages as adv
-from tunix_lite.algorithms import corrections, kl, ratios, shaping, surrogates, weighting
+from tunix_lite.algorithms import corrections, distill, kl, ratios, shaping, surrogates, weighting
 from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.scoring import scored
+from tunix_lite.algorithms.selection import selected
 from tunix_lite.algorithms.variants import VARIANTS, apply_variant, objective_of
-from tunix_lite.commands.program import compose
+from tunix_lite.errors import ConfigError
 from tunix_lite.runs.batch_files import arrays_of_batch
+from tunix_lite.settings.compose import compose
 from tunix_lite.types import Graded, Rollout, RowBatch, TokenScores
 
 PRESETS = sorted(file.stem for file in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
@@ -460,7 +465,9 @@ def of_rewards(rewards_PG, lengths=None, finish=None, correct=None):
         )
 
     grader = SimpleNamespace(submit=None, results=results)
-    task = SimpleNamespace(grader=lambda group: grader, prompts=lambda examples: list(examples), long_prompts="error")
+    task = SimpleNamespace(
+        grader=lambda group, G: grader, prompts=lambda examples: list(examples), long_prompts="error"
+    )
     scorer = lambda batch: np.asarray(batch.old_logprobs) - 0.25  # noqa: E731
     rescore = lambda params, batch: np.where(batch.loss_weight != 0, batch.old_logprobs + 0.1, 0)  # noqa: E731
     return Policy(generate, None, {"reference": scorer}, rescore), task, state
@@ -517,14 +524,183 @@ def test_the_trainers_own_log_probabilities_and_their_correction():
     algorithm = GRPO(
         num_generations=2, old_logprobs="rescored", correction=partial(corrections.truncate_tokens, cap=1.05)
     )
-    assert algorithm.rescores and algorithm.streams == ("correction",)
+    assert algorithm.needs.rescore and algorithm.needs.streams == ("correction",)
     batch, metrics, *_ = collected(algorithm, MIXED)
     counts = batch.loss_weight > 0
     plain, *_ = collected(GRPO(num_generations=2), MIXED)
     np.testing.assert_allclose(batch.old_logprobs[counts], plain.old_logprobs[counts] + 0.1, rtol=1e-5)
     np.testing.assert_allclose(batch.streams["correction"], np.where(counts, 1.05, 0), rtol=1e-6)
     assert metrics["sampler/logprob_gap"] == pytest.approx(0.1, rel=1e-5) and metrics["sampler/masked"] == 0
-    assert not GRPO().rescores, "nobody pays for a pass that was not asked for"
+    assert not GRPO().needs.rescore, "nobody pays for a pass that was not asked for"
+
+
+# ---- the table of what may go with what: each combination is refused, or its gradient is right in expectation
+
+
+TABLE = {
+    "overlap": ("none", "carry", "one_step"),
+    "old_logprobs": ("whole", "sampled", "rescored"),
+    "correction": (None, corrections.truncate_tokens, corrections.mask_tokens, corrections.mask_sequences),
+    "objective": ("clip", "cispo", "sapo", "binary_tv", "geometric_mean", "sequence_ratio", "no_ratio", "distill"),
+    "kl_estimator": (None, *kl.ESTIMATORS, kl.IN_REWARD),
+    "off_policy_delta": (None, 0.5),
+    "mask_truncated": (False, True),
+}
+BASE = compose(["rollout.overlap=none"])
+STALE = {name: dataclasses.replace(BASE.rollout, overlap=name) for name in TABLE["overlap"]}
+
+
+def of_the_table(old_logprobs, correction, objective, kl_estimator, off_policy_delta, mask_truncated):
+    """The algorithm of these settings. Raises ValueError where its own checks refuse them."""
+    chosen = {"old_logprobs": old_logprobs, "correction": correction, "off_policy_delta": off_policy_delta}
+    chosen |= {} if kl_estimator is None else {"kl_coef": 0.3, "kl_estimator": kl_estimator}
+    if objective in ("sequence_ratio", "no_ratio"):
+        chosen |= NO_BOUNDS | {"ratio": getattr(ratios, objective), "surrogate": surrogates.policy_gradient}
+    else:
+        chosen |= {"surrogate": getattr(surrogates, objective)}
+        chosen |= {} if objective in ("clip", "cispo") else NO_BOUNDS
+    return GRPO(advantages=adv.centre, mask_truncated=mask_truncated, **chosen)
+
+
+# completions of one token over five tokens: the policy now, the weights before, the reference, rewards, unfinished ones
+def one_token():
+    rng = np.random.default_rng(0)
+    now = rng.normal(size=5)
+    moved = now + rng.uniform(-0.1, 0.1, 5)
+    far = rng.normal(size=5)
+    log_softmax = lambda x: x - np.log(np.exp(x).sum())  # noqa: E731
+    return *map(log_softmax, (now, moved, far)), rng.normal(size=5), np.array([True, True, False, True, True])
+
+
+def expected_slope(algorithm, is_stale):
+    """By hand: the gradient of the objective by the log-probabilities of the policy now, where each completion is as
+    frequent as the weights that drew it have it."""
+    log_now, log_before, log_ref, rewards, finished = one_token()
+    p = np.exp(log_now)
+    learned = finished | (not algorithm.mask_truncated)
+    d = log_ref - log_now
+    in_reward = algorithm.kl_estimator == "k1_reward"
+    if algorithm.kl_coef and in_reward:
+        # of all that are compared, learned from or not
+        rewards = rewards + algorithm.kl_coef * d
+    slope = p * (rewards - rewards.mean())
+    if is_stale and algorithm.surrogate is surrogates.sapo and not algorithm.needs.rescore:
+        # d/d rho of 4 / tau sigmoid(tau (rho - 1))
+        tau = np.where(rewards > rewards.mean(), 1.0, 1.05)
+        gate = 1 / (1 + np.exp(-tau * (np.exp(log_now - log_before) - 1)))
+        slope = slope * 4 * gate * (1 - gate)
+    if algorithm.kl_coef and not in_reward:
+        # of KL(policy || reference); k3 has a gradient of its own, of whatever was drawn
+        own = np.exp(log_before if is_stale else log_now) * (1 - np.exp(d))
+        slope = slope - algorithm.kl_coef * (own if algorithm.kl_estimator == "k3" else -p * d)
+    return np.where(learned, slope, 0.0)
+
+
+@cache
+def found_slope(algorithm, is_stale):
+    """The same by what the run computes: `scored`, then the loss, with each completion once and its frequency as its
+    weight."""
+    log_now, log_before, log_ref, rewards, finished = one_token()
+    drew = log_before if is_stale else log_now
+    column = lambda x: np.stack([np.zeros(5), x], axis=1)  # noqa: E731
+    mask = column(np.ones(5)).astype(bool)
+    old = column(drew)
+    rollout = Rollout(column(np.arange(5)).astype(int), mask | True, mask, old, finished.astype(np.int8), old)
+    rewards_PG = rewards[None]
+    graded = Graded([], [], rewards, rewards > 0, [], {}, np.zeros(5, bool))
+    groups = Groups(rollout, graded, rewards_PG, np.ones((1, 5), bool), np.ones((1, 5), bool))
+    groups = selected(algorithm, groups)
+
+    # scorers give nothing where no token counts
+    of = lambda values: lambda batch: np.where(np.asarray(batch.loss_weight) != 0, column(values), 0.0)  # noqa: E731
+    policy = Policy(None, None, {"reference": of(log_ref)}, lambda params, batch: of(log_now)(batch))
+    weights = column(np.exp(drew)) * groups.learned_PG.T
+    batch = groups.batch(algorithm.advantages, lambda mask: mask.astype(float))
+    batch = batch.replace(loss_weight=weights)
+    batch, _ = scored(algorithm, batch, groups, policy, None)
+    with jax.enable_x64(True):
+        rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
+
+        def loss(logprobs):
+            scores = TokenScores(jnp.stack([jnp.zeros(5), logprobs], axis=1), jnp.zeros((5, 2)))
+            return algorithm.loss(scores, rows)[0]
+
+        return -np.asarray(jax.grad(loss)(jnp.asarray(log_now)))
+
+
+def combinations(names):
+    return [dict(zip(names, values)) for values in itertools.product(*(TABLE[name] for name in names))]
+
+
+@pytest.mark.parametrize("overlap", TABLE["overlap"])
+@pytest.mark.parametrize("objective", [name for name in TABLE["objective"] if name != "distill"])
+def test_every_combination_is_refused_or_its_expected_gradient_is_that_of_the_policy_now(objective, overlap):
+    accepted = []
+    for chosen in combinations(("old_logprobs", "correction", "kl_estimator", "off_policy_delta", "mask_truncated")):
+        try:
+            algorithm = of_the_table(objective=objective, **chosen)
+        except ValueError:
+            # by itself, whatever the rollout is: a correction without rescoring, a clip of what has no ratio
+            assert chosen["correction"] is not None and chosen["old_logprobs"] != "rescored"
+            continue
+        try:
+            dataclasses.replace(BASE, algorithm=algorithm, rollout=STALE[overlap])
+        except ValueError as error:
+            assert overlap != "none" and "set algorithm." in str(error)
+            continue
+        accepted.append(chosen)
+        # what does not meet in the code is computed once: another objective with another KL in the loss
+        kinds = [chosen["kl_estimator"] in kl.ESTIMATORS, objective != "clip", chosen["off_policy_delta"] is not None]
+        if sum(kinds) > 1:
+            continue
+        is_stale = overlap != "none"
+        slope = found_slope(algorithm, is_stale)
+        np.testing.assert_allclose(slope, expected_slope(algorithm, is_stale), atol=1e-6, err_msg=str(chosen))
+    # rescored without a correction and three of them; whole and sampled; 6 x 2 x 2 others
+    if overlap == "none":
+        assert len(accepted) == (4 + 2) * 6 * 2 * 2
+    elif objective == "no_ratio":
+        assert not accepted
+    else:
+        # k2 and k1_reward leave four; rescored stays with two corrections, without a KL or off_policy_delta
+        assert len(accepted) == 2 * 4 * 2 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize("divergence", distill.DIVERGENCES)
+@pytest.mark.parametrize("overlap", TABLE["overlap"])
+def test_a_teachers_gap_of_the_sampled_token_is_refused_where_older_weights_drew_it(overlap, divergence):
+    algorithm = distill.Distill(teacher="any", divergence=divergence)
+    if overlap == "none" or divergence != "token":
+        dataclasses.replace(BASE, algorithm=algorithm, rollout=STALE[overlap])
+        return
+    with pytest.raises(
+        ValueError, match="compares the teacher with the weights that sampled; set algorithm.divergence"
+    ):
+        dataclasses.replace(BASE, algorithm=algorithm, rollout=STALE[overlap])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "algorithm.old_logprobs=rescored",
+        "algorithm=dppo algorithm.variant=verl",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k1_reward",
+        "algorithm.kl_coef=0.1 algorithm.kl_estimator=k2",
+        "algorithm.old_logprobs=rescored algorithm.kl_coef=0.1 "
+        "+algorithm.correction._target_=tunix_lite.algorithms.corrections.truncate_tokens",
+        "algorithm=distill algorithm.teacher.weights=bundled",
+    ],
+)
+def test_the_line_of_a_refusal_is_accepted(given):
+    words = ["rollout.overlap=one_step", *given.split()]
+    with pytest.raises(ConfigError, match="rollout.overlap=one_step: algorithm") as error:
+        compose(words)
+    line = str(error.value).partition("; set ")[2].partition(", or leave rollout.overlap at none")[0]
+    keys = {word.partition("=")[0] for word in line.split()}
+    compose(
+        [word for word in words if word.lstrip("+").partition("._target_")[0].partition("=")[0] not in keys]
+        + line.split()
+    )
 
 
 # ---- dynamic sampling
@@ -591,14 +767,14 @@ def test_groups_are_judged_before_shaping():
 
 
 def test_duplicated_prompts_are_groups_of_their_own():
-    """field.md, thread 4: one example twice in a row is graded as two groups."""
+    """One example twice in a row is graded as two groups."""
     seen = []
     policy, task, _ = of_rewards([[1, 0], [0, 0]])
-    grader = task.grader([])
-    task.grader = lambda group: seen.extend(group) or grader
+    grader = task.grader([], 2)
+    task.grader = lambda examples, G: seen.append((len(examples), G)) or grader
     twice = {"n": 0}
     batch, *_ = GRPO(num_generations=2).collect(policy, task, None, [twice, twice], jax.random.key(0))
-    assert seen[0] is seen[1] and seen[2] is seen[3] and seen[1] is not seen[2]
+    assert seen == [(4, 2)]
     np.testing.assert_allclose(batch.advantages[2:], 0)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from conftest import decode_random, random_params, set_mesh
 
-from tunix_lite.commands.program import compose
 from tunix_lite.learner import step as learner_step
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.matmul import matmul
@@ -20,11 +19,13 @@ from tunix_lite.models.weights import Lora
 from tunix_lite.parallel.compiler_options import options_of_mesh, update_options
 from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.planning import programs as planned_programs
-from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.resolved.parts import abstract
+from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.rollout import engine
 from tunix_lite.rollout import programs as rollout_programs
 from tunix_lite.rollout.programs import SamplerSpec, computed_ahead, make_programs
 from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.settings.compose import compose
 
 
 @pytest.mark.parametrize(("R", "I", "O"), [(12, 3, 8), (12, 8, 3), (12, 4, 4), (1, 3, 12), (5, 1, 1)])
@@ -182,7 +183,7 @@ def gradient_program(cfg, options=None, **forward):
 def test_layers_apart_are_no_loop_and_their_angles_are_computed_once(cfg):
     scanned, text = (gradient_program(cfg, scan_layers=scan).as_text() for scan in (True, False))
     assert scanned.count(" while(") == text.count(" while(") + 2, "a loop forward, and one backward"
-    assert len(re.findall(r" sine\(", text)) == 2, "for each kind of layer once"
+    assert len(re.findall(r" sine\(", text)) == 4, "for each of two kinds of layers one for sin and one for cos"
     joined = re.findall(r"= f32\[3,16,24\]\S* concatenate\((.*?)\)", text)
     assert [operands.count("%") for operands in joined] == [3, 3], "gradients of gate and up: one part for each layer"
 
@@ -225,13 +226,11 @@ def test_the_setting_reaches_the_compiler_of_an_update(monkeypatch):
     run = compose([*small, "training.scan_layers=false"])
     case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
     set_mesh(1, 1)
-    loops = (
-        planned_programs.lowered(case, planned_programs.abstract(case))["update"]().as_text().count("stablehlo.while")
-    )
+    loops = planned_programs.lowered(case, abstract(case))["update"]().as_text().count("stablehlo.while")
     assert seen == [update_options(scan_layers=False)]
     run = compose(small)
     case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
-    scanned = planned_programs.lowered(case, planned_programs.abstract(case))["update"]().as_text()
+    scanned = planned_programs.lowered(case, abstract(case))["update"]().as_text()
     assert scanned.count("stablehlo.while") == loops + 2 and seen[1] == {}
 
 

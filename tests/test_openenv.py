@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.open_env import OpenEnv
 from tunix_lite.environments.pool import EnvironmentPool
@@ -18,6 +17,7 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import prepare
+from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.rundir import RunDir
 
 SERVER = Path(__file__).parent / "openenv_server.py"
@@ -69,9 +69,9 @@ def as_guess(completion):
 def test_without_openenv_one_line_says_what_to_install(tmp_path):
     if importlib.util.find_spec("openenv"):
         pytest.skip("OpenEnv is installed")
-    with pytest.raises(ConfigError, match=r"^task: task=openenv needs .*pip install 'tunix_lite\[openenv\]'"):
+    with pytest.raises(ConfigError, match=r"^task: task=openenv needs .*pip install -e '.\[openenv\]'"):
         prepare(compose(["task=openenv"]), RunDir(tmp_path))
-    with pytest.raises(ValueError, match=r"pip install 'tunix_lite\[openenv\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[openenv\]'"):
         OpenEnv().reset({"seed": 7})
 
 

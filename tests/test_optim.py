@@ -13,17 +13,37 @@ def rates(max_steps=11, **settings):
 
 
 def test_schedules_by_hand():
+    """As transformers and optax: the end is one update after the last, so that the last one still learns."""
     np.testing.assert_allclose(rates(), 1.0)
-    np.testing.assert_allclose(rates(schedule="linear"), np.linspace(1, 0, 11), atol=1e-6)
-    np.testing.assert_allclose(rates(schedule="linear", end_fraction=0.5), np.linspace(1, 0.5, 11), atol=1e-6)
-    np.testing.assert_allclose(rates(schedule="cosine"), (1 + np.cos(np.pi * np.arange(11) / 10)) / 2, atol=1e-6)
+    part = np.arange(11) / 11
+    np.testing.assert_allclose(rates(schedule="linear"), 1 - part, atol=1e-6)
+    np.testing.assert_allclose(rates(schedule="linear", end_fraction=0.5), 1 - part / 2, atol=1e-6)
+    np.testing.assert_allclose(rates(schedule="cosine"), (1 + np.cos(np.pi * part)) / 2, atol=1e-6)
+    # two updates of warm-up, the second at the peak; then 4/5, 3/5, 2/5, 1/5
+    np.testing.assert_allclose(rates(6, schedule="linear", warmup_steps=2), [0.5, 1, 0.8, 0.6, 0.4, 0.2], atol=1e-6)
 
 
-def test_the_schedule_spans_the_run():
-    """Tunix D10: a shipped decay over 10 steps left the rest of every run at learning rate 0."""
-    for schedule in ("linear", "cosine"):
-        seen = rates(max_steps=500, schedule=schedule, warmup_steps=20)
-        assert min(seen[:-1]) > 0 and seen[-1] < 1e-6
+@pytest.mark.parametrize("warmup", [0, 1, 20])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_spans_the_run(schedule, warmup):
+    """Tunix D10: a shipped decay over 10 steps left the rest of every run at learning rate 0. The peak is there once."""
+    seen = np.array(rates(max_steps=500, schedule=schedule, warmup_steps=warmup))
+    assert 0 < seen[-1] < 0.003 and seen.max() == 1
+    assert np.flatnonzero(seen == 1).tolist() == [max(warmup, 1) - 1]
+
+
+def test_a_decay_after_a_warm_up_is_that_of_transformers_by_its_formula():
+    """get_linear_schedule_with_warmup(w, T + 1), an update later: its first has rate 0, ours 1/w."""
+    w, T = 4, 10
+    theirs = [s / w if s < w else (T + 1 - s) / (T + 1 - w) for s in range(1, T + 1)]
+    np.testing.assert_allclose(rates(T, schedule="linear", warmup_steps=w), theirs, atol=1e-6)
+
+
+def test_a_warm_up_longer_than_the_run_is_said():
+    cfg = OptimizerConfig(learning_rate=1e-5, warmup_steps=8)
+    assert "warm-up 8 (longer than the run, which ends at 6/8 of it)" in describe(cfg, max_steps=6)
+    assert "longer" not in describe(cfg, max_steps=8)
+    np.testing.assert_allclose(rates(6, schedule="cosine", warmup_steps=8), np.arange(1, 7) / 8, atol=1e-6)
 
 
 def test_warm_up_rises_from_the_first_update():
@@ -46,7 +66,7 @@ def test_the_chain_equals_adamw_in_float64():
         m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g**2
         direction = (m / (1 - 0.9 ** (step + 1))) / (np.sqrt(v / (1 - 0.9 ** (step + 1))) + 1e-8)
         decay = np.array([0.3, 0.3, 0.0]) * x  # norms do not decay
-        x = x - 0.1 * (1 - step / 4) * (direction + decay)
+        x = x - 0.1 * (1 - step / 5) * (direction + decay)
     np.testing.assert_allclose(np.concatenate([params["layer"]["q"], params["layer"]["q_norm"]]), x, rtol=1e-5)
 
 

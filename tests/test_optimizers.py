@@ -10,7 +10,6 @@ import pytest
 from flax import traverse_util
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -33,9 +32,10 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import estimate
-from tunix_lite.planning.programs import abstract, mesh_of_run, optimizer_of
-from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.resolved.parts import abstract, mesh_of_run, optimizer_of
+from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs.fingerprint import _optimizer, check_same_run
+from tunix_lite.settings.compose import compose
 from tunix_lite.types import TrainState
 
 OPTIMIZERS = ("default", "adafactor", "muon", "lion", "sgd")
@@ -205,7 +205,7 @@ def test_the_plan_counts_the_state_as_it_lies_on_a_mesh(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
     jax.set_mesh(make_mesh(((2, 2), ("fsdp", "tp")), jax.devices()[:4]))
-    cfg = compose([f"optimizer={name}"]).optimizer
+    cfg = compose([f"optimizer={name}", "optimizer.learning_rate=1e-3"]).optimizer
     if name == "adafactor":
         cfg = dataclasses.replace(cfg, min_dim_to_factor=6, momentum=0.5)
     optimizer = make_optimizer(cfg, 9, TABLE)
@@ -292,14 +292,16 @@ def test_a_setting_that_an_optimizer_does_not_have_is_refused(overrides, named):
 
 
 def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_asked():
-    plain = compose([]).optimizer
+    plain = compose(["optimizer.learning_rate=4e-5"]).optimizer
     assert scaled_for(plain, 4) is plain and "shards" not in describe(plain, 4)
-    asked = compose(["optimizer=muon", "optimizer.scale_lr_with_devices=true"]).optimizer
+    asked = compose(
+        ["optimizer=muon", "optimizer.learning_rate=1e-4", "optimizer.scale_lr_with_devices=true"]
+    ).optimizer
     assert learning_rate_at(scaled_for(asked, 4), 60, 4) == pytest.approx(4e-4)
     assert "0.0001 x 4 shards = 0.0004 linear" in describe(asked, 4)
     settings = compose(["optimizer.scale_lr_with_devices=true", "training.packing=none"])
     resolved = resolve_run(settings, *find_model(settings.model), {"fsdp": 4, "tp": 2}, "cpu")
-    assert resolved.optimizer.learning_rate == pytest.approx(4 * settings.optimizer.learning_rate)
+    assert resolved.optimizer.learning_rate == pytest.approx(4 * 4e-5)
     optimizer_of(resolved)
 
 
@@ -309,9 +311,3 @@ def test_a_run_whose_rate_depends_on_the_mesh_goes_on_only_with_as_many_shards()
     check_same_run({"optimizer": _optimizer(scaled, 2)}, theirs, "there", force=False)
     with pytest.raises(ValueError, match="optimizer.shards: 4 here, 2 there"):
         check_same_run({"optimizer": _optimizer(scaled, 4)}, theirs, "there", force=False)
-
-
-def test_a_run_of_before_the_setting_goes_on():
-    ours = {"optimizer": _optimizer(compose([]), 4)}
-    theirs = {"optimizer": {k: v for k, v in ours["optimizer"].items() if k != "scale_lr_with_devices"}}
-    check_same_run(ours, theirs, "there", force=False)

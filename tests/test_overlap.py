@@ -16,14 +16,13 @@ import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
-from tunix_lite.algorithms.algorithm import Policy, who_answers
+from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
 from tunix_lite.algorithms.credit import TurnCredit
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import token_logprobs
@@ -41,6 +40,7 @@ from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight
 from tunix_lite.runs.overlap import Carry, OneStep, TaskInHand, handed_out
 from tunix_lite.runs.overlap_rules import groups_to_take
 from tunix_lite.runs.sampling_apart import SamplingApart, shardings_on
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.types import (
     Conversation,
@@ -133,12 +133,11 @@ def test_what_is_read_first_has_few_shapes_and_waits_where_more_is_to_come():
     ]
     none = [12]
     assert [row[:3] for row in found] == [
-        ([7, *none * 11], [2, *[1] * 11], [8, *[0] * 11]),
-        ([5, *none * 11], [64, *[1] * 11], [9, *[0] * 11]),
+        ([5, 7, *none * 10], [64, 2, *[1] * 10], [9, 8, *[0] * 10]),
         ([2, 1, *none * 2], [256, 129, 1, 1], [0, 6, 0, 0]),
     ]
-    assert [row[3].shape for row in found] == [(12, 32), (12, 64), (4, 256)]
-    assert found[2][3][0].tolist() == list(range(1, 257)) and found[0][3][0].tolist() == [3, 4, *[0] * 30]
+    assert [row[3].shape for row in found] == [(12, 64), (4, 256)]
+    assert found[1][3][0].tolist() == list(range(1, 257)) and found[0][3][1].tolist() == [3, 4, *[0] * 62]
 
 
 # ---- which groups an update takes
@@ -193,7 +192,7 @@ class Grades:
 class Numbers(SimpleNamespace):
     """A task whose examples are numbers; every step has prompts of its own."""
 
-    long_prompts = "error"
+    leaves_out = False
     tokenizer = SimpleNamespace(pad_id=0)
 
     def batch(self, count, seed, rollout):
@@ -205,12 +204,12 @@ class Numbers(SimpleNamespace):
     def at_step(self, step):
         return self
 
-    def grader(self, examples):
+    def grader(self, examples, num_generations=1):
         return Grades(examples)
 
 
 def session_of(overlap, staleness, prompts=3):
-    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS)
+    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
     rollout = RolloutConfig(num_slots=4, chunk=4, overlap=overlap, max_staleness=staleness)
     generation = GenerationConfig(PROMPT, NEW)
     run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=generation, seed=5)

@@ -29,9 +29,9 @@ def test_two_sequences_stand_in_one_row_without_their_padding():
     np.testing.assert_array_equal(layout.source, [[1, 2, 3, 4, 8, 9, -1, -1], [-1] * 8])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1, 2, 2, 0, 0], nothing])
     np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3, 0, 1, 0, 0], nothing])
-    np.testing.assert_array_equal(layout.scored, [[2, 3, 5, 0], [0, 0, 0, 0]])  # quarters of 8 columns: 3 -> 4
-    np.testing.assert_array_equal(layout.previous, [[1, 2, 4, 0], [0, 0, 0, 0]])
-    np.testing.assert_array_equal(layout.is_scored, [[1, 1, 1, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(layout.scored, [[2, 3, 5, *[0] * 5], nothing])
+    np.testing.assert_array_equal(layout.previous, [[1, 2, 4, *[0] * 5], nothing])
+    np.testing.assert_array_equal(layout.is_scored, [[1, 1, 1, *[0] * 5], nothing])
     np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 7, 8, 3, 4, 0, 0], nothing])
     assert layout.completion_ids is None and layout.shape == (2, 6) and layout.num_parts == 1
 
@@ -83,10 +83,10 @@ def test_only_what_a_counted_token_sees_is_kept():
     batch = batch_of(([5], [1, 2, 3, 4], [1, 0, 1, 0]), ([5], [8, 9], [0, 0]), ([5], [7], [1]))
     apart, shared = pack(batch, num_parts=1), pack(batch, lane=4, lead=2, num_parts=1)
     np.testing.assert_array_equal(apart.place(batch[0]), [[5, 1, 2, 3, 5, 7, 0, 0]])
-    np.testing.assert_array_equal(apart.scored, [[1, 3, 5, 0]])
-    np.testing.assert_array_equal(apart.previous, [[0, 2, 4, 0]])
+    np.testing.assert_array_equal(apart.scored, [[1, 3, 5, *[0] * 5]])
+    np.testing.assert_array_equal(apart.previous, [[0, 2, 4, *[0] * 5]])
     np.testing.assert_array_equal(shared.place(batch[0]), [[5, 0, 1, 2, 3, 7]])  # neighbours once 8 9 is gone
-    np.testing.assert_array_equal(shared.previous, [[0, 3, 0]])
+    np.testing.assert_array_equal(shared.previous, [[0, 3, 0, 0]])
 
 
 def test_unpacked_leaves_every_sequence_where_it_stands():
@@ -95,9 +95,9 @@ def test_unpacked_leaves_every_sequence_where_it_stands():
     np.testing.assert_array_equal(layout.source, [[0, 1, 2, 3], [4, 5, 6, 7]])
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1], [0, 1, 1, 1]])
     np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3], [0, 0, 1, 2]])
-    np.testing.assert_array_equal(layout.scored, [[2, 0], [2, 3]])
-    np.testing.assert_array_equal(layout.previous, [[1, 0], [1, 2]])
-    np.testing.assert_array_equal(layout.is_scored, [[1, 0], [1, 1]])
+    np.testing.assert_array_equal(layout.scored, [[2, 0, 0, 0], [2, 3, 0, 0]])
+    np.testing.assert_array_equal(layout.previous, [[1, 0, 0, 0], [1, 2, 0, 0]])
+    np.testing.assert_array_equal(layout.is_scored, [[1, 0, 0, 0], [1, 1, 0, 0]])
     np.testing.assert_array_equal(layout.place(tokens), tokens)
 
 

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.packing_choice import computed_flops, packed_as, with_packing
-from tunix_lite.planning.resolved import find_model, resolve_run
+from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import _fingerprint_of, find_parts, with_packing_as_before
+from tunix_lite.settings.compose import compose
 
 WORDS = ["training.prompts_per_step=2", "algorithm.num_generations=4", "generation.max_prompt_length=8"]
 WORDS += ["generation.max_new_tokens=8"]
@@ -92,9 +92,8 @@ def resumed(folder, training: dict, *words: str):
 
 def test_a_run_that_resumes_keeps_the_packing_that_it_began_with(tmp_path):
     assert compose([]).training.packing == "auto", "the default"
-    # an earlier version kept nothing, and its default was none
-    for kept, packing in (({}, "none"), ({"packing": "sequences"}, "sequences"), ({"packing": "prefix"}, "prefix")):
-        parts = resumed(tmp_path, kept)
+    for packing in ("none", "sequences", "prefix"):
+        parts = resumed(tmp_path, {"packing": packing})
         assert parts.rows.packing == parts.resolved.run.training.packing == packing
         assert parts.resolved.packing_reason == f"auto: {packing}, as in the run that goes on"
     assert resumed(tmp_path, {}, "training.packing=prefix").rows.packing == "prefix", "another by name"
@@ -106,7 +105,7 @@ def test_a_run_that_resumes_keeps_the_packing_that_it_began_with(tmp_path):
 
 def test_the_fingerprint_keeps_the_packing_and_does_not_compare_it():
     parts = find_parts(compose([]))
-    ours = _fingerprint_of(parts.resolved.run, parts)
+    ours = _fingerprint_of(parts)
     assert ours["training"]["packing"] == "prefix"
     theirs = ours | {"training": ours["training"] | {"packing": "none"}}
     assert check_same_run(ours, theirs, "there", force=False) == ""

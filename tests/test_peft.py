@@ -9,7 +9,7 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.models import attention, decoder, hf, peft
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import GEMMA3, QWEN3, config_json, is_wrapped, read_config
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
 from tunix_lite.models.weights import init_params, is_weight

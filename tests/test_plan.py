@@ -24,7 +24,6 @@ from test_hardware import needs_compiler
 
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.commands.program import compose
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
@@ -32,7 +31,7 @@ from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, source
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel import mesh as meshes
 from tunix_lite.parallel.mesh import make_mesh, put
@@ -41,11 +40,13 @@ from tunix_lite.planning.advice import advice
 from tunix_lite.planning.hardware import GiB, find_target
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed, abstract, scored_batch_shapes
+from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
-from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
+from tunix_lite.resolved.parts import abstract, scored_batch_shapes
+from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import conversations, engine, memory
 from tunix_lite.runs.profiler import Profile
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 from tunix_lite.types import Batch, TrainState
 
@@ -117,6 +118,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     monkeypatch.setattr(engine, "make_programs", noted)
     set_mesh(fsdp, tp)
     case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+    run = case.run
     model, dtype, cfg = source.locate(run.model), DTYPES[run.training.mixed_precision], case.cfg
     frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
     reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
@@ -126,7 +128,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
-    step = TrainStep(policy, run.algorithm, optimizer, case.rows.num_parts, case.lora)
+    step = TrainStep(policy, run.algorithm, optimizer, case.lora)
 
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
     drawn = generate(acting_params(frozen, params, case.lora), prompts, jax.random.key(0), generations)
@@ -187,7 +189,7 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
     assert jax.tree.structure(foreseen) == jax.tree.structure(batch)
     for name, array in vars(batch).items():
         shape = getattr(foreseen, name)
-        if name in ("prefix_columns", "lane_columns", "streams"):
+        if name in ("prefix_columns", "lane_columns", "max_parts", "streams"):
             assert shape == array
         elif array is None or name in ("scored", "previous", "is_scored"):
             assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])
@@ -209,6 +211,9 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
     assert estimate.resident(half) == {"parameters": 2 * held, "optimizer": 4 * held}
     with_reference = case_of(cfg, ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1"])
     assert estimate.resident(with_reference)["reference"] == 2 * MATRICES + 4 * SCALES
+    mean = ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "algorithm.reference_every=20"]
+    with_mean = case_of(cfg, [*mean, "algorithm.reference_mix=0.5"])
+    assert estimate.resident(with_mean)["reference"] == 4 * MATRICES + 4 * SCALES
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
@@ -690,7 +695,7 @@ def test_a_mesh_that_does_not_follow_a_torus_splits_its_axes(monkeypatch):
         ([], {"target": "v5e-12"}, "target: 'v5e-12' is no TPU slice; v5e-8 would do"),
         (["model.mesh_shape=[[9,1],[fsdp,tp]]"], {"target": "h100x8"}, "model.mesh_shape: .*needs 9 devices, but target h100x8 has 8 devices; [^;]*$"),
         (["model.mesh_shape=[[5,1],[fsdp,tp]]"], {}, "model.mesh_shape: .*needs 5 devices, but jax sees 4; "),
-        (["model=gemma3_1b", "training.attention=cudnn"], {"target": "h100x8"}, "attention=cudnn: it computes in bfloat16 only"),
+        (["training.attention=cudnn"], {"target": "h100x8"}, "attention=cudnn: it computes in bfloat16 only"),
         (["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"], {"target": "h100x8"}, "heads=4 is not a multiple"),
         (["training.prompts_per_step=3", "algorithm.num_generations=3"], {"target": "h100x8"}, "do not divide over fsdp=8"),
         (["model.weights=google/gemma-3-1b-it"], {}, "a plan does not ask the hub"),
@@ -739,7 +744,7 @@ def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
     settings = PlanConfig(target="v5e-16", mesh="all", analytic=True, out=str(tmp_path))
     command.plan(compose(["model=gemma3_1b", "algorithm.kl_coef=0.04"]), settings)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 40
+    assert len(lines) <= 40
     assert any(line.startswith("v5e-16: fits: peak") and "an estimate" in line for line in lines)
     said = json.loads((tmp_path / "plan.json").read_text())
     assert said.keys() >= {"version", "target", "hardware", "devices", "capacity_bytes", "plans", "refused"}
@@ -798,11 +803,13 @@ STARTS = [
 
 @pytest.fixture
 def compiled_programs(monkeypatch):
-    """How often programs are compiled ahead, by name."""
+    """How often the programs that learn are compiled, by name."""
     counts, compile_one = Counter(), jax.stages.Lowered.compile
 
     def counting(self, *args, **kwargs):
-        counts[re.search(r"module @jit_*(\w+)", self.as_text())[1]] += 1
+        name = re.search(r"module @jit_*(\w+)", self.as_text())[1]
+        if name in ("update", "score"):
+            counts[name] += 1
         return compile_one(self, *args, **kwargs)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", counting)
@@ -849,32 +856,25 @@ def test_the_plan_of_a_run_is_of_the_programs_that_run(tmp_path, compiled_progra
 
 
 def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compiled_programs):
-    """There is plenty of memory, so only the programs of the rows that come are compiled."""
+    """What the plan compiles is what the run runs: each program is compiled once."""
     more = ["training.packing=sequences", "training.max_steps=1", "training.profile_communication=true"]
     train(compose([*STARTS, *more]), tmp_path)
-    assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "estimate", "update": "estimate"}
+    assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
     assert compiled_programs == {"update": 1, "score": 1}
-    assert " GiB a device by formula (plan.md)" in (tmp_path / "train.log").read_text()
+    assert " GiB a device at most (plan.md)" in (tmp_path / "train.log").read_text()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     assert "| all-reduce | " in (tmp_path / "communication.md").read_text()
 
 
 def test_a_run_whose_widest_rows_are_refused_may_still_fit(cfg, monkeypatch):
-    """The compiler is asked where formulas find less than half of the memory free, and always without packing."""
-    asked = []
 
     def refuse():
-        asked.append(1)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17.14G of 15.75G hbm")
 
     set_mesh(2, 2)
     packed = case_of(cfg, ["training.packing=sequences"])
     monkeypatch.setattr(at_start, "attached_machine", lambda: machine(GiB))
-    with_plenty = at_start.plan_of_this_run(packed, {"update": refuse})
-    assert with_plenty.fits and not asked
-    monkeypatch.setattr(at_start, "attached_machine", lambda: machine(2 * with_plenty.peak_bytes))
     found = at_start.plan_of_this_run(packed, {"update": refuse})
-    assert asked
     assert found.fits is False
     assert "DOES NOT FIT" in at_start.memory_line(found)
     with pytest.raises(ConfigError, match="does not fit: update: 17.14 GiB of 15.75 GiB; `tunix-lite plan`"):

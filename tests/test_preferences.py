@@ -18,8 +18,6 @@ from test_docs import EXAMPLE, ROOT, commands
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
-from tunix_lite.commands import program
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
@@ -28,10 +26,13 @@ from tunix_lite.models.source import TeacherConfig
 from tunix_lite.planning import estimate
 from tunix_lite.planning.machine import find_machine
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.planning.programs import policy_of
-from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
+from tunix_lite.resolved.batch_size import plan_batch
+from tunix_lite.resolved.parts import policy_of
+from tunix_lite.resolved.run import FrozenModel, ResolvedRun, find_model, resolve_run
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.setup import check_resumed, find_parts, locate_frozen, write_fingerprint
+from tunix_lite.settings import compose as composing
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.sources import Jsonl
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
@@ -99,8 +100,8 @@ def test_the_gradient_of_pairs_is_that_of_the_loss_of_pairs(cfg, params):
     reference = random_params(cfg, seed=7, scale=0.29)
     task = SimpleNamespace(
         long_prompts="error",
-        demonstrations=lambda examples: tuple(
-            x[[("a", "b").index(e["completion"]) + 2 * e["row"] for e in examples]]
+        demonstrations=lambda examples, name: tuple(
+            x[[("a", "b").index(e[name]) + 2 * e["row"] for e in examples]]
             for x in (tokens, token_mask, completion_mask)
         ),
     )
@@ -165,9 +166,9 @@ def test_the_page_on_teachers_to_the_letter(tmp_path, monkeypatch):
     """docs/extend/teacher.md: its class, its YAML and its first command, for one step; the better of two is taken."""
     monkeypatch.syspath_prepend(EXAMPLE)
     conf = tmp_path / "conf"
-    shutil.copytree(program.conf_dir(), conf)
+    shutil.copytree(composing.conf_dir(), conf)
     shutil.copy(EXAMPLE / "conf" / "algorithm" / "two_teachers.yaml", conf / "algorithm")
-    monkeypatch.setattr(program, "conf_dir", lambda: conf)
+    monkeypatch.setattr(composing, "conf_dir", lambda: conf)
     command = commands(ROOT / "docs" / "extend" / "teacher.md")[0]
     run = compose([*command.split()[2:], "training.max_steps=1", *QUICK])
     train(run, tmp_path / "run")
@@ -186,7 +187,7 @@ def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
     graded = SimpleNamespace(rewards=np.zeros(2), dropped=np.zeros(2, bool), metrics={}, each={}, weights={})
     task = SimpleNamespace(
         prompts=lambda examples: None,
-        grader=lambda examples: SimpleNamespace(submit=None, results=lambda rollout: graded),
+        grader=lambda examples, G: SimpleNamespace(submit=None, results=lambda rollout: graded),
     )
     likes = {"first": np.array([[0, -1, -3], [0, -5, 0]]), "second": np.array([[0, -2, -1.5], [0, -4, 0]])}
     scorers = {name: lambda batch, found=found: found for name, found in likes.items()}
@@ -201,9 +202,10 @@ def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):
 
 def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
     """And is a model of its own size: one layer against three."""
-    run = compose(["algorithm=distill", *QUICK])
+    words = ["training.mixed_precision=fp32", "training.packing=none", "generation.max_new_tokens=12"]
+    run = compose(["algorithm=distill", *words, *QUICK])
     other = replace(cfg, num_layers=1, mlp_dim=40)
-    resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, None, RowLayout(), 4, "xla")
+    resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, plan_batch(run, 1), RowLayout(), 4, "xla")
     resolved = replace(resolved, frozen_models={"teacher": FrozenModel(other, "fp32", "xla")})
     weights = random_params(other, seed=9)
     policy = policy_of(resolved, frozen_models={"teacher": weights})
@@ -267,14 +269,14 @@ def test_wrong_settings_of_a_teacher_are_refused(make, message):
 
 
 def test_a_teacher_that_changed_between_two_starts_is_noticed(tmp_path):
-    """By the digest of its weights in fingerprint.json; the fingerprint of an earlier version has none, and resumes."""
+    """By the digest of its weights in fingerprint.json."""
     folder = tmp_path / "teacher"
     shutil.copytree(source.BUNDLED, folder)
     run = compose(["algorithm=distill", f"algorithm.teacher.weights={folder}", *QUICK])
     parts = find_parts(run)
     run_dir = RunDir(tmp_path / "run")
     run_dir.path.mkdir()
-    write_fingerprint(run, parts, run_dir)
+    write_fingerprint(parts, run_dir)
     assert check_resumed(parts, run_dir) == ""
     (weights,) = folder.glob("*.safetensors")
     content = bytearray(weights.read_bytes())
@@ -283,11 +285,6 @@ def test_a_teacher_that_changed_between_two_starts_is_noticed(tmp_path):
     with pytest.raises(ConfigError, match="frozen_weights.teacher: .* here, .* there"):
         check_resumed(parts, run_dir)
 
-    # of an earlier version, which knew settings alone
-    kept = json.loads(run_dir.fingerprint.read_text())
-    del kept["frozen_weights"]
-    run_dir.fingerprint.write_text(json.dumps(kept))
-    assert check_resumed(parts, run_dir) == ""
     # a run without a teacher has the fingerprint that it always had
     plain = compose(QUICK)
     assert "frozen_weights" not in fingerprint(plain, parts.model, 4)

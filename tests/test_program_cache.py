@@ -8,11 +8,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tunix_lite.commands import replay
-from tunix_lite.commands.program import compose, compose_values
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel import compiling
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
+from tunix_lite.settings.compose import compose, compose_values
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import pytest
 from test_docs import DOCS, ROOT, of_a_program, of_a_run
 from test_hints import answer
 
-from tunix_lite.commands import program
-from tunix_lite.commands.flags import HYDRA, foreign_flags
-from tunix_lite.commands.program import compose, compose_values
 from tunix_lite.config import plain
 from tunix_lite.distributed import launcher
 from tunix_lite.errors import ConfigError
-from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.planning.hardware import find_target
+from tunix_lite.resolved.batch_size import plan_batch
+from tunix_lite.settings import compose as composing
+from tunix_lite.settings.compose import compose, compose_values
+from tunix_lite.settings.flags import HYDRA, foreign_flags
 
 # What now does what the guide wants: the command -> a setting that says so.
 WORKS = [
@@ -260,6 +260,6 @@ def test_no_target_of_make_that_a_page_names_as_foreign_is_one_of_ours():
 
 def test_the_paths_of_weights_in_comments_are_those_that_are_accepted():
     """An old comment named groups/0/q, and the program refused it."""
-    files = [file.read_text() for file in Path(program.conf_dir()).rglob("*.yaml")]
+    files = [file.read_text() for file in Path(composing.conf_dir()).rglob("*.yaml")]
     assert not [text for text in files if "groups/0" in text]
     assert compose(['model.lora.targets="layers/(q|v)"']).model.lora.targets == "layers/(q|v)"

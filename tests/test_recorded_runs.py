@@ -78,7 +78,6 @@ def test_the_order_of_metrics_counts_and_a_nan_equals_itself(tmp_path, capsys):
             "peak 0.01 GiB (update, an estimate) of 5.89, 0%.",
             "peak 0.01 GiB (update, an estimate) of <bytes>, <share>.",
         ),
-        ("| update | 0.00 | 0.00 | 0.01 | 0.00 | 6 |", "| update | 0.00 | 0.00 | 0.01 | 0.00 | <seconds> |"),
         ("| update | all-reduce | fsdp | 10 | 2.53 | 3.79 |", "| update | all-reduce | fsdp | 10 | 2.53 | 3.79 |"),
         ("3 MB of them, lr 1.0e-03, 12:30 is no clock", "3 MB of them, lr 1.0e-03, 12:30 is no clock"),
         ("a\n[Gloo] Rank 1 is connected to 3 peer ranks. Expected : 3\nb", "a\nb"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_train import SHORT, lines, without_time
 
-from tunix_lite.commands.program import compose
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, adapter_weights
@@ -19,6 +19,7 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.weights import Lora, init_params
 from tunix_lite.runs.reference import Reference, find_reference, reference_of
 from tunix_lite.runs.setup import prepare
+from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 
@@ -64,7 +65,7 @@ def test_a_run_from_a_checkpoint_of_another_is_pulled_back_to_it_and_to_nothing_
     ):
         prepare(compose(on), RunDir(again))
     (again / "reference.json").unlink()
-    with pytest.raises(ConfigError, match="resume: .*/again has no reference.json: the run had no KL term, or an earl"):
+    with pytest.raises(ConfigError, match="resume: .*/again has no reference.json: the run had no KL term"):
         prepare(compose(on), RunDir(again))
     assert prepare(compose([*on, "resume.force=true"]), RunDir(again)).reference.words in (
         "the weights of bundled",
@@ -75,10 +76,10 @@ def test_a_run_from_a_checkpoint_of_another_is_pulled_back_to_it_and_to_nothing_
 # ---- which one it is, and what is kept of it
 
 
-def asked(needs_reference=True, force=False, adapter=None):
+def asked(reference=True, force=False, adapter=None):
     lora = LoraConfig(adapter=adapter)
     return SimpleNamespace(
-        algorithm=SimpleNamespace(needs_reference=needs_reference),
+        algorithm=SimpleNamespace(needs=Needs(reference=reference)),
         resume=SimpleNamespace(force=force),
         model=ModelConfig("bundled", lora=lora),
     )
@@ -90,7 +91,7 @@ ADAPTED = SimpleNamespace(lora=LoraConfig(rank=2))
 @pytest.mark.parametrize(
     "run, model, found",
     [
-        (asked(needs_reference=False), ADAPTED, None),
+        (asked(reference=False), ADAPTED, None),
         (asked(), SimpleNamespace(lora=None), Reference("the weights of bundled")),
         (asked(), ADAPTED, Reference("the base")),
         (asked(adapter="/my/sft"), ADAPTED, Reference("the base with the adapters of /my/sft", kept=0)),

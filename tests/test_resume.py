@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import estimated
-from tunix_lite.planning.resolved import find_model
+from tunix_lite.resolved.run import find_model
 from tunix_lite.runs.learner import build_learner
 from tunix_lite.runs.setup import prepare, write_fingerprint
+from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.rundir import RunDir
 
 BUNDLED = ["evaluation.num_examples=0", "model.mesh_shape=[[2,2],[fsdp,tp]]"]
@@ -40,6 +40,10 @@ class Quiet:
     def say(self, text: str, style: str = "") -> None: ...
 
     def busy(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def show(self, text: str) -> None: ...
 
     def begin_at(self, step: int) -> None: ...
 
@@ -82,7 +86,9 @@ def begun(run, folder):
     parts = prepare(run, RunDir(folder))
     jax.set_mesh(parts.mesh)
     stopping = SimpleNamespace(check_between_chunks=lambda: None)
-    session = SimpleNamespace(run=run, parts=parts, run_dir=RunDir(folder), console=Quiet(), stopping=stopping)
+    session = SimpleNamespace(
+        run=parts.resolved.run, parts=parts, run_dir=RunDir(folder), console=Quiet(), stopping=stopping
+    )
     learner = build_learner(session)
     return parts, learner.state, learner.frozen, learner.policy
 
@@ -105,7 +111,7 @@ def test_a_resumed_state_is_never_held_twice(settings, tmp_path):
     checkpoints = Checkpoints(RunDir(tmp_path).checkpoints)
     checkpoints.save(state.replace(step=state.step + 1))
     checkpoints.close()
-    write_fingerprint(run, parts, RunDir(tmp_path))
+    write_fingerprint(parts, RunDir(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     del state
     # What other tests have left is freed whenever Python collects garbage.

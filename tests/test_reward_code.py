@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from test_reward_scores import grade
 
-from tunix_lite.marked_processes import find_marked
-from tunix_lite.rewards import code
-from tunix_lite.rewards.code import PassesTests, code_in, run_job
-from tunix_lite.rewards.pool import RewardsConfig
+from tunix_lite.rewards.code import PassesTests, code_in
 from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.task import Reward
+from tunix_lite.workers import sandbox
+from tunix_lite.workers.marked_processes import find_marked
+from tunix_lite.workers.pool import RewardsConfig
+from tunix_lite.workers.sandbox import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 # Containers often refuse namespaces; no code runs there.
@@ -67,6 +68,143 @@ def test_the_share_of_tests_that_pass(source, tests, score):
     assert PassesTests(all_or_nothing=False)(block(source), {"tests": tests}) == score
     if score == 0.5:
         assert PassesTests()(block(source), {"tests": tests}) == 0
+
+
+TRICKS = {
+    "the nonce of a frame": """
+import os, sys
+def found(frame):
+    while frame:
+        for value in frame.f_locals.values():
+            if isinstance(value, str) and len(value) == 32:
+                return value
+        frame = frame.f_back
+nonce = found(sys._getframe())
+if nonce:
+    os.write(3, nonce.encode())
+    os._exit(0)
+""",
+    "another test in a frame": """
+import sys
+frame = sys._getframe()
+while frame:
+    for value in frame.f_locals.values():
+        if isinstance(value, dict) and "test" in value:
+            value["test"] = "pass"
+        if isinstance(value, list):
+            value[:] = [("pass", "test.py") for _ in value]
+    frame = frame.f_back
+""",
+    "exec": "import builtins\nbuiltins.exec = lambda *given: None",
+    "compile": "import builtins\nreal = builtins.compile\nbuiltins.compile = lambda *given: real('pass', '', 'exec')",
+    "write": "import os\nos.pread = lambda *given: b''\nos.write = lambda *given: 0",
+    "the end": "import os\nos._exit(0)",
+    "at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
+    "a thread": "import threading, os\nthreading.Timer(0.05, os._exit, [0]).start()",
+    "a trace": "import sys\nsys.settrace(lambda *given: None)",
+    "a guess": "import os\nos.write(3, b'0' * 32)\nos._exit(0)",
+}
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_a_trick_does_not_pass_a_test(name):
+    assert FAST(block(TRICKS[name]), {"tests": ["assert False"]}) == 0
+
+
+SAYS_YES = """
+class Yes{base}:
+    def __eq__(self, other):
+        return True
+    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __eq__
+    __hash__ = None
+def f(*_):
+    return Yes()
+"""
+READS_FILES = """
+import os
+for n in range(3, 64):
+    try:
+        said = os.pread(n, 64, 0)
+    except OSError:
+        continue
+    if said:
+        os.write(3, said)
+        os._exit(0)
+"""
+NO_REPORTS = "import sys\ndef f(_):\n    sys._getframe(1).f_globals['__report__'] = lambda *_: None\n    return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "test"),
+    [
+        (SAYS_YES.format(base=""), "assert f(1) == 2"),
+        (SAYS_YES.format(base=""), "assert f(1) in [1, 2]"),
+        (SAYS_YES.format(base=""), "assert f(1) > 3"),
+        (SAYS_YES.format(base=""), "assert [f(1)] == [2]"),
+        (SAYS_YES.format(base="(int)"), "assert f(1) == 2"),
+        (SAYS_YES.format(base="(list)"), "def check(it):\n    assert it(1) == [2]\ncheck(f)"),
+        (READS_FILES, "assert f(1) == 2"),
+        (READS_FILES, "for _ in range(3):\n    assert 1 == 2"),
+        (READS_FILES, "def check(it):\n    assert it(1) == 2\ncheck(f)"),
+        (READS_FILES, "cases = [(1, 2)]\nfor x, y in cases:\n    assert f(x) == 2"),
+        (NO_REPORTS, "assert f(1) == 2\nassert f(1) == 2"),
+        ("import builtins\nbuiltins.abs = lambda _: 0\ndef f(_):\n    return 5", "assert abs(f(1) - 1.4) < 0.01"),
+        ("import os\ndef f(_):\n    if os.fork():\n        os._exit(0)\n    return 1", "assert f(1) == 2"),
+        ('import os\nos.write(3, b\'[0, [{"int": "0x1"}], null]\\n\')\nos._exit(0)', "assert f(1) == 1"),
+        ("def f(_):\n    return 1", "assert f(1) == 1 and f(1) == 2"),
+        ("def f(_):\n    return 1", "assert 1 < 'a'"),
+    ],
+)
+def test_what_a_test_expects_is_not_where_the_code_is(source, test):
+    assert PassesTests(seconds=3.0)(block(source), {"tests": [test]}) == 0
+
+
+RIGHT = """
+from collections import Counter, defaultdict, namedtuple
+from decimal import Decimal
+from fractions import Fraction
+class Point:
+    def __init__(self, x):
+        self.x = x
+    def __eq__(self, other):
+        return self.x == other.x
+    def __hash__(self):
+        return self.x
+values = [None, True, -3, 10**5000, 1.5, float('inf'), 1 + 2j, 'é\\n', b'x', (1, 2), [1, [2]], {1}, frozenset([1])]
+values += [{(1, 2): None}, range(3), Counter('aab'), defaultdict(int, a=1), namedtuple('N', 'a b')(1, 2)]
+values += [Fraction(1, 2), Decimal('1.5')]
+def f(n):
+    if n < 0:
+        raise ValueError('n')
+    return values[n]
+"""
+RIGHT_TESTS = """
+assert f(0) is None and f(1) is True and not f(2) != -3, 'a message'
+assert f(3) == 10**5000
+assert f(4) == 1.5 and 1 < f(4) <= 1.5 and f(5) == float('inf')
+assert f(6) == 1 + 2j
+assert f(7) == 'é\\n' and f(8) == b'x' and f(9) == (1, 2) and f(10) == [1, [2]]
+assert f(11) == {1} and f(12) == {1} and f(13) == {(1, 2): None} and list(f(14)) == [0, 1, 2]
+assert f(15) == {'a': 2, 'b': 1} and f(16) == {'a': 1} and f(17) == (1, 2)
+assert f(18) == 0.5 and f(19) == 1.5 and f(19) not in [1, 2]
+assert Point(1) == Point(1) and not Point(1) == Point(2) and Point(3).x == 3 and Point(1) is not None
+assert 1 in f(10) and f(10)[1][0] == 2 and len(f(10)) == 2 and abs(f(4) - 1.49) < 0.1
+try:
+    f(-1)
+    assert False
+except ValueError:
+    pass
+def check(it):
+    for n, right in [(4, 1.5), (2, -3)]:
+        assert it(n) == right
+check(f)
+if False:
+    assert f(0)
+"""
+
+
+def test_right_code_passes_tests_of_all_forms():
+    assert PassesTests(seconds=3.0)(block(RIGHT), {"tests": [RIGHT_TESTS, "f(1)", "assert f(1)"]}) == 1
 
 
 def test_the_last_block_of_python_is_run():
@@ -139,7 +277,7 @@ def test_code_that_attacks_gets_nothing_and_leaves_nothing(name, places):
     began = time.monotonic()
     score = FAST(block(source.replace("OUTSIDE", str(places.outside))), {"tests": ["assert True"]})
     assert score == 0 and kind(score) in ({expected} if expected is not None else {"", "stopped"})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert [file.name for file in places.outside.iterdir()] == ["kept"]
     assert not [*places.temporary.iterdir()]
     assert not places.processes(), "a process of the code is left"
@@ -162,14 +300,14 @@ def test_a_limit_is_named_and_all_tests_together_have_one():
     share = PassesTests(seconds=0.3, total_seconds=0.8, all_or_nothing=False)
     score = share(block("import time\ntime.sleep(0.2)"), {"tests": ["assert True"] * 50})
     assert 0 < score < 0.2 and score.why == "its code took more than total_seconds for all tests"
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8, "50 tests would take 10"
 
 
 def test_what_the_kernel_refuses_is_told_once(monkeypatch, capsys):
     verdict = '{"status": "ended", "why": "", "is_done": true, "printed": "", "missing": ["it can use the network"]}'
     ended = subprocess.CompletedProcess([], 0, verdict)
-    monkeypatch.setattr(code, "_told", set())
-    monkeypatch.setattr(code.subprocess, "Popen", lambda *a, **k: FakeProcess(ended))
+    monkeypatch.setattr(sandbox, "_told", set())
+    monkeypatch.setattr(sandbox.subprocess, "Popen", lambda *a, **k: FakeProcess(ended))
     for _ in range(2):
         assert FAST(block("3"), {"tests": ["assert True"]}) == 1
     assert capsys.readouterr().out == "code of completions: it can use the network\n"
@@ -203,7 +341,7 @@ def test_who_watches_may_be_killed_and_takes_the_code_along(places):
 
 def test_an_environment_that_cannot_run_code_is_no_fault_of_the_completion(monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nonexistent")
-    monkeypatch.setattr(code, "RUNNER", Path(__file__).with_name("answer_cases.txt"))
+    monkeypatch.setattr(sandbox, "RUNNER", str(Path(__file__).with_name("answer_cases.txt")))
     with pytest.raises(RuntimeError, match=r"answer_cases.txt ended with exit code 1"):
         run_job({"seconds": 1})
 
@@ -221,10 +359,10 @@ def test_the_run_goes_on_and_counts_what_was_stopped():
 
 def test_where_the_kernel_refuses_namespaces_no_code_runs_and_the_error_says_why(monkeypatch, tmp_path, places):
     """Without a process namespace a fork bomb cannot be ended: one filled a whole machine with processes."""
-    refused = code.RUNNER.read_text().replace("libc.unshare(", "(lambda flags: ctypes.set_errno(1) or 1)(")
-    assert refused != code.RUNNER.read_text()
-    (tmp_path / "run_code.py").write_text(refused)
-    monkeypatch.setattr(code, "RUNNER", tmp_path / "run_code.py")
+    refused = Path(sandbox.RUNNER).read_text().replace("libc.unshare(", "(lambda flags: ctypes.set_errno(1) or 1)(")
+    assert refused != Path(sandbox.RUNNER).read_text()
+    (tmp_path / "sandbox.py").write_text(refused)
+    monkeypatch.setattr(sandbox, "RUNNER", str(tmp_path / "sandbox.py"))
     source = f"open({str(places.outside / 'new')!r}, 'w').write('x')"
     with pytest.raises(RuntimeError, match=r"this kernel refuses namespaces \(unshare: Operation not permitted\)"):
         FAST(block(source), {"tests": ["assert True"]})

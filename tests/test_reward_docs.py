@@ -10,12 +10,12 @@ import pytest
 import yaml
 from test_docs import DOCS, EXAMPLE, blocks, with_the_example  # noqa: F401
 
-from tunix_lite.commands.program import compose
 from tunix_lite.config import build
 from tunix_lite.rewards import answers, code, groups, judge, math_verify, schedules, similarity, text
 from tunix_lite.rewards.completion import CompletionText
-from tunix_lite.rewards.pool import Pool
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.task import Reward, TaskConfig
+from tunix_lite.workers.pool import Pool, RewardsConfig
 
 GUIDE = DOCS / "guide" / "rewards.md"
 EXTEND = DOCS / "extend" / "reward.md"
@@ -126,6 +126,20 @@ def test_the_task_of_the_page_grades_as_it_says(with_the_example):  # noqa: F811
     }
     run = compose(["task=my_task", "task.rewards.few_words.fn.most=8", "task.rewards.few_words.weight=0"])
     assert run.task.rewards["few_words"].fn.most == 8 and run.task.weights(0)["few_words"] == 0
+
+
+def test_rewards_of_trl_and_verl_run_as_the_page_says(with_the_example):  # noqa: F811
+    bodies = [yaml.safe_load(body) for language, _, body in blocks(EXTEND) if language == "yaml"]
+    found = {}
+    for body in bodies:
+        found |= build(dict[str, Reward], body.get("rewards", {}), "rewards")
+    row = {"question": "2 + 3", "answer": "5", "data_source": "sums", "reward_model": {"ground_truth": "5"}}
+    row["extra_info"] = {"index": 0}
+    task = TaskConfig(SimpleNamespace(train=[], held_out=[]), "{question}", found)
+    with contextlib.closing(Pool(task.functions(), RewardsConfig(timeout=60.0))) as pool:
+        group = pool.submit(["it is 5", "6"], row, ["reward 'accuracy'"]).result()
+        single = pool.submit(CompletionText("it is 5", 4), row, ["reward 'score'"]).result()
+    assert group == {"reward 'accuracy'": ("", [1.0, 0.0])} and single == {"reward 'score'": ("", 1.0)}
 
 
 def test_the_number_of_cases_on_the_page_is_right():

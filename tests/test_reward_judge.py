@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.judge import Judge, JudgeError
-from tunix_lite.rewards.pool import Pool, RewardsConfig
+from tunix_lite.settings.compose import compose
+from tunix_lite.workers.pool import Pool, RewardsConfig
 
 ZERO = RewardsConfig("zero", timeout=20.0)
 PROMPT = "Is {completion} a good answer to {question}? End with Score: 0 to 10."
@@ -178,6 +178,42 @@ def test_a_judge_that_is_slow_or_endless_is_given_up():
             assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000, "RecursionError"),
+        (b"HTTP/1.0 200 OK\r\n" + b"X-A: a\r\n" * 200 + b"\r\n{}", "HTTPException: got more than 100 headers"),
+        (b"HTTP/1.0 200 OK\r\nX-A: " + b"a" * 70_000 + b"\r\n\r\n{}", "LineTooLong"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "BadStatusLine: SSH-2.0-OpenSSH_9.2"),
+        (b"", "RemoteDisconnected"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", "IncompleteRead|JSONDecodeError|KeyError"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"a": "\xc3(', "UnicodeDecodeError"),
+        (b"HTTP/1.0 503 \x1b[31mred\r\n\r\n\x1b]0;title\x07", r"HTTP 503 \\x1b\[31mred \\x1b\]0;title\\x07"),
+        (b"HTTP/1.1 500 A\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "HTTP 500 A"),
+    ],
+    ids=lambda said: said[:24] if isinstance(said, bytes) else "",
+)
+def test_what_is_no_answer_is_a_judge_error_and_asked_for_again(said, message):
+    with serving(lambda handler: handler.wfile.write(said), "Score: 5") as server:
+        assert judge(server)("4", EXAMPLE) == 0.5 and len(server.asked) == 2
+    with serving(lambda handler: handler.wfile.write(said)) as server:
+        with pytest.raises(JudgeError, match=message) as failed:
+            judge(server)("4", EXAMPLE)
+        assert str(failed.value).isprintable()
+
+
+def test_a_key_that_is_no_header_is_refused_and_not_shown(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret\r\nX-Other: 1")
+    with pytest.raises(ValueError, match="api_key_env=MY_KEY: the key holds") as failed:
+        Judge("http://127.0.0.1:1/v1", "m", PROMPT, api_key_env="MY_KEY")
+    assert "secret" not in str(failed.value)
+    # as `export MY_KEY="$(cat file)\n"` leaves it
+    monkeypatch.setenv("MY_KEY", "secret\n")
+    with serving("Score: 5") as server:
+        judge(server, api_key_env="MY_KEY")("4", EXAMPLE)
+        assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
 def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
@@ -236,6 +272,9 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
     [
         ({"base_url": "file:///etc/passwd"}, "base_url='file:///etc/passwd'; write it as http"),
         ({"base_url": "localhost:8000"}, "base_url="),
+        ({"base_url": "http://127.0.0.1:1/v1\r\nX-A: 1"}, r"base_url='http://127.0.0.1:1/v1\\r\\nX-A: 1'; write it as"),
+        ({"base_url": "http://127.0.0.1:1/v 1"}, "base_url="),
+        ({"base_url": "http://127.0.0.1:99999/v1"}, "base_url="),
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
         ({"pattern": "Score"}, "has no group"),
         ({"prompt": "{completion"}, "prompt='{completion': expected '}'"),

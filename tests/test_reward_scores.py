@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from scored_rewards import num_tokens, num_tokens_of_group, of_group, of_text, one, shown
 
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import source
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.schedules import Linear
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.runs.fingerprint import fingerprint
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.reward_calls import shared_outcomes, values_of
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Rollout
+from tunix_lite.workers.pool import RewardsConfig
 
 
 class Words:
@@ -41,7 +41,7 @@ class Words:
         return [0]
 
 
-def grade(texts, settings, rewards, examples=None, step=0, lengths=None):
+def grade(texts, settings, rewards, examples=None, step=0, lengths=None, G=None):
     """What a task says of completions. lengths: their tokens, 1 each by default."""
     source = SimpleNamespace(train=[{}], held_out=[{}] * len(texts))
     task = Task(TaskConfig(source, "", rewards, one, shown), Words(texts), 1, 8).at_step(step)
@@ -50,7 +50,7 @@ def grade(texts, settings, rewards, examples=None, step=0, lengths=None):
     tokens = np.where(mask, np.arange(len(texts))[:, None], 0)
     rollout = Rollout(tokens, mask, mask, mask * 0.0, np.ones(len(texts)), mask * 0.0)
     with task.with_workers(settings, lambda text: None) as task:
-        return task.grade(examples or [{}] * len(texts), rollout)
+        return task.grade(examples or [{}] * len(texts), rollout, G or len(texts))
 
 
 def noted(graded) -> dict:
@@ -89,7 +89,7 @@ def test_processes_tell_each_other_why():
         return [json.loads(json.dumps(value))]
 
     future = Future()
-    future.set_result({"r": ("", no_answer("it holds no number"))})
+    future.set_result({"r": ("", to_json(no_answer("it holds no number")))})
     (found,) = shared_outcomes((future,), "", Processes(share=share))
     assert found["r"][1].why == "it holds no number" and values_of([found], "r")[0] == 0
 
@@ -102,7 +102,7 @@ def test_none_is_an_error_unless_it_is_asked_for(is_group):
     reward = {"r": Reward(of_group if is_group else of_text, group=is_group)}
     with pytest.raises(ValueError, match="reward 'r' is None, not a number,"):
         grade(["1", "none"], RewardsConfig(workers=0), reward)
-    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, examples=[{"a": 1}, {"a": 2}])
+    graded = grade(["1", "none"], RewardsConfig("zero", workers=0), reward, examples=[{"a": 1}, {"a": 2}], G=1)
     np.testing.assert_array_equal(graded.rewards, [1, 0])
     assert graded.metrics["rewards/not_numbers"] == 1 and noted(graded)["unscorable"] == 0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.commands.program import compose
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 SMALL = ["training.prompts_per_step=4", "algorithm.num_generations=4"]

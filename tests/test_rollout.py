@@ -16,7 +16,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, memory
 from tunix_lite.rollout import scheduler as host_side
@@ -328,10 +328,10 @@ def test_a_second_rollout_compiles_nothing(two_layers, four_slots, sampled):
 
 
 @pytest.mark.parametrize("tokens, length, columns", [
-    (1, 96, 96), (97, 256, 256), (1, 341, 341), (1, 342, 256), (256, 9216, 256), (257, 9216, 512), (4097, 9216, 9216),
-    (4096, 9216, 4096), (9216, 9216, 9216),
+    (1, 96, 96), (97, 256, 256), (1, 341, 341), (1, 342, 256), (256, 9216, 1024), (1025, 9216, 4096),
+    (4097, 9216, 9216), (4096, 9216, 4096), (9216, 9216, 9216),
 ])  # fmt: skip
-def test_a_cache_has_a_power_of_two_of_columns_or_all_where_that_saves_less_than_a_quarter(tokens, length, columns):
+def test_a_cache_has_the_least_of_its_sizes_that_holds_the_longest_sequence(tokens, length, columns):
     assert kv_cache.columns_in_use(tokens, length) == columns
 
 
@@ -350,7 +350,7 @@ def widths_of(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("options", [dict(mesh=(1, 1), slots=4, chunk=4), dict(mesh=(2, 2), slots=4, chunk=3)], ids=str)
 def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy, monkeypatch, options):
     """Prompts of up to 12 tokens and completions of up to 34: 16 columns, 32 and all 46; a window of 5 beside it."""
-    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 4)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     widths, options = widths_of(monkeypatch), dict(options)
     set_mesh(*options.pop("mesh"))
     sample, params = sampler(two_layers, **options), random_params(two_layers)
@@ -368,7 +368,7 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
     16 columns hold the first one until 12 + 4 tokens, and the last one, of 1 token with 20 to come, until 1 + 15. A
     chunk reckons with itself and with those that have not been read.
     """
-    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 4)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     widths, generation = widths_of(monkeypatch), GenerationConfig(LONG, 40)
     sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
     prompts = prompts_of((12, 1, 1, 1, 1, 1))
@@ -385,7 +385,7 @@ def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, sm
 
 
 def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
-    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 4)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     made = []
     monkeypatch.setattr(engine, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
     sample = sampler(one_layer, slots=2, chunk=4, eos=())
@@ -571,7 +571,7 @@ class Watched:
     """A sampler that counts the chunks that have been read."""
 
     def __init__(self, sample):
-        self.sample, self.chunks = sample, 0
+        self.sample, self.chunks, self.compile_ahead = sample, 0, sample.compile_ahead
 
     def __call__(self, *args, **options):
         steps = self.sample(*args, **options)
@@ -594,11 +594,20 @@ def generate_with(monkeypatch, sample):
 def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, monkeypatch):
     """Limits (1, 6, 2, 3) in two slots, chunks of two: the schedule above ends them in chunks 1, 3, 2 and 4."""
     generate, watched = generate_with(monkeypatch, two_slots)
-    prompts, calls = prompts_of(MANY[:4]), []
+    prompts, calls, alone, grown = prompts_of(MANY[:4]), [], {}, []
+
+    def on_chunk(requests, ended):
+        grown.append(sorted(request.prompt for request in requests))
+        alone.update(ended)
+
     rollout = generate(
-        small, prompts, jax.random.key(0), limits=[1, 6, 2, 3],
+        small, prompts, jax.random.key(0), limits=[1, 6, 2, 3], on_chunk=on_chunk,
         on_finished=lambda row, tokens: calls.append((watched.chunks, row, list(tokens))),
     )  # fmt: skip
+    assert grown == [[0, 1], [1, 2], [1, 3], [3]]
+    for row in range(4):
+        for name in ("tokens", "token_mask", "completion_mask", "logprobs", "finish", "full_logprobs", "seconds"):
+            np.testing.assert_array_equal(getattr(alone[row], name)[0], getattr(rollout, name)[row])
     assert [(chunk, row, len(tokens)) for chunk, row, tokens in calls] == [(1, 0, 1), (2, 2, 2), (3, 1, 6), (4, 3, 3)]
     for _, row, tokens in calls:
         assert rollout.tokens[row][rollout.completion_mask[row]].tolist() == tokens

@@ -12,7 +12,7 @@ from conftest import random_params, set_mesh
 
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.engine import make_generate, make_prepare
 from tunix_lite.rollout.programs import SamplerSpec, make_programs

@@ -14,9 +14,9 @@ from test_packing import layouts
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_mean, sequence_sum
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.commands import program
 from tunix_lite.config import reduction_of
 from tunix_lite.errors import ConfigError
+from tunix_lite.settings import compose as composing
 from tunix_lite.types import RowBatch
 
 
@@ -95,29 +95,17 @@ def test_a_loss_says_itself_how_it_adds_up():
     assert {kind: reduction_of(kind()) for kind in kinds} == kinds
 
 
-@dataclass(frozen=True)
-class OfAnEarlierVersion(LossOfItsOwn):
-    reduces = "sequences"
-
-
-def test_the_name_that_earlier_versions_gave_the_declaration_is_read_with_a_message(capsys):
-    for _ in range(2):
-        assert reduction_of(OfAnEarlierVersion()) == "sequences"
-    said = "algorithm: OfAnEarlierVersion.reduces is loss_reduction now; please write that\n"
-    assert capsys.readouterr().err == said
-
-
 @pytest.mark.parametrize("packing", ["sequences", "prefix"])
 def test_packing_is_refused_to_a_loss_that_does_not_say_how_it_adds_up(packing):
     mine = "algorithm={_target_: test_sequences.LossOfItsOwn}"
-    assert program.compose(["~algorithm", f"+{mine}"]).training.packing == "auto"
+    assert composing.compose(["~algorithm", f"+{mine}"]).training.packing == "auto"
     with pytest.raises(ConfigError) as error:
-        program.compose(["~algorithm", f"+{mine}", f"training.packing={packing}"])
+        composing.compose(["~algorithm", f"+{mine}", f"training.packing={packing}"])
     said = str(error.value)
     assert said.startswith(f"training.packing={packing}: a row then holds several completions, and LossOfItsOwn does")
     assert 'loss_reduction = "tokens"' in said and "sequence_mean" in said and "training.packing=none" in said
     assert "\n" not in said
-    program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}", f"training.packing={packing}"])
+    composing.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}", f"training.packing={packing}"])
 
 
 def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
@@ -125,10 +113,10 @@ def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
     with pytest.raises(
         ConfigError, match="algorithm: SaysSo.loss_reduction='rows'; it is loss_reduction = \"tokens\" for a loss"
     ):
-        program.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
+        composing.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
 
 
 @pytest.mark.parametrize("name", ["gspo", "entropy_bonus", "leave_one_out", "best_of_group"])
 def test_the_algorithms_of_the_docs_may_be_packed(name, with_the_example):  # noqa: F811
-    run = program.compose([f"algorithm={name}", "training.packing=prefix"])
+    run = composing.compose([f"algorithm={name}", "training.packing=prefix"])
     assert run.algorithm.num_generations == 8

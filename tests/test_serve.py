@@ -20,7 +20,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.inference.language_model import load
 from tunix_lite.inference.live import live_engine
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.live import DrawSettings, LiveSequence, NewTokens, TooManyRequests
+from tunix_lite.rollout.live import DrawSettings, EngineFailed, LiveSequence, NewTokens, TooManyRequests
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.serving.answers import ApiChoice
 from tunix_lite.serving.app import Server, ServerSettings
@@ -95,6 +95,26 @@ def test_completions_of_one_prompt_are_those_of_generate(model, engine):
     found = sampled(engine, [prompt] * 6, [DrawSettings(seed=5, generation=i) for i in range(6)])
     alone = model.generate(QUESTIONS[0], GenerationConfig(64, 48), num_generations=6, seed=5)
     assert [one.tokens for one in found] == [one.tokens for one in alone]
+
+
+def test_after_the_warm_up_a_request_compiles_nothing(model):
+    """The first client of a real model waited for 80 s. What still compiles later is told."""
+    engine = live_engine(model, GENERATION, RolloutConfig(num_slots=2, chunk=4))
+    told = []
+    try:
+        engine.warm_up()
+        compiled = dict(engine.programs.compiles)
+        engine.on_compile = lambda names, seconds: told.append(names)
+        prompt = model.tokenizer.prompt(QUESTIONS[0])
+        sampled(engine, [prompt], [DrawSettings()])
+        assert engine.programs.compiles == compiled and not told
+        sampled(engine, [prompt], [DrawSettings(top_p=0.5)])
+        assert told == ["live_decode"]
+        engine.failure = RuntimeError("out of memory")
+        with pytest.raises(EngineFailed):
+            engine.warm_up()
+    finally:
+        engine.close()
 
 
 def test_cut_off_by_rows_is_cut_off_by_the_sampler():
@@ -387,11 +407,18 @@ def test_sigterm_lets_requests_under_way_end(tmp_path):
 def test_serve_says_what_it_cannot_do(model):
     with pytest.raises(ValueError, match="repetition_penalty is not supported"):
         live_engine(model, GenerationConfig(64, 48, repetition_penalty=1.1), RolloutConfig())
-    with pytest.raises(ValueError, match="attention=fused: .* not on cpu"):
-        live_engine(model, GENERATION, RolloutConfig(attention="fused"))
+    with pytest.raises(ValueError, match="rollout.kernels=fused: each request says what is cut off"):
+        live_engine(model, GENERATION, RolloutConfig(kernels="fused"))
     from tunix_lite.commands.serve import ServeConfig, serve_model
 
     with pytest.raises(ValueError, match="port=70000"):
         ServeConfig(port=70000)
     with pytest.raises(ConfigError, match="api_key_variable=NO_SUCH_KEY"):
         serve_model(None, ServeConfig(api_key_variable="NO_SUCH_KEY"))
+    # A port that is taken is told before a model is loaded: there is no run to load one of.
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port}: .*address already in use"):
+            serve_model(None, ServeConfig(port=port))

@@ -1,10 +1,15 @@
 """Clients that stall, send too much, or come in thousands: the server answers the others, and its memory is bounded."""
 
+import asyncio
+import contextlib
+import dataclasses
 import gc
 import json
+import re
 import resource
 import socket
 import threading
+import time
 import tracemalloc
 
 import pytest
@@ -14,9 +19,12 @@ from test_serve import post, raw, until
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import TooManyRequests
-from tunix_lite.serving import listen
+from tunix_lite.serving import connections, listen
 from tunix_lite.serving.answers import ApiChoice
-from tunix_lite.serving.calls import Limits
+from tunix_lite.serving.app import Server
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.calls import Limits, read_call
+from tunix_lite.serving.listen import ServerSettings
 
 LIMITS = Limits("m", 64, 48, 112)
 
@@ -115,22 +123,262 @@ def many_files():
 def test_a_thousand_connections_get_their_own_answers(tokenizer, many_files):
     engine = ScriptedEngine(tokenizer, say)
     with listening(engine, LIMITS) as address:
-        connections = [connected(address) for _ in range(1000)]
+        opened = [connected(address) for _ in range(1000)]
         try:
             # All are open and silent, and one more is answered.
             assert b"It is 5" in raw(address, post(asking(5)))
-            for number, one in enumerate(connections):
+            for number, one in enumerate(opened):
                 one.sendall(post(asking(number)))
-            for number, one in enumerate(connections):
+            for number, one in enumerate(opened):
                 answer = rest_of(one)
                 assert status(answer) == 200 and f'"It is {number}"'.encode() in answer
         finally:
-            for one in connections:
+            for one in opened:
                 one.close()
     # Nothing of the requests is kept.
     del engine
     gc.collect()
     assert not [one for one in gc.get_objects() if isinstance(one, ApiChoice)]
+
+
+def test_more_completions_than_the_server_holds_are_refused_before_anything_is_made_of_them(tokenizer):
+    """A body of 10 kB asked for 256,000 completions, and nobody else was answered for 46 s."""
+    engine = ScriptedEngine(tokenizer, say)
+    most = LIMITS.max_sequences
+    with listening(engine, LIMITS) as address:
+        for body, count in [
+            ({"prompt": [[5]] * 2000, "n": 128}, 256_000),
+            ({"prompt": ["a"] * (most + 1)}, most + 1),
+            ({"prompt": [[5]] * 145, "n": 2}, 290),
+        ]:
+            began = time.monotonic()
+            answer = raw(address, post(json.dumps(body).encode(), "/v1/completions"))
+            assert (
+                status(answer) == 400 and f"is {count} completions; this server takes up to {most}" in answer.decode()
+            )
+            assert time.monotonic() - began < 2
+        assert not engine.asked
+        answer = raw(address, post(json.dumps({"prompt": [[5]] * 144, "n": 2}).encode(), "/v1/completions"))
+        assert status(answer) == 200 and len(engine.asked) == most
+
+
+@pytest.mark.parametrize("where", ["prompt", "prompts", "content", "parts", "tools", "template"])
+def test_a_prompt_that_is_far_too_long_is_refused_unread(tokenizer, where, monkeypatch):
+    """24 prompts of 900 kB at once kept others waiting for 20 s, as they were tokenised first."""
+    text = "word " * 100_000
+    user = {"role": "user", "content": "hi"}
+    function = {"type": "function", "function": {"name": "f", "description": text}}
+    body = {
+        "prompt": {"prompt": text},
+        "prompts": {"prompt": ["a", text]},
+        "content": {"messages": [user, {"role": "assistant", "content": text}]},
+        "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+        "tools": {"messages": [user], "tools": [function]},
+        "template": {"messages": [user], "chat_template_kwargs": {"more": [{"deep": text}]}},
+    }[where]
+    read = []
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: read.append(text) or [5])
+    with pytest.raises(BadCall, match=r"bytes; this server reads up to 16384, .* 64 tokens") as raised:
+        read_call(body, "messages" in body, LIMITS, tokenizer)
+    assert raised.value.code == "context_length_exceeded"
+    assert all(len(text) < 100 for text in read)
+
+
+def test_no_text_that_fits_is_refused_for_its_bytes(tokenizer):
+    """The bound is the bytes of the longest token, whatever the text is."""
+    longest = max(tokenizer.vocabulary, key=len)
+    assert tokenizer.longest_token == len(longest.encode())
+    limits = Limits("m", 4096, 48, 8192)
+    text = tokenizer.decode([tokenizer.vocabulary[longest]], skip_special=False) * 2000
+    assert len(text) > 2**14
+    assert len(read_call({"prompt": text}, False, limits, tokenizer).prompts[0]) <= 4096
+
+
+@pytest.mark.parametrize(
+    "more, field",
+    [
+        ({"temperature": 10**400}, None),
+        ({"top_p": 10**300}, "top_p"),
+        ({"min_p": -(10**306)}, "min_p"),
+        ({"seed": 10**400}, None),
+        ({"top_p": 1e-300}, "top_p"),
+        ({"temperature": 1e-38}, "temperature"),
+        ({"chat_template_kwargs": {"bos_token": "<eos>"}}, "chat_template_kwargs"),
+        ({"model": "\ud800"}, None),
+        ({"metadata": {"a": "\udfff"}}, None),
+        ({"stop": ["\ud83d"]}, None),
+    ],
+)
+def test_numbers_and_texts_wider_than_float_and_utf8_are_refused(tokenizer, more, field):
+    limits = dataclasses.replace(LIMITS, is_lenient=True)
+    with listening(ScriptedEngine(tokenizer, say), limits) as address:
+        for stream in (False, True):
+            answer = raw(address, post(asking(1, stream=stream, **more)))
+            assert status(answer) == 400, answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == field
+        assert b"It is 7" in raw(address, post(asking(7, user="\U0001f600 and " + "1" * 400)))
+
+
+@pytest.mark.parametrize("depth", [99, 900, 30_000])
+@pytest.mark.parametrize("where", ["messages", "tools", "metadata"])
+def test_deep_bodies_are_refused(tokenizer, depth, where):
+    nested = b"[" * depth + b"]" * depth
+    body = asking(7)[:-1] + b', "' + where.encode() + b'": ' + nested + b"}"
+    with listening(ScriptedEngine(tokenizer, say), LIMITS) as address:
+        answer = raw(address, post(body))
+        # metadata is ignored, and this is no list of messages or tools
+        assert status(answer) == (200 if depth == 99 and where == "metadata" else 400), answer[:300]
+
+
+def test_a_key_that_is_no_utf8_is_wrong(tokenizer):
+    with listening(ScriptedEngine(tokenizer, say), LIMITS, api_key="secret") as address:
+        head = post(asking(1)).replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer \xff\xfe")
+        assert status(raw(address, head)) == 401
+
+
+def test_an_error_names_no_folder_of_the_server(tokenizer, monkeypatch):
+    def fail(self, *_, **__):
+        raise ValueError(f"the chat template in {self.folder}/chat_template.jinja fails: no")
+
+    monkeypatch.setattr(Tokenizer, "prompt", fail)
+    with pytest.raises(BadCall, match=r"^the chat template in chat_template.jinja fails: no"):
+        read_call({"messages": [{"role": "user", "content": "hi"}]}, True, LIMITS, tokenizer)
+
+
+def test_a_stream_whose_client_has_left_frees_its_slots_and_leaves_one_line(tokenizer, monkeypatch, capfd, caplog):
+    from aiohttp import ClientConnectionResetError, web
+
+    async def gone(self, data):
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    engine = ScriptedEngine(tokenizer, lambda prompt: "1 2 3 4 5 6 7 8 9")
+    with listening(engine, LIMITS, log_requests=True) as address:
+        with monkeypatch.context() as patched:
+            patched.setattr(web.StreamResponse, "write", gone)
+            with connected(address) as one:
+                one.sendall(post(asking(1, stream=True, n=2)))
+                until(lambda: {id(one) for one in engine.cancelled} == {id(one) for one in engine.asked} != set())
+        assert b"1 2 3" in raw(address, post(asking(7)))
+    said = capfd.readouterr().err
+    assert "Traceback" not in said + caplog.text
+    [left, answered] = said.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/chat/completions 499 0\.\d\d s .* tokens", left)
+    tokens = [len(engine.asked[-1].prompt), len(tokenizer.encode("1 2 3 4 5 6 7 8 9")) + 1]
+    assert re.fullmatch(rf".* 200 0\.\d\d s {tokens[0]} \+ {tokens[1]} tokens", answered)
+
+
+def test_an_error_of_our_own_is_json_and_its_traceback_is_in_the_log(tokenizer, capfd):
+    def fail(prompt):
+        raise ZeroDivisionError("a secret of the server")
+
+    with listening(ScriptedEngine(tokenizer, fail), LIMITS) as address:
+        answer = raw(address, post(asking(1)))
+    assert status(answer) == 500 and b"its log says why" in answer and b"secret" not in answer
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+# ---- connections
+
+
+@contextlib.asynccontextmanager
+async def served(tokenizer, **settings):
+    """The port of a server that listens as `serve` does, in the loop of the test."""
+    server = Server(ScriptedEngine(tokenizer, say), tokenizer, LIMITS, ServerSettings(port=0, **settings))
+    ready = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(server.run(ready.set_result))
+    try:
+        address = await asyncio.wait_for(ready, 30)
+        yield int(address.rpartition(":")[2])
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def answer_of(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    found = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    return found
+
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+def test_connections_without_a_whole_request_are_closed(tokenizer, monkeypatch):
+    """Half a head, nothing at all, or an answer and then nothing."""
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.6)
+    beginnings = (b"GET /healthz HT", b"", HEALTH.replace(b"Connection: close\r\n", b""))
+
+    async def main():
+        async with served(tokenizer) as port:
+            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in beginnings]
+            for (_, writer), beginning in zip(opened, beginnings):
+                writer.write(beginning)
+            found = []
+            for reader, writer in opened:
+                with contextlib.suppress(ConnectionResetError):
+                    found.append(await asyncio.wait_for(reader.read(), 10))
+                writer.close()
+            assert found[-1].startswith(b"HTTP/1.1 200") and b"It is 7" in await answer_of(port, post(asking(7)))
+
+    asyncio.run(main())
+
+
+def test_silent_connections_keep_nobody_out(tokenizer, monkeypatch, capfd):
+    """378 half heads with 256 open files closed the server for as long as they stayed."""
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 20)
+
+    async def main():
+        async with served(tokenizer) as port:
+            opened = []
+            for _ in range(100):
+                opened.append(await asyncio.open_connection("127.0.0.1", port))
+                opened[-1][1].write(b"GET /healthz HTTP/1.1\r\nX-A: ")
+            assert (await answer_of(port, HEALTH)).startswith(b"HTTP/1.1 200")
+            assert b"It is 7" in await answer_of(port, post(asking(7)))
+            for _, writer in opened:
+                writer.close()
+
+    asyncio.run(main())
+    [line] = capfd.readouterr().err.splitlines()
+    assert line == "20 connections are open: the one that was silent for longest ends"
+
+
+def test_a_request_under_way_is_not_closed_for_a_new_connection(tokenizer, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.2)
+
+    async def main():
+        async with served(tokenizer) as port:
+            # The body comes late, and nothing else is there that could be closed.
+            half = post(asking(7))
+            under_way = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in under_way:
+                writer.write(half[:-5])
+            await asyncio.sleep(1)
+            with contextlib.suppress(ConnectionResetError):
+                assert await answer_of(port, HEALTH) == b""
+            for reader, writer in under_way:
+                writer.write(half[-5:])
+                assert b"It is 7" in await asyncio.wait_for(reader.read(), 10)
+                writer.close()
+
+    asyncio.run(main())
+
+
+def test_connections_that_could_not_be_taken_are_one_line(capfd):
+    async def main():
+        loop = asyncio.get_running_loop()
+        held = connections.Connections()
+        server = await held.listen(asyncio.Protocol, "127.0.0.1", 0)
+        for _ in range(500):
+            error = OSError(24, "Too many open files")
+            loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
+        server.close()
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == "a connection could not be taken: [Errno 24] Too many open files\n"
 
 
 def test_a_full_line_is_429_and_says_when_to_come_again(tokenizer):
@@ -146,11 +394,11 @@ def test_a_full_line_is_429_and_says_when_to_come_again(tokenizer):
 def test_a_client_that_vanishes_before_the_first_token_frees_its_slot(tokenizer):
     engine = ScriptedEngine(tokenizer, lambda prompt: None)
     with listening(engine, LIMITS) as address:
-        connections = [connected(address) for _ in range(20)]
-        for one in connections:
+        opened = [connected(address) for _ in range(20)]
+        for one in opened:
             one.sendall(post(asking(1, n=2)))
         until(lambda: len(engine.asked) == 40)
         assert not engine.cancelled
-        for one in connections:
+        for one in opened:
             one.close()
         until(lambda: set(map(id, engine.cancelled)) == set(map(id, engine.asked)))

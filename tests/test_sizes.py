@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.families import as_computed, read_config
+from tunix_lite.settings.compose import compose
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
 NOT_A_SIZE = {"bundled", "random"}

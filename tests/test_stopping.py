@@ -40,6 +40,29 @@ def test_time_is_up_when_another_step_would_not_end_in_time(clock):
         assert asked.reason() == reason, seconds
 
 
+def test_a_step_that_cannot_end_in_time_is_left_between_two_chunks_or_before_its_update(clock):
+    """The first step tells nothing of the second one, which overshot a limit by 79 s."""
+    asked = stopping.Stopping(1, print)
+    asked.may_stop = True
+    clock[0] = 61
+    asked.check_between_chunks()  # the first step is made, however long it takes
+    clock[0] = 0
+    with asked.uninterruptible(stopping.UPDATE):
+        clock[0] = 20
+    asked.has_learned = True
+    assert asked.reason() is None
+    clock[0] = 39
+    asked.check_before_update()
+    clock[0] = 41
+    asked.check_between_chunks()
+    with pytest.raises(stopping.StopRun):
+        asked.check_before_update()  # 20 s more would be 61
+    assert asked.reason() == "training.max_minutes"
+    clock[0] = 61
+    with pytest.raises(stopping.StopRun):
+        asked.check_between_chunks()
+
+
 def test_what_the_job_spent_before_counts(clock):
     """Of ten minutes; a clock of another machine that is ahead of ours adds none."""
     for passed, left in ((0, 600), (300, 300), (-300, 600)):

@@ -7,20 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_tokenizer import FAMILIES
 
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import hub
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rewards.pool import check_portable
-from tunix_lite.runs.setup import prepare
+from tunix_lite.rewards.answers import NumericAnswer
+from tunix_lite.rewards.similarity import RougeL
+from tunix_lite.runs.score import held_out_examples
+from tunix_lite.runs.setup import check_fields, prepare
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.chat import like_answer, same_as_answer
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.gsm8k import flexible, strict
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.workers.pool import check_portable
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +85,7 @@ def test_gsm8k_reads_the_number_and_the_solution(tmp_path, tokenizer):
         ("72 altogether, 24 of them in May", 0, 0),  # the last number counts
         ("#### 24\n#### 72", 0, 0),  # the first mark counts
         ("#### 72\nNext: 5 apples", 1, 1),
+        ("48 + 24 = 72\n#### ", 0, 0),  # cut off
         ("", 0, 0),
         ("seventy-two", 0, 0),
     ],
@@ -170,6 +175,361 @@ def test_a_conversation_is_evaluated_by_its_answer():
         like_answer("hi", chat_of("hi"))
 
 
+CUT = "generation.max_new_tokens=12"
+
+
+def rows_of_kind(kind: str, count: int, long_at: set[int]) -> list[dict]:
+    """Rows that differ, of which some have too much to learn from."""
+    texts = ["x" * 40 if i in long_at else str(i) for i in range(count)]
+    if kind == "chat":
+        return [chat_of(f"q{i}", text) for i, text in enumerate(texts)]
+    return [{"prompt": f"q{i}", "chosen": "yes", "rejected": text} for i, text in enumerate(texts)]
+
+
+def small(file: Path, kind: str, *more: str) -> list[str]:
+    name = {"chat": "sft", "preferences": "dpo"}[kind]
+    given = [f"algorithm={name}", f"task={kind}", f"task.train={file}", f"task.held_out={file}", CUT]
+    return [*given, "training.prompts_per_step=4", "evaluation.num_examples=2", *more]
+
+
+@pytest.mark.parametrize("kind, what", [("chat", "completions"), ("preferences", "`rejected`")])
+def test_what_is_too_long_to_learn_from_is_found_at_the_start(tmp_path, kind, what):
+    """The last of 30 rows, whose turn would come after 14 updates; and what a batch that meets it says."""
+    file = written(tmp_path / "rows.jsonl", rows_of_kind(kind, 30, {29}))
+    says = rf"1 of 30 training {what} are longer than generation.max_new_tokens=12; .* has 41 tokens \(.*line 30\)"
+    with pytest.raises(
+        ConfigError, match=rf"{says}; raise it to at least 41, or set generation.long_prompts=truncate o"
+    ):
+        prepare(compose(small(file, kind)), RunDir(tmp_path / "run"))
+    task = Task(compose(small(file, kind)).task, Tokenizer.load(BUNDLED), 48, 12)
+    name = "rejected" if kind == "preferences" else "completion"
+    with pytest.raises(ValueError, match="rows.jsonl, line 30: the .* has 41 tokens, more than generation.max_new_tok"):
+        task.demonstrations(task.config.source.train[29:], name)
+
+
+@pytest.mark.parametrize("kind", ["chat", "preferences"])
+@pytest.mark.parametrize("setting", ["task.on_error=skip", "generation.long_prompts=drop"])
+def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path, kind, setting):
+    file = written(tmp_path / "rows.jsonl", rows_of_kind(kind, 12, {1, 4, 11}))
+    parts = prepare(compose(small(file, kind, setting)), RunDir(tmp_path / "run"))
+    assert f"3 of 12 training {'completions' if kind == 'chat' else '`rejected`'} are longer than" in parts.data
+    assert f"and are left out ({setting})" in parts.data
+    batches = [parts.task.batch(3, 0, step)[0] for step in range(3)]
+    for batch in batches:
+        parts.task.demonstrations(batch, parts.task.learned[-1])
+    asked = sorted(int(parts.task.text.ask(row)[1:]) for batch in batches for row in batch)
+    assert asked == [0, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_completion_that_is_cut_keeps_its_first_tokens(tmp_path):
+    file = written(tmp_path / "rows.jsonl", rows_of_kind("chat", 3, {1}))
+    parts = prepare(compose(small(file, "chat", "generation.long_prompts=truncate")), RunDir(tmp_path / "run"))
+    assert "1 of 3 training completions are longer than generation.max_new_tokens=12 and are cut" in parts.data
+    tokens, _, learned = parts.task.demonstrations(parts.task.config.source.train[1:2])
+    assert parts.task.tokenizer.decode(tokens[learned], skip_special=False) == "x" * 12
+
+
+def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing_to_learn(tmp_path):
+    """In memory, on disk and in a stream. The bundled template has no form for tools; line 3 ends with the user."""
+    bad = [{**chat_of("hi", "ho"), "tools": TOOLS}, chat_of("a", "b", "c")]
+    file = written(tmp_path / "rows.jsonl", [chat_of("q0", "0"), *bad, *rows_of_kind("chat", 5, {3})[1:]])
+    held_out = written(tmp_path / "held_out.jsonl", rows_of_kind("chat", 2, set()))
+    given = small(file, "chat", "task.learned_turns=last", f"task.held_out={held_out}")
+    with pytest.raises(
+        ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no form"
+    ):
+        prepare(compose(given), RunDir(tmp_path / "run"))
+    for more in ([], ["task.in_memory=false"], ["task.shuffle_buffer=3"]):
+        parts = prepare(compose([*given, "task.on_error=skip", *more]), RunDir(tmp_path / "run"))
+        found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
+        assert sorted(found)[:3] == ["q0", "q1", "q2"], more
+        if more != ["task.shuffle_buffer=3"]:
+            assert (
+                "2 of 7 training examples cannot be taken and are left out (task.on_error=skip), the first:"
+                in parts.data
+            )
+
+
+@pytest.mark.parametrize(
+    "turns, row, says",
+    [
+        ("last", chat_of("a", "b", "c"), "`messages` end with a turn of the user, and task.learned_turns=last learns"),
+        ("last", chat_of("a"), "`messages` have no turn of the assistant to learn from"),
+        ("all", chat_of("a"), "`messages` have no turn of the assistant to learn from"),
+        ("all", {"prompt": "a"}, "an example for sft needs a `completion`; this one has prompt"),
+        ("all", {"prompt": "a", "completion": 4}, "a `completion` is a text, or a list of messages; this one is 4"),
+    ],
+)
+def test_a_row_without_an_answer_to_learn_from_says_what_is_right(tmp_path, tokenizer, turns, row, says):
+    file = written(tmp_path / "rows.jsonl", [row])
+    task = task_of(
+        ["task=chat", f"task.train={file}", f"task.learned_turns={turns}", f"task.held_out={file}"], tokenizer
+    )
+    with pytest.raises(ValueError, match=f"rows.jsonl, line 1: {says}"):
+        check_all_rows(task, True, 0)
+
+
+def test_the_start_says_how_many_prompts_differ(tmp_path, tokenizer):
+    file = written(tmp_path / "rows.jsonl", [chat_of(f"q{i % 6}", str(i)) for i in range(60)])
+    held_out = written(tmp_path / "held_out.jsonl", [chat_of("other", "x")])
+    for more in ([], ["task.in_memory=false"]):
+        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={held_out}", *more], tokenizer)
+        assert check_all_rows(task, True, 1).endswith("different prompts to train on: 6")
+
+
+def test_sft_of_a_file_needs_no_reward_and_an_evaluation_no_file_to_train_on(tmp_path):
+    file = written(tmp_path / "rows.jsonl", [{"prompt": "1 + 1?", "completion": "2"}] * 2)
+    given = ["task=jsonl", f"task.held_out={file}", "evaluation.num_examples=2"]
+    task = compose(["algorithm=sft", *given, f"task.train={file}"]).task
+    assert task.correct(" 2", task.source.train[0]) == 1 and task.correct("3", task.source.train[0]) == 0
+    with pytest.raises(ConfigError, match="task: reward is missing: give task.reward=module.function"):
+        compose([*given, f"task.train={file}"])
+    run = compose([*given, "task.reward=tunix_lite.rewards.math.correct"])
+    assert len(held_out_examples(run, Tokenizer.load(BUNDLED), 2, None).examples) == 2
+    with pytest.raises(ConfigError, match="train is missing: give task.train=FILE"):
+        prepare(run, RunDir(tmp_path / "run"))
+
+
+def test_an_evaluation_of_gsm8k_needs_no_training_file(tmp_path, tokenizer):
+    """Several processes compare a digest, which is of the held-out rows alone."""
+    file = written(tmp_path / "test.jsonl", [NATALIA])
+    run = compose(["task=gsm8k", f"task.source.held_out_file={file}", "task.source.hub=nobody/has-it"])
+    run = replace(run, generation=replace(run.generation, max_prompt_length=256))
+    held_out = held_out_examples(run, tokenizer, None, None)
+    assert held_out.task.digest(held_out.examples, ("held_out",))
+
+
+def test_a_field_may_lie_inside_of_a_column(tmp_path, tokenizer):
+    """verl's columns: reward_model = {"ground_truth": ...}."""
+    row = {"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}}
+    answer = NumericAnswer(field="reward_model.ground_truth")
+    assert answer("2", row) == 1 and answer("3", row) == 0
+    assert RougeL(field="reward_model.ground_truth")("2", row) == 1
+    with pytest.raises(ValueError, match="an example has no field 'reward_model.truth': it has prompt, reward_model"):
+        NumericAnswer(field="reward_model.truth")("2", row)
+    file = written(tmp_path / "rows.jsonl", [row])
+    reward = "{_target_: tunix_lite.rewards.answers.NumericAnswer, field: reward_model.%s}"
+    given = ["task=jsonl", f"task.train={file}", f"task.held_out={file}", "evaluation.num_examples=1"]
+    check_fields(compose([*given, f"task.reward={reward % 'ground_truth'}"]), [row])
+    with pytest.raises(ValueError, match="field=reward_model.truth, and an example has prompt, reward_model"):
+        check_fields(compose([*given, f"task.reward={reward % 'truth'}"]), [row])
+
+
+# ---- all that a message holds
+
+TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": '{"city": "Paris", "n": null}'}}
+WEATHER = {
+    "messages": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "18", "tool_call_id": "x", "name": "lookup"},
+        {"role": "assistant", "content": "It is 18.", "reasoning_content": "18 it says"},
+    ],
+    "tools": TOOLS,
+}
+# written by hand from the templates in test_tokenizer.py
+QWEN_25 = (
+    "<|im_start|>system\nYou help.\n\n# Tools\n<tools>\n"
+    '{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}\n'
+    '</tools> {"name": <name>, "arguments": <args>}<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n'
+    "<|im_start|>assistant\n",
+    '<tool_call>\n{"name": "lookup", "arguments": {"city": "Paris", "n": null}}\n</tool_call><|im_end|>',
+    "\n<|im_start|>user\n<tool_response>\n18\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "It is 18.<|im_end|>",
+)
+
+
+def without_reasoning(row: dict) -> dict:
+    messages = [{k: v for k, v in one.items() if k != "reasoning_content"} for one in row["messages"]]
+    return {**row, "messages": messages}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    return {name: make(folder / name, template) for name, (make, template) in FAMILIES.items()}
+
+
+def learned_of(row: dict, folder: Path, tmp_path: Path, learned_turns: str = "last", kind: str = "chat", *more) -> Task:
+    file = written(tmp_path / "rows.jsonl", [row])
+    given = [f"task={kind}", f"task.train={file}", f"task.held_out={file}", f"task.learned_turns={learned_turns}"]
+    return replace(task_of([*given, *more], Tokenizer.load(folder)), max_prompt_length=4096, max_new_tokens=4096)
+
+
+def pieces(task: Task, name: str = "completion") -> list[str]:
+    """The prompt as text, and the turns after it in pieces that are learned and that are not."""
+    example = task.config.source.train[0]
+    tokens, learned = task.text.demonstration(example, name)
+    places = [i for i in range(1, len(tokens)) if learned[i] != learned[i - 1]]
+    parts = [tokens[a:b] for a, b in zip([0, *places], [*places, len(tokens)])]
+    return [task.tokenizer.decode(ids, skip_special=False) for ids in (task.text.prompt(example), *parts)]
+
+
+def test_tool_calls_and_tools_of_a_row_are_written_as_the_template_writes_them(tmp_path, families):
+    row = without_reasoning(WEATHER)
+    assert pieces(learned_of(row, families["qwen2.5"], tmp_path, "all")) == list(QWEN_25)
+    last = pieces(learned_of(row, families["qwen2.5"], tmp_path, "last"))
+    assert last == ["".join(QWEN_25[:3]), QWEN_25[3]]
+    as_text = {**row, "tools": json.dumps(TOOLS)}
+    assert pieces(learned_of(as_text, families["qwen2.5"], tmp_path)) == last
+    # what a run of RL or an evaluation asks: the conversation up to the last answer
+    task = learned_of(row, families["qwen2.5"], tmp_path, "last", "jsonl", "task.reward=test_task_files.near")
+    assert task.tokenizer.decode(task.prompts(task.held_out(1))[0], skip_special=False) == last[0]
+    # a prompt of a column: its tools reach the template, too, unless the prompt writes them
+    asked = ["task.prompt='{q}'", "task.reward=test_task_files.near"]
+    task = learned_of({"q": "Weather?", "tools": TOOLS}, families["qwen2.5"], tmp_path, "last", "jsonl", *asked)
+    assert task.tokenizer.decode(task.prompts(task.held_out(1))[0], skip_special=False) == QWEN_25[0]
+    asked = ["task.prompt='{q} {tools}'", "task.reward=test_task_files.near"]
+    task = learned_of({"q": "Weather?", "tools": "a hammer"}, families["qwen2.5"], tmp_path, "last", "jsonl", *asked)
+    assert "You help.<|im_end|>\n<|im_start|>user\nWeather? a hammer<|im_end|>" in task.tokenizer.decode(
+        task.prompts(task.held_out(1))[0], skip_special=False
+    )
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_under_its_own_key_is_learned(tmp_path, families, key):
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4", key: "easy"}]}
+    assert pieces(learned_of(row, families["qwen3"], tmp_path)) == [
+        "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n",
+        "<think>\neasy\n</think>\n\n4<|im_end|>",
+    ]
+
+
+def test_a_pair_keeps_all_that_its_answers_hold(tmp_path, families):
+    """By hand, of a prompt that is in both conversations, and of a prompt of its own with answers of several turns."""
+    turns = without_reasoning(WEATHER)["messages"]
+    short = [turns[0], {"role": "assistant", "content": "No idea."}]
+    row = {"chosen": turns[:2], "rejected": short, "tools": TOOLS}
+    task = learned_of(row, families["qwen2.5"], tmp_path, "last", "preferences")
+    assert pieces(task, "chosen") == list(QWEN_25[:2]) and pieces(task, "rejected") == [
+        QWEN_25[0],
+        "No idea.<|im_end|>",
+    ]
+    for chosen, rejected in ((turns[1:], short[1:]), (turns, short)):
+        row = {"prompt": turns[:1], "chosen": chosen, "rejected": rejected, "tools": TOOLS}
+        task = learned_of(row, families["qwen2.5"], tmp_path, "last", "preferences")
+        assert pieces(task, "chosen") == list(QWEN_25)
+        assert pieces(task, "rejected") == [QWEN_25[0], "No idea.<|im_end|>"]
+        assert task.config.correct("It is 18. ", task.config.source.train[0]) == 1
+    other = {"prompt": "Rain?", "chosen": turns, "rejected": short}
+    with pytest.raises(ValueError, match="line 1: `chosen` begins with other messages than the prompt of the row"):
+        _ = learned_of(other, families["qwen2.5"], tmp_path, "last", "preferences").config.source.train
+
+
+def test_a_completion_may_be_messages(tmp_path, families):
+    row = {"prompt": WEATHER["messages"][:1], "completion": without_reasoning(WEATHER)["messages"][1:], "tools": TOOLS}
+    assert pieces(learned_of(row, families["qwen2.5"], tmp_path)) == list(QWEN_25)
+
+
+def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
+    """Arrow fills every struct up with the fields of all others, and null: they are absent, at any depth."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = [{"type": "function", "function": {"name": "lookup", "arguments": {"city": "Paris"}}}]
+    other = [{"type": "function", "function": {"name": "add", "arguments": {"a": [1, None], "b": {"c": 2}}}}]
+    adds = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}]
+    looks_up = [{"type": "function", "function": {"name": "lookup", "parameters": {"properties": {"city": {"a": 1}}}}}]
+    rows = [
+        {"messages": [*WEATHER["messages"][:1], {"role": "assistant", "tool_calls": calls}], "tools": looks_up},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": other}], "tools": adds},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "name": "z"}]},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    json_lines = written(tmp_path / "rows.jsonl", rows)
+    tokenizer = Tokenizer.load(families["qwen2.5"])
+    found = []
+    for file, form in ((json_lines, "jsonl"), (tmp_path / "rows.parquet", "parquet")):
+        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={file}", f"task.format={form}"], tokenizer)
+        train = task.config.source.train
+        found.append([(task.text.prompt(row), task.text.demonstration(row)) for row in train])
+    assert found[0] == found[1]
+    said = tokenizer.decode(found[1][1][1][0], skip_special=False)
+    assert said == '<tool_call>\n{"name": "add", "arguments": {"a": [1, null], "b": {"c": 2}}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize(
+    "family, change, says",
+    [
+        ("gemma", {"tools": None}, "line 1: a message of the assistant has the key 'tool_calls', which the chat temp"),
+        ("gemma", {"messages": WEATHER["messages"][:1]}, "line 1: the row has `tools`, and the chat template of .* no"),
+        ("qwen2.5", {}, "line 1: a message of the assistant has the key 'reasoning_content', which the chat template"),
+        (
+            "qwen3",
+            {"messages": [{"role": "user", "content": "x", "mood": "bad"}]},
+            "line 1: .* user has the key 'mood'",
+        ),
+        ("qwen2.5", {"tools": "a hammer"}, "line 1: `tools` is 'a hammer'; the chat template takes a list of objects"),
+        ("qwen2.5", {"messages": [{"role": "user", "content": None}]}, "line 1: `messages` holds .* which is text"),
+    ],
+)
+def test_what_would_be_dropped_is_an_error_that_names_it(tmp_path, families, family, change, says):
+    with pytest.raises(ValueError, match=rf"rows.jsonl, {says}"):
+        task = learned_of({**WEATHER, **change}, families[family], tmp_path)
+        check_all_rows(task, len(task.config.source.train[0]["messages"]) > 1, 1)
+
+
+@pytest.mark.parametrize("arguments", ["{oops", "[1]", 3, '"text"'])
+def test_arguments_that_are_no_object_are_named(tmp_path, families, arguments):
+    call = {"function": {"name": "lookup", "arguments": arguments}}
+    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(
+        ValueError, match="rows.jsonl, line 1: `messages` has tool_calls .* arguments of the call of 'loo"
+    ):
+        _ = learned_of(row, families["qwen2.5"], tmp_path).config.source.train
+
+
+def test_a_special_token_anywhere_in_a_row_is_letters(tmp_path, families):
+    """In arguments, in their names, and in tools: it ends no turn, and the text is the same."""
+    end = "<|im_end|>"
+    call = {"function": {"name": "lookup", "arguments": {end: f"a{end}"}}}
+    tools = [{"type": "function", "function": {"name": "lookup", "description": end}}]
+    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
+    task = learned_of(row, families["qwen2.5"], tmp_path)
+    prompt, answer = pieces(task)
+    assert answer == f'<tool_call>\n{{"name": "lookup", "arguments": {{"{end}": "a{end}"}}}}\n</tool_call>{end}'
+    example = task.config.source.train[0]
+    end_id = task.tokenizer.backend.token_to_id(end)
+    assert task.text.demonstration(example)[0].count(end_id) == 1 and task.text.prompt(example).count(end_id) == 2
+    assert (
+        f'"description": "{end}"' in prompt
+        and "special tokens in 1 examples are taken as mere text"
+        in check_all_rows(replace(task, config=replace(task.config)), True, 0)
+    )
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", ["gemma", "qwen2.5", "qwen3", "llama3"])
+def test_rows_are_the_tokens_of_transformers(tmp_path, families, family):
+    """Prompt, answer and mask, of what transformers makes of the messages with arguments as objects."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(families[family])
+    parsed = [json.loads(json.dumps(one)) for one in WEATHER["messages"]]
+    parsed[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Paris", "n": None}
+    plain = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "?"},
+    ]
+    cases = [([*plain, {"role": "assistant", "content": "y", "name": "z"}], None)]
+    if family != "gemma":
+        cases += [(parsed[:2], None)] if family != "qwen3" else [(parsed[:1] + parsed[3:], TOOLS)]
+        cases += [(parsed[:2], TOOLS)] if family != "qwen3" else []
+    for messages, tools in cases:
+        row = {"messages": messages} | ({"tools": tools} if tools else {})
+        if messages == parsed[:2]:
+            row = {**row, "messages": WEATHER["messages"][:2]}
+        task = learned_of(row, families[family], tmp_path)
+        example = task.config.source.train[0]
+        given = {"tools": tools, "tokenize": True, "return_dict": False}
+        asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, **given)
+        whole = theirs.apply_chat_template(messages, **given)
+        answer, learned = task.text.demonstration(example)
+        assert task.text.prompt(example) == asked and all(learned)
+        # as texts: a tokenizer may join the last token of a prompt with what follows
+        said, theirs_said = (task.tokenizer.decode(ids, skip_special=False) for ids in ([*asked, *answer], whole))
+        assert said == theirs_said.removesuffix("\n")
+
+
 # ---- preferences
 
 PAIR = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
@@ -204,7 +564,7 @@ def test_preferences_are_pairs_of_answers_to_one_prompt(tmp_path, tokenizer):
             "a preference needs a `prompt`, or `chosen` and `rejected` as conversations",
         ),
         ({**PAIR, "chosen": [{"role": "user", "content": "a"}]}, "`chosen` does not end with the assistant"),
-        ({**PAIR, "chosen": 4}, "`messages` is 4; it is a list"),
+        ({**PAIR, "chosen": 4}, "`chosen` is 4; it is a list"),
     ],
 )
 def test_a_row_that_is_no_preference_is_named(tmp_path, row, says):
@@ -223,7 +583,7 @@ def test_without_reasoning_gym_one_line_says_what_to_install(tmp_path):
     if importlib.util.find_spec("reasoning_gym"):
         pytest.skip("reasoning-gym is installed")
     run = compose(["task=reasoning_gym"])
-    with pytest.raises(ConfigError, match=r"^task: task=reasoning_gym needs .*pip install 'tunix_lite\[gym\]'"):
+    with pytest.raises(ConfigError, match=r"^task: task=reasoning_gym needs .*pip install -e '.\[gym\]'"):
         prepare(run, RunDir(tmp_path))
 
 

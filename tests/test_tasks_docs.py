@@ -6,12 +6,12 @@ import shlex
 import pytest
 from test_docs import DOCS, EXAMPLE, blocks, with_the_example  # noqa: F401
 
-from tunix_lite.commands.program import compose
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rewards.pool import check_portable
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.task import Task
+from tunix_lite.workers.pool import check_portable
 
 PAGE = DOCS / "extend" / "task.md"
 

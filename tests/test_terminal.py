@@ -14,12 +14,9 @@ import time
 
 import pytest
 import rich.console
-import rich.live
-import rich.panel
 
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.dashboard import Dashboard, sample_panel, spark_bars, trend
-from tunix_lite.tracking.rewrapped import Rewrapped
 
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
 
@@ -47,34 +44,6 @@ def text_of(drawn, width: int) -> str:
     stream = io.StringIO()
     rich.console.Console(file=stream, width=width, color_system=None).print(drawn)
     return stream.getvalue()
-
-
-def test_a_region_that_a_narrower_terminal_has_wrapped_is_erased_whole():
-    stream = io.StringIO()
-    terminal = rich.console.Console(file=stream, width=140, height=45, force_terminal=True)
-    rewrapped = Rewrapped(terminal)
-    terminal.push_render_hook(rewrapped)
-    live = rich.live.Live(
-        console=terminal,
-        get_renderable=lambda: rewrapped.measured(rich.panel.Panel("one\ntwo")),
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    live.start(refresh=True)
-    sizes = {}
-    for width in (140, 60, 140):
-        stream.truncate(0)
-        terminal.width = width
-        live.refresh()
-        sizes[width] = stream.getvalue().count("\x1b[1A\x1b[2K")
-        assert "two" in stream.getvalue()
-        if width == 60:
-            # The cursor goes up from the last of 4 lines by 3; at 60 columns each line of 140 is 3 rows, so by 8 more.
-            assert sizes[60] == 3 + 8
-    # Lines of 60 are not wrapped at 140.
-    assert sizes[140] == 3
-    live.stop()
 
 
 def board_after(steps: int) -> Dashboard:

@@ -6,13 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.text_arena import SeededRandom, TextArena, bracketed_number, random_move
 from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import prepare
+from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.rundir import RunDir
 
 GUESS = {"game": "GuessTheNumber-v0", "seed": 7}
@@ -33,9 +33,9 @@ def first_move(observation):
 def test_without_textarena_one_line_says_what_to_install(tmp_path):
     if importlib.util.find_spec("textarena"):
         pytest.skip("TextArena is installed")
-    with pytest.raises(ConfigError, match=r"^task: task=textarena needs .*pip install 'tunix_lite\[textarena\]'"):
+    with pytest.raises(ConfigError, match=r"^task: task=textarena needs .*pip install -e '.\[textarena\]'"):
         prepare(compose(["task=textarena"]), RunDir(tmp_path))
-    with pytest.raises(ValueError, match=r"pip install 'tunix_lite\[textarena\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[textarena\]'"):
         TextArena().reset(GUESS)
 
 

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import random
+import re
 import shutil
+import socket
+import sqlite3
 import threading
 import time
 from contextlib import contextmanager
@@ -12,16 +15,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from server_thread import in_thread
-from tinker_client import Client
+from tinker_client import PROTOBUF, Client, request_bytes
 
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.listen import ServerSettings
-from tunix_lite.serving.tinker import bodies, wire
-from tunix_lite.serving.tinker.app import TinkerLimits, TinkerServer
-from tunix_lite.serving.tinker.live_models import LiveModels
-from tunix_lite.serving.tinker.store import DONE, FAILED, Store, TinkerRequest
-from tunix_lite.serving.tinker.work import MOST_ATTEMPTS, Waiting, Worker
+from tunix_lite.serving.tinker import app, bodies, wire, work
+from tunix_lite.serving.tinker.app import TinkerServer
+from tunix_lite.serving.tinker.bodies import TinkerLimits
+from tunix_lite.serving.tinker.store import DONE, FAILED, Store, StoreDamaged, TinkerRequest
+from tunix_lite.serving.tinker.work import LONG_ATTEMPT, MOST_ATTEMPTS, LiveModels, Worker, next_turn
+from tunix_lite.trainer.data import Datum
 
 # What the SDK 0.38.0 sends for forward(one datum, "ppo", {"clip_low_threshold": 0.8, "x": "t"}).
 FORWARD = bytes.fromhex(
@@ -42,19 +46,20 @@ SAMPLES = "0a1608011208050000002c0100001a08000000bf000080be12080000c07f000080bf"
 
 
 def test_a_request_is_read_as_the_sdk_wrote_it():
-    asked = wire.read_forward_backward(FORWARD)
+    asked = wire.wire_message("Request", FORWARD)
     assert (asked.model_id, asked.seq_id, asked.loss, asked.forward_only) == ("a:b", 7, "ppo", True)
-    assert asked.settings == {"clip_low_threshold": 0.8, "x": "t"}
-    [datum] = asked.data
+    assert wire.loss_settings(asked) == {"clip_low_threshold": 0.8, "x": "t"}
+    [datum] = wire.data_of(asked)
     assert datum.tokens == [1, 2, 300]
-    assert datum.inputs["target_tokens"].tolist() == [2, 300, 70000]
-    assert datum.inputs["weights"].tolist() == [0.0, 0.5, 1.0]
+    assert datum.targets.tolist() == [2, 300, 70000]
+    assert datum.weights.tolist() == [0.0, 0.5, 1.0]
 
 
 def test_results_are_the_bytes_that_protobuf_writes():
     rows = [np.array([-1.0, -2.0]), np.array([-3.0])]
     assert wire.write_forward_backward(rows, {"loss:sum": 2.5}).hex() == LOGPROBS
-    assert wire.write_samples([([5, 300], [-0.5, -0.25], "length")], [None, -1.0]).hex() == SAMPLES
+    sample = SimpleNamespace(tokens=[5, 300], logprobs=[-0.5, -0.25], stop_reason="length")
+    assert wire.write_samples([sample], [None, -1.0]).hex() == SAMPLES
 
 
 def test_garbage_is_refused_and_nothing_else():
@@ -64,13 +69,13 @@ def test_garbage_is_refused_and_nothing_else():
         for _ in range(length % 5):
             broken[draw.randrange(len(broken))] = draw.randrange(256)
         try:
-            wire.read_forward_backward(bytes(broken))
-        except wire.WireError:
+            wire.data_of(wire.wire_message("Request", bytes(broken)))
+        except BadCall:
             continue
-    with pytest.raises(wire.WireError, match="ends inside"):
-        wire.read_forward_backward(b"\x1a\xff\xff\xff\xff\x0f")
-    with pytest.raises(wire.WireError, match="sparse"):
-        wire.read_forward_backward(bytes.fromhex("1a0a12080a01611203120100"))
+    with pytest.raises(BadCall, match="no protobuf message"):
+        wire.wire_message("Request", b"\x1a\xff\xff\xff\xff\x0f")
+    with pytest.raises(BadCall, match="sparse"):
+        wire.data_of(wire.wire_message("Request", bytes.fromhex("1a0a12080a01611203120100")))
 
 
 @pytest.mark.parametrize(
@@ -84,48 +89,46 @@ def test_garbage_is_refused_and_nothing_else():
 )
 def test_a_sample_request_that_cannot_be_answered_is_refused_at_once(sampling, message):
     body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]}, "sampling_params": {}}
-    bodies.check_sample(body, 64)
+    bodies.check_sample(bodies.body_of(body), 64)
     with pytest.raises(ValueError, match=message):
-        bodies.check_sample(body | {"sampling_params": sampling}, 64)
+        bodies.check_sample(bodies.body_of(body | {"sampling_params": sampling}), 64)
     with pytest.raises(BadCall, match="topk_prompt_logprobs is not supported"):
-        bodies.check_sample(body | {"topk_prompt_logprobs": 3}, 64)
+        bodies.body_of(body | {"topk_prompt_logprobs": 3})
 
 
 def test_without_a_seed_the_name_of_the_request_is_one():
-    body = {"sampling_params": {"max_tokens": 4, "stop": ["\n"]}}
+    body = {"max_tokens": 4, "stop": ["\n"]}
     first = bodies.sample_settings(body, "a:sample:0:1")
     assert first == bodies.sample_settings(body, "a:sample:0:1")
     assert first.seed != bodies.sample_settings(body, "a:sample:0:2").seed
     assert (first.stop, first.top_k) == (("\n",), -1)
-    assert bodies.sample_settings({"sampling_params": {"seed": 5, "stop": [7]}}, "").stop_token_ids == (7,)
+    assert bodies.sample_settings({"seed": 5, "stop": [7]}, "").stop_token_ids == (7,)
 
 
 # ---- turns
 
 
 def test_sessions_take_turns_and_a_models_requests_keep_their_order():
-    waiting = Waiting()
     numbers = {"a:train:0": 1, "b:train:0": 1}
     # The client a is there first, with many requests, the first of them last.
-    for arrival, (owner, seq) in enumerate([("a:train:0", n) for n in (3, 2, 4, 1)] + [("b:train:0", 1)]):
-        waiting.add(TinkerRequest(arrival, f"{owner}:{seq}", owner, seq, "optim_step"), owner[0])
-    done = []
-    while taken := waiting.take(numbers.get):
+    came = [("a:train:0", n) for n in (3, 2, 4, 1)] + [("b:train:0", 1)]
+    waiting = [TinkerRequest(i, f"{owner}:{seq}", owner, seq, "optim_step") for i, (owner, seq) in enumerate(came)]
+    turns, done = {}, []
+    while taken := next_turn(waiting, turns, numbers.get):
         [request] = taken
+        waiting.remove(request)
         numbers[request.owner] += 1
         done.append(request.id)
     assert done == ["a:train:0:1", "b:train:0:1", "a:train:0:2", "a:train:0:3", "a:train:0:4"]
-    assert waiting.count == 0
-    waiting.add(TinkerRequest(9, "a:train:0:9", "a:train:0", 9, "optim_step"), "a")
-    assert waiting.take(numbers.get) == [], "the requests before it have not come"
+    assert not waiting
+    waiting = [TinkerRequest(9, "a:train:0:9", "a:train:0", 9, "optim_step")]
+    assert next_turn(waiting, turns, numbers.get) == [], "the requests before it have not come"
 
 
 def test_samples_of_one_sampler_are_drawn_together():
-    waiting = Waiting()
-    for n in range(3):
-        waiting.add(TinkerRequest(n, f"a:sample:0:{n}", "a:sample:0", n, "sample"), "a")
-    assert waiting.remove("a:sample:0:1").seq == 1
-    assert [request.seq for request in waiting.take(lambda owner: 0)] == [0, 2]
+    names = ["a:sample:0", "a:sample:1", "a:sample:0"]
+    waiting = [TinkerRequest(n, f"{name}:{n}", name, n, "sample") for n, name in enumerate(names)]
+    assert [request.seq for request in next_turn(waiting, {}, lambda owner: 0)] == [0, 2]
 
 
 # ---- the server, over a trainer that only counts: a model is one number, and its loss is their product
@@ -259,7 +262,8 @@ def test_what_was_acknowledged_outlives_the_server(tmp_path):
         body = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": {"chunks": chunks}}
         asked = client.post("asample", body | {"sampling_params": {"seed": 42}, "prompt_logprobs": True})
         assert len(asked["sample_sequence_ids"]) == 2
-        assert client.result(asked) == wire.write_samples([([42], [7.0], "stop")] * 2, [None, 7.0])
+        sample = SimpleNamespace(tokens=[42], logprobs=[7.0], stop_reason="eos")
+        assert client.result(asked) == wire.write_samples([sample] * 2, [None, 7.0])
         new = {"session_id": model.split(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
         copy = json.loads(client.result(client.post("load_weights", new)))["model_id"]
         assert json.loads(client.result(client.optim_step(copy, 1, 0.0))) == {"metrics": {"weight": 7.0}}
@@ -282,7 +286,7 @@ def test_a_failed_gradient_makes_no_step(tmp_path):
 
 def test_a_request_that_ends_the_server_again_and_again_is_given_up(tmp_path):
     store = Store(tmp_path)
-    request, _ = store.accept("a:train:0", 0, "create_model", b"{}")
+    request = store.accept("a:train:0", 0, "create_model", b"{}")
     for _ in range(MOST_ATTEMPTS):
         store.begin(request)
     ended = threading.Event()
@@ -323,7 +327,275 @@ def test_hostile_requests_harm_nobody(tmp_path):
             client.call("optim_step", {"model_id": model, "seq_id": 100 + n, "adam_params": {}})[0] for n in range(9)
         }
         assert statuses == {200, 429}
-        assert server.worker.num_waiting == LIMITS.max_waiting
+        assert len(server.store.waiting()) == LIMITS.max_waiting
+
+
+def test_a_session_holds_up_no_other_one(tmp_path):
+    """Requests whose turn never comes filled the line of all clients, for a day and over restarts."""
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path) as (client, server):
+        stuck, other = client.model(), client.model()
+        sent = [client.call("optim_step", {"model_id": stuck, "seq_id": 100 + n})[0] for n in range(9)]
+        assert sent == [200] * LIMITS.max_waiting + [429]
+        assert json.loads(client.result(client.optim_step(other, 1, 0.0))) == {"metrics": {"weight": 2.0}}
+        # What the others wait for always has room.
+        assert b"metrics" in client.result(client.optim_step(stuck, 1, 0.0))
+        # The session ends, and so does what waits of it.
+        waiting = {"request_id": f"{stuck}:100"}
+        client.post(f"sessions/{stuck.split(':')[0]}/finish", {})
+        assert b"the session has ended" in client.result(waiting)
+        assert len(server.store.waiting()) == 0
+
+        # One that a server of before had kept is given up at the start.
+        server.store.accept(stuck, 200, "optim_step", b"{}")
+        shutil.copytree(tmp_path, tmp_path.with_name("again"))
+    with listening(tmp_path.with_name("again")) as (client, server):
+        assert len(server.store.waiting()) == 0
+        assert b"the session has ended" in client.result({"request_id": f"{stuck}:200"})
+
+
+def test_a_number_belongs_to_one_request(tmp_path):
+    pytest.importorskip("aiohttp")
+    trainer = Counting()
+    with listening(tmp_path, trainer) as (client, _):
+        model = client.model()
+        first = client.forward_backward(model, 1, 5)
+        client.result(first)
+        assert client.forward_backward(model, 1, 5) == first
+        status, raw = client.call("forward_backward", request_bytes(model, 1, [Datum([7], [1])], "ppo"), kind=PROTOBUF)
+        assert status == 400 and "with other data" in json.loads(raw)["detail"]
+        status, raw = client.call("optim_step", {"model_id": model, "seq_id": 1})
+        assert status == 400 and "was forward_backward, not optim_step" in json.loads(raw)["detail"]
+        # Without a number each is a request of its own, also while the one before is under way.
+        trainer.gate.clear()
+        several = [client.post("optim_step", {"model_id": model})["request_id"] for _ in range(3)]
+        several.append(client.forward_backward(model, 0, 3)["request_id"])
+        trainer.gate.set()
+        assert several == [f"{model}:{number}" for number in (2, 3, 4, 5)]
+
+
+def test_a_server_that_others_end_gives_up_no_request(tmp_path):
+    """Ten kills within seconds are no fault of the request; three ends after 30 s of it are."""
+    for name, ends, is_given_up in (("killed", [1] * 10, False), ("long", [1, LONG_ATTEMPT - 1] * 3, True)):
+        store = Store(tmp_path / name)
+        request = store.accept("a:train:0", 0, "create_model", b'{"base_model": "bundled"}')
+        for attempts in ends:
+            store.begin(request, attempts)
+        ended = threading.Event()
+        worker = Worker(LiveModels(Counting(), store), store, lambda name, ended=ended: ended.set())
+        assert ended.wait(30)
+        worker.close()
+        assert store.result(request.id)[0] == (FAILED if is_given_up else DONE)
+        store.close()
+
+
+def test_an_attempt_that_takes_long_counts_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "LONG_SECONDS", 0.0)
+    trainer = Counting()
+    trainer.gate.clear()
+    with listening(tmp_path, trainer) as (client, server):
+        model = client.model()
+        step = client.optim_step(model, 1)
+        query = "SELECT attempts FROM requests WHERE seq = 1"
+        deadline = time.monotonic() + 30
+        while server.store._db.execute(query).fetchone() != (1 + LONG_ATTEMPT - 1,):
+            assert time.monotonic() < deadline
+            server.worker.check()
+        server.worker.check()
+        assert server.store._db.execute(query).fetchone() == (LONG_ATTEMPT,)
+        trainer.gate.set()
+        client.result(step)
+
+
+# ---- a damaged folder
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory):
+    """The folder of a server that was killed: a named checkpoint, and two steps after it."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path_factory.mktemp("tinker")
+    with listening(folder / "live") as (client, _):
+        model = client.model()
+        client.result(client.forward_backward(model, 1, 5))
+        client.result(client.optim_step(model, 2))
+        client.result(client.post("save_weights", {"model_id": model, "seq_id": 3, "path": "one"}))
+        client.result(client.optim_step(model, 4, 0.0))
+        client.result(client.optim_step(model, 5, 0.0))
+        shutil.copytree(folder / "live", folder / "killed")
+    return folder / "killed"
+
+
+def test_what_has_a_name_is_in_the_main_file_of_the_journal(left_behind, tmp_path):
+    """Without the file beside it, which holds the newest part, only what came after is lost."""
+    shutil.copytree(left_behind, tmp_path / "a")
+    (tmp_path / "a" / "journal.sqlite-wal").unlink()
+    store = Store(tmp_path / "a")
+    assert [one.id.rpartition("/")[2] for one in store.all("checkpoint")] == ["one"]
+    # The file of step 2 is replaced by that of step 5, which this journal does not know.
+    one, other = store.differences
+    assert re.fullmatch(r"1 models here are in no journal: models/.*_train_0\.5", one)
+    assert re.fullmatch(r"1 files of the journal are not here: models/.*_train_0\.2", other)
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "no records"])
+def test_an_empty_journal_beside_weights_is_refused(left_behind, tmp_path, how):
+    shutil.copytree(left_behind, tmp_path / "a")
+    for file in (tmp_path / "a").glob("journal*"):
+        if how == "no records" and file.name == "journal.sqlite":
+            continue
+        file.write_bytes(b"") if how == "emptied" else file.unlink()
+    if how == "no records":
+        with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
+            db.execute("DELETE FROM records")
+        db.close()
+    with pytest.raises(StoreDamaged, match="is empty, and 1 models and 0 samplers and 1 saved checkpoints lie beside"):
+        Store(tmp_path / "a")
+    # and a second try is no other
+    with pytest.raises(StoreDamaged):
+        Store(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "change, wrong",
+    [
+        ("UPDATE records SET value = 'x' WHERE kind = 'model'", "is no JSON"),
+        ("UPDATE records SET value = '[]' WHERE kind = 'model'", "the record itself"),
+        ("UPDATE records SET value = json_set(value, '$.newer', 1) WHERE kind = 'model'", "newer"),
+        ("UPDATE records SET value = json_remove(value, '$.file') WHERE kind = 'checkpoint'", "file"),
+        ("UPDATE records SET value = json_set(value, '$.next_seq', 'x') WHERE kind = 'model'", "next_seq"),
+        ("UPDATE records SET value = json_set(value, '$.adapters', 3) WHERE kind = 'model'", "adapters"),
+        ("UPDATE records SET kind = 'dataset' WHERE kind = 'session'", "of no kind that this server knows"),
+        ("ALTER TABLE requests RENAME COLUMN attempts TO tries", "requests have no attempts"),
+    ],
+)
+def test_a_record_of_another_version_is_one_line(left_behind, tmp_path, change, wrong):
+    shutil.copytree(left_behind, tmp_path / "a")
+    with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
+        db.execute(change)
+    db.close()
+    with pytest.raises(StoreDamaged, match=f"{wrong}.*another version of this server") as raised:
+        Store(tmp_path / "a")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_journal_of_the_version_before_is_taken_over(left_behind, tmp_path):
+    shutil.copytree(left_behind, tmp_path / "a")
+    with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
+        db.execute("ALTER TABLE requests DROP COLUMN digest")
+        db.execute("INSERT INTO requests (id, owner, seq, kind, body) VALUES ('x:0', 'x', 0, 'dream', x'')")
+    db.close()
+    with listening(tmp_path / "a") as (client, server):
+        [model] = server.store.all("model")
+        assert server.store.differences == []
+        assert json.loads(client.result(client.optim_step(model.id, 6, 0.0))) == {"metrics": {"weight": 7.0}}
+        assert b"this server knows no dream" in client.result({"request_id": "x:0"})
+
+
+# ---- a full disk
+
+
+def test_a_full_disk_is_said_in_words_and_loses_nothing(tmp_path, capfd):
+    pytest.importorskip("aiohttp")
+    trainer = Counting()
+    with listening(tmp_path / "a", trainer) as (client, server):
+        model = client.model()
+        client.result(client.forward_backward(model, 1, 5))
+        trainer.gate.clear()
+        step = client.optim_step(model, 2)
+        store = server.store
+        [pages] = store._db.execute("PRAGMA page_count").fetchone()
+        store._db.execute(f"PRAGMA max_page_count = {pages}")
+        status, raw = 200, b""
+        for number in range(3, 7):
+            data = [Datum([7] * 2000, [1] * 2000)]
+            status, raw = client.call("forward_backward", request_bytes(model, number, data, "ppo"), kind=PROTOBUF)
+            if status != 200:
+                break
+        assert status == 503, raw
+        assert json.loads(raw)["detail"] == "the journal of this server cannot be written: database or disk is full"
+
+        # The worker ends, with one line and no traceback; what it did not do is done by the next server.
+        store._db.execute("PRAGMA query_only = 1")
+        trainer.gate.set()
+        deadline = time.monotonic() + 30
+        while server.worker.is_alive:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(work.WorkerFailed, match=r"^the worker failed: .*readonly"):
+            server.check()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        assert client.get("healthz")[0] == 503
+    assert "Traceback" not in capfd.readouterr().err
+    with listening(tmp_path / "b") as (client, _):
+        assert json.loads(client.result(step)) == {"metrics": {"weight": 2.0 + 5}}
+
+
+def test_a_journal_that_cannot_be_written_is_no_health(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with listening(tmp_path) as (client, server):
+        with monkeypatch.context() as patched:
+            patched.setattr(server.store, "put", full)
+            patched.setattr(server.store, "settle", full)
+            assert client.call("create_session", {})[0] == 503
+            status, raw = client.get("healthz")
+            assert status == 503 and "database or disk is full" in json.loads(raw)["status"]
+        assert client.get("healthz")[0] == 200 and client.call("create_session", {})[0] == 200
+
+
+# ---- bodies wider than float and UTF-8
+
+
+def test_no_number_or_text_is_too_wide(tmp_path):
+    pytest.importorskip("aiohttp")
+    with listening(tmp_path, api_key="secret") as (client, server):
+        request = b"GET /api/v1/sessions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-API-Key: \xff\r\n\r\n"
+        host, port = client.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as one:
+            one.sendall(request)
+            assert b" 401 " in one.recv(1000)
+        model = client.model()
+        steps = [{name: value} for name in bodies.ADAM for value in (10**400, 1e39, 1e-300, -1e39, float("inf"))]
+        for given in steps:
+            status, raw = client.call("optim_step", {"model_id": model, "seq_id": 1, "adam_params": given})
+            assert status == 400, (given, raw)
+        chunks = [{"type": "encoded_text", "tokens": [1, 2]}]
+        session = {"session_id": model.split(":")[0], "sampling_session_seq_id": 0, "base_model": "bundled"}
+        sampler = client.post("create_sampling_session", session)["sampling_session_id"]
+        for name, value in [("temperature", 10**400), ("temperature", 10**300), ("top_p", 1e-300), ("top_k", 10**400)]:
+            body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": chunks}}
+            status, raw = client.call("asample", body | {"sampling_params": {name: value}})
+            assert status == 400, (name, raw)
+        for digits in (20, 5000):
+            for name in ("limit", "offset"):
+                assert client.get(f"training_runs?{name}={'9' * digits}")[0] == 200
+        deep = '{"user_metadata": {"a": ' + "[" * 960 + "]" * 960 + "}}"
+        assert client.call("create_session", deep.encode())[0] == 400
+        assert server.store.get("model", model).next_seq == 1
+
+
+def test_sessions_without_a_model_and_what_they_hold_are_bounded(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(app, "MOST_SESSIONS", 4)
+    with listening(tmp_path) as (client, server):
+        trains = client.model().split(":")[0]
+        sessions = [client.post("create_session", {})["session_id"] for _ in range(4)]
+        assert client.call("create_session", {})[0] == 429
+        # One that has ended, or that nobody was heard of for two minutes, makes room.
+        client.post(f"sessions/{sessions[2]}/finish", {})
+        sessions.append(client.post("create_session", {})["session_id"])
+        server.store.found("session", sessions[1]).heard -= 121
+        sessions.append(client.post("create_session", {})["session_id"])
+        left = {one.id for one in server.store.all("session")}
+        assert left == {trains, sessions[0], *sessions[3:]}
+        assert client.call("create_session", {})[0] == 429
+        assert client.call("create_session", {"user_metadata": {"a": "b" * 65536}})[0] == 400
+        assert client.call("create_session", {"display_name": "b" * 65536})[0] == 400
 
 
 def test_a_finished_session_is_gone(tmp_path):
@@ -417,7 +689,7 @@ def test_a_request_that_is_over_is_not_done_again(tmp_path):
         server.store.forget_results(time.time() + 1)
         status, raw = client.call("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
         assert status == 400 and "the next one is 3" in json.loads(raw)["detail"]
-        assert server.worker.num_waiting == 0
+        assert len(server.store.waiting()) == 0
 
 
 def test_models_of_all_weights_take_turns(tmp_path):
@@ -430,6 +702,28 @@ def test_models_of_all_weights_take_turns(tmp_path):
         client.result(client.forward_backward(second, 1, 7))
         for model, expected in ((first, 1.0 + 5), (second, 1.0 + 7)):
             assert json.loads(client.result(client.optim_step(model, 2))) == {"metrics": {"weight": expected}}
+        client.result(client.post("save_weights", {"model_id": first, "seq_id": 3, "path": "one"}))
+    with listening(tmp_path) as (client, _):
+        assert json.loads(client.result(client.optim_step(first, 4, 0.0))) == {"metrics": {"weight": 6.0}}
+
+
+def test_a_sample_that_nobody_has_begun_is_cancelled(tmp_path):
+    pytest.importorskip("aiohttp")
+    trainer = Counting()
+    with listening(tmp_path, trainer) as (client, _):
+        model = client.model()
+        trainer.gate.clear()
+        client.optim_step(model, 1)
+        where = {"session_id": model.split(":")[0], "sampling_session_seq_id": 0, "base_model": "bundled"}
+        sampler = client.post("create_sampling_session", where)["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+        asked = [
+            client.post("asample", {"sampling_session_id": sampler, "seq_id": i, "prompt": prompt}) for i in range(2)
+        ]
+        client.post("cancel_future", asked[0])
+        assert b"the client cancelled it" in client.result(asked[0])
+        trainer.gate.set()
+        assert b"the client cancelled it" not in client.result(asked[1])
 
 
 def test_what_a_client_leaves_behind_is_deleted_after_a_day(tmp_path):
@@ -457,8 +751,6 @@ def test_what_a_client_leaves_behind_is_deleted_after_a_day(tmp_path):
 
 
 def test_a_second_server_on_the_folder_is_refused(tmp_path):
-    import sqlite3
-
     store = Store(tmp_path)
     store.accept("a:train:0", 0, "create_model", b"{}")
     with pytest.raises(sqlite3.Error):

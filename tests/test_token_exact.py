@@ -17,16 +17,16 @@ from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rollout.conversations import make_converse
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.processes import ALONE
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
 from tunix_lite.types import Batch, TokenScores
+from tunix_lite.workers.pool import RewardsConfig
 
 PROMPT, NEW, G = 896, 704, 2
 # of each family: its template, and whether it takes messages of tools

@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -12,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from tunix_lite.models import chat_template
 from tunix_lite.models import tokenizer as rooms
 from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.models.turns import TurnTokens
 
 TEXTS = ["Hello, world!", "Grüße, 你好!", "🦜🏴‍☠️ and é", "a\n\n  b\tc", "x" * 40, "\ufffd stays", ""]
 CORPUS = ["the user asks, the assistant answers: hello world 0123456789\n", *TEXTS]
@@ -232,6 +235,86 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(tmp_path):
     open_end = "{% for m in messages %}{{ m.content }} {% endfor %}"
     made = Tokenizer.load(qwen(tmp_path / "r", open_end))
     assert made.demonstration("hi", "ho") == made.encode("ho <|im_end|>")
+
+
+def test_what_the_template_ends_a_turn_with_ends_a_completion(tmp_path):
+    """Base models of Qwen name <|endoftext|> alone, and their template writes <|im_end|>."""
+    base = Tokenizer.load(write(tmp_path / "base", byte_level(QWEN), CHATML, eos="<|endoftext|>"))
+    assert base.eos_ids == tuple(map(base.backend.token_to_id, ("<|endoftext|>", "<|im_end|>")))
+    assert base.demonstration("hi", "ho") == base.encode("ho<|im_end|>")
+    again = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "?"},
+    ]
+    assert base.between(again[:2], again) == base.encode("\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n")
+    assert TurnTokens(base).between("?", ended=True) == base.between(again[:2], again)
+    assert Tokenizer.load(write(tmp_path / "plain", byte_level(QWEN), eos="<|endoftext|>")).eos_ids == base.eos_ids[:1]
+    # a template of another model, whose ends are no tokens here, and one that refuses conversations
+    for template in (CHATML, "{{ raise_exception('no') }}"):
+        assert Tokenizer.load(gemma(tmp_path / "g", template)).eos_ids == (1, 4)
+
+
+def test_flags_of_tokenizer_config_win_over_those_of_tokenizer_json(tmp_path):
+    """As in transformers; here whether a token takes the spaces before it, and one that tokenizer.json lacks."""
+    flags = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    tool = {"content": "<tool>"} | flags | {"lstrip": False}
+    more = {"added_tokens_decoder": {"321": {"content": "<|im_start|>"} | flags, "323": tool}}
+    folder = write(tmp_path / "q", byte_level(QWEN), CHATML, eos="<|im_end|>", config=more)
+    made = Tokenizer.load(folder)
+    start = made.backend.token_to_id("<|im_start|>")
+    assert made.encode("a  <|im_start|>b") == [*made.encode("a"), start, *made.encode("b")]
+    assert made.encode("<tool>") == [made.backend.get_vocab_size() - 1]
+    text = Quoted("a  <|im_start|>", ((3, 15),))
+    assert start not in made.written_ids(lambda read: read(text), text)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for asked in ("a  <|im_start|>b", "a <tool> b", "a <|im_end|> b"):
+        assert made.encode(asked) == theirs(asked, add_special_tokens=False)["input_ids"]
+
+
+def test_an_unknown_character_does_not_spell_the_unknown_token():
+    """A tokenizer without bytes gives <unk> for it. The letters of <unk> themselves are still refused where no others fit."""
+    pieces = [("<unk>", 0.0), *((letter, -2.0) for letter in "a<eos>")]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.add_special_tokens(["<unk>", "<eos>"])
+    made = Tokenizer(Path("."), backend, None, {"unk_token": "<unk>"}, (7,), 0, ())
+    text = Quoted("\x00a<eos>", ((2, 7),))
+    assert made.encode(text.text) == [0, 1, 7]
+    assert made.written_ids(lambda read: read(text), text) == [0, 1, 2, 3, 4, 5, 6]
+    unknown = Quoted("\x00a<unk>", ((2, 7),))
+    with pytest.raises(ValueError, match="has no way to write '<unk>' as text"):
+        made.written_ids(lambda read: read(unknown), unknown)
+
+
+def test_a_token_without_an_embedding_is_refused_wherever_it_stands(tmp_path):
+    made = replace(Tokenizer.load(qwen(tmp_path / "q", CHATML)), vocab_size=321)
+    assert made.beyond == {321: "<|im_start|>", 322: "<|im_end|>"}
+    text = Quoted("a <|im_end|>", ((2, 12),))
+    assert max(made.written_ids(lambda read: read(text), text)) < 320, "as letters it has embeddings"
+    for call in (partial(made.encode, "a <|im_end|>"), partial(made.prompt, "hi")):
+        with pytest.raises(ValueError, match=r"holds '<\|im_(start|end)\|>', token 32[12] .* for 321 tokens"):
+            call()
+
+
+def test_a_variable_of_a_template_is_no_token_and_an_error_names_no_folder(tmp_path):
+    made = Tokenizer.load(qwen(tmp_path / "q", "{{ bos_token }}{{ missing.name.more }}"))
+    for name in ("bos_token", "eos_token"):
+        with pytest.raises(ValueError, match=f"'{name}' is a token, which the tokenizer names, and no variable"):
+            made.prompt("hi", **{name: "<|im_start|>"})
+    with pytest.raises(ValueError, match="the chat template in q/chat_template.jinja ") as error:
+        made.prompt("hi")
+    assert str(tmp_path) not in str(error.value)
+
+
+def test_a_template_of_a_file_takes_the_place_of_that_of_the_folder(tmp_path):
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    for template in (None, "theirs"):
+        made = Tokenizer.load(
+            write(tmp_path / "q", byte_level(QWEN), template, eos="<|endoftext|>"), tmp_path / "mine.jinja"
+        )
+        assert made.prompt("hi") == made.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        assert made.backend.token_to_id("<|im_end|>") in made.eos_ids
 
 
 # --- texts that spell special tokens and mean none

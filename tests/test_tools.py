@@ -347,8 +347,8 @@ def test_a_line_that_works_something_out_is_a_call(completion, expression):
 def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):
     from test_tokenizer import QWEN_25_TEMPLATE, qwen
 
-    from tunix_lite.commands.program import compose
     from tunix_lite.models.tokenizer import Tokenizer
+    from tunix_lite.settings.compose import compose
     from tunix_lite.tasks.task import Task
 
     run = compose(["task=calculator", "task.environment.role=tool"])

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from tunix_lite.commands import program
 from tunix_lite.runs.samples import histograms
+from tunix_lite.settings import compose as composing
 from tunix_lite.tracking import plugs
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of, flat_texts, with_plain_keys
 from tunix_lite.tracking.tracker import TensorBoard
@@ -143,7 +143,7 @@ def use(tracker) -> None:
 
 
 def plug(name: str, *overrides: str):
-    return program.compose([f"tracking={name}", *overrides]).tracking.trackers[name]
+    return composing.compose([f"tracking={name}", *overrides]).tracking.trackers[name]
 
 
 def test_wandb_gets_metrics_tables_and_histograms_and_its_id_back(stand_in, tmp_path):
@@ -194,7 +194,7 @@ def test_mlflow_gets_numbers_settings_and_completions_as_an_artifact(stand_in, t
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_package_that_is_not_there_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setattr(plugs.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=rf"{name} is not installed: pip install 'tunix_lite\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"{name} is not installed: pip install -e '.\[{name}\]'"):
         plug(name).check()
 
 
@@ -229,7 +229,7 @@ def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):
     (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
-    open_it = program.compose(["+tracking.trackers.mine=mine.open_lines"]).tracking.trackers["mine"]
+    open_it = composing.compose(["+tracking.trackers.mine=mine.open_lines"]).tracking.trackers["mine"]
     said: list[str] = []
     use(Guarded("mine", open_it(tracked(tmp_path)), said.append))
     assert not said and (tmp_path / "mine.txt").read_text().splitlines() == ["3 None", "3 '# 4 <b>\\nyes'"]
@@ -237,7 +237,7 @@ def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):
 
 def test_two_trackers_stand_side_by_side():
     words = ["tracking=wandb", "+tracking.trackers.trackio._target_=tunix_lite.tracking.trackio.Trackio"]
-    assert list(program.compose(words).tracking.trackers) == ["wandb", "trackio"]
+    assert list(composing.compose(words).tracking.trackers) == ["wandb", "trackio"]
 
 
 def test_tables_and_settings_hold_plain_values():

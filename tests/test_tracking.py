@@ -12,8 +12,11 @@ import sys
 import pytest
 
 from tunix_lite.plain_text import device_name, shortened, visible
+from tunix_lite.report.evidence import read_sample_file
 from tunix_lite.tracking.console import Console, minutes
-from tunix_lite.tracking.rundir import RunDir, Status
+from tunix_lite.tracking.disk import trouble
+from tunix_lite.tracking.rows import check_rows, rows_until
+from tunix_lite.tracking.rundir import RunDir, Status, read_status
 from tunix_lite.tracking.tracker import JsonLines
 
 
@@ -204,6 +207,65 @@ def test_status_and_samples_are_json_that_everybody_reads(tmp_path):
     RunDir(tmp_path).write_samples(1, [{"completion": NASTY, "reward": 1.0}])
     (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_bytes().decode().split("\n")[:-1]
     assert json.loads(line)["completion"] == NASTY.replace("\ud800", "\\ud800")
+
+
+def nested(depth: int) -> list:
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def test_what_a_run_writes_it_can_read_again(tmp_path):
+    """Names of strangers' metrics, long completions, deep examples: each reader has a limit, and no writer passes it."""
+    run_dir = RunDir(tmp_path)
+    tracker = JsonLines(run_dir.metrics)
+    tracker.log(1, {"train/loss": 0.5, "conversation/" + "x" * 1_200_000: 1.0})
+    tracker.log(2, {"train/loss": 0.25, **{f"conversation/{i:0100d}": 1.0 for i in range(20_000)}})
+    tracker.close()
+    check_rows(run_dir.metrics, 2, began=0)
+    first, second = [row for _, _, row in rows_until(run_dir.metrics, 2)]
+    assert first == {"step": 1, "train/loss": 0.5, "train/metrics_left_out": 1}
+    assert second["train/loss"] == 0.25 and second["train/metrics_left_out"] == 20_002 - (len(second) - 1)
+
+    # 2 bytes of text are 6 in JSON; the tokens of a long completion stay whole
+    rows = [
+        {"completion": "é" * 3_000_000, "reward": 1.0},
+        {"example": nested(900)},
+        {"logprobs": [-0.123456789] * 90_000},
+    ]
+    run_dir.write_samples(2, rows)
+    long, deep, tokens = read_sample_file(tmp_path, 2)
+    assert long["reward"] == 1.0 and long["shortened"] is True and "more characters)" in long["completion"][-40:]
+    assert "nested deeper than 64" in json.dumps(deep) and tokens == rows[2]
+
+    # What identifies a run is refused rather than shortened, before the run has begun.
+    for settings, message in [({"x": "é" * 3_000_000}, "at most"), ({"x": nested(70)}, "nested too deep")]:
+        with pytest.raises(ValueError, match=message):
+            run_dir.write_json(run_dir.fingerprint, settings)
+        assert not run_dir.fingerprint.exists()
+    status = Status(run_dir)
+    status.start(0)
+    status.write("failed", error="é" * 3_000_000)
+    assert read_status(run_dir.status)[3] == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full disk, on Linux")
+def test_a_full_disk_of_the_screen_is_not_taken_for_that_of_the_run(tmp_path):
+    with open("/dev/full", "w", buffering=1) as full:
+        console = Console(tmp_path / "train.log", max_steps=1, stream=full)
+        with pytest.raises(OSError) as found:
+            console.say("hello")
+        assert trouble(found.value, tmp_path) == "the disk is full: standard output"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    console.close()
+
+
+def test_a_run_that_is_a_link_to_nowhere_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "run").symlink_to("nowhere")
+    for folder in (tmp_path / "run", tmp_path / "run" / "inner"):
+        with pytest.raises(ValueError, match="run is a link to nowhere, which is not there: make that folder"):
+            RunDir(folder).check()
 
 
 def test_a_sample_of_any_length_is_one_line_of_some_hundred_characters(tmp_path):

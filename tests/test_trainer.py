@@ -96,6 +96,39 @@ def test_each_token_loss_is_its_formula(name, settings):
     np.testing.assert_allclose(grad, slope, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in TOKEN_LOSSES if name != "cross_entropy"])
+@pytest.mark.parametrize("filler", [-120.0, -1e30, -np.inf])
+def test_a_token_without_weight_may_have_any_log_probability(name, filler):
+    """Tokens of a prompt, say; p = q = -1, A = 2, w = 1 at the other token."""
+    streams = {"weights": [[0.0, 1.0]], "logprobs": [[filler, -1.0]], "advantages": [[2.0, 2.0]]}
+    mask = np.ones((1, 2), bool)
+    batch = RowBatch(None, mask, mask, streams={k: np.array(v, np.float32) for k, v in streams.items()})
+
+    def loss(logprobs):
+        return token_loss(name, {}).loss(TokenScores(logprobs, logprobs), batch)[0]
+
+    value, slope = jax.value_and_grad(loss)(np.full((1, 2), -1.0, np.float32))
+    at_one = {"importance_sampling": -2.0, "ppo": -2.0, "cispo": 2.0, "dro": 2.0}
+    assert value == pytest.approx(at_one[name])
+    np.testing.assert_allclose(slope, [[0, -2]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("gap", [120.0, -120.0])
+def test_a_ratio_is_bounded_as_in_the_algorithms(name, gap):
+    streams = {"weights": [[1.0]], "logprobs": [[-1.0 - gap]], "advantages": [[-2.0]]}
+    mask = np.ones((1, 1), bool)
+    batch = RowBatch(None, mask, mask, streams={k: np.array(v, np.float32) for k, v in streams.items()})
+
+    def loss(logprobs):
+        return token_loss(name, {}).loss(TokenScores(logprobs, logprobs), batch)[0]
+
+    value, slope = jax.value_and_grad(loss)(np.full((1, 1), -1.0, np.float32))
+    assert np.isfinite(value) and np.isfinite(slope).all()
+    if name == "importance_sampling":
+        assert value == pytest.approx(2 * np.exp(np.sign(gap) * 20), rel=1e-5)
+
+
 def test_rows_have_few_shapes_and_lose_no_token():
     rng = np.random.default_rng(0)
     data = [Datum([7] * n, [8] * n) for n in rng.integers(1, 200, 300)]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tunix_lite.commands.program import compose
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.try_environment import Tried, try_environment
@@ -10,6 +9,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import check_environment_answers
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.task import Task
 
 HERE = "environments_to_try"

@@ -7,16 +7,16 @@ from functools import partial
 import pytest
 import rewards_to_try as tried
 
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError
-from tunix_lite.rewards.pool import RewardsConfig
 from tunix_lite.rewards.text import brevity
 from tunix_lite.runs import setup
 from tunix_lite.runs.setup import prepare
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, TaskConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.workers.pool import RewardsConfig
 
 SETTINGS = RewardsConfig(timeout=0.5)
 

@@ -9,10 +9,10 @@ import pytest
 from test_train import SHORT, lines
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.runs import watch
 from tunix_lite.runs.watch import StepDone
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 

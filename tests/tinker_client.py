@@ -5,7 +5,6 @@ It needs no SDK. It asks again while the server is away, as the SDK does.
 
 import itertools
 import json
-import struct
 import time
 import urllib.error
 import urllib.request
@@ -85,50 +84,39 @@ class Client:
 
 def request_bytes(model, number, data, loss, settings=None, forward_only=False) -> bytes:
     """A forward_backward request, as the SDK 0.38.0 writes it."""
-    body = wire._field(1, model.encode()) + wire._number(2, number)
+    request = wire.CLASSES["Request"](model_id=model, seq_id=number, loss=loss, forward_only=forward_only)
     for datum in data:
-        chunk = wire._field(1, wire._field(1, np.asarray(datum.tokens, "<i4").tobytes()))
-        tensors = _tensor("target_tokens", np.asarray(datum.targets, "<i8"), 2)
+        one = request.data.add()
+        one.chunks.add().text.tokens = np.asarray(datum.tokens, "<i4").tobytes()
+        tensors = {"target_tokens": (np.asarray(datum.targets, "<i8"), 2)}
         for name in ("weights", "logprobs", "advantages"):
             if getattr(datum, name) is not None:
-                tensors += _tensor(name, np.asarray(getattr(datum, name), "<f4"), 1)
-        body += wire._field(3, wire._field(1, chunk) + tensors)
-    body += wire._field(4, loss.encode())
+                tensors[name] = np.asarray(getattr(datum, name), "<f4"), 1
+        for name, (values, dtype) in tensors.items():
+            one.inputs.add(name=name, tensor={"dense": values.tobytes(), "dtype": dtype})
     for name, value in (settings or {}).items():
-        number = wire._field(2, b"\x09" + struct.pack("<d", value))
-        body += wire._field(7, wire._field(1, name.encode()) + number)
-    return body + (wire._number(6, 1) if forward_only else b"")
-
-
-def _tensor(name, values, dtype) -> bytes:
-    tensor = wire._field(1, values.tobytes()) + wire._number(3, dtype)
-    return wire._field(2, wire._field(1, name.encode()) + wire._field(2, tensor))
+        request.settings.add(name=name, value={"number": value})
+    return request.SerializeToString()
 
 
 def read_result(raw) -> tuple[float, list[list[float]]]:
     """Loss and log-probabilities of a result of forward_backward."""
-    fields = list(wire._fields(raw))
-    [loss] = [dict(wire._fields(value))[2] for number, value in fields if number == 3]
-    [record] = [value for number, value in fields if number == 2]
-    [entry] = [value for number, value in wire._fields(record) if number == 2]
-    tensor = dict(wire._fields(dict(wire._fields(entry))[2]))
-    ends = np.frombuffer(tensor[2], "<i8") // 4
-    values = np.frombuffer(tensor[1], "<f4")
-    return struct.unpack("<d", loss)[0], [values[a:b].tolist() for a, b in itertools.pairwise(ends)]
+    result = wire.wire_message("Gradient", raw)
+    [column] = [one.column for one in result.rows.columns]
+    ends = np.frombuffer(column.ends, "<i8") // 4
+    values = np.frombuffer(column.values, "<f4")
+    return result.metrics[0].value, [values[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
 
 def read_samples(raw) -> tuple[list[tuple[list[int], list[float], int]], list[float | None]]:
     """(tokens, log-probabilities, stop reason) of each sample, and the log-probabilities of the prompt."""
-    samples, scores = [], []
-    for number, value in wire._fields(raw):
-        if number == 1:
-            one = dict(wire._fields(value))
-            tokens = np.frombuffer(one[2], "<i4").tolist()
-            samples.append((tokens, np.frombuffer(one[3], "<f4").tolist(), one.get(1, 0)))
-        elif number == 2:
-            # The first token has none.
-            scores = [None, *np.frombuffer(value, "<f4").tolist()[1:]]
-    return samples, scores
+    result = wire.wire_message("Samples", raw)
+    samples = [
+        (np.frombuffer(one.tokens, "<i4").tolist(), np.frombuffer(one.logprobs, "<f4").tolist(), one.reason)
+        for one in result.sequences
+    ]
+    # The first token has no log-probability.
+    return samples, [None, *np.frombuffer(result.prompt_logprobs, "<f4").tolist()[1:]]
 
 
 class OverHttp:

@@ -9,7 +9,7 @@ import jax
 import processes
 from jax.experimental.multihost_utils import process_allgather
 
-from tunix_lite.commands.program import compose
+from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 RUN = [

@@ -4,14 +4,12 @@ Each lives in a module of its own; docs/api/front.md has them by what they are f
 """
 
 from tunix_lite.agents.running import AgentConfig
-from tunix_lite.agents.training import AgentTrainer, train_agent
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
-from tunix_lite.commands.program import compose
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.export import export
@@ -26,10 +24,12 @@ from tunix_lite.rewards.math import correct
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.watch import StepDone
+from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.sources import Arithmetic, Jsonl
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
+from tunix_lite.train_agent import train_agent
 from tunix_lite.trainer.client import TrainingClient
 from tunix_lite.trainer.data import Datum
 from tunix_lite.trainer.sampling import SampleSettings
@@ -41,7 +41,6 @@ __all__ = [
     "GRPO",
     "SFT",
     "AgentConfig",
-    "AgentTrainer",
     "Algorithm",
     "Arithmetic",
     "Batch",

@@ -187,7 +187,7 @@ class Checkpoints:
             raise ValueError(self._damaged(step, missing))
 
     def has_digests(self, step: int) -> bool:
-        """Whether this checkpoint has digests. Early versions of this package made none."""
+        """Whether this checkpoint has digests; a copy may have lost them."""
         return (self.folder / str(step) / digests.NAME).is_file()
 
     def _verify(self, step: int) -> None:

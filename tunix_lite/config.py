@@ -2,17 +2,15 @@
 Hydra nor a device."""
 
 import dataclasses
-import functools
 import inspect
 import math
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import check_loss, max_rounds, reference_every
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
@@ -28,11 +26,11 @@ from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.plain_text import shown
-from tunix_lite.rewards.pool import RewardsConfig, check_portable, check_times
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
 from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.task import TaskConfig
+from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 
 # ---- the settings of a run, one class per folder of conf/
 
@@ -40,7 +38,7 @@ from tunix_lite.tasks.task import TaskConfig
 # settings of Training that name one of a few
 CHOICES = {
     "packing": (*PACKING, "auto"),
-    "mixed_precision": tuple(DTYPES),
+    "mixed_precision": (*DTYPES, "auto"),
     "remat": tuple(REMAT),
     "attention": ("auto", *IMPLEMENTATIONS),
     "memory_check": ("stop", "warn"),
@@ -67,9 +65,9 @@ class TrainingConfig:
     packing: str = "auto"
     # Tokens of packed rows per fsdp shard in one pass. null takes 2048, or one row if it is longer.
     micro_batch_tokens: int | None = None
-    # Types: fp32, bf16 (compute in bfloat16, keep weights in float32) or bf16_params (weights in
-    # bfloat16, too).
-    mixed_precision: str = "fp32"
+    # Types: fp32, bf16 (compute in it, weights in float32), bf16_params (weights too) or auto (by
+    # device and model).
+    mixed_precision: str = "auto"
     # Gradient checkpointing, what is recomputed: save_all (least), none (little), dots,
     # save_qkv_out or block (all).
     remat: str = "none"
@@ -237,7 +235,7 @@ class TrackingConfig:
     # Console output: rich (live region), plain (a line per step) or quiet (hints, errors, results).
     # auto uses rich on a terminal, else plain.
     console: str = "auto"
-    # true writes report.html and report.md when the run ends, even by an error.
+    # true writes report.html when the run ends, even by an error.
     report: bool = True
     # Other trackers by name, such as one of your own. tracking=wandb, mlflow or trackio adds one.
     trackers: dict[str, Callable] = field(default_factory=dict)
@@ -326,12 +324,15 @@ class RunConfig:
     def learning_temperature(self) -> float:
         """What scores are divided by in the policy that learns: that of sampling, and 1 where
         nothing is sampled."""
-        return 1.0 if self.algorithm.needs_demonstrations else self.generation.temperature
+        return 1.0 if self.algorithm.needs.demonstrations else self.generation.temperature
 
 
 def check_together(run: RunConfig) -> None:
     """Raises ValueError for settings that exclude each other."""
     check_seed(run.seed)
+    check_needs(run.algorithm)
+    with error_context("task"):
+        run.task.check_algorithm(bool(run.algorithm.needs.demonstrations))
     if run.rewards.workers:
         with error_context("task"):
             check_portable(run.task.functions())
@@ -340,14 +341,13 @@ def check_together(run: RunConfig) -> None:
         check_portable({"task.environment": run.task.environment}, "conversation")
     if run.task.environment is not None:
         check_conversations(run)
-    check_loss(run.algorithm)
     prompt = run.task.prompt
     if prompt is not None and not prompt.strip():
         raise ValueError(
             f"task: prompt={prompt!r} is the same for every example; write "
             "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
         )
-    if run.curriculum.is_on and run.algorithm.needs_demonstrations:
+    if run.curriculum.is_on and run.algorithm.needs.demonstrations:
         raise ValueError(
             "curriculum: pass rates are of completions, and this algorithm learns from "
             "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
@@ -382,9 +382,19 @@ def check_together(run: RunConfig) -> None:
         )
 
 
+def check_needs(algorithm: Any) -> None:
+    """Raises ValueError for an algorithm that does not say what it needs."""
+    if not isinstance(getattr(algorithm, "needs", None), Needs):
+        kind = type(algorithm).__name__
+        raise ValueError(
+            f"algorithm: {kind}.needs must be an algorithms.algorithm.Needs; for completions that "
+            "are sampled, write into the class: needs = Needs()"
+        )
+
+
 def check_conversations(run: RunConfig) -> None:
     """Raises ValueError for settings that conversations exclude."""
-    if run.algorithm.needs_demonstrations and not run.evaluation.num_examples:
+    if run.algorithm.needs.demonstrations and not run.evaluation.num_examples:
         raise ValueError(
             "task.environment answers what the model samples, and here nothing is sampled: the "
             "algorithm learns from demonstrations, and evaluation.num_examples is 0; set "
@@ -406,7 +416,7 @@ def _multiple(wanted: int, step: int) -> int:
 
 def check_reference(run: RunConfig) -> None:
     """Raises ValueError if the reference follows the policy where a run could not resume."""
-    follows = reference_every(run.algorithm)
+    follows = run.algorithm.needs.reference_every
     saves = run.training.save_interval_steps
     if follows and saves and follows % saves:
         raise ValueError(
@@ -436,13 +446,13 @@ def check_overlap(run: RunConfig) -> None:
     algorithm = run.algorithm
     updates = algorithm.updates_per_rollout
     staleness = run.rollout.max_staleness
-    ratio = getattr(algorithm, "ratio", None)
+    stale = algorithm.needs.fresh
     reasons = {
         "the algorithm learns from demonstrations, and nothing is sampled": (
-            algorithm.needs_demonstrations
+            algorithm.needs.demonstrations
         ),
         "agreeing_groups=replace draws more prompts within one rollout; set "
-        "algorithm.agreeing_groups=drop": max_rounds(algorithm) > 1,
+        "algorithm.agreeing_groups=drop": algorithm.needs.rounds > 1,
         "a curriculum asks the prompts of a step by the grades of the step before; set "
         "curriculum.drop_at=null 'curriculum.band=[]' 'curriculum.levels=[]'": (
             run.curriculum.is_on
@@ -450,10 +460,7 @@ def check_overlap(run: RunConfig) -> None:
         "a conversation is not carried over an update; set rollout.overlap=one_step": (
             overlap == "carry" and getattr(run.task, "environment", None) is not None
         ),
-        "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
-        "algorithm.ratio._target_=tunix_lite.algorithms.ratios.token_ratio": (
-            run.rollout.is_stale and getattr(ratio, "__name__", "") == "no_ratio"
-        ),
+        stale: run.rollout.is_stale and stale is not None,
         f"max_staleness={staleness} is counted in updates, and a rollout is for "
         f"algorithm.updates_per_rollout={updates} of them; set "
         f"rollout.max_staleness={_multiple(max(staleness, 1), updates)}": staleness % updates,
@@ -477,25 +484,13 @@ def reduction_of(algorithm: Any) -> str | None:
     not declare it.
 
     A subclass with a loss of its own declares it itself: what it inherits is about another loss.
-    Earlier versions called the declaration `reduces`: it is read, with a message.
     """
-    names = ("loss_reduction", "reduces")
     for kind in type(algorithm).__mro__:
-        found = [name for name in names if name in vars(kind)]
-        if found:
-            return _declared(algorithm, found[0])
+        if "loss_reduction" in vars(kind):
+            break
         if "loss" in vars(kind):
             return None
-    # an attribute of the object alone
-    found = [name for name in names if hasattr(algorithm, name)]
-    return _declared(algorithm, found[0]) if found else None
-
-
-def _declared(algorithm: Any, name: str) -> str | None:
-    if name == "reduces":
-        kind = type(algorithm).__name__
-        _print_once(f"algorithm: {kind}.reduces is loss_reduction now; please write that")
-    return getattr(algorithm, name)
+    return getattr(algorithm, "loss_reduction", None)
 
 
 def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
@@ -514,40 +509,6 @@ def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
 
 
 # ---- values -> dataclasses
-
-# What a `_target_` of an earlier version names today: classes that were renamed or have moved.
-RENAMED = {
-    "tunix_lite.config.Evaluation": "tunix_lite.config.EvaluationConfig",
-    "tunix_lite.config.Resume": "tunix_lite.config.ResumeConfig",
-    "tunix_lite.config.Tracking": "tunix_lite.config.TrackingConfig",
-    "tunix_lite.config.Training": "tunix_lite.config.TrainingConfig",
-    "tunix_lite.models.decoder.ModelConfig": "tunix_lite.models.decoder.Architecture",
-    "tunix_lite.models.source.Model": "tunix_lite.models.source.ModelConfig",
-    "tunix_lite.optim.OptimizerConfig": "tunix_lite.learner.optim.OptimizerConfig",
-    "tunix_lite.parallel.mesh.Rules": "tunix_lite.parallel.mesh.ShardingConfig",
-    "tunix_lite.parallel.place.Launch": "tunix_lite.distributed.process_place.LaunchConfig",
-    "tunix_lite.rewards.pool.Rewards": "tunix_lite.rewards.pool.RewardsConfig",
-    "tunix_lite.rollout.settings.Generation": "tunix_lite.rollout.settings.GenerationConfig",
-}
-
-
-def with_new_names(value: Any) -> Any:
-    """Plain values with each `_target_` of an earlier version replaced by its name of today."""
-    if isinstance(value, list):
-        return [with_new_names(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: with_new_names(item) for key, item in value.items()}
-    target = found.get(TARGET)
-    if isinstance(target, str):
-        found[TARGET] = RENAMED.get(target, target)
-    return found
-
-
-@functools.cache
-def _print_once(message: str) -> None:
-    """Print a message, once in a process."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
@@ -704,9 +665,6 @@ def _find_target(kind: Any, path: Any, where: str) -> Any:
     """The class or function of this dotted path. Raises ConfigError if it may not stand where
     `kind` is expected."""
     path = _expect_type(str, path, f"{where}.{TARGET}")
-    if path in RENAMED:
-        _print_once(f"{TARGET}: {path} is {RENAMED[path]} now; please write that")
-        path = RENAMED[path]
 
     # What may stand here.
     kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]

@@ -1,19 +1,21 @@
 """What somebody meant by a setting that does not exist: right, or nothing.
 
-First the table of other projects' words (synonyms.py), then a setting of ours of the same name in
-another section, then one that is spelt almost so. A word that fits several settings gets no hint of
-one of them.
+First the table of other projects' words (conf/words.yaml), then a setting of ours of the same name
+in another section, then one that is spelt almost so. A word that fits several settings gets no hint
+of one of them.
 """
 
 import functools
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
+import yaml
+
 from tunix_lite.distributed.launcher import conf_dir
-from tunix_lite.synonyms import FAMILIES, WORDS, Word
 
 # Sections that other projects do not have: a word of theirs does not stand in one of these, unless
 # what it means here does, too.
@@ -106,11 +108,44 @@ def _beside(key: str, known: list[str]) -> str:
 # ---- the table
 
 
+@dataclass(frozen=True)
+class Word:
+    """A row of conf/words.yaml, which says what its fields are."""
+
+    # project -> its names for this, separated by spaces
+    names: Mapping[str, str]
+    ours: tuple[str, ...]
+    note: str
+    values: Mapping[str, str]
+
+    def all_names(self) -> Iterator[tuple[str, str]]:
+        """(project, name) of each name."""
+        for project, names in self.names.items():
+            for name in names.split():
+                yield project, name
+
+
+@functools.cache
+def foreign_words() -> tuple[list[Word], dict[str, str]]:
+    """The words of other projects, and the families of settings that have no equivalent."""
+    # the loader in C reads the file in a tenth of the time
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    table = yaml.load((conf_dir() / "words.yaml").read_text(), loader)
+    rows = []
+    for row in table["words"]:
+        ours = row.pop("write", [])
+        ours = (ours,) if isinstance(ours, str) else tuple(ours)
+        note = row.pop("note", "")
+        values = row.pop("values", {})
+        rows.append(Word(row, ours, note, values))
+    return rows, table["families"]
+
+
 @functools.cache
 def _index() -> dict[str, tuple[Word, bool]]:
     """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
     found: dict[str, tuple[Word, bool]] = {}
-    for each in WORDS:
+    for each in foreign_words()[0]:
         for project, name in each.all_names():
             found[name.lower()] = (each, project == "ours")
     return found
@@ -127,7 +162,8 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
     first meaning is.
     """
     name = _normal(key)
-    family = next((FAMILIES[f] for f in FAMILIES if "." in f and f".{name}".find(f".{f}") >= 0), "")
+    families = foreign_words()[1]
+    family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")
     if family:
         return Hint((), family)
     # The longest name first: rollout.n is known, n is not.
@@ -137,7 +173,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
         if each is not None and not is_ours:
             return _fitting(each, parts[:start], value, known)
     last = parts[-1]
-    family = next((FAMILIES[f] for f in FAMILIES if "." not in f and last.startswith(f)), "")
+    family = next((families[f] for f in families if "." not in f and last.startswith(f)), "")
     return Hint((), family) if family else None
 
 
@@ -298,8 +334,7 @@ def near_option(group: str, value: str, folders: Iterable[Path] = ()) -> str | N
     same = [option for option in options if _plain(option) == _plain(value)]
     if same:
         return same[0]
-    near = _closest(value, options)
-    return near[0] if len(near) == 1 else None
+    return near_word(value, options)
 
 
 # What other projects call an option: (group, name without separators before digits) -> ours.
@@ -352,36 +387,10 @@ def near_word(word: str, words: Iterable[str]) -> str | None:
 
 
 def _closest(name: str, names: Iterable[str]) -> list[str]:
-    """The names within a few typing mistakes, the fewest."""
-    distances = {each: _mistakes(name, each) for each in set(names)}
-    allowed = 2 if len(name) >= 8 else 1
-    least = min(distances.values(), default=allowed + 1)
-    if least > allowed or len(name) < 4:
-        return []
-    # top_n is not top_k, and min_steps not max_steps: other letters in the same places are another
-    # word, unless it is one letter of many
-    replaced = 0 if len(name) < 6 else 1
-    found = [each for each, distance in distances.items() if distance == least]
-    return sorted(
-        each
-        for each in found
-        if len(each) != len(name) or least <= replaced or sorted(each) == sorted(name)
-    )
-
-
-def _mistakes(one: str, other: str) -> int:
-    """Letters to add, remove, replace or swap with the next, from one word to the other."""
-    # rows of the table of distances: this one, the last, and the one before that
-    earlier: list[int] = []
-    last: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
-        earlier = last
-        last = row
-        row = [i]
-        for j, b in enumerate(other, 1):
-            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
-                cost = min(cost, earlier[j - 2] + 1)
-            row.append(cost)
-    return row[-1]
+    """The names that are this one but for a typing mistake, the nearest first."""
+    # top_n is not top_k, min_steps not max_steps, and a model of 22b not one of 2b
+    near = get_close_matches(name, sorted(set(names)), cutoff=0.88)
+    numbers = re.findall(r"\d+", name)
+    near = [each for each in near if re.findall(r"\d+", each) == numbers]
+    swapped = [each for each in set(names) if sorted(each) == sorted(name)]
+    return near or swapped

@@ -1,6 +1,7 @@
-"""Makes text of models, data and rewards safe to show: characters that control a terminal, or that
-are no text, are escaped."""
+"""Makes text safe to show and to keep: characters that control a terminal, or that are no text, are
+escaped, and secrets that the settings hold are hidden."""
 
+import hashlib
 import re
 from typing import Any
 
@@ -15,16 +16,56 @@ _ACTS = re.compile(
 _NO_TEXT = re.compile("[\ud800-\udfff]")
 
 
+# What somebody wrote before the @ of a URL: a name, and mostly a password.
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s@'\"\\]+(?=@)")
+# Secrets that the settings of this process hold, and what is shown in their place.
+_SECRETS: dict[str, str] = {}
+
+
+def hide(secret: str, before: str = "", after: str = "") -> None:
+    """From now on this text is shown and kept as `<secret:1a2b>`, 16 bits of its digest: enough to
+    see that it changed, and too few to guess it by.
+
+    before, after: what must stand around it.
+    """
+    digest = hashlib.sha256(secret.encode(errors="replace")).hexdigest()[:4]
+    _SECRETS[f"{before}{secret}{after}"] = f"{before}<secret:{digest}>{after}"
+
+
+def hide_users_of_urls(value: Any) -> None:
+    """Hides the name and the password of each URL in texts of nested plain values."""
+    if isinstance(value, str):
+        for found in _USER_OF_URL.findall(value):
+            # A name such as `a` stands in other texts, too.
+            hide(found, "//", "@")
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            hide_users_of_urls(item)
+
+
+def without_secrets(value: Any) -> Any:
+    """Nested plain values, or a text, in which no hidden secret stands."""
+    if isinstance(value, str):
+        # A longer one may hold a shorter one.
+        for secret in sorted(_SECRETS, key=len, reverse=True):
+            value = value.replace(secret, _SECRETS[secret])
+    elif isinstance(value, dict):
+        return {without_secrets(key): without_secrets(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    return value
+
+
 def visible(text: str) -> str:
     r"""The text with such characters escaped as Python writes them: `\x1b`, `\u202e`, `\ud800`. \n
-    and \t stay."""
-    return _ACTS.sub(_escaped, text)
+    and \t stay. Secrets are hidden."""
+    return _ACTS.sub(_escaped, without_secrets(text))
 
 
 def encodable(text: str) -> str:
     r"""The text as UTF-8 can hold it, with `\ud800` and its like escaped. It is for JSON, which
-    escapes all other characters itself."""
-    return _NO_TEXT.sub(_escaped, text)
+    escapes all other characters itself. Secrets are hidden."""
+    return _NO_TEXT.sub(_escaped, without_secrets(text))
 
 
 def shortened(value: Any) -> str:
@@ -41,6 +82,14 @@ def shortened(value: Any) -> str:
 def shown(value: Any, most: int = 120) -> str:
     """A value as a message shows it: `repr`, cut after `most` characters."""
     return _cut(repr(value), most)
+
+
+def message_of(error: BaseException) -> str:
+    """str(error); other words where it has none: an exception of a user's code may raise there."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"<its text cannot be read: str() raised {type(second).__name__}>"
 
 
 def escaped(text: str, most: int = 120) -> str:

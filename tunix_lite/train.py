@@ -5,6 +5,7 @@ rollout/engine.py; for how an update is computed, learner/step.py; for what happ
 (evaluation, logs, checkpoints, signals), runs/watch.py.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,15 +13,21 @@ import jax
 from tunix_lite.config import RunConfig
 from tunix_lite.runs.experience import ExperienceSource, FreshExperience
 from tunix_lite.runs.learner import Learner, build_learner
-from tunix_lite.runs.session import Job, open_run
+from tunix_lite.runs.session import Job, Session, open_run
 from tunix_lite.runs.watch import StepDone, Watch, open_watch
 from tunix_lite.types import TrainState
 
 
-def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainState:
+def train(
+    run: RunConfig,
+    folder: str | Path,
+    job: Job | None = None,
+    make_source: Callable[[Session, Learner], ExperienceSource] = FreshExperience,
+) -> TrainState:
     """Train as `run` says, and keep everything in `folder`. Returns the last state.
 
     job: what the run should know of the job that it is a part of; None: it is on its own.
+    make_source: where experience comes from; another one than the task's prompts is an agent.
     Raises ConfigError before anything is written if the settings cannot be right, and later if
     weights cannot be loaded or the run does not fit into memory; RunFailed if data, a reward or a
     function of the user's fails; FloatingPointError if too many updates in a row are not finite;
@@ -31,8 +38,8 @@ def train(run: RunConfig, folder: str | Path, job: Job | None = None) -> TrainSt
     # Once the model is loaded, status.json says how the run ended, however it ends.
     with open_run(run, Path(folder), job) as session:
         learner = build_learner(session)
-        watch = open_watch(session, learner)
-        source = FreshExperience(session, learner)
+        source = make_source(session, learner)
+        watch = open_watch(session, learner, source)
         session.state = fit(learner, source, watch, session.run.training.max_steps)
     return session.state
 

@@ -200,13 +200,15 @@ class Graded:
     each: dict[str, np.ndarray] = field(default_factory=dict)
     # by name, what each reward counts in the sum
     weights: dict[str, float] = field(default_factory=dict)
-    # the example that each completion answers; those of a group are one and the same dict
+    # the example that each completion answers
     examples: list[dict] = field(default_factory=list)
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
     # of conversations: what the environment gave each turn of each; [] where there is none
     turn_rewards: list[list[float]] = field(default_factory=list)
     # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
+    # completions of a group, which stand side by side
+    num_generations: int = 1
 
 
 @flax.struct.dataclass
@@ -278,6 +280,8 @@ class RowBatch:
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
     # by name, arrays that are of no token and are never cut up; None: there are none
     constants: dict[str, jax.Array] | None = None
+    # micro-batches that the rows can be cut into; `num_parts` of them run
+    max_parts: int = flax.struct.field(pytree_node=False, default=1)
     # columns of shared prompts; 0: none is shared (packing.RowShape)
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
     # columns of each lane after them; 0: there are no lanes

@@ -30,10 +30,11 @@ from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, lora, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.planning.batch_size import plan_batch, plan_rows
+from tunix_lite.resolved.batch_size import plan_batch, plan_rows
+from tunix_lite.resolved.run import has_large_head
 from tunix_lite.rollout.engine import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Graded, Rollout, TrainState
@@ -57,7 +58,7 @@ class MadeUpTask:
     def prompts(self, examples: list[dict]) -> list[list[int]]:
         return self.tokens
 
-    def grader(self, examples: list[dict]) -> "MadeUpTask":
+    def grader(self, examples: list[dict], num_generations: int = 1) -> "MadeUpTask":
         return self
 
     def submit(self, row: int, tokens: list[int]) -> None:
@@ -120,8 +121,7 @@ class Run:
         self.state = TrainState(put(np.int32(0)), trained, init_opt_state(optimizer, trained))
         self.policy = self._policy(work, reference)
         options = update_options(FORWARD["scan_layers"])
-        parts = self.rows.num_parts
-        self.update = TrainStep(self.policy, self.algorithm, optimizer, parts, lora=self.lora, compiler_options=options)
+        self.update = TrainStep(self.policy, self.algorithm, optimizer, lora=self.lora, compiler_options=options)
 
     def _layout(self, work: dict, packing: str) -> RowLayout:
         """Rows as a run with this packing plans them: all in one pass, or, where most completions are short, in
@@ -134,7 +134,7 @@ class Run:
             generation=GenerationConfig(work["prompt_length"], work["new_tokens"]),
             algorithm=self.algorithm,
         )
-        return plan_rows(run, plan_batch(run, fsdp=1))
+        return plan_rows(run, plan_batch(run, fsdp=1), has_large_head(self.cfg))
 
     def _policy(self, work: dict, reference: Any) -> Any:
         """The policy, its sampling and its reference timed."""

@@ -19,7 +19,7 @@ from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, lora, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
 from tunix_lite.runs.batch_files import batch_of_arrays
@@ -115,7 +115,7 @@ def update(model: Model, way: Way, batch: Batch, devices=None, algorithm=WITH_KL
     forward = {"remat": way.remat, "scan_layers": way.scan_layers, **reduced}
     policy = make_policy(model.cfg, None, model.temperature, computed, rows=rows, **forward)
     policy, batch = (policy, batch) if prepare is None else prepare(policy, rows, batch)
-    step = TrainStep(policy, algorithm, optimizer, way.parts, model.lora, sync_every=way.sync_every)
+    step = TrainStep(policy, algorithm, optimizer, model.lora, sync_every=way.sync_every)
     floats = jnp.float64 if way.wide else jnp.float32
     laid_out, _ = rows.lay_out(jax.tree.map(lambda x: x.astype(floats) if x.dtype == np.float32 else x, batch))
     size = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))

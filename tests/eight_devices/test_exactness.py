@@ -14,7 +14,7 @@ from exactness_worker import MODELS, NEW, PROMPT, SEQUENCES, Way
 from processes import run_together
 
 from tunix_lite.learner.optim import round_by_chance
-from tunix_lite.models import attention, decoder, vocabulary
+from tunix_lite.models import attention, vocabulary
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules
 from tunix_lite.runs.batch_files import arrays_of_batch
@@ -254,12 +254,7 @@ def test_the_gradient_is_that_of_the_formulas(way, monkeypatch):
 
 @pytest.mark.parametrize("way", WIDE, ids=named)
 def test_the_gradient_is_that_of_the_formulas_to_float64(way, monkeypatch):
-    def angles(cfg, positions, kind):  # the model's are float32 always
-        turns = {"local": 1e4, "global": 1e6}[kind] ** (-np.arange(cfg.head_dim // 2) * 2 / cfg.head_dim)
-        return jnp.sin(angle := positions[..., None, None] * jnp.asarray(turns)), jnp.cos(angle)
-
     with jax.enable_x64(True):
-        monkeypatch.setattr(decoder, "rope_angles", angles)
         check(way, monkeypatch, 1e-10, wide=True)
         assert jax.tree.leaves(updated(way[0], *(way[1] | {"wide": True}).items()).grads)[0].dtype == jnp.float64
 

@@ -4,14 +4,14 @@ The advantage of an episode is that of its reward in its group, the episodes of 
 counts for each token that the model sampled in the episode, whichever of its sequences holds it.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
 from tunix_lite.agents.episodes import Episode
 from tunix_lite.agents.running import Ended
-from tunix_lite.agents.sequences import TokenSequence
 from tunix_lite.algorithms.advantages import WholeBatch
 from tunix_lite.algorithms.dropped import (
     advantages_of_kept,
@@ -19,12 +19,12 @@ from tunix_lite.algorithms.dropped import (
     weights_of_learned,
 )
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.types import Batch, Metrics
 
-# The narrowest row, and tokens of a forward and backward pass on one shard, padding included.
-LEAST_WIDTH = 64
-TOKENS_AT_ONCE = 2048
+# of training.packing: any other names what sequences of agents are not laid out by
+PACKING = ("auto", "sequences")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class EpisodeGroups:
         return {
             "reward/mean": float(rewards_PG[kept_PG].mean()),
             "reward/std": float(rewards_PG[kept_PG].std()),
+            "completions/correct": float((rewards_PG[kept_PG] >= 1).mean()),
             "reward/groups_that_agree": float(groups_that_agree(rewards_PG, kept_PG).mean()),
             "episodes/calls": sum(one.num_calls for one in self.episodes) / count,
             "episodes/sequences": sum(len(one.sequences) for one in self.episodes) / count,
@@ -88,10 +89,9 @@ class EpisodeGroups:
         limit = algorithm.advantage_clip
         return found_PG if limit is None else np.clip(found_PG, -limit, limit)
 
-    def batches(self, algorithm: GRPO, shards: int) -> Iterator[Batch]:
-        """The batch of an update in parts, whose gradients add up: all of its weights sum to what
-        they would in one. Rows of a part have one width, a power of two. shards: of a batch
-        (fsdp)."""
+    def batch(self, algorithm: GRPO) -> Batch:
+        """What an update learns from: a sequence of an episode a row, [B, T], right-padded. Where
+        nothing is left to learn from, it is one row in which nothing counts."""
         advantages_B = self.advantages_PG(algorithm).reshape(-1)
         learned_PG = self.kept_PG
         if algorithm.agreeing_groups == "drop":
@@ -99,74 +99,69 @@ class EpisodeGroups:
             learned_PG = learned_PG & ~agree_P[:, None]
         learned_B = learned_PG.reshape(-1)
         rows = [
-            (one, advantages_B[place])
+            (one, advantages_B[place], place // self.num_generations)
             for place, episode in enumerate(self.episodes)
             for one in episode.sequences
             if learned_B[place]
         ]
-        # the same width first, so that parts of one width have one shape
-        rows.sort(key=lambda row: len(row[0].tokens))
-        weights = _weights(algorithm, [one for one, _ in rows])
-        at = 0
-        while at < len(rows):
-            width = _width(len(rows[at][0].tokens))
-            count = max(1, TOKENS_AT_ONCE // width) * shards
-            part = [row for row in rows[at : at + count] if len(row[0].tokens) <= width]
-            yield _batch_of(part, weights[at : at + len(part)], count, width)
-            at += len(part)
+        longest = max((len(one.tokens) for one, *_ in rows), default=2)
+        shape = (max(1, len(rows)), longest)
+        mask, sampled = np.zeros(shape, bool), np.zeros(shape, bool)
+        tokens = np.zeros(shape, np.int32)
+        advantages, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        for row, (one, advantage, _) in enumerate(rows):
+            length = len(one.tokens)
+            mask[row, :length] = True
+            sampled[row, :length] = one.is_sampled
+            tokens[row, :length] = one.tokens
+            advantages[row, :length] = advantage
+            old_logprobs[row, :length] = one.logprobs
+        weights = np.zeros(shape, np.float32)
+        if rows:
+            # What each token counts is made where all sequences are in view.
+            prompts = np.array([prompt for *_, prompt in rows])
+            all_B = np.ones(len(rows), bool)
+            weights = weights_of_learned(algorithm.weighting, sampled, all_B, prompts)
+        return Batch(tokens, mask, weights, advantages, old_logprobs)
 
 
-def check_algorithm(algorithm: object) -> None:
-    """Raises ConfigError for what episodes cannot be learned by."""
+def check_run(run: RunConfig) -> None:
+    """Raises ConfigError for settings that agents do not follow."""
+    algorithm = run.algorithm
     if not isinstance(algorithm, GRPO):
         raise ConfigError(
             f"algorithm={type(algorithm).__name__}: agents learn by GRPO and its family"
         )
-    needs_run = {
-        "kl_coef above 0": algorithm.kl_coef > 0,
-        "mini_batches above 1": algorithm.mini_batches > 1,
-        f"old_logprobs={algorithm.old_logprobs}": algorithm.old_logprobs != "whole",
-        "agreeing_groups=replace": algorithm.agreeing_groups == "replace",
-        "shaping": algorithm.shaping is not None,
-        "mask_truncated=true": algorithm.mask_truncated,
+    refused = {
+        "algorithm.kl_coef above 0": algorithm.kl_coef > 0,
+        "algorithm.mini_batches above 1": algorithm.mini_batches > 1,
+        f"algorithm.old_logprobs={algorithm.old_logprobs}": algorithm.old_logprobs != "whole",
+        "algorithm.agreeing_groups=replace": algorithm.agreeing_groups == "replace",
+        "algorithm.shaping": algorithm.shaping is not None,
+        "algorithm.mask_truncated=true": algorithm.mask_truncated,
+        "task.environment": getattr(run.task, "environment", None) is not None,
+        "curriculum": run.curriculum.is_on,
+        f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
+        f"training.packing={run.training.packing}": run.training.packing not in PACKING,
+        # Sequences are packed: micro-batches have tokens, and dropout belongs to one sequence.
+        "training.micro_batch_size": run.training.micro_batch_size is not None,
+        "training.gradient_accumulation_steps": bool(run.training.gradient_accumulation_steps),
+        "model.lora.dropout above 0": run.model.lora.dropout > 0,
     }
-    for name, is_on in needs_run.items():
+    for name, is_on in refused.items():
         if is_on:
-            raise ConfigError(f"algorithm.{name} is for run_training.py: agents do not follow it")
+            raise ConfigError(f"{name}: agents do not follow it; leave it out")
+    if run.generation.temperature <= 0:
+        raise ConfigError("generation.temperature=0: all episodes of a group would be the same")
+    if jax.process_count() > 1:
+        raise ConfigError("an agent is trained in one process; run_training.py spans several")
 
 
-def _width(length: int) -> int:
-    return max(LEAST_WIDTH, 1 << (length - 1).bit_length())
-
-
-def _weights(algorithm: GRPO, sequences: list[TokenSequence]) -> list[np.ndarray]:
-    """What each token of each sequence counts: made once, where all are in view."""
-    if not sequences:
-        return []
-    most = max(len(one.tokens) for one in sequences)
-    mask_BT = np.zeros((len(sequences), most), bool)
-    for row, one in enumerate(sequences):
-        mask_BT[row, : len(one.tokens)] = one.is_sampled
-    all_B = np.ones(len(sequences), bool)
-    weights_BT = weights_of_learned(algorithm.weighting, mask_BT, all_B)
-    return [weights_T[: len(one.tokens)] for weights_T, one in zip(weights_BT, sequences)]
-
-
-def _batch_of(
-    rows: list[tuple[TokenSequence, float]], weights: list[np.ndarray], count: int, width: int
-) -> Batch:
-    """A sequence a row, [count, width]; rows that are left hold nothing."""
-    tokens = np.zeros((count, width), np.int32)
-    mask = np.zeros((count, width), bool)
-    values = {
-        name: np.zeros((count, width), np.float32)
-        for name in ("loss_weight", "advantages", "old_logprobs")
-    }
-    for row, (one, advantage) in enumerate(rows):
-        length = len(one.tokens)
-        tokens[row, :length] = one.tokens
-        mask[row, :length] = True
-        values["loss_weight"][row, :length] = weights[row]
-        values["advantages"][row, :length] = advantage
-        values["old_logprobs"][row, :length] = one.logprobs
-    return Batch(tokens=tokens, token_mask=mask, **values)
+def settings_for_agents(run: RunConfig) -> RunConfig:
+    """The run with what an agent decides: its sequences stand side by side in rows, and it grades
+    itself, so that no workers grade. Raises ConfigError as `check_run` does."""
+    check_run(run)
+    training = replace(run.training, packing="sequences")
+    rewards = replace(run.rewards, workers=0)
+    with error_context(""):
+        return replace(run, training=training, rewards=rewards)

@@ -29,7 +29,7 @@ class Endpoint:
             import aiohttp  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                "agents need aiohttp and openai: pip install 'tunix_lite[agents]'"
+                "agents need aiohttp and openai: pip install -e '.[agents]'"
             ) from error
         settings = ServerSettings(port=0, max_body=2**24, stop_seconds=0.0)
         self._server = Server(engine, tokenizer, limits, settings, episodes)

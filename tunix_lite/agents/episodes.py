@@ -15,10 +15,10 @@ from tunix_lite.agents.sequences import (
 )
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
+from tunix_lite.seeds import seed_of_call
 from tunix_lite.serving.answers import Piece
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call
-from tunix_lite.trainer.sampling import seed_of_call
 
 IS_OVER = (
     "there is no such episode, or it is over: base_url is .../episodes/ID/v1, or the API key is ID"

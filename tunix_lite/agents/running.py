@@ -9,16 +9,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from tunix_lite.agents.episodes import Episode, OpenEpisodes
 from tunix_lite.errors import ConfigError
-from tunix_lite.plain_text import shown
+from tunix_lite.plain_text import message_of, shown
+from tunix_lite.rewards.scores import MOST_REWARD
 
 # (client, example) -> the reward, a text that is graded, or None: the reward comes by HTTP
 Agent = Callable[[Any, dict], Any]
 ON_ERROR = ("raise", "zero", "drop")
+# between two looks at whether the run is asked to stop
+LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Runner:
             import openai
         except ImportError as error:
             raise ConfigError(
-                "agents need aiohttp and openai: pip install 'tunix_lite[agents]'"
+                "agents need aiohttp and openai: pip install -e '.[agents]'"
             ) from error
         self.agent = agent
         self.reward = reward
@@ -98,19 +100,30 @@ class Runner:
         # an object with `async def __call__`, too
         called = vars(type(agent)).get("__call__")
         self._is_async = any(inspect.iscoroutinefunction(one) for one in (agent, called))
+
+        class SharedConnections(openai.DefaultHttpxClient):
+            def close(self) -> None:
+                """Nothing: an agent that closes its client would close those of all the others."""
+
         # Clients of one address share their connections. It needs no certificates, which take long
-        # to load.
-        http = openai.DefaultHttpxClient(verify=False)
+        # to load, and no proxy, which HTTP_PROXY may name.
+        self._connections = SharedConnections(verify=False, trust_env=False)
         self._client = openai.OpenAI(
-            base_url="http://127.0.0.1", api_key="none", timeout=config.timeout, http_client=http
+            base_url="http://127.0.0.1",
+            api_key="none",
+            timeout=config.timeout,
+            http_client=self._connections,
         )
 
     def close(self) -> None:
         """Closes the connections of all clients."""
-        self._client.close()
+        super(type(self._connections), self._connections).close()
 
-    def run(self, opened: Sequence[Episode]) -> list[Ended]:
+    def run(
+        self, opened: Sequence[Episode], between: Callable[[], None] = lambda: None
+    ) -> list[Ended]:
         """Runs the agent once for each episode, and closes it. How each ended, in their order.
+        between: called once a second or more often; it may raise to end them all.
 
         A thread cannot be ended from outside: one that takes too long goes on, but its calls are
         refused, and what it returns is not used.
@@ -126,6 +139,7 @@ class Runner:
                     began[place] = time.monotonic()
                     words = (place, episode, ended)
                     threading.Thread(target=self._run_one, args=words, daemon=True).start()
+                between()
                 self._take_one(opened, began, found, ended)
         finally:
             for episode in opened:
@@ -139,12 +153,15 @@ class Runner:
         found: dict[int, Ended],
         ended: queue.SimpleQueue,
     ) -> None:
-        """Waits until an episode ends or takes too long. Removes it from `began`."""
+        """Waits until an episode ends or takes too long, a second at most. Removes it from
+        `began`."""
         first = min(began, key=began.get)
         left = began[first] + self.config.timeout - time.monotonic()
         try:
-            place, how = ended.get(timeout=max(0.0, left))
+            place, how = ended.get(timeout=min(max(0.0, left), LOOK_SECONDS))
         except queue.Empty:
+            if left > LOOK_SECONDS:
+                return
             place = first
             message = f"the agent took more than {self.config.timeout:g} s"
             how = Ended(None, self.config.timeout, "timeout", message)
@@ -163,7 +180,7 @@ class Runner:
         except NoReward as error:
             how = Ended(None, time.monotonic() - start, "no_reward", str(error))
         except BaseException as error:
-            message = f"{type(error).__name__}: {_place_of(error)}{shown(str(error), 300)}"
+            message = f"{type(error).__name__}: {_place_of(error)}{shown(message_of(error), 300)}"
             how = Ended(None, time.monotonic() - start, "error", message)
         ended.put((place, how))
 
@@ -178,7 +195,7 @@ class Runner:
     async def _finish(self, url: str, episode: Episode) -> Any:
         import openai
 
-        http = openai.DefaultAsyncHttpxClient(verify=False)
+        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = openai.AsyncOpenAI(
             base_url=url, api_key=episode.id, timeout=self.config.timeout, http_client=http
         )
@@ -197,11 +214,17 @@ class Runner:
                     "the agent returned None, and nobody sent a reward to /episodes/ID/reward"
                 )
             return episode.reward
-        if not isinstance(returned, Real) or not math.isfinite(returned):
+        # Numbers of numpy and jax are not all numbers.Real: numpy.bool_ is none.
+        try:
+            reward = float(returned) if hasattr(returned, "__float__") else math.nan
+        except (OverflowError, TypeError, ValueError):
+            reward = math.nan
+        if not abs(reward) <= MOST_REWARD:
             raise NoReward(
-                f"the agent returned {shown(returned)}; it is a finite number, a text, or None"
+                f"the agent returned {shown(returned)}; it is a finite number, {MOST_REWARD:g} at "
+                "most, a text, or None"
             )
-        return float(returned)
+        return reward
 
 
 def _place_of(error: BaseException) -> str:

@@ -4,7 +4,6 @@ An algorithm is any object with the fields of `Algorithm`: usually a frozen data
 are its settings, named in YAML by its dotted path. It subclasses nothing.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -95,11 +94,11 @@ class Policy:
     generate: Generate | None
     # (params, batch in rows) -> TokenScores [R, W]; called inside of jit, differentiated
     scores: Callable[[Params, RowBatch], TokenScores]
-    # by name; "reference": the policy that training starts from, there if `needs_reference`
+    # by name; "reference": the policy that training starts from, there if `needs.reference`
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    # what `scores` gives, for `collect`; an algorithm that calls it says `rescores = True`
+    # what `scores` gives, for `collect`; an algorithm that calls it says Needs(rescore=True)
     rescore: Rescorer | None = None
-    # for an algorithm with a `comparison`: its batches go through this, and `scores` are
+    # for an algorithm with a comparison: its batches go through this, and `scores` are
     # ComparedScores
     compare: Comparer | None = None
 
@@ -129,17 +128,76 @@ class TaskInterface(Protocol):
     # Optional, of a task with an environment: `conversation`, its settings, and partner(examples),
     # who answers the turns of one conversation per example; policy.generate gets it as `partner`.
 
-    def grader(self, examples: list[dict]) -> GroupGrader:
-        """Grades one completion per example: repeat an example for each of its completions."""
+    def grader(self, examples: list[dict], num_generations: int = 1) -> GroupGrader:
+        """Grades one completion per example: repeat an example for each of its completions.
+        num_generations: completions of a group, side by side."""
 
-    def grade(self, examples: list[dict], rollout: Rollout) -> Graded:
+    def grade(self, examples: list[dict], rollout: Rollout, num_generations: int = 1) -> Graded:
         """All at once: one completion per example."""
 
-    def demonstrations(self, examples: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens, token_mask and completion_mask [B, T]: prompts with their demonstrations."""
+    def demonstrations(
+        self, examples: list[dict], name: str = "completion"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tokens, token_mask and completion_mask [B, T]: prompts with the demonstrations that are
+        in the field `name`."""
 
     def truncated(self, examples: list[dict]) -> int:
         """How many prompts have lost their beginning."""
+
+
+# names of parts of a run, which a frozen model cannot have
+TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run must know of an algorithm before it starts, to plan memory and to load models.
+
+    Example: Needs() samples completions and learns from their advantages;
+    Needs(demonstrations=("completion",)) samples nothing.
+
+    Raises ValueError for a frozen model with the name of something else.
+    """
+
+    # whether the run makes policy.scorers["reference"], the policy that training starts from
+    reference: bool = False
+    # steps after which the reference follows the policy, and how far it goes; 0: it stays
+    reference_every: int = 0
+    reference_mix: float = 1.0
+    # whether `collect` calls policy.rescore
+    rescore: bool = False
+    # fields of examples that are learned from; (): completions are sampled
+    demonstrations: tuple[str, ...] = ()
+    # fields of float32 of its batches beside loss_weight; None: `batch_fields` says the usual ones
+    fields: tuple[str, ...] | None = None
+    # names of the float32 values of its own in Batch.streams
+    streams: tuple[str, ...] = ()
+    # models.source.TeacherConfig by name: models that the run loads as policy.scorers
+    frozen_models: Mapping[str, Any] = field(default_factory=dict)
+    # `collect` calls policy.compare with this model, and the loss gets ComparedScores
+    comparison: TeacherComparison | None = None
+    # updates that `collect` makes a batch for: so many mini-batches, one after the other
+    mini_batches: int = 1
+    # times as many examples as a rollout needs that `collect` gets
+    rounds: int = 1
+    # why it cannot learn from tokens that earlier weights drew, and what to set instead; None: it
+    # can (rollout.overlap)
+    fresh: str | None = None
+
+    def __post_init__(self):
+        if taken := set(TAKEN) & self.frozen_models.keys():
+            raise ValueError(
+                f"frozen_models: {taken.pop()!r} is the name of something else in a run"
+            )
+
+    @property
+    def batch_fields(self) -> tuple[str, ...]:
+        """Fields of float32 that batches have beside loss_weight: `fields`, or advantages and
+        old_logprobs of what was sampled, and ref_logprobs with a reference."""
+        if self.fields is not None:
+            return self.fields
+        found = () if self.demonstrations else ("advantages", "old_logprobs")
+        return (*found, "ref_logprobs") if self.reference else found
 
 
 class Algorithm(Protocol):
@@ -150,23 +208,10 @@ class Algorithm(Protocol):
 
     num_generations: int  # completions per prompt
     updates_per_rollout: int  # optimizer updates made from one batch
-    needs_reference: bool  # the run makes policy.scorers["reference"]
-    needs_demonstrations: bool  # it learns from the `completion` of examples; nothing is sampled
+    needs: Needs
     # what the loss sums over. tokens: only over tokens; sequences: it also sums within a
     # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
     loss_reduction: str | None
-    # Optional: `streams`, the names of the float32 values of its own in Batch.streams. The memory
-    # plan must know them before there is a batch. And `rescores`: collect calls policy.rescore.
-    # `batch_fields`: the fields of float32 of its batches beside loss_weight, where they are not
-    # advantages and old_logprobs (none if it needs demonstrations), and ref_logprobs with a
-    # reference. `demonstration_fields`: the fields of examples that it learns from; `completion`.
-    # `frozen_models`: by name, the models.source.TeacherConfig of what is in policy.scorers beside
-    # the reference; the run loads and plans them.
-    # `mini_batches`: collect gets examples for so many updates, and makes a batch of that many
-    # mini-batches, one after the other; `max_rounds`: it gets so many times as many as it needs.
-    # `reference_every`, `reference_mix`: the reference follows the policy every so many steps.
-    # `comparison`, a TeacherComparison: `collect` calls policy.compare, and the loss gets
-    # ComparedScores.
 
     def collect(
         self,
@@ -180,7 +225,7 @@ class Algorithm(Protocol):
         completions for the samples files (None: there are none).
 
         The metrics are a dict of its own, to which the caller may add. params: the current weights
-        of the policy, adapters attached. examples: P rows of data; with `max_rounds`, P of each
+        of the policy, adapters attached. examples: P rows of data; with `needs.rounds`, P of each
         round. key: the random key of this step's sampling.
         """
 
@@ -199,86 +244,3 @@ def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:
     partner_of = getattr(task, "partner", None)
     partner = None if partner_of is None else partner_of(examples)
     return {} if partner is None else {"partner": partner}
-
-
-def stream_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """The streams that the algorithm says its batches have."""
-    return tuple(getattr(algorithm, "streams", ()))
-
-
-def batch_fields(algorithm: Algorithm) -> tuple[str, ...]:
-    """The fields of float32 that the algorithm's batches have beside loss_weight."""
-    named = getattr(algorithm, "batch_fields", None)
-    if named is not None:
-        return tuple(named)
-    found = () if algorithm.needs_demonstrations else ("advantages", "old_logprobs")
-    return (*found, "ref_logprobs") if algorithm.needs_reference else found
-
-
-def demonstration_fields(algorithm: Algorithm) -> tuple[str, ...]:
-    """The fields of an example that the algorithm learns from, if it needs demonstrations."""
-    return tuple(getattr(algorithm, "demonstration_fields", ("completion",)))
-
-
-def answered_by(examples: list[dict], name: str) -> list[dict]:
-    """The examples with what their field `name` holds as `completion`. Raises ValueError where one
-    has no such field."""
-    # the task knows where it is: in `completion`, or among the turns of a conversation
-    if name == "completion":
-        return examples
-    for example in examples:
-        if name not in example:
-            raise ValueError(
-                f"an example needs a `{name}` to learn from; this one has "
-                f"{', '.join(map(str, example))[:200]}"
-            )
-    return [example | {"completion": example[name]} for example in examples]
-
-
-def frozen_models(algorithm: Algorithm) -> dict[str, Any]:
-    """By name, the settings of the models that the run loads as policy.scorers for it. Raises
-    ValueError for the name of a scorer or of a part of a run that there is already."""
-    named = dict(getattr(algorithm, "frozen_models", {}))
-    taken = {"reference", "rollout", "scoring", "update", "prefill", "decode"} & named.keys()
-    if taken:
-        raise ValueError(f"frozen_models: {taken.pop()!r} is the name of something else in a run")
-    return named
-
-
-def rescores(algorithm: Algorithm) -> bool:
-    """Whether the algorithm says that `collect` calls policy.rescore."""
-    return bool(getattr(algorithm, "rescores", False))
-
-
-def num_mini_batches(algorithm: Algorithm) -> int:
-    """How many updates' sequences the algorithm samples at once."""
-    return int(getattr(algorithm, "mini_batches", 1))
-
-
-def max_rounds(algorithm: Algorithm) -> int:
-    """How many times as many examples as a rollout needs are given to `collect`."""
-    return int(getattr(algorithm, "max_rounds", 1))
-
-
-def reference_every(algorithm: Algorithm) -> int:
-    """After how many steps the reference follows the policy; 0: never."""
-    return int(getattr(algorithm, "reference_every", 0))
-
-
-def comparison_of(algorithm: Algorithm) -> TeacherComparison | None:
-    """How the algorithm compares the policy with one of its frozen models; None: it does not."""
-    return getattr(algorithm, "comparison", None)
-
-
-def check_loss(algorithm: Algorithm) -> None:
-    """Raises ValueError for a loss with the signature of earlier versions, loss(logprobs, batch).
-
-    The name of its first parameter tells the two apart.
-    """
-    first = next(iter(inspect.signature(algorithm.loss).parameters), "")
-    if first.startswith(("logprob", "logp")):
-        raise ValueError(
-            f"{type(algorithm).__name__}.loss({first}, batch): a loss is now called with (scores, "
-            "batch); name its first parameter scores, and write scores.logprobs for the "
-            "log-probabilities (scores.entropy is there, too)"
-        )

@@ -9,9 +9,12 @@ import numpy as np
 
 from tunix_lite.algorithms import kl
 from tunix_lite.algorithms.advantages import WholeBatch, max_likelihood
+from tunix_lite.algorithms.corrections import mask_sequences
+from tunix_lite.algorithms.dropped import takes_prompts
 from tunix_lite.algorithms.pieces import function_of, name_of, same, settings_of
 from tunix_lite.algorithms.ratios import no_ratio
 from tunix_lite.algorithms.surrogates import cispo, clip, geometric_mean, sapo, takes_bounds
+from tunix_lite.algorithms.variants import VARIANTS, objective_of
 
 CHOICES = {
     "old_logprobs": ("whole", "sampled", "rescored"),
@@ -79,7 +82,8 @@ def _check_calls(a: Any) -> None:
     rewards = np.array([[0.0, 1.0]])
     mask = np.ones((1, 2), bool)
     _check_call("advantages", a.advantages, "one array and its settings", rewards)
-    _check_call("weighting", a.weighting, "one array and its settings", mask)
+    prompts = [np.zeros(1, int)] if takes_prompts(a.weighting) else []
+    _check_call("weighting", a.weighting, "one array and its settings", mask, *prompts)
     _check_call("ratio", a.ratio, "(log-ratios, batch) and its settings", None, None)
     given = [None, None] if takes_bounds(a.surrogate) else [None]
     _check_call("surrogate", a.surrogate, "(terms, bounds) and its settings", *given)
@@ -146,6 +150,44 @@ def _check_together(a: Any) -> None:
             "advantages=max_likelihood takes rewards of 0 and 1 only: leave out shaping and "
             "kl_estimator=k1_reward"
         )
+
+
+def refusal_of_stale(a: Any) -> str | None:
+    """Why these settings cannot learn from tokens that earlier weights drew, and what to set; None:
+    they can, since the importance weight of such a token is in all that they compute of it."""
+    if function_of(a.ratio) is no_ratio:
+        return (
+            "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
+            "algorithm.ratio._target_=tunix_lite.algorithms.ratios.token_ratio"
+        )
+    if a.kl_coef and a.kl_estimator in ("k2", kl.IN_REWARD):
+        return (
+            f"algorithm.kl_estimator={a.kl_estimator} is right only for tokens of the current "
+            "weights; set algorithm.kl_estimator=k3_exact"
+        )
+    if a.old_logprobs != "rescored":
+        return None
+
+    # The trainer's own are of the weights of now. Only a correction has the weight of such a token,
+    # and only the gain is multiplied by it.
+    without = {
+        "without algorithm.correction": a.correction is None,
+        "with algorithm.correction=mask_sequences": function_of(a.correction) is mask_sequences,
+        "with algorithm.kl_coef": a.kl_coef > 0,
+        "with algorithm.off_policy_delta": a.off_policy_delta is not None,
+    }
+    found = [words for words, holds in without.items() if holds]
+    if not found:
+        return None
+    remedy = "algorithm.old_logprobs=whole"
+    if a.correction is not None:
+        remedy += " algorithm.correction=null"
+    if "old_logprobs" in VARIANTS.get(objective_of(a), {}).get(a.variant, {}):
+        remedy += " algorithm.variant=null"
+    return (
+        f"algorithm.old_logprobs=rescored {found[0]} takes a token of earlier weights for one of "
+        f"the current weights; set {remedy}"
+    )
 
 
 def _without_effect(a: Any) -> Iterator[tuple[tuple[str, ...], str]]:

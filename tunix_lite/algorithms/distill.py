@@ -17,7 +17,7 @@ the whole vocabulary or the teacher's top_k tokens, and has a gradient of its ow
 loss = sum_t w_t (teacher_coef D_t - rho_t reward_coef A)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, TeacherComparison
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, TeacherComparison
 from tunix_lite.algorithms.demonstration import after_prompts
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.weighting import per_token
@@ -110,14 +110,20 @@ class Distill:
 
     # advantages are those of the policy that sampled, and nothing bounds a ratio
     updates_per_rollout = 1
-    needs_reference = False
-    needs_demonstrations = False
     loss_reduction = "tokens"
 
     @property
-    def frozen_models(self) -> Mapping[str, Any]:
-        """The models that the run loads as policy.scorers, by name."""
-        return {"teacher": self.teacher}
+    def needs(self) -> Needs:
+        fresh = None
+        if self.divergence == "token":
+            # the gradient of the gap needs the gap of the weights that learn
+            fresh = (
+                "algorithm.divergence=token compares the teacher with the weights that sampled; "
+                "set algorithm.divergence=reverse"
+            )
+        return Needs(
+            frozen_models={"teacher": self.teacher}, comparison=self.comparison, fresh=fresh
+        )
 
     @property
     def comparison(self) -> TeacherComparison | None:

@@ -17,13 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, answered_by
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 PAIRS = ("data", "sampled")
 # fields of an example, in the order in which the completions of a pair stand in a batch
 FIELDS = ("chosen", "rejected")
+
+# of each token: its share of the loss of its pair, and of the pair's margin and order
+STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,17 @@ class DPO:
 
     # the coefficients are those of today's weights, so they serve one update
     updates_per_rollout = 1
-    needs_reference = True
-    rescores = True
     loss_reduction = "tokens"
-    # of each token: its share of the loss of its pair, and of the pair's margin and order
-    streams = ("pair_loss", "pair_margin", "pair_is_right")
-    batch_fields = ("advantages",)
-    demonstration_fields = FIELDS
 
     @property
-    def needs_demonstrations(self) -> bool:
-        return self.pairs == "data"
+    def needs(self) -> Needs:
+        return Needs(
+            reference=True,
+            rescore=True,
+            demonstrations=FIELDS if self.pairs == "data" else (),
+            fields=("advantages",),
+            streams=STREAMS,
+        )
 
     @property
     def formula(self) -> list[str]:
@@ -141,7 +144,7 @@ class DPO:
         advantages, *logged = (
             np.broadcast_to(x[:, None], counts_BT.shape).astype(np.float32) for x in values
         )
-        return batch.replace(advantages=advantages, streams=dict(zip(self.streams, logged)))
+        return batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss at today's weights, with its gradient, and what it is made of: sums."""
@@ -150,7 +153,7 @@ class DPO:
         # 0, with the gradient of the log-probability
         slope_RW = batch.advantages * (logprobs_RW - jax.lax.stop_gradient(logprobs_RW))
         loss, margin, is_right = (
-            jnp.sum(batch.loss_weight * batch.streams[name]) for name in self.streams
+            jnp.sum(batch.loss_weight * batch.streams[name]) for name in STREAMS
         )
         metrics = {
             "train/dpo_loss": loss,
@@ -162,7 +165,7 @@ class DPO:
 
 def _of_data(task: TaskInterface, examples: list[dict]) -> tuple[tuple, Metrics, None]:
     """(tokens, token_mask, completion_mask) [2P, T]: row 2p is chosen, row 2p + 1 rejected."""
-    both = [task.demonstrations(answered_by(examples, name)) for name in FIELDS]
+    both = [task.demonstrations(examples, name) for name in FIELDS]
     arrays = tuple(
         np.stack(pair, axis=1).reshape(2 * len(examples), -1) for pair in zip(*both, strict=True)
     )

@@ -35,10 +35,15 @@ def advantages_of_kept(
 
 
 def weights_of_learned(
-    weighting: Callable, completion_mask_BT: np.ndarray, learned_B: np.ndarray, num_parts: int = 1
+    weighting: Callable,
+    completion_mask_BT: np.ndarray,
+    learned_B: np.ndarray,
+    prompt_B: np.ndarray,
+    num_parts: int = 1,
 ) -> np.ndarray:
     """[B, T] float32; 0 for completions that are not learned from, which `weighting` does not see.
 
+    prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets.
     num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
     its own.
     """
@@ -46,8 +51,14 @@ def weights_of_learned(
     for rows in np.split(np.arange(len(learned_B)), num_parts):
         learned = rows[learned_B[rows]]
         if len(learned):
-            weights_BT[learned] = weighting(completion_mask_BT[learned])
+            known = {"prompt_B": prompt_B[learned]} if takes_prompts(weighting) else {}
+            weights_BT[learned] = weighting(completion_mask_BT[learned], **known)
     return weights_BT
+
+
+def takes_prompts(weighting: Callable) -> bool:
+    """Whether the function looks at which completions are of one prompt."""
+    return "prompt_B" in inspect.signature(weighting).parameters
 
 
 def takes_whole(advantages: Callable) -> bool:

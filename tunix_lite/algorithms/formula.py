@@ -22,6 +22,7 @@ PIECES = {
     "the batch",
     weighting.per_token: "1 / tokens of the update",
     weighting.per_sequence: "1 / (completions of the update x tokens of the completion)",
+    weighting.per_prompt: "1 / (prompts of the update x tokens of the prompt's completions)",
     weighting.constant_length: "1 / (completions of the update x {length})",
     ratios.token_ratio: "exp(lp - lp_old)",
     ratios.sequence_ratio: "exp(mean over the completion of lp - lp_old)",
@@ -118,7 +119,7 @@ def _whose(a: Any) -> str:
     return {
         "whole": "of the sampler, nothing cut off",
         "sampled": "of the sampler, as drawn from",
-        "rescored": "of the trainer, when it was sampled",
+        "rescored": "of the trainer, before the first update",
     }[a.old_logprobs]
 
 

@@ -66,7 +66,10 @@ class Groups:
     def token_weights(self, weighting: Callable, num_mini_batches: int = 1) -> np.ndarray:
         """[B, T] float32: what each token counts in the loss; 0 where nothing is learned."""
         mask_BT = np.asarray(self.rollout.completion_mask)
-        return weights_of_learned(weighting, mask_BT, self.learned_PG.reshape(-1), num_mini_batches)
+        P, G = self.learned_PG.shape
+        prompt_B = np.repeat(np.arange(P), G)
+        learned_B = self.learned_PG.reshape(-1)
+        return weights_of_learned(weighting, mask_BT, learned_B, prompt_B, num_mini_batches)
 
     def token_advantages(self, function: Callable, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
@@ -146,9 +149,8 @@ def sample_groups(
     A completion is graded as soon as it ends, while others are still sampled. Raises what sampling
     raises, and ValueError where a reward fails and rewards.on_error=raise.
     """
-    examples = _apart(examples)
     repeated = [example for example in examples for _ in range(num_generations)]
-    grader = task.grader(repeated)
+    grader = task.grader(repeated, num_generations)
     prompts = task.prompts(examples)
     answers = who_answers(task, repeated)
     rollout = policy.generate(
@@ -171,12 +173,3 @@ def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
         return groups
     is_whole_B = np.array([not one.reached_limit for one in groups.rollout.conversations])
     return groups.learning_from(is_whole_B.reshape(groups.rewards_PG.shape))
-
-
-def _apart(examples: list[dict]) -> list[dict]:
-    """The examples; one that stands twice side by side becomes two, since a grader takes neighbours
-    that are one object for one group."""
-    return [
-        dict(example) if i and example is examples[i - 1] else example
-        for i, example in enumerate(examples)
-    ]

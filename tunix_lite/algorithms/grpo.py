@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.advantages import standardise
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface
-from tunix_lite.algorithms.checks import check_objective
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
+from tunix_lite.algorithms.checks import check_objective, refusal_of_stale
 from tunix_lite.algorithms.corrections import STREAM_NAME, corrected_gain
 from tunix_lite.algorithms.formula import formula_of
 from tunix_lite.algorithms.groups import sample_groups
@@ -90,22 +90,21 @@ class GRPO:
         apply_variant(self)
         check_objective(self)
 
-    needs_demonstrations = False
     # some of its pieces sum over a completion, all of those by algorithms/sequences.py
     loss_reduction = "sequences"
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def rescores(self) -> bool:
-        """Whether collect asks for the trainer's own log-probabilities of what was sampled."""
-        return self.old_logprobs == "rescored"
-
-    @property
-    def streams(self) -> tuple[str, ...]:
-        return () if self.correction is None else (STREAM_NAME,)
+    def needs(self) -> Needs:
+        return Needs(
+            reference=self.kl_coef > 0,
+            reference_every=self.reference_every,
+            reference_mix=self.reference_mix,
+            rescore=self.old_logprobs == "rescored",
+            streams=() if self.correction is None else (STREAM_NAME,),
+            mini_batches=self.mini_batches,
+            rounds=self.max_rounds,
+            fresh=refusal_of_stale(self),
+        )
 
     @property
     def formula(self) -> list[str]:
@@ -136,7 +135,7 @@ class GRPO:
         )
 
         # And log-probabilities that sampling does not give.
-        if self.old_logprobs != "whole" or self.needs_reference:
+        if self.old_logprobs != "whole" or self.kl_coef:
             batch, found = scored(self, batch, groups, policy, params)
             metrics |= found
         return batch, metrics, groups.graded
@@ -155,7 +154,7 @@ class GRPO:
         loss = -jnp.sum(batch.loss_weight * gain.gain)
 
         # the KL term, and the entropy of what each token is drawn from
-        if self.needs_reference:
+        if self.kl_coef:
             loss, metrics["train/kl"] = with_kl(loss, terms, self.kl_estimator, self.kl_coef)
         if self.entropy_coef:
             loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)

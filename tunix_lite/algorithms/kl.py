@@ -69,8 +69,8 @@ def token_kl(estimator: str, terms: TokenTerms) -> jax.Array:
     return ESTIMATORS.get(estimator, k3_exact)(ref_gap_RW, ratio_RW)
 
 
-def k1_of_completions(batch: Batch) -> np.ndarray:
-    """[B] float64: sum over the tokens of each completion of old_logprob - ref_logprob."""
-    counts_BT = np.asarray(batch.loss_weight) != 0
+def k1_of_completions(batch: Batch, mask_BT: np.ndarray) -> np.ndarray:
+    """[B] float64: sum over the tokens of each completion of old_logprob - ref_logprob, learned
+    from or not."""
     gap_BT = np.float64(batch.old_logprobs) - np.float64(batch.ref_logprobs)
-    return np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
+    return np.where(mask_BT, gap_BT, 0.0).sum(axis=1)

@@ -20,20 +20,28 @@ def scored(
     """The batch with the log-probabilities that the settings of algorithms.grpo.GRPO ask for, and
     metrics of them. params: the current weights, adapters attached."""
     metrics: Metrics = {}
+    # A KL term in the reward is of every completion that is compared, learned from or not.
+    in_reward = algorithm.needs.reference and algorithm.kl_estimator == kl.IN_REWARD
+    mask_BT = np.asarray(groups.rollout.completion_mask)
+    learned_BT = batch.loss_weight
+    if in_reward:
+        batch = batch.replace(loss_weight=mask_BT.astype(np.float32))
     if algorithm.old_logprobs == "sampled":
         batch = batch.replace(old_logprobs=groups.rollout.logprobs)
-    if algorithm.rescores:
+    if algorithm.needs.rescore:
         sampler_BT = batch.old_logprobs
         rescored_BT = _in_parts(partial(policy.rescore, params), batch, algorithm.mini_batches)
         batch = batch.replace(old_logprobs=rescored_BT)
-        batch, metrics = corrections.corrected(algorithm.correction, batch, sampler_BT)
-    if algorithm.needs_reference:
+    if algorithm.needs.reference:
         ref_BT = _in_parts(policy.scorers["reference"], batch, algorithm.mini_batches)
         batch = batch.replace(ref_logprobs=ref_BT)
+    batch = batch.replace(loss_weight=learned_BT)
+    if algorithm.needs.rescore:
+        batch, metrics = corrections.corrected(algorithm.correction, batch, sampler_BT)
 
-    # a KL term in the reward changes the advantages
-    if algorithm.needs_reference and algorithm.kl_estimator == kl.IN_REWARD:
-        penalty_B = -algorithm.kl_coef * kl.k1_of_completions(batch)
+    # it changes the advantages
+    if in_reward:
+        penalty_B = -algorithm.kl_coef * kl.k1_of_completions(batch, mask_BT)
         groups = groups.with_reward("kl", penalty_B)
         advantages_BT = groups.token_advantages(algorithm.advantages, algorithm.advantage_clip)
         batch = batch.replace(advantages=advantages_BT)

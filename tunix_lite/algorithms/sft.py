@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface
+from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
+from tunix_lite.algorithms.dropped import weights_of_learned
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Metrics, Params, RowBatch, TokenScores
 
@@ -24,8 +26,7 @@ class SFT:
     # a demonstration per prompt
     num_generations = 1
     updates_per_rollout = 1
-    needs_reference = False
-    needs_demonstrations = True
+    needs = Needs(demonstrations=("completion",))
     # the loss adds up tokens and nothing else
     loss_reduction = "tokens"
 
@@ -42,13 +43,12 @@ class SFT:
         metrics = {"completions/mean_length": float(completion_mask.sum(axis=1).mean())}
         if task.long_prompts == "truncate":
             metrics["prompts/truncated"] = task.truncated(examples)
-        return (
-            Batch(
-                tokens=tokens, token_mask=token_mask, loss_weight=self.weighting(completion_mask)
-            ),
-            metrics,
-            None,
+        # each is of a prompt of its own
+        count = len(tokens)
+        weights = weights_of_learned(
+            self.weighting, completion_mask, np.ones(count, bool), np.arange(count)
         )
+        return Batch(tokens=tokens, token_mask=token_mask, loss_weight=weights), metrics, None
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         return -jnp.sum(batch.loss_weight * scores.logprobs), {}

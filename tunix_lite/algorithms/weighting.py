@@ -20,6 +20,19 @@ def per_sequence(completion_mask_BT: np.ndarray) -> np.ndarray:
     return (completion_mask_BT / lengths_B1 / len(completion_mask_BT)).astype(np.float32)
 
 
+def per_prompt(completion_mask_BT: np.ndarray, prompt_B: np.ndarray) -> np.ndarray:
+    """Every prompt counts the same: the mean over prompts of the token means of their completions
+    (arXiv:2510.13786).
+
+    prompt_B: the number of the prompt of each completion.
+    """
+    lengths_B = completion_mask_BT.sum(axis=1)
+    prompts, place_B = np.unique(prompt_B, return_inverse=True)
+    tokens_P = np.bincount(place_B, weights=lengths_B)
+    tokens_B1 = np.maximum(tokens_P, 1)[place_B][:, None]
+    return (completion_mask_BT / tokens_B1 / len(prompts)).astype(np.float32)
+
+
 def constant_length(completion_mask_BT: np.ndarray, length: int) -> np.ndarray:
     """Every token counts 1 / (B * length), whatever the lengths are (Dr. GRPO,
     arXiv:2503.20783)."""

@@ -1,28 +1,25 @@
 """Looks at the devices from another process, which is ended where it hangs.
 
 Starting a device, and everything that several processes do together, can wait for ever or end the
-process from C++ code. So checks/probe.py does it, and what it says is read here.
+process from C++ code. So checks/probe.py does it in a process that can be killed.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
+import pickle
 import re
-import selectors
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunix_lite.checks.lines import CheckLine, fails
+from tunix_lite.checks.probe import Probe
 from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.workers.process import WorkerProcess
 
-PROBE = "tunix_lite.checks.probe"
 # Seconds more than the time-out until the probe is ended: it may say by itself what is missing.
 GRACE = 15
 # Characters of a library's last words that are shown.
@@ -76,84 +73,43 @@ def look_at_devices(
     timeout: seconds for each stage. waiting: (what, seconds so far), called a few times a second.
     """
     launch = dataclasses.replace(launch, timeout=min(launch.timeout, max(1, int(timeout))))
-    settings = {"launch": dataclasses.asdict(launch), "folder": str(folder)}
     facts: dict[str, Any] = {}
     with tempfile.TemporaryFile() as noise:
-        process = subprocess.Popen(
-            [sys.executable, "-m", PROBE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=noise,
-            env=environment,
-            start_new_session=True,
-        )
+        # What libraries print goes into a file, of which a failure shows the end.
+        worker = WorkerProcess(environment, output=noise)
         try:
-            process.stdin.write(json.dumps(settings).encode())
-            process.stdin.close()
-            stage, has_failed, is_done = _read(process, timeout, facts, show, waiting)
-            if not is_done and not has_failed:
-                show(_ended(process, stage, timeout, _last_words(noise)))
+            worker.send(pickle.dumps([Probe(launch, folder)]), timeout)
+            for number, (stage, doing) in enumerate(STAGES.items()):
+                call = None if stage == "start" else number
+                seconds = timeout + (GRACE if stage == "processes" else 0)
+                if call is not None:
+                    worker.send(pickle.dumps([(call, 0, (stage,))]), seconds)
+                kind, found = worker.answer(seconds, call, partial(waiting, doing))
+                if kind not in ("", "ready"):
+                    show(_ended(stage, kind, found, timeout, _last_words(noise)))
+                    break
+                lines, seen = found or ([], {})
+                facts |= seen
+                for line in lines:
+                    show(CheckLine(**line))
+                if any(line["state"] == "fails" for line in lines):
+                    break
         finally:
             # Nobody is left behind, whatever it waits for.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
+            worker.kill()
+            worker.release()
     return facts
 
 
-def _read(
-    process: subprocess.Popen,
-    timeout: float,
-    facts: dict[str, Any],
-    show: Callable[[CheckLine], None],
-    waiting: Callable[[str, float], None],
-) -> tuple[str, bool, bool]:
-    """Reads what the probe says until it is done, ends, or is silent for too long.
-
-    Returns its last stage, whether a line failed, and whether it said that it is done.
-    """
-    stage = "start"
-    has_failed = False
-    began = time.monotonic()
-    rest = b""
-    with selectors.DefaultSelector() as ready:
-        ready.register(process.stdout, selectors.EVENT_READ)
-        while time.monotonic() - began < timeout + (GRACE if stage == "processes" else 0):
-            if not ready.select(0.2):
-                waiting(STAGES.get(stage, stage), time.monotonic() - began)
-                continue
-            part = os.read(process.stdout.fileno(), 65536)
-            if not part:
-                # Its end: give it a moment to become an exit code.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-                return stage, has_failed, False
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                said = json.loads(line)
-                began = time.monotonic()
-                stage = said.get("stage", stage)
-                facts |= said.get("facts", {})
-                if "line" in said:
-                    found = CheckLine(**said["line"])
-                    has_failed |= found.state == "fails"
-                    show(found)
-                if "done" in said:
-                    return stage, has_failed, True
-    return stage, has_failed, False
-
-
-def _ended(process: subprocess.Popen, stage: str, timeout: float, words: str) -> CheckLine:
-    """Of a probe that has ended without a word, or that still hangs."""
-    doing = STAGES.get(stage, stage)
+def _ended(stage: str, kind: str, how: str | None, timeout: float, words: str) -> CheckLine:
+    """A line about a probe that ended without an answer, or still hangs."""
+    if kind == "timeout":
+        text = f"no answer in {timeout:.0f} s"
+    else:
+        text = how.replace("ended its process with SIG", "ended its process with signal SIG")
+        text = text.replace("ended its process", "the process ended")
     last = f"; its last words: {words}" if words else ""
-    mends = HANGS.get(stage, ANY_HANG)
-    code = process.poll()
-    if code is None:
-        return fails(stage, f"{doing}: no answer in {timeout:.0f} s{last}", mends)
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return fails(stage, f"{doing}: the process ended with {how}{last}", mends)
+    return fails(stage, f"{STAGES[stage]}: {text}{last}", HANGS.get(stage, ANY_HANG))
 
 
 def _last_words(noise: BinaryIO) -> str:

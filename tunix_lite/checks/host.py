@@ -19,14 +19,9 @@ DISK_WARNS = 10
 # GiB of memory below which even a small run is swapped or killed.
 MEMORY_WARNS = 2
 # The packages that let jax use a kind of accelerator, and the extra of ours that brings them.
-PLUGINS = {
-    "jax-cuda12-plugin": "cuda12",
-    "jax-cuda13-plugin": "cuda13",
-    "libtpu": "tpu",
-}
+PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
 # Files of a machine with TPUs.
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-REMOTE = {"nfs", "nfs4", "cifs", "fuse.sshfs", "lustre", "ceph", "beegfs", "gpfs", "9p"}
 
 
 def version(package: str) -> str | None:
@@ -53,25 +48,30 @@ def jax_lines(num_gpus: int, environ: Mapping[str, str] = os.environ) -> list[Ch
     lines = [ok("jax", f"{jax}, jaxlib {jaxlib}")]
 
     # A plugin speaks to jaxlib, and must be of its version.
-    there = {name: version(name) for name in PLUGINS if version(name)}
+    there = {name: number for name in PLUGINS if (number := version(name))}
     for name, number in there.items():
-        extra = PLUGINS[name]
         if name.startswith("jax-") and number != jaxlib:
             text = f"{name} {number} beside jaxlib {jaxlib}: they must be of one version"
-            lines.append(fails("plugin", text, f"pip install -U 'jax[{extra}]=={jax}'"))
+            lines.append(fails("plugin", text, f"pip install -U 'jax[{PLUGINS[name]}]=={jax}'"))
         else:
             lines.append(ok("plugin", f"{name} {number}"))
 
     # An accelerator that jax has no plugin for is not used. The user may want it so.
-    asked = environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME") or ""
-    if num_gpus and not any("cuda" in name for name in there) and "cpu" not in asked:
+    if wants_cpu(environ):
+        return lines
+    has_tpus = not num_gpus and any(Path(file).exists() for file in TPU_FILES)
+    if num_gpus and not any("cuda" in name for name in there):
         text = f"none for the {num_gpus} NVIDIA GPUs here, so jax uses the CPU"
         lines.append(fails("plugin", text, "pip install -e '.[cuda12]'"))
-    has_tpus = any(Path(file).exists() for file in TPU_FILES)
-    if has_tpus and "libtpu" not in there and "cpu" not in asked and not num_gpus:
+    if has_tpus and "libtpu" not in there:
         text = "none for the TPUs here, so jax uses the CPU"
         lines.append(fails("plugin", text, "pip install -e '.[tpu]'"))
     return lines
+
+
+def wants_cpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment asks jax for the CPU."""
+    return "cpu" in (environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME") or "")
 
 
 def cuda_version() -> int | None:
@@ -82,11 +82,9 @@ def cuda_version() -> int | None:
 def host_memory() -> CheckLine:
     """Of the host: what there is, what is free, and what a container may have of it."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = total
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        free = int(match[1]) * 1024 if match else total
+    match = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text() if meminfo.exists() else "")
+    free = int(match[1]) * 1024 if match else total
     text = f"{free / GiB:.1f} of {total / GiB:.1f} GiB free, {os.cpu_count()} processors"
 
     # A container's limit counts, not what the machine has.
@@ -100,10 +98,9 @@ def host_memory() -> CheckLine:
 
 
 def disk_line(folder: Path) -> CheckLine:
-    """Whether runs can be written below `folder`, how much room there is, and if it is remote."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
+    """Whether runs can be written below `folder`, and how much room there is."""
+    here = folder.absolute()
+    there = next(place for place in (here, *here.parents) if place.exists())
     elsewhere = "hydra.run.dir=/a/folder/with/room"
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".tunix-lite-check-") as file:
@@ -113,27 +110,11 @@ def disk_line(folder: Path) -> CheckLine:
         return fails("disk", f"{there} cannot be written ({error.strerror})", elsewhere)
     free = shutil.disk_usage(there).free / GiB
     text = f"{free:.1f} GiB free for {folder}/"
-    kind = _file_system(there)
-    if kind in REMOTE:
-        text += f", on {kind}: saving is as slow as that"
     if free < DISK_FAILS:
         return fails("disk", text, elsewhere)
     if free < DISK_WARNS:
         return warns("disk", f"{text}; a checkpoint of 1B weights takes some 12 GiB", elsewhere)
     return ok("disk", text)
-
-
-def _file_system(folder: Path) -> str:
-    """The kind of file system that a folder lies on, ext4 or nfs4; "": nobody says."""
-    mounts = Path("/proc/mounts")
-    if not mounts.exists():
-        return ""
-    found = ("", "")
-    for line in mounts.read_text().splitlines():
-        point, kind = line.split()[1:3]
-        if folder.is_relative_to(point) and len(point) >= len(found[0]):
-            found = (point, kind)
-    return found[1]
 
 
 def token_line(hub_model: str | None, environ: Mapping[str, str] = os.environ) -> CheckLine:
@@ -143,7 +124,8 @@ def token_line(hub_model: str | None, environ: Mapping[str, str] = os.environ) -
     """
     home = Path(environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     file = Path(environ.get("HF_TOKEN_PATH") or home / "token")
-    where = "HF_TOKEN" if environ.get("HF_TOKEN") else str(file) if _has_text(file) else None
+    has_file = os.path.isfile(file) and os.path.getsize(file) > 0
+    where = "HF_TOKEN" if environ.get("HF_TOKEN") else str(file) if has_file else None
     offline = "; HF_HUB_OFFLINE: only what is in the cache" if environ.get("HF_HUB_OFFLINE") else ""
     if hub_model is not None and version("huggingface_hub") is None:
         text = f"{hub_model} comes from the hub, and huggingface_hub is not installed"
@@ -153,10 +135,3 @@ def token_line(hub_model: str | None, environ: Mapping[str, str] = os.environ) -
     if hub_model is None:
         return ok("hub", f"no token, and these settings need none{offline}")
     return warns("hub", f"no token; {hub_model} may need one{offline}", "hf auth login")
-
-
-def _has_text(file: Path) -> bool:
-    try:
-        return file.is_file() and file.stat().st_size > 0
-    except OSError:
-        return False

@@ -1,7 +1,6 @@
 """What a check says: one line each, as it should be, to be looked at, or to be mended."""
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
@@ -57,19 +56,22 @@ class LinePrinter:
     """
 
     def __init__(self, stream: TextIO):
+        is_dumb = os.environ.get("TERM") == "dumb"
         self._stream = stream
-        self._is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._is_coloured = self._is_terminal and not os.environ.get("NO_COLOR")
-        self._has_marks = os.environ.get("TERM") != "dumb" and _can_write("✔✘…", stream)
+        self._encoding = (stream.encoding or "utf-8").lower()
+        self._has_marks = self._encoding.startswith("utf") and not is_dumb
+        self._is_terminal = stream.isatty() and not is_dumb
 
     def show(self, line: CheckLine) -> None:
         """Prints a line, and below it what mends it."""
         mark, letters, colour = STATES[line.state]
-        mark = mark if self._has_marks else letters
-        start = f"\x1b[{colour}m{mark}\x1b[0m" if self._is_coloured else mark
+        start = mark = mark if self._has_marks else letters
+        arrow = "→" if self._has_marks else "->"
+        if self._is_terminal and not os.environ.get("NO_COLOR"):
+            start = f"\x1b[{colour}m{mark}\x1b[0m"
         self._write(f"{start} {line.name:<14}{escaped(line.text, MOST)}")
         if line.fix:
-            self._write(f"{' ' * len(mark)} {'':<14}→ {escaped(line.fix, MOST)}")
+            self._write(f"{' ' * len(mark)} {'':<14}{arrow} {escaped(line.fix, MOST)}")
 
     def waiting(self, what: str, seconds: float) -> None:
         """On a terminal, what the check waits for; the next line replaces it."""
@@ -77,20 +79,9 @@ class LinePrinter:
             print(f"\r  {what}, {seconds:.0f} s\x1b[K", end="", file=self._stream, flush=True)
 
     def _write(self, text: str) -> None:
-        if not self._has_marks:
-            text = text.replace("→", "->").replace("…", "...")
-        encoding = self._stream.encoding or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
         clear = "\r\x1b[K" if self._is_terminal else ""
         print(f"{clear}{text}", file=self._stream, flush=True)
-
-
-def _can_write(text: str, stream: TextIO) -> bool:
-    try:
-        text.encode(stream.encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def look_within(seconds: float, name: str, look: Callable[[], list[CheckLine]]) -> list[CheckLine]:
@@ -114,15 +105,3 @@ def look_within(seconds: float, name: str, look: Callable[[], list[CheckLine]]) 
         text = f"no answer in {seconds:.0f} s"
         return [fails(name, text, "look at the disk, the network or the driver behind it")]
     return found
-
-
-def exit_code(lines: list[CheckLine]) -> int:
-    """1 if anything fails, else 0."""
-    return int(any(line.state == "fails" for line in lines))
-
-
-def leave(code: int) -> None:
-    """Ends the process although a thread may still wait for a disk or a device."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as `nvidia-smi` describes them: the driver, memory in use, and how they are linked.
+"""NVIDIA GPUs as `nvidia-smi` describes them: the driver, and memory in use.
 
 jax is not asked here: it would start on the device.
 """
@@ -20,7 +20,8 @@ SECONDS = 20
 OLDEST_DRIVER = {12: (525, 60), 13: (580, 0)}
 # MiB of a GPU in use before the check says so: a driver alone takes some.
 MUCH = 1024
-FIELDS = "index,name,driver_version,memory.used,memory.total"
+QUERY = ("--query-gpu=index,name,driver_version,memory.used,memory.total",)
+QUERY += ("--format=csv,noheader,nounits",)
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -44,31 +45,23 @@ def gpus() -> tuple[list[GpuInUse], str | None]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "there is a driver, but no nvidia-smi" if DRIVER.exists() else None
-    text, error = _ask(program, f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
-    if error is not None:
-        return [], error
-    found = []
-    for line in text.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        # A GPU may show its memory as [N/A].
-        if len(parts) == 5:
-            sizes = [int(part) if part.isdecimal() else 0 for part in parts[3:]]
-            found.append(GpuInUse(*parts[:3], *sizes))
-    return found, None
-
-
-def _ask(program: str, *words: str) -> tuple[str, str | None]:
-    """What nvidia-smi prints, and what is wrong with it."""
     try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return "", f"nvidia-smi gives no answer in {SECONDS} s"
+        return [], f"nvidia-smi gives no answer in {SECONDS} s"
     except OSError as error:
-        return "", f"nvidia-smi cannot be run ({error.strerror})"
+        return [], f"nvidia-smi cannot be run ({error.strerror})"
     if done.returncode:
         lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        return "", f"nvidia-smi: {lines[0]}"
-    return done.stdout, None
+        return [], f"nvidia-smi: {lines[0]}"
+    found = []
+    for line in done.stdout.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        # A GPU may show its memory as [N/A].
+        sizes = [int(part) if part.isdecimal() else 0 for part in parts[3:]]
+        if len(sizes) == 2:
+            found.append(GpuInUse(*parts[:3], *sizes))
+    return found, None
 
 
 def driver_line(found: list[GpuInUse], error: str | None, cuda: int | None) -> CheckLine:
@@ -80,16 +73,15 @@ def driver_line(found: list[GpuInUse], error: str | None, cuda: int | None) -> C
     driver = found[0].driver
     kinds = ", ".join(f"{n} x {name}" for name, n in Counter(gpu.name for gpu in found).items())
     numbers = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
-    oldest = OLDEST_DRIVER.get(cuda or 0)
-    if oldest is not None and numbers < oldest:
-        needed = ".".join(map(str, oldest))
-        fix = "pip install -e '.[cuda12]'" if cuda == 13 and numbers >= OLDEST_DRIVER[12] else None
-        return fails(
-            "driver",
-            f"NVIDIA {driver}, and CUDA {cuda} needs {needed} or newer; {kinds}",
-            fix or f"install NVIDIA's driver {needed} or newer",
-        )
-    return ok("driver", f"NVIDIA {driver}; {kinds}")
+    oldest = OLDEST_DRIVER.get(cuda or 0, (0,))
+    if numbers >= oldest:
+        return ok("driver", f"NVIDIA {driver}; {kinds}")
+    needed = ".".join(map(str, oldest))
+    fix = f"install NVIDIA's driver {needed} or newer"
+    if cuda == 13 and numbers >= OLDEST_DRIVER[12]:
+        fix = "pip install -e '.[cuda12]'"
+    text = f"NVIDIA {driver}, and CUDA {cuda} needs {needed} or newer; {kinds}"
+    return fails("driver", text, fix)
 
 
 def memory_lines(found: list[GpuInUse], environ: Mapping[str, str] = os.environ) -> list[CheckLine]:
@@ -107,37 +99,8 @@ def memory_lines(found: list[GpuInUse], environ: Mapping[str, str] = os.environ)
     if not taken:
         most = max(gpu.used for gpu in found)
         return [ok("GPU memory", f"free on all {len(found)}: others use {most} MiB at most")]
-    uses = ", ".join(f"{gpu.index}: {_gib(gpu.used)} of {_gib(gpu.total)} GiB" for gpu in taken)
+    uses = [f"{gpu.index}: {gpu.used / 1024:.1f} of {gpu.total / 1024:.1f} GiB" for gpu in taken]
     free = ",".join(gpu.index for gpu in found if gpu not in taken)
     who = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv  # who it is"
     fix = f"CUDA_VISIBLE_DEVICES={free}" if free else who
-    return [warns("GPU memory", f"others use GPU {uses}", fix)]
-
-
-def _gib(mib: int) -> str:
-    return f"{mib / 1024:.1f}"
-
-
-def topology_lines(num_gpus: int) -> list[CheckLine]:
-    """How the GPUs of this machine are linked, as `nvidia-smi topo -m` draws it."""
-    program = shutil.which("nvidia-smi")
-    if num_gpus < 2 or program is None:
-        return []
-    text, error = _ask(program, "topo", "-m")
-    if error is not None:
-        return [warns("topology", error)]
-    links = Counter(gpu_links(text))
-    shown = ", ".join(f"{count} pairs {link}" for link, count in sorted(links.items()))
-    if links and not any(link.startswith("NV") for link in links):
-        return [warns("topology", f"{shown}: no NVLink, so GPUs exchange over PCIe")]
-    return [ok("topology", shown or "nvidia-smi topo -m shows no links")]
-
-
-def gpu_links(text: str) -> list[str]:
-    """The link of each pair of GPUs in the table of `nvidia-smi topo -m`: NV18, PIX, SYS ..."""
-    rows = []
-    for line in text.splitlines():
-        words = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
-        if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words:
-            rows.append(words[1:])
-    return [row[j] for i, row in enumerate(rows) for j in range(i + 1, min(len(rows), len(row)))]
+    return [warns("GPU memory", f"others use GPU {', '.join(uses)}", fix)]

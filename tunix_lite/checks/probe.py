@@ -1,12 +1,6 @@
-"""`python -m tunix_lite.checks.probe`: looks at the devices, in a process that may hang or crash.
+"""Looks at the devices, in a process that may hang or crash; checks/devices.py starts it."""
 
-The settings come as JSON on standard input; lines of JSON go to standard output: the stage that
-begins, what was found, and facts for the parent, which is checks/devices.py.
-"""
-
-import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,42 +33,38 @@ SLOW = 0.1
 
 
 class Probe:
-    """The stages of a look at the devices, in their order; each tells `emit` what it found.
+    """The stages of a look at the devices, in their order; each needs those before it.
 
-    Example: `Probe(LaunchConfig(), Path("outputs"), print).run()`.
+    Example: `Probe(LaunchConfig(), Path("outputs"))("devices")` is (lines, facts), which JSON can
+    hold.
     """
 
-    def __init__(self, launch: LaunchConfig, folder: Path, emit: Callable[[dict], None]):
-        """folder: where runs will be written. emit: takes objects that JSON can hold."""
+    def __init__(self, launch: LaunchConfig, folder: Path):
+        """folder: where runs will be written."""
         self._launch = launch
         self._folder = folder
-        self._emit = emit
-        self._stage = "start"
+        self._stage = ""
+        self._facts: dict[str, Any] = {}
 
-    def run(self) -> bool:
-        """All stages; False as soon as one fails, since the others need it."""
+    def __call__(self, stage: str) -> tuple[list[dict], dict[str, Any]]:
+        """The lines of a stage, and the facts that were found so far."""
         stages = {
             "processes": self.meet,
             "devices": self.devices,
             "arithmetic": self.arithmetic,
             "all-reduce": self.all_reduce,
             "folder": self.shared_folder,
+            "leaving": self.leave,
         }
-        for name, look in stages.items():
-            self._stage = name
-            self._emit({"stage": name})
-            try:
-                lines = look()
-            except (Exception, SystemExit) as error:
-                lines = [self.failed(error)]
-            for line in lines:
-                self._emit({"line": vars(line)})
-            if any(line.state == "fails" for line in lines):
-                return False
-        return True
+        self._stage = stage
+        try:
+            lines = stages[stage]()
+        except (Exception, SystemExit) as error:
+            lines = [self.failed(error)]
+        return [vars(line) for line in lines], self._facts
 
     def failed(self, error: BaseException) -> CheckLine:
-        """What an error of the stage at hand means."""
+        """The line for an error of the stage at hand."""
         text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if isinstance(error, NotMet):
             return fails(self._stage, text, "start the same command on every machine, at one time")
@@ -106,7 +96,7 @@ class Probe:
         return [ok("processes", f"{text}; {shown}")]
 
     def devices(self) -> list[CheckLine]:
-        """What jax sees, of all processes."""
+        """Looks at the devices that jax sees, of all processes."""
         import jax
 
         devices = jax.devices()
@@ -118,7 +108,7 @@ class Probe:
         seen = allgather_values(own)
         memory = [each["memory"] for each in seen]
         least = None if None in memory else min(memory)
-        facts = {
+        self._facts |= {
             "platform": first.platform,
             "kind": first.device_kind,
             "devices": len(devices),
@@ -126,7 +116,6 @@ class Probe:
             "memory_bytes": least,
             "process": jax.process_index(),
         }
-        self._emit({"facts": facts})
 
         room = "" if least is None else f", {least / GiB:.1f} GiB each for a program"
         lines = [
@@ -188,7 +177,7 @@ class Probe:
         # Bus bandwidth, as nccl-tests count it: what each device sends and receives.
         bus = size / seconds * 2 * (count - 1) / count
         latency, _ = reduce_over(devices, 4096)
-        self._emit({"facts": {"all_reduce_bytes_per_second": bus, "latency_seconds": latency}})
+        self._facts |= {"all_reduce_bytes_per_second": bus, "latency_seconds": latency}
         text = f"right over {count} devices, {bus / 1e9:.2f} GB/s each, {latency * 1e6:.0f} µs"
         known = hardware.of_device(devices[0])
         is_one_node = len(nodes_of(devices)) == 1
@@ -218,6 +207,14 @@ class Probe:
             text = f"process {', '.join(missing)} does not see what process 0 writes to {file}"
             return [fails("folder", text, "hydra.run.dir=/a/folder/that/all/machines/share")]
         return [ok("folder", f"all processes see {self._folder}/")]
+
+    def leave(self) -> list[CheckLine]:
+        """The processes part, so that none of them waits for this one."""
+        import jax
+
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()
+        return []
 
 
 def _sizes(platform: str) -> tuple[int, int]:
@@ -277,28 +274,3 @@ def reduce_over(devices: list, size: int) -> tuple[float, float | None]:
             if not np.all(found == right):
                 return 0.0, float(found[found != right][0])
         return _fastest(lambda: total(array)), None
-
-
-def main() -> None:
-    settings = json.load(sys.stdin)
-    # What libraries print must not mix with our lines, so it goes where stderr goes.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def emit(what: dict) -> None:
-        print(json.dumps(what), file=out, flush=True)
-
-    launch = LaunchConfig(**settings["launch"])
-    is_whole = Probe(launch, Path(settings["folder"]), emit).run()
-    emit({"stage": "leaving"})
-    import jax
-
-    if is_whole and jax.distributed.is_initialized():
-        jax.distributed.shutdown()
-    emit({"done": is_whole})
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

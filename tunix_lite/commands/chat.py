@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import escape_for_terminal
+from tunix_lite.commands.generate import print_while_sampled
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
@@ -35,7 +35,8 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
     model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
-            f"{model.source.name} has no chat template; tunix-lite generate continues a text"
+            f"{model.source.name} has no chat template; model.chat_template=FILE.jinja gives it "
+            "one, and tunix-lite generate continues a text"
         )
     print(_introduction(model, settings), file=sys.stderr)
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
@@ -89,11 +90,5 @@ def _read_line() -> str | None:
 
 def _answer(model: LanguageModel, messages: list[dict], run: RunConfig, turn: int) -> str:
     """The model's answer to a conversation, printed while it is sampled."""
-    pieces = []
     # Each turn has a seed of its own, or a repeated question would get the same answer.
-    seed = (run.seed + turn) % 2**32
-    for text in model.stream(messages, run.generation, seed, run.rollout):
-        pieces.append(text)
-        print(escape_for_terminal(text), end="", flush=True)
-    print()
-    return "".join(pieces)
+    return print_while_sampled(model, messages, run, (run.seed + turn) % 2**32)

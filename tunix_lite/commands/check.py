@@ -10,7 +10,7 @@ import jax
 
 from tunix_lite.checks import host, nvidia
 from tunix_lite.checks.devices import look_at_devices, probe_environment
-from tunix_lite.checks.lines import CheckLine, LinePrinter, exit_code, fails, leave, look_within, ok
+from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import take_gpu_memory
@@ -22,7 +22,8 @@ from tunix_lite.planning import hardware
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import estimated
-from tunix_lite.planning.resolved import find_model
+from tunix_lite.resolved.run import find_model
+from tunix_lite.settings import compose as composing
 
 
 @dataclass(frozen=True)
@@ -74,26 +75,24 @@ def main() -> None:
     take_gpu_memory()
     # As other programs spell it.
     sys.argv[1:] = ["json=true" if word == "--json" else word for word in sys.argv[1:]]
+
+    # Settings of a run that are wrong are one of the lines.
+    def check_alone(settings: Check, error: ConfigError) -> None:
+        check_machine(None, settings, error)
+
     program.run_command("check", Check, check_machine, without_run=check_alone)
 
 
-def check_machine(run: RunConfig, settings: Check) -> None:
-    """Looks at everything, prints a line for each, and ends the process: 1 if anything fails."""
-    _check(run, settings, None)
+def check_machine(run: RunConfig | None, settings: Check, error: ConfigError | None = None) -> None:
+    """Looks at everything, prints a line for each, and ends the process: 1 if anything fails.
 
-
-def check_alone(settings: Check, error: ConfigError) -> None:
-    """The same where the settings of a run are wrong: that is one of the lines."""
-    _check(None, settings, error)
-
-
-def _check(run: RunConfig | None, settings: Check, error: ConfigError | None) -> None:
-    launch = program.compose([]).launch if run is None else run.launch
+    error: why there is no run.
+    """
+    launch = composing.compose([]).launch if run is None else run.launch
+    place = wrong_place = None
     try:
         place = find_place(launch, os.environ)
-        wrong_place = None
     except ValueError as problem:
-        place = None
         wrong_place = fails("launch", str(problem), "tunix-lite launch --nprocs=2 check")
     results = Results(settings, place is None or place.process_id == 0)
 
@@ -102,9 +101,13 @@ def _check(run: RunConfig | None, settings: Check, error: ConfigError | None) ->
     if run is None:
         results.add(fails("configuration", str(error), "tunix-lite train --help"))
     else:
-        results.add(ok("configuration", _described(run)))
+        algorithm = type(run.algorithm).__name__
+        lora = f", LoRA of rank {run.model.lora.rank}" if run.model.lora.rank else ""
+        model = f"{run.model.weights}{lora}, {run.training.mixed_precision}"
+        results.add(ok("configuration", f"composes: {algorithm} on {model}"))
 
     # The devices, in another process; and the run of these settings on them.
+    facts: dict = {}
     if wrong_place is not None:
         results.add(wrong_place)
     else:
@@ -115,8 +118,12 @@ def _check(run: RunConfig | None, settings: Check, error: ConfigError | None) ->
         )
         if facts:
             results.add(*_on_devices(run, settings, facts))
-        _finish(settings, results, facts)
-    _finish(settings, results, {})
+
+    code = int(any(line.state == "fails" for line in results.lines))
+    if settings.json:
+        lines = [vars(line) for line in results.lines]
+        print(json.dumps({"ok": code == 0, "lines": lines, "facts": facts}, indent=2))
+    leave(code)
 
 
 def _check_host(run: RunConfig | None, settings: Check, results: Results) -> None:
@@ -127,7 +134,7 @@ def _check_host(run: RunConfig | None, settings: Check, results: Results) -> Non
         found, error = nvidia.gpus()
         gpus.extend(found)
         driver = nvidia.driver_line(found, error, host.cuda_version())
-        return [driver, *nvidia.memory_lines(found), *nvidia.topology_lines(len(found))]
+        return [driver, *nvidia.memory_lines(found)]
 
     weights = None if run is None else run.model.weights
     hub_model = weights if weights is not None and hub.is_hub_name(weights) else None
@@ -145,21 +152,11 @@ def _check_host(run: RunConfig | None, settings: Check, results: Results) -> Non
         results.add(*look_within(settings.timeout, name, look))
 
 
-def _described(run: RunConfig) -> str:
-    """The settings of a run in a few words."""
-    algorithm = type(run.algorithm).__name__
-    lora = f", LoRA of rank {run.model.lora.rank}" if run.model.lora.rank else ""
-    precision = run.training.mixed_precision
-    return f"composes: {algorithm} on {run.model.weights}{lora}, {precision}"
-
-
 def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[CheckLine]:
     """Whether jax took the accelerator, and whether the run of these settings fits on it."""
     lines: list[CheckLine] = []
-    asked = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME") or ""
-    wants_cpu = "cpu" in asked or settings.devices is not None
-    has_both = not wants_cpu and host.cuda_version() and nvidia.gpus()[0]
-    if facts["platform"] == "cpu" and has_both:
+    wants_cpu = host.wants_cpu() or settings.devices is not None
+    if facts["platform"] == "cpu" and not wants_cpu and host.cuda_version() and nvidia.gpus()[0]:
         text = "jax runs on the CPU, though it has a plugin for the GPUs here"
         why = "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # says why"
         lines.append(fails("devices", text, why))
@@ -192,10 +189,8 @@ def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[Che
     return [*lines, ok("plan", text)]
 
 
-def _finish(settings: Check, results: Results, facts: dict) -> None:
-    """The last word, and the end of this process."""
-    code = exit_code(results.lines)
-    if settings.json:
-        lines = [vars(line) for line in results.lines]
-        print(json.dumps({"ok": code == 0, "lines": lines, "facts": facts}, indent=2))
-    leave(code)
+def leave(code: int) -> None:
+    """Ends the process although a thread may still wait for a disk or a device."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

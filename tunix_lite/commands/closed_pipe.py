@@ -1,4 +1,4 @@
-"""Output that nobody reads to its end: `tunix-lite doctor RUN | head`."""
+"""Output that nobody reads to its end, `tunix-lite doctor RUN | head`, or that is closed, `>&-`."""
 
 import contextlib
 import os
@@ -14,6 +14,7 @@ def as_long_as_read() -> Iterator[None]:
 
     A pipe of something else that breaks, such as one to a worker, is an error as before.
     """
+    open_closed_streams()
     try:
         yield
         sys.stdout.flush()
@@ -26,6 +27,14 @@ def as_long_as_read() -> Iterator[None]:
         if _is_closed():
             _drop_the_rest()
         raise
+
+
+def open_closed_streams() -> None:
+    """Lets output that the shell has closed go nowhere: Python has no stream for it, and a print
+    of another package fails."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def end_when_unread() -> None:

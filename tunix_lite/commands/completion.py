@@ -7,7 +7,6 @@ it imports neither jax nor Hydra, and is there at once.
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from tunix_lite.commands.help import (
     COMMANDS,
@@ -20,7 +19,8 @@ from tunix_lite.commands.help import (
 from tunix_lite.distributed.launcher import conf_dir
 
 # A candidate that ends the word ends in a space; readline is told to add none. bash takes a word
-# apart at `=` and `:`, so what stands before the last of them is cut off again.
+# apart at `=` and `:`, so what stands before the last of them is cut off again. Where there is no
+# candidate, readline offers files and folders (-o default).
 BASH = r"""
 _tunix_lite() {
   local IFS=$'\n' line="${COMP_LINE:0:COMP_POINT}"
@@ -31,11 +31,8 @@ _tunix_lite() {
     COMPREPLY=("${COMPREPLY[@]#"$cut"}")
   fi
 }
-complete -o nospace -F _tunix_lite tunix-lite
+complete -o nospace -o default -F _tunix_lite tunix-lite
 """
-# Settings whose value is a file or a folder.
-PATHS = ("checkpoint", "resume", "out", "prompts", "hydra.run.dir", "hydra.sweep.dir")
-PATHS += ("model.weights", "model.tokenizer", "task.train", "task.held_out")
 ASK = ("-sc", "--shell-completion")
 
 
@@ -75,9 +72,9 @@ def _all(before: list[str], word: str) -> Iterator[str]:
         yield from (f"{name} " for name in COMMANDS)
         yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)
         return
-    key, equals, value = word.partition("=")
+    key, equals, _ = word.partition("=")
     if equals:
-        yield from (f"{key}={each}" for each in _values(key, value, before))
+        yield from (f"{key}={each} " for each in _values(key, before))
         return
     if word.startswith("-"):
         yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)
@@ -97,24 +94,8 @@ def _of_command(command: str) -> list[str]:
     return list(settings_in(file)) if file.is_file() else []
 
 
-def _values(key: str, value: str, before: list[str]) -> Iterator[str]:
+def _values(key: str, before: list[str]) -> list[str]:
     if key in groups():
-        yield from (f"{option} " for option in options(key))
-        return
-    if key in PATHS:
-        yield from _paths(value)
+        return options(key)
     setting = all_settings(before).get(key)
-    if setting is not None and setting.default in ("true", "false"):
-        yield from ("true ", "false ")
-
-
-def _paths(begun: str) -> Iterator[str]:
-    """Files and folders whose path begins so."""
-    folder = Path(begun).parent if not begun.endswith("/") else Path(begun)
-    shown = "" if begun.find("/") < 0 else begun[: begun.rfind("/") + 1]
-    try:
-        found = sorted((folder if shown else Path(".")).iterdir())
-    except OSError:
-        return
-    for path in found:
-        yield f"{shown}{path.name}/" if path.is_dir() else f"{shown}{path.name} "
+    return ["true", "false"] if setting and setting.default in ("true", "false") else []

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -42,13 +43,19 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.plain_text import visible
-from tunix_lite.runs.samples import evaluation_rows
+from tunix_lite.runs.evaluate import rollout_sizes
+from tunix_lite.runs.samples import evaluation_rows, graded_row
+from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
 from tunix_lite.tasks.processes import Processes
+from tunix_lite.tracking.progress import StandardError
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
+from tunix_lite.types import Graded
 
 # the files of an evaluation
 RESULTS = ("results.json", "results.md")
+# the end of the names of files of an evaluation that is not over
+PARTIAL = ".partial.jsonl"
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ def evaluate_models(
         with error_context(""):
             agree(seen, error)
 
-        models, scores, rows = score_models(run, settings, runs)
+        models, scores, rows = score_models(run, settings, runs, out)
         results = {
             name: report.task_result(found, asked.level, run.seed) for name, found in scores.items()
         }
@@ -170,7 +177,7 @@ def evaluate_model(
         )
     name = type(run.task.source).__name__.lower()
     held_out = _examples(name, run, model.tokenizer, asked)
-    _, scores = _evaluate_one(run, asked, model, held_out, "model", name)
+    _, scores = _evaluate_one(run, asked, model, held_out, "model", name, None)
     return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
@@ -202,17 +209,21 @@ def check_models(
     if len(hosts()) == 1:
         return {}
     seen = {name: source.weights_digest(model) for name, model in found.items()}
-    seen |= {name: held_out.task.digest(held_out.examples) for name, held_out in examples.items()}
+    for name, held_out in examples.items():
+        seen[name] = held_out.task.digest(held_out.examples, ("held_out",))
     for each in runs.values():
         seen |= user_code_digests(each)
     return seen
 
 
 def score_models(
-    run: RunConfig, settings: EvaluateConfig, runs: dict[str, RunConfig]
+    run: RunConfig, settings: EvaluateConfig, runs: dict[str, RunConfig], out: Path | None
 ) -> tuple[dict[str, dict], dict[str, dict[str, dict[str, np.ndarray]]], dict[str, list[dict]]]:
     """(what each model is, scores by task and model, completions by file) of one model after the
-    other: the second may need the memory of the first."""
+    other: the second may need the memory of the first.
+
+    out: the folder in which completions are written as they are graded; None: they are not.
+    """
     asked = settings.evaluate
     models = {}
     scores: dict[str, dict[str, dict[str, np.ndarray]]] = {name: {} for name in runs}
@@ -224,7 +235,9 @@ def score_models(
         models[which] = _described(model)
         for name, each in runs.items():
             held_out = _examples(name, each, model.tokenizer, asked)
-            found, scores[name][which] = _evaluate_one(each, asked, model, held_out, which, name)
+            found, scores[name][which] = _evaluate_one(
+                each, asked, model, held_out, which, name, out
+            )
             rows[f"{which}.{name}"] = found
         del model
     return models, scores, rows
@@ -303,7 +316,7 @@ def _naming_against(asked: EvaluateTaskConfig) -> Iterator[None]:
 def _described(model: LanguageModel) -> dict:
     """Which model it is, as results.json has it."""
     weights = model.source.name if model.run is None else model.run
-    return {"weights": str(weights), "step": model.step}
+    return {"weights": str(weights), "step": model.step, "dtype": np.dtype(model.dtype).name}
 
 
 def _evaluate_one(
@@ -313,16 +326,32 @@ def _evaluate_one(
     held_out: HeldOut,
     which: str,
     name: str,
+    out: Path | None,
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """The rows of the completions of a model on a task, and its scores."""
+    """The rows of the completions of a model on a task, and its scores. out: as of
+    `score_models`."""
     count = len(held_out.examples)
     drawn = f" and {asked.num_samples} samples of each" if asked.num_samples else ""
-    _say(f"{name}, {which}: {count} greedy completions{drawn}…")
+    _say(f"{name}, {which}: {count} greedy completions{drawn}")
     counts = [(count, max(asked.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
-    with held_out.task.with_workers(run.rewards, _say, processes, run.conversation) as task:
+    about = {"model": which, "task": name}
+    rollouts = rollout_sizes(count, asked.num_samples)
+    file = PartialFile(out, f"{which}.{name}", about)
+    if file.path is not None:
+        before = (
+            " (there are some of an evaluation that did not finish)" if file.path.exists() else ""
+        )
+        _say(f"completions are in {file.path} as they are graded{before}")
+    with contextlib.ExitStack() as opened:
+        opened.callback(file.close)
+        progress = SamplingProgress(StandardError(), rollouts, file.write)
+        task = opened.enter_context(
+            held_out.task.with_workers(run.rewards, progress.line.say, processes, run.conversation)
+        )
+        opened.enter_context(progress)
         evaluated, scores = model_scores(
             Policy(generate, None),
             model.params,
@@ -331,8 +360,8 @@ def _evaluate_one(
             asked.num_samples,
             asked.temperature,
             asked.reference,
+            progress,
         )
-    about = {"model": which, "task": name}
     return [about | row for row in evaluation_rows(evaluated)], scores
 
 
@@ -359,16 +388,56 @@ def _write(
     text = report.as_markdown(models, asked, results)
     print(escape_for_terminal(text), end="")
     numbers = json_value(report.as_plain(models, asked, results))
+    with _told_as_out(out):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, found in rows.items():
+            _replace(out / f"{name}.jsonl", json_lines(found))
+        _replace(out / "results.md", text)
+        _replace(out / "results.json", json.dumps(numbers, indent=2) + "\n")
+        for file in out.glob(f"*{PARTIAL}"):
+            file.unlink()
+    _say(f"results.json, results.md and all completions are in {out}")
+
+
+class PartialFile:
+    """The completions that are graded so far: the lines of the file that `_write` makes at the end,
+    in the order in which they come. A kill leaves them on the disk.
+
+    Example: `PartialFile(out, "model.gsm8k", {}).write(0, True, graded)`.
+    """
+
+    def __init__(self, out: Path | None, name: str, about: dict):
+        """out: the folder; None: nothing is written. about: of every line."""
+        self.path = None if out is None else out / f"{name}{PARTIAL}"
+        self._about = about
+        self._file: TextIO | None = None
+
+    def write(self, group: int, is_greedy: bool, graded: Graded) -> None:
+        """Writes a completion; a SamplingProgress calls it."""
+        if self.path is None:
+            return
+        with _told_as_out(self.path.parent):
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.unlink(missing_ok=True)
+                self._file = self.path.open("x", encoding="utf-8")
+            self._file.write(json_lines([self._about | graded_row(graded, group, is_greedy)]))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; it stays until all results are written."""
+        if self._file is not None:
+            self._file.close()
+
+
+@contextlib.contextmanager
+def _told_as_out(out: Path) -> Iterator[None]:
+    """A disk that fails is an error of the setting `out`."""
     with error_context("out"):
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            for name, found in rows.items():
-                _replace(out / f"{name}.jsonl", json_lines(found))
-            _replace(out / "results.md", text)
-            _replace(out / "results.json", json.dumps(numbers, indent=2) + "\n")
+            yield
         except OSError as error:
             raise ValueError(f"{out} cannot be written: {error.strerror}") from error
-    _say(f"results.json, results.md and all completions are in {out}")
 
 
 def _replace(file: Path, text: str) -> None:

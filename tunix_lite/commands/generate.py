@@ -1,17 +1,22 @@
 """`tunix-lite generate prompt="..."` or `prompts=FILE`: completions of one prompt, or many."""
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.inference.language_model import Completion, Prompt
+from tunix_lite.inference.language_model import Completion, LanguageModel, Prompt
 from tunix_lite.plain_text import shortened, visible
+from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.row_files import json_of, lines_of
+from tunix_lite.tracking.progress import SHORT_SECONDS, Progress, StandardError, after
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class GenerateConfig(WhichWeights):
     # File of prompts: .jsonl with `prompt` or `messages` in each line, or text with one prompt a
     # line.
     prompts: str | None = None
-    # Completions sampled for each prompt.
+    # Completions sampled for each prompt. A single one is the likeliest.
     num_generations: int = 1
     # Sequences sampled together. It changes memory and speed, not the completions.
     batch_size: int = 64
@@ -65,20 +70,47 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     with error_context("generate"):
         # A single completion appears on the terminal while it is sampled.
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
-            for text in model.stream(settings.prompt, run.generation, run.seed, run.rollout):
-                print(escape_for_terminal(text), end="", flush=True)
-            print()
+            print_while_sampled(model, settings.prompt, run, run.seed)
             return
-        completions = model.generate(
-            prompts,
-            run.generation,
-            settings.num_generations,
-            run.seed,
-            settings.batch_size,
-            max_new_tokens=limits,
-            rollout=run.rollout,
-        )
-    _show(completions, prompts, out)
+        count = len(prompts) * settings.num_generations
+        progress = SamplingProgress(StandardError(), [count], patience=SHORT_SECONDS)
+        with EndedCompletions(out, prompts, progress.line.hidden) as ended, progress:
+            progress.begin()
+
+            def on_chunk(requests: list, completions: list[Completion]) -> None:
+                progress.on_chunk(requests, {})
+                ended.take(completions)
+
+            completions = model.generate(
+                prompts,
+                run.generation,
+                settings.num_generations,
+                run.seed,
+                settings.batch_size,
+                max_new_tokens=limits,
+                rollout=run.rollout,
+                on_chunk=on_chunk,
+            )
+    _finish(completions, prompts, out)
+
+
+def print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int) -> str:
+    """Prints a completion while it is sampled, and returns it. Until its first piece comes,
+    standard error says that programs compile."""
+    pieces = model.stream(prompt, run.generation, seed, run.rollout)
+    waiting = Progress(
+        StandardError(),
+        lambda seconds: f"compiling the sampler and reading the prompt{after(seconds)}",
+        patience=SHORT_SECONDS,
+    )
+    with waiting:
+        texts = [next(pieces)]
+    print(escape_for_terminal(texts[0]), end="", flush=True)
+    for text in pieces:
+        texts.append(text)
+        print(escape_for_terminal(text), end="", flush=True)
+    print()
+    return "".join(texts)
 
 
 def _output_file(settings: GenerateConfig) -> Path | None:
@@ -95,34 +127,83 @@ def _output_file(settings: GenerateConfig) -> Path | None:
     return out
 
 
-def _show(completions: list[Completion], prompts: list[Prompt], out: Path | None) -> None:
-    """Writes completions with their prompts to the file `out`; None: prints them."""
+class EndedCompletions:
+    """Completions as they end: printed, or written into a file beside `out` that is named
+    `out.partial`. A kill leaves them there.
+
+    Example: `with EndedCompletions(out, prompts, progress.line.hidden) as ended:`, then
+    `ended.take(completions)`.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        prompts: list[Prompt],
+        hidden: Callable[[], contextlib.AbstractContextManager],
+    ):
+        """out: None: they are printed. hidden: a context in which nothing else is on the
+        terminal."""
+        self._prompts = prompts
+        self._hidden = hidden
+        self._prints = out is None
+        self._file: TextIO | None = None
+        # Beside a pipe, such as /dev/stdout, there is no place.
+        if out is not None and (out.is_file() or not out.exists()):
+            partial_file(out).unlink(missing_ok=True)
+            self._file = partial_file(out).open("x", encoding="utf-8")
+
+    def __enter__(self) -> "EndedCompletions":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def take(self, completions: list[Completion]) -> None:
+        """Prints or writes them."""
+        rows = [_row(completion, self._prompts[completion.prompt]) for completion in completions]
+        if self._file is not None:
+            self._file.write(_lines(rows))
+            self._file.flush()
+        elif self._prints:
+            with self._hidden():
+                for row in rows:
+                    print(escape_for_terminal(_as_text(row)), flush=True)
+
+
+def _as_text(row: dict) -> str:
+    """A completion below its question."""
+    prompt = row["prompt"]
+    question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    cut = " [cut]" if row["finish_reason"] == "length" else ""
+    return f"> {question}\n{row['text']}{cut}\n"
+
+
+def partial_file(out: Path) -> Path:
+    """Where completions are until all of them have ended."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def _finish(completions: list[Completion], prompts: list[Prompt], out: Path | None) -> None:
+    """Writes the completions in the order of their prompts to the file `out`, if there is one."""
     dropped = len(prompts) - len({completion.prompt for completion in completions})
     if dropped:
         print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
-    rows = [_row(completion, prompts[completion.prompt]) for completion in completions]
-
     if out is not None:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        out.write_text("".join(lines), encoding="utf-8")
+        rows = [_row(completion, prompts[completion.prompt]) for completion in completions]
+        out.write_text(_lines(rows), encoding="utf-8")
+        partial_file(out).unlink(missing_ok=True)
         answered = len(prompts) - dropped
         print(f"{len(rows)} completions of {answered} prompts are in {out}", file=sys.stderr)
-        return
 
-    for row in rows:
-        prompt = row["prompt"]
-        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        cut = " [cut]" if row["finish_reason"] == "length" else ""
-        print(escape_for_terminal(f"> {question}\n{row['text']}{cut}\n"))
+
+def _lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _row(completion: Completion, prompt: Prompt) -> dict:
-    """A line of the file: the fields of a completion, and its prompt instead of the prompt's index.
-
-    Files keep the key `whole_logprobs` of earlier versions for the field `full_logprobs`.
-    """
-    row = asdict(completion) | {"prompt": prompt}
-    return {"whole_logprobs" if key == "full_logprobs" else key: row[key] for key in row}
+    """A line of the file: the fields of a completion, its prompt instead of the prompt's index."""
+    return asdict(completion) | {"prompt": prompt}
 
 
 def escape_for_terminal(text: str) -> str:
@@ -173,6 +254,12 @@ def _read_prompt(file: Path, number: int, line: str, most: int) -> tuple[Prompt,
     if not is_text and not is_conversation:
         raise ConfigError(
             f'prompts={file}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}'
+        )
+
+    if isinstance(row, dict) and row.get("tools") is not None:
+        raise ConfigError(
+            f"prompts={file}, line {number}: has `tools`, which this command does not give to the "
+            "chat template; leave them out, or serve the model and send them with the messages"
         )
 
     limit = row.get("max_new_tokens", most) if isinstance(row, dict) else most

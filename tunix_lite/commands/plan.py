@@ -13,18 +13,14 @@ from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
-from tunix_lite.planning import compare_run, report, timed
+from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
-from tunix_lite.planning.advice import advice
-from tunix_lite.planning.choices import choices, scaled_by
-from tunix_lite.planning.forecast import CompiledCosts, HardwareCosts, forecast
-from tunix_lite.planning.hardware import Hardware
+from tunix_lite.planning.advice import advice, larger_micro_batch
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
-from tunix_lite.planning.programs import mesh_of_run
 from tunix_lite.planning.report import Plans
-from tunix_lite.planning.resolved import ResolvedRun, find_model
+from tunix_lite.resolved.run import find_model
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,7 @@ class PlanConfig:
     analytic: bool = False
     # Most meshes to compile with mesh=all. The others are estimated.
     compile_most: int = 4
-    # true predicts seconds a step, hours and cost. Small runs are timed on attached devices, others
-    # estimated.
+    # true predicts seconds a step, hours and cost from the compiled programs.
     predict: bool = True
     # Mean length of prompts, as a share of generation.max_prompt_length, for the prediction.
     prompt_share: float = 0.5
@@ -69,6 +64,11 @@ class PlanConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is a share, above 0 and up to 1")
         if self.price_per_hour is not None and self.price_per_hour < 0:
             raise ValueError(f"price_per_hour={self.price_per_hour} must not be negative")
+        if self.analytic and (self.price_per_hour is not None or self.verify is not None):
+            raise ValueError(
+                "analytic=true compiles nothing, and time and price are predicted from compiled "
+                "programs; leave it out"
+            )
 
 
 def main() -> None:
@@ -105,6 +105,9 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
     if all(plan.fits is False for plan in found.plans):
+        # The last line is then the command that fits.
+        if found.command is not None:
+            sys.exit(program.EXIT_FAILED)
         best = found.plans[0]
         raise RunFailed(
             f"nothing fits {best.machine.name}: the least is {report.gib(best.peak_bytes)} of "
@@ -180,12 +183,24 @@ def _say(text: str) -> None:
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
-    """The plans, and if none fits, with a command that would.
+    """The plans, and if none fits, with a command that would; if the best leaves most of the memory
+    free, with a larger micro-batch.
 
-    What is advised is compiled too, unless the plan is analytic.
+    What is advised for a run that does not fit is compiled too, unless the plan is analytic.
     """
     if any(plan.fits is not False for plan in plans.plans):
-        return plans
+        larger = larger_micro_batch(plans.plans[0])
+        if larger is None:
+            return plans
+        overrides, more = larger
+        rows = more.resolved.rows
+        change = (
+            f"most of the memory is free: an update of {rows.num_parts} in place of "
+            f"{plans.plans[0].resolved.rows.num_parts} micro-batches is faster, and fits, with "
+            f"{report.gib(more.peak_bytes)} of {report.gib(more.machine.capacity)} GiB, "
+            f"{report.source(more)}:"
+        )
+        return replace(plans, command=command_that_fits(words, overrides), change=change)
 
     def compile_again(changed: Plan) -> Plan:
         if settings.analytic:
@@ -211,31 +226,10 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
 
 
 def predicted(plans: Plans, settings: PlanConfig) -> Plans:
-    """The plans with a forecast of each that may fit, the fastest first, and other settings of the
-    best one."""
+    """The plans with a forecast of each that is compiled and may fit."""
     lengths = lengths_for(settings)
-    fitting = [plan for plan in plans.plans if plan.fits is not False]
-    if not fitting:
-        return plans
-    hardware, measured = hardware_of(fitting[0])
-
-    def costs_of(resolved: ResolvedRun) -> HardwareCosts:
-        return HardwareCosts(resolved, hardware)
-
-    # What is compiled is known better than by formulas. What is not is scaled alike: meshes are
-    # compared, and formulas are off by as much for all of them.
-    price = settings.price_per_hour
-    raw = [forecast(plan.resolved, lengths, costs_of(plan.resolved), price) for plan in fitting]
-    better = [with_forecast(plan, lengths, settings) if plan.programs else None for plan in fitting]
-    known = [(a, b.forecast) for a, b in zip(raw, better) if b is not None]
-    found = []
-    for plan, estimated, known_better in zip(fitting, raw, better):
-        scaled = scaled_by(estimated, *known[0]) if known else estimated
-        found.append(known_better or replace(plan, forecast=scaled))
-    found += [plan for plan in plans.plans if plan.fits is False]
-    found.sort(key=lambda plan: plan.rank)
-    others = choices(found[0], lengths, costs_of)
-    return replace(plans, plans=tuple(found), choices=tuple(others), measured=measured)
+    found = [with_forecast(plan, lengths, settings.price_per_hour) for plan in plans.plans]
+    return replace(plans, plans=tuple(found))
 
 
 def lengths_for(settings: PlanConfig) -> Lengths:
@@ -245,54 +239,34 @@ def lengths_for(settings: PlanConfig) -> Lengths:
     return Lengths(settings.prompt_share, settings.completion_share)
 
 
-def with_forecast(plan: Plan, lengths: Lengths, settings: PlanConfig) -> Plan:
-    """The plan with its programs timed where they are small and the devices are there, otherwise
-    with an estimate."""
-    price = settings.price_per_hour
-    resolved = plan.resolved
-    is_here = plan.machine.name == "attached" and jax.process_count() == 1
-    not_timed = timed.why_not_timed(resolved)
-    if is_here and not settings.analytic and not_timed:
-        _say(f"not timed: {not_timed}")
-    elif is_here and not settings.analytic:
-        _say("timing the programs of a step…")
-        count = resolved.mesh_shape["fsdp"] * resolved.mesh_shape["tp"]
-        with mesh_of_run(resolved, jax.devices()[:count]):
-            found = forecast(resolved, lengths, timed.TimedCosts(resolved), price)
-        return replace(plan, forecast=found)
-    hardware, _ = hardware_of(plan)
-    costs = HardwareCosts(resolved, hardware)
-    if plan.programs and plan.machine.hardware is not None:
-        costs = CompiledCosts(costs, plan.programs)
-    return replace(plan, forecast=forecast(resolved, lengths, costs, price))
-
-
-def hardware_of(plan: Plan) -> tuple[Hardware, str]:
-    """What the devices of a plan do, and in words what of it was measured here."""
-    if plan.machine.hardware is not None:
-        return plan.machine.hardware, ""
-    speed = timed.machine_speed(timed.shapes_that_matter(plan.resolved))
-    return speed.as_hardware(plan.machine.platform), str(speed)
+def with_forecast(plan: Plan, lengths: Lengths, price_per_hour: float | None = None) -> Plan:
+    """The plan with a forecast, if it is compiled and may fit."""
+    if not plan.programs or plan.fits is False:
+        return plan
+    hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
+    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware, price_per_hour)
+    return replace(plan, forecast=found)
 
 
 def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     """Predicted against measured, of a run with these settings on the attached devices. Raises
-    ConfigError if the run was started with others."""
-    took = compare_run.measured(settings.verify)
+    ConfigError if the run was started with others, or does not fit."""
+    took = forecast.measured(settings.verify)
     check_same_overrides(settings.verify, sys.argv[1:])
     lengths = (
         recorded_lengths(settings.verify, "verify")
         if settings.lengths_of is None
         else recorded_lengths(settings.lengths_of)
     )
-    plans = make_plans(run, replace(settings, analytic=True, mesh="run"), sys.argv[1:])
-    plan = with_forecast(plans.plans[0], lengths, settings)
-    rows = compare_run.predicted_against(plan.forecast, took)
+    best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
+    found = with_forecast(best, lengths).forecast
+    if found is None:
+        raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")
     return [
-        *report.compared_lines(rows),
-        f"predicted: {plan.forecast.source}; lengths {plan.forecast.lengths}",
+        *report.compared_lines(forecast.predicted_against(found, took)),
+        f"predicted: {found.source}; lengths {found.lengths}",
         f"measured: medians of {settings.verify}/metrics.jsonl after the first "
-        f"{compare_run.FIRST} steps",
+        f"{forecast.FIRST} steps",
     ]
 
 

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Algorithm, check_loss
+from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig, with_new_names
+from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.imports import importing_only
 from tunix_lite.files.untrusted import read_object, read_yaml
@@ -31,8 +31,9 @@ from tunix_lite.plain_text import escaped, shown, visible
 from tunix_lite.planning.packing_choice import AUTO
 from tunix_lite.runs.batch_files import STREAM, arrays_of_batch, batch_of_arrays
 from tunix_lite.runs.fingerprint import packing_of
-from tunix_lite.runs.replay import Replayed, relative_distance, replay_step
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.runs.replay import Replayed, replay_step
+from tunix_lite.settings import compose as composing
+from tunix_lite.tracking.rundir import RunDir, with_chosen_values
 from tunix_lite.types import Batch, RowBatch, TokenScores
 
 # characters of a text
@@ -50,33 +51,23 @@ ARRAYS = (
     "old_logprobs",
     "ref_logprobs",
 )
-# the largest whole number that the settings in a folder may hold
-MOST_OF_A_STRANGER = 2**16
-# but for those that say where in a stream something is, beside those in steps
-OF_A_STREAM = ("seed", "num_train", "num_held_out", "num_problems")
-# in a text with {names}: a width of five digits and more, or one that a field gives
-WIDE = re.compile(r"\{[^{}]*(?:\{|\d{5})")
 # of a batch, unpacked: a small file can hold very many zeros
 MOST_BYTES = 2**32
+# what numpy and zipfile raise for a file that is no batch
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError)
+UNREADABLE += (zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
     """How a step is made again.
 
-    Example: `replay.precision=float64` is ReplayOptions(precision="float64").
+    Example: `replay.trust=true` is ReplayOptions(trust=True).
     """
 
-    # Precision: run repeats the step as the run computed it, float64 also computes loss and
-    # gradient in float64.
-    precision: str = "run"
     # true imports code that the run's settings name outside tunix_lite. Use it only for your own
     # runs.
     trust: bool = False
-
-    def __post_init__(self):
-        if self.precision not in ("run", "float64"):
-            raise ValueError(f"precision={self.precision!r}; it is run or float64")
 
 
 @dataclass(frozen=True)
@@ -135,15 +126,14 @@ def replay(run: RunConfig, settings: Replay) -> None:
         return
     keep_programs(run.runtime.program_cache)
     folder = Path(settings.checkpoint).expanduser()
-    is_exact = settings.replay.precision == "float64"
+
+    def say(text: str) -> None:
+        print(visible(text), flush=True)
+
     with error_context(""):
-        done = replay_step(run, folder, settings.step, is_exact, _say)
+        done = replay_step(run, folder, settings.step, say)
     for line in as_lines(done):
-        print(visible(line))
-
-
-def _say(text: str) -> None:
-    print(visible(text), flush=True)
+        say(line)
 
 
 # ---- the settings of the run
@@ -168,11 +158,13 @@ def with_settings_of_run(
     # What is this machine's, or was decided for the model already; nothing is evaluated.
     kept = {"model", "launch", "resume", "tracking", "evaluation", "runtime", *OWN}
     with error_context("checkpoint"):
-        theirs = with_new_names(read_yaml(file))
-        check_groups(theirs, values, file)
-        changed = {key: theirs[key] for key in theirs.keys() & values.keys() - kept}
-        if not values["replay"]["trust"]:
-            check_sizes(changed, file)
+        saved = RunDir(file.parents[1]).fingerprint
+        chosen = read_object(saved) if saved.is_file() else {}
+        theirs = with_chosen_values(read_yaml(file), chosen)
+        for key in theirs.keys() & values.keys():
+            if isinstance(values[key], dict) and not isinstance(theirs[key], dict):
+                raise ValueError(f"{file}: {key} is {shown(theirs[key])}, not a group of settings")
+    changed = {key: theirs[key] for key in theirs.keys() & values.keys() - kept}
     if not values["replay"]["trust"]:
         refusal = f"is named by {file}, and a folder may not choose what is imported. {IF_YOURS}"
         until_its_end.enter_context(importing_only(names_known(values), refusal))
@@ -182,38 +174,8 @@ def with_settings_of_run(
             _copy_setting(values, found, key.split("."))
     found["evaluation"] = {**values["evaluation"], "num_examples": 0, "num_samples": 0}
     found["rewards"] = {**found["rewards"], "workers": values["rewards"]["workers"]}
-    return _on_this_mesh(found, theirs)
-
-
-def check_groups(theirs: dict, ours: dict, file: Path) -> None:
-    """Raises ValueError, with the file, unless what is a group of settings here is one there."""
-    for key in theirs.keys() & ours.keys():
-        if isinstance(ours[key], dict) and not isinstance(theirs[key], dict):
-            raise ValueError(f"{file}: {key} is {shown(theirs[key])}, not a group of settings")
-
-
-def check_sizes(theirs: dict, file: Path) -> None:
-    """Raises ValueError, with the file and the key, for a number or a text that makes work without
-    an end: the settings of a stranger decide how much a step is."""
-    left: list = [("", theirs)]
-    while left:
-        place, value = left.pop()
-        name = place.rpartition(".")[2]
-        wrong = "" if place.isprintable() else "has a name of no text"
-        if isinstance(value, dict):
-            left += [(f"{place}.{key}".strip("."), item) for key, item in value.items()]
-        elif isinstance(value, list):
-            left += [(place, item) for item in value]
-        elif type(value) is int and not (name in OF_A_STREAM or name.endswith("steps")):
-            if abs(value) > MOST_OF_A_STRANGER:
-                wrong = f"is beyond {MOST_OF_A_STRANGER:,}"
-        elif isinstance(value, str) and WIDE.search(value.replace("{{", "").replace("}}", "")):
-            wrong = "can make a text of unlimited length"
-        if wrong:
-            raise ValueError(
-                f"{file}: {escaped(place)}={shown(value)} {wrong}, and is not taken from a folder. "
-                f"{IF_YOURS}"
-            )
+    with error_context("checkpoint"):
+        return _on_this_mesh(found, theirs)
 
 
 def _copy_setting(source: dict, target: dict, path: list[str]) -> None:
@@ -270,7 +232,7 @@ def names_known(values: dict) -> set[str]:
             known.add(value)
         elif isinstance(value, dict | list):
             left += value.values() if isinstance(value, dict) else value
-    for yaml_file in program.conf_dir().rglob("*.yaml"):
+    for yaml_file in composing.conf_dir().rglob("*.yaml"):
         known |= set(NAME_OF_OURS.findall(yaml_file.read_text()))
     return known
 
@@ -280,51 +242,29 @@ def names_known(values: dict) -> set[str]:
 
 def as_lines(done: Replayed) -> list[str]:
     """The step as a table: what was logged, what came out now, and how far apart they are."""
-    head = ["metric", "logged", "replayed", "distance"]
-    exact = done.exact.metrics if done.exact else {}
-    if exact:
-        head += ["float64", "distance"]
-    rows = []
+    rows = [("metric", "logged", "replayed", "distance")]
     for name in sorted({*done.metrics, *done.logged}):
         ours = done.metrics.get(name)
         theirs = done.logged.get(name)
-        row = [name, _number(theirs), _number(ours), _apart(ours, theirs)]
-        if exact:
-            precise = exact.get(name) if name not in UNTOUCHED else None
-            row += [_number(precise), _apart(ours, precise)]
-        rows.append(row)
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        apart = ""
+        if ours is not None and theirs is not None:
+            apart = "0" if ours == theirs else f"{abs(ours - theirs):.2e}"
+        rows.append((name, _number(theirs), _number(ours), apart))
+    first, *widths = (max(len(row[i]) for row in rows) for i in range(4))
     lines = [f"step {done.step}"]
-    for row in [head, *rows]:
-        first, *rest = (
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths))
-        )
-        lines.append("  ".join([first, *rest]).rstrip())
+    for name, *numbers in rows:
+        cells = [text.rjust(width) for text, width in zip(numbers, widths)]
+        lines.append("  ".join([name.ljust(first), *cells]).rstrip())
     if not done.logged:
         lines.append("metrics.jsonl has no line of this step")
     else:
         same = sum(done.metrics.get(name) == value for name, value in done.logged.items())
         lines.append(f"{same} of {len(done.logged)} logged metrics are the same to the bit")
-    lines += sample_lines(done)
-    if done.exact is not None and done.gradient is not None:
-        apart = relative_distance(done.gradient.grads, done.exact.grads)
-        lines.append(f"gradient: norm of the difference from float64 over its norm {apart:.2e}")
-    return lines
-
-
-# metrics of the update that a float64 update whose optimizer moves nothing does not have
-UNTOUCHED = {"train/update_norm", "train/learning_rate"}
+    return lines + sample_lines(done)
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.9g}"
-
-
-def _apart(ours: float | None, theirs: float | None) -> str:
-    if ours is None or theirs is None:
-        return ""
-    return "0" if ours == theirs else f"{abs(ours - theirs):.2e}"
 
 
 def sample_lines(done: Replayed) -> list[str]:
@@ -363,7 +303,6 @@ def _gap(ours: dict, theirs: dict) -> float | None:
 
 def look_at_skipped(run: RunConfig, settings: Replay) -> None:
     """Prints the loss, and every sequence of the batch in which a number is not finite."""
-    check_loss(run.algorithm)
     folder = RunDir(Path(settings.checkpoint).expanduser())
     batch = read_batch(folder, settings)
     step = settings.step
@@ -423,18 +362,9 @@ def read_batch(folder: RunDir, settings: Replay) -> Batch:
         batch = batch_of_arrays(found)
         _check_arrays(batch)
         return batch
-    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError) as error:
-        raise ConfigError(
-            f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})"
-        ) from error
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise ConfigError(
-            f"skipped={settings.skipped}: {file} cannot be read ({_in_words(error)})"
-        ) from error
-
-
-def _in_words(error: Exception) -> str:
-    return escaped(str(error) or type(error).__name__)
+    except UNREADABLE as error:
+        why = escaped(str(error) or type(error).__name__)
+        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({why})") from error
 
 
 def _check_arrays(batch: Batch) -> None:

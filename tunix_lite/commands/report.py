@@ -27,7 +27,7 @@ class ReportOptions:
     Example: `tunix-lite report RUN report.out=page` is ReportOptions(out="page").
     """
 
-    # folder of report.html and report.md; None: the run's own, of several runs this one
+    # folder of report.html; None: the run's own, of several runs this one
     out: str | None = None
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def report(run: RunConfig, settings: Report) -> None:
-    """Writes report.html and report.md of one run, of several, or of a sweep."""
+    """Writes report.html of one run, of several, or of a sweep."""
     try:
         folders = [as_path(folder) for folder in settings.folders]
         first = folders[0]
@@ -73,11 +73,10 @@ def report(run: RunConfig, settings: Report) -> None:
     # The folder may be somebody else's.
     place = place or Path()
     try:
-        files = write_page(page, place)
+        file = write_page(page, place)
     except OSError as error:
         why = error.strerror or str(error)
         raise RunFailed(
             f"{shown(str(place))} cannot be written to ({why}); give report.out=FOLDER"
         ) from error
-    for file in files:
-        print(escaped(str(file), 1000))
+    print(escaped(str(file), 1000))

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sqlite3
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,15 @@ from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.inference.live import live_engine
+from tunix_lite.inference.live import LiveEngine, live_engine
 from tunix_lite.plain_text import visible
 from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
-from tunix_lite.serving.listen import ServerSettings
-from tunix_lite.serving.tinker.app import TinkerLimits, TinkerServer
-from tunix_lite.serving.tinker.store import Store
+from tunix_lite.serving.listen import ServerSettings, check_port
+from tunix_lite.serving.tinker.app import TinkerServer
+from tunix_lite.serving.tinker.bodies import TinkerLimits
+from tunix_lite.serving.tinker.store import Store, StoreDamaged
+from tunix_lite.serving.tinker.work import WorkerFailed
 
 APIS = ("openai", "tinker")
 
@@ -40,7 +43,7 @@ class ServeConfig(WhichWeights):
     served_name: str | None = None
     # Environment variable that holds the API key. null asks clients for none.
     api_key_variable: str | None = None
-    # Sequences that may wait for a slot; of tinker, requests that may wait. One more gets 429.
+    # Sequences that may wait for a slot; of tinker, requests of one session. One more gets 429.
     max_waiting: int = 256
     # Bytes of a request, at most.
     max_body: int = 1048576
@@ -48,6 +51,8 @@ class ServeConfig(WhichWeights):
     request_seconds: float = 600.0
     # Seconds that requests under way may take after SIGTERM or Ctrl-C.
     stop_seconds: float = 30.0
+    # Print a line for each request. Questions for health, numbers and results have none.
+    log_requests: bool = True
     # Of tinker: folder for models, checkpoints and requests. The next server on it goes on.
     state_folder: str = "outputs/tinker"
     # Of tinker: models, and samplers, that stay on the devices. Others wait in the folder.
@@ -86,8 +91,10 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
         max_body=settings.max_body,
         request_seconds=settings.request_seconds,
         stop_seconds=settings.stop_seconds,
+        log_requests=settings.log_requests,
     )
     try:
+        asyncio.run(check_port(settings.host, settings.port))
         if settings.api == "tinker":
             _serve_tinker(run, settings, how)
         else:
@@ -108,6 +115,7 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         generation.max_prompt_length,
         generation.max_new_tokens,
         min(engine.spec.max_length, model.cfg.max_positions),
+        max_sequences=engine.num_slots + settings.max_waiting,
     )
     server = Server(engine, model.tokenizer, limits, how)
     lines = [
@@ -115,22 +123,42 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         f"completions of up to {limits.max_new_tokens}"
     ]
     try:
+        _warm_up(engine)
         asyncio.run(server.run(partial(_say, limits.model_name, how, lines, "/v1")))
     finally:
         engine.close()
 
 
-def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) -> None:
-    # The trainer composes settings by a room of commands, which this module is part of.
-    from tunix_lite.trainer.trainer import Trainer
+def _warm_up(engine: LiveEngine) -> None:
+    """Compiles what most requests need, before the server listens. Raises EngineFailed."""
+    _tell("compiling, before it listens: seconds for a tiny model, minutes for a large one")
+    began = time.monotonic()
+    engine.warm_up()
+    _tell(f"compiled in {time.monotonic() - began:.0f} s")
+    # Longer prompts, and the first request that cuts tokens off, need programs of their own.
+    engine.on_compile = lambda names, seconds: _tell(f"compiled {names} in {seconds:.0f} s")
 
+
+def _tell(line: str) -> None:
+    print(visible(line), file=sys.stderr, flush=True)
+
+
+def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) -> None:
     generation = run.generation
     folder = Path(settings.state_folder).expanduser()
     try:
         store = Store(folder)
     except (OSError, sqlite3.Error) as error:
-        message = f"{error}; it cannot be written, or another server uses it"
+        message = f"{error}; it is damaged, cannot be written, or another server uses it"
         raise ConfigError(f"state_folder={folder}: {message}") from error
+    except StoreDamaged as error:
+        raise ConfigError(f"state_folder={folder}: {error}") from error
+    for line in store.differences:
+        _tell(f"state_folder={folder}: {line}")
+
+    # The trainer composes settings by a room of commands, which this module is part of.
+    from tunix_lite.trainer.trainer import Trainer
+
     trainer = Trainer(
         run,
         max_prompt_length=generation.max_prompt_length,
@@ -138,12 +166,16 @@ def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     )
     name = settings.served_name or trainer.model_name
     limits = TinkerLimits(name, trainer.max_length, settings.max_waiting, settings.max_models)
+    waiting = len(store.waiting())
     server = TinkerServer(trainer, store, limits, how)
     lines = [f"sequences of up to {limits.max_length} tokens; state in {folder}"]
-    if server.worker.num_waiting:
-        lines.append(f"{server.worker.num_waiting} requests of the server before are done first")
+    if waiting:
+        lines.append(f"{waiting} requests of the server before are done first")
     try:
         asyncio.run(server.run(partial(_say, name, how, lines, "")))
+    except (WorkerFailed, sqlite3.Error) as error:
+        hint = "what was accepted is in the journal, and the next server on the folder does it"
+        raise SystemExit(f"error: state_folder={folder}: {error}; {hint}") from error
     finally:
         trainer.close()
         store.close()
@@ -153,7 +185,7 @@ def _check_aiohttp() -> None:
     try:
         import aiohttp  # noqa: F401
     except ImportError as error:
-        raise ConfigError("serve needs aiohttp: pip install 'tunix_lite[serve]'") from error
+        raise ConfigError("serve needs aiohttp: pip install -e '.[serve]'") from error
 
 
 def _api_key(settings: ServeConfig) -> str | None:
@@ -176,4 +208,4 @@ def _say(name: str, how: ServerSettings, lines: list[str], path: str, address: s
     if how.api_key is None and how.host not in ("127.0.0.1", "localhost", "::1"):
         shown.append("no API key: everybody who reaches this address can use it")
     for line in shown:
-        print(visible(line), file=sys.stderr, flush=True)
+        _tell(line)

@@ -16,6 +16,7 @@ from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.folder_lock import lock_folder_for_all
 from tunix_lite.distributed.host_memory import take_gpu_memory
 from tunix_lite.distributed.join import (
+    HEARTBEAT,
     agree,
     exit_at_once_on_failure,
     exit_when_a_peer_is_lost,
@@ -35,6 +36,7 @@ from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.report.write import report_of_sweep
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
+from tunix_lite.settings import compose as composing
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.train import train
 
@@ -104,7 +106,7 @@ def start(run: RunConfig, folder: Path) -> float | None:
     """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest."""
     # where a flag of Hydra's left no check to make
     join(run)
-    sweep = program.sweep_folder()
+    sweep = composing.sweep_folder()
     resume_hint = f"hydra.run.dir={folder}" if sweep is None else f"hydra.sweep.dir={sweep}"
     with contextlib.ExitStack() as until_done, exit_when_a_peer_is_lost():
         with error_context("", RunFailed):
@@ -122,10 +124,24 @@ def start(run: RunConfig, folder: Path) -> float | None:
         # A signal may have come with the last step, which ends the run but not the sweep.
         if sweep is not None and (reason := job.stopping.reason()):
             print(f"{reason}: the sweep starts no further run", flush=True)
-            sys.exit(0)
+            sys.exit(exit_code_of(reason))
     if sweep is None and is_first() and sys.stdout.isatty():
         print(next_command(folder), end="", flush=True)
+    if code := exit_code_of(job.stopped):
+        sys.exit(code)
     return last_accuracy(folder)
+
+
+def exit_code_of(reason: str | None) -> int:
+    """The exit code of a run that ended before its last step for this reason, with a checkpoint.
+
+    A scheduler that ends a job, or the time limit, is part of the plan. A person's Ctrl-C is not: a
+    script must not take the run for a whole one. Of several processes the launcher says it: one
+    that failed would end the others.
+    """
+    is_alone_here = HEARTBEAT not in os.environ and len(hosts()) <= 1
+    is_interrupted = reason == "SIGINT" and is_alone_here
+    return program.EXIT_INTERRUPTED if is_interrupted else 0
 
 
 def next_command(folder: Path) -> str:
@@ -158,7 +174,7 @@ def join(run: RunConfig) -> None:
         job_start_time(os.environ)
         if "$" in folder and not is_alone(run.launch, os.environ):
             # by each process, at another time of day: the first one's counts
-            folder = program.fill_in_folder(folder, values)
+            folder = composing.fill_in_folder(folder, values)
         ours = process_info(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
         try:
             place, agreed = initialise(run.launch, os.environ, ours)

@@ -1,29 +1,50 @@
-"""`tunix-lite watch RUN`: show the numbers of a run that goes on elsewhere."""
+"""`tunix-lite watch RUN`: show the numbers of a run that goes on elsewhere, by its files alone.
 
+The files may be of somebody else: they are read as data, a bounded part at a time, and nothing is
+written.
+"""
+
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import rich.console
 import rich.live
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import ConfigError
-from tunix_lite.files.untrusted import as_path
-from tunix_lite.plain_text import escaped
+from tunix_lite.files.untrusted import (
+    MOST_LINE,
+    as_path,
+    parse_object,
+    read_from,
+    read_object,
+    read_yaml,
+)
+from tunix_lite.plain_text import escaped, visible
+from tunix_lite.report.evidence import read_sample_file, sample_steps
 from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
 from tunix_lite.tracking.dashboard import Dashboard, sample_panel
-from tunix_lite.tracking.follow import FollowedRun
-from tunix_lite.tracking.rewrapped import Rewrapped
+from tunix_lite.tracking.rows import MOST_STEPS, is_number
+from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.types import Metrics
 
 # Seconds between two looks at the files.
 EVERY = 0.5
 # Seconds without a step after which that is said.
 SILENT = 60
+# Most bytes of metrics.jsonl that one look reads; the first look reads those before its end.
+MOST = 4 * 2**20
+# Most numbers of a step.
+MOST_METRICS = 400
 # What a run makes first in its folder; one of them is there before its first step.
 OF_A_RUN = (".hydra", "status.json", "metrics.jsonl")
+# Words of status.json for a run that has ended.
+ENDED = ("completed", "stopped", "failed", "interrupted")
 
 
 @dataclass(frozen=True)
@@ -68,41 +89,36 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
                 f"{escaped(str(folder))} is not the folder of a run: it has no status.json"
             )
         followed = FollowedRun(folder)
-        terminal = Terminal(file=Screen(sys.stdout), highlight=False)
-        try:
-            if terminal.is_terminal and is_live(run.tracking.console, terminal):
-                _show_live(followed, terminal, settings.watch.once)
-            else:
-                _print_lines(followed, settings.watch.once)
-        except KeyboardInterrupt:
-            pass
+        with contextlib.suppress(KeyboardInterrupt):
+            _show(followed, run.tracking.console, settings.watch.once)
         _print_end(followed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
-    """A live region, and above it samples as they come."""
-    every = followed.evaluates_every()
-    board = Dashboard(followed.max_steps(), is_here=False, evaluates_every=every)
+def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
+    """The live region of a run, and above it samples as they come; elsewhere a line a step."""
+    terminal = Terminal(file=Screen(sys.stdout), highlight=False)
+    has_region = terminal.is_terminal and is_live(mode, terminal)
+    max_steps = followed.steps_setting("training", "max_steps")
+    every = followed.steps_setting("evaluation", "interval_steps") or 0
+    board = Dashboard(max_steps, is_here=False, evaluates_every=every)
+    live = rich.live.Live(
+        console=terminal,
+        get_renderable=lambda: board.drawn(*terminal.size),
+        refresh_per_second=2,
+    )
     since = time.monotonic()
-
-    rewrapped = Rewrapped(terminal)
-
-    def drawn() -> rich.console.RenderableType:
-        return rewrapped.measured(board.drawn(*terminal.size))
-
-    # before the hook that rich pushes
-    terminal.push_render_hook(rewrapped)
-    live = rich.live.Live(console=terminal, get_renderable=drawn, refresh_per_second=2)
-    with live:
+    with live if has_region else contextlib.nullcontext():
         while True:
             # Before the rows: what an ended run has logged is then all there.
-            has_ended = _has_ended(followed)
+            has_ended = followed.has_ended()
             for step, metrics in followed.new_rows():
                 board.log(step, metrics)
                 since = time.monotonic()
-            found = followed.new_samples()
+                if not has_region:
+                    print(step_line(step, max_steps, metrics), flush=True)
+            found = followed.new_samples() if has_region else None
             panel = sample_panel(*found, terminal.width) if found else None
             if panel is not None:
                 terminal.print(panel)
@@ -110,43 +126,105 @@ def _show_live(followed: FollowedRun, terminal: Terminal, once: bool) -> None:
                 return
             if time.monotonic() - since > SILENT:
                 board.busy("waiting; no new step for", since)
+                if not has_region:
+                    print(f"no new step for {SILENT} s", flush=True)
+                    since = time.monotonic()
             time.sleep(EVERY)
 
 
-def _print_lines(followed: FollowedRun, once: bool) -> None:
-    """A plain line for each step."""
-    max_steps = followed.max_steps()
-    since = time.monotonic()
-    while True:
-        has_ended = _has_ended(followed)
-        for step, metrics in followed.new_rows():
-            print(step_line(step, max_steps, metrics), flush=True)
-            since = time.monotonic()
-        if has_ended or once:
-            return
-        if time.monotonic() - since > SILENT:
-            print(f"no new step for {SILENT} s", flush=True)
-            since = time.monotonic()
-        time.sleep(EVERY)
-
-
-def _has_ended(followed: FollowedRun) -> bool:
-    """Whether the run has ended, or its process of this machine was killed."""
-    # The lock first: a run lets go of it after it has written how it ended.
-    return is_abandoned(followed.run_dir.path) or followed.has_ended()
-
-
-def _print_end(followed: FollowedRun) -> None:
+def _print_end(followed: "FollowedRun") -> None:
     """How the run ended, or that it goes on."""
     status = followed.status()
     word = status.get("status")
+    path = escaped(str(followed.run_dir.path))
     if not isinstance(word, str):
-        print(f"{escaped(str(followed.run_dir.path))} has no status yet")
+        print(f"{path} has no status yet")
         return
     if word == "running" and is_abandoned(followed.run_dir.path):
-        path = escaped(str(followed.run_dir.path))
         print(f"its process is gone without a word: it was killed; hydra.run.dir={path} goes on")
         return
     error = status.get("error")
     why = f": {escaped(error, 400)}" if isinstance(error, str) else ""
     print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
+
+
+class FollowedRun:
+    """What the files of a run have said since the last look.
+
+    Example: `run = FollowedRun(Path("outputs/latest"))`, then `run.new_rows()` again and again.
+    """
+
+    def __init__(self, folder: Path):
+        self.run_dir = RunDir(folder)
+        self._offset: int | None = None
+        self._rest = b""
+        self._sample = -1
+
+    def new_rows(self) -> list[tuple[int, Metrics]]:
+        """(step, metrics) of each line since the last call, in the order of the file.
+
+        Half a line waits for its other half. Where the file was cut, as by a run that resumed, it
+        is read anew. Raises ValueError if it cannot be read.
+        """
+        file = self.run_dir.metrics
+        if not file.is_file():
+            return []
+        size = file.stat().st_size
+        if self._offset is None:
+            self._offset = max(0, size - MOST)
+            # The first line is then half of one, most likely.
+            self._rest = b"" if self._offset == 0 else b"{"
+        if size < self._offset:
+            self._offset, self._rest = 0, b""
+        part, _ = read_from(file, self._offset, MOST)
+        self._offset += len(part)
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        # No line of a run is as long: it is left out, as its end will be.
+        self._rest = self._rest[: MOST_LINE + 1]
+        found = []
+        for line in lines:
+            row = _object(line) if len(line) <= MOST_LINE else {}
+            step = row.pop("step", None)
+            if type(step) is int and 0 <= step < MOST_STEPS:
+                numbers = [(visible(name), x) for name, x in row.items() if is_number(x)]
+                found.append((step, dict(numbers[:MOST_METRICS])))
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """status.json, {} where there is none that can be read."""
+        with contextlib.suppress(ValueError):
+            return read_object(self.run_dir.status, MOST_LINE)
+        return {}
+
+    def has_ended(self) -> bool:
+        """Whether the run has ended, or its process of this machine was killed."""
+        # The lock first: a run lets go of it after it has written how it ended.
+        return is_abandoned(self.run_dir.path) or self.status().get("status") in ENDED
+
+    def steps_setting(self, group: str, name: str) -> int | None:
+        """A number of steps of the run's settings; None where they cannot be read."""
+        try:
+            settings = read_yaml(self.run_dir.path / ".hydra" / "config.yaml", MOST_LINE)
+        except ValueError:
+            return None
+        values = settings.get(group)
+        steps = values.get(name) if isinstance(values, dict) else None
+        return steps if type(steps) is int and 0 < steps < MOST_STEPS else None
+
+    def new_samples(self) -> tuple[int, list[dict]] | None:
+        """(step, rows) of the newest file of samples/, where it has not been returned before."""
+        newest = max(sample_steps(self.run_dir.path), default=-1)
+        if newest == self._sample:
+            return None
+        self._sample = newest
+        # A file that cannot be read has no samples to show.
+        with contextlib.suppress(ValueError):
+            return newest, read_sample_file(self.run_dir.path, newest) or []
+        return None
+
+
+def _object(line: bytes) -> dict:
+    """The JSON object in a line; {} if it holds something else."""
+    with contextlib.suppress(ValueError):
+        return parse_object(line.decode("utf-8"), "the line")
+    return {}

@@ -45,8 +45,6 @@ def open_chosen_model(
         folder = Path(which.checkpoint).expanduser()
         _, seed = run_settings(folder, run.model.family)
 
-    if sys.stderr.isatty():
-        print("loading the model…", file=sys.stderr)
     dtype = dtype or run.training.mixed_precision
     model = open_model(run.model, folder, which.step, dtype, seed)
     if model.mesh.size < jax.device_count():

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tunix_lite.marked_processes import find_marked, send_signal
+from tunix_lite.workers.marked_processes import find_marked, send_signal
 
 # Seconds that the run has to finish its update and to save, after the launcher is gone.
 GRACE = 300.0

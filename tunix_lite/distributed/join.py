@@ -6,6 +6,7 @@ it fails or loses another one.
 """
 
 import contextlib
+import json
 import os
 import sys
 import traceback
@@ -15,17 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_lite.distributed import gloo
 from tunix_lite.distributed.agreement import (
     Agreement,
     ProcessInfo,
-    accelerator,
     agree_through_jax,
     describe_differences,
     host_name,
 )
 from tunix_lite.distributed.meeting import is_loopback, meet
-from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
+from tunix_lite.distributed.process_place import (
+    IDS,
+    LaunchConfig,
+    ProcessPlace,
+    check_no_process_ids,
+    find_place,
+)
 from tunix_lite.errors import is_of_a_peer
 
 if TYPE_CHECKING:
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
 # The variable with the path of the file that `heartbeat` writes and the launcher watches.
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
+# The ending of a file beside it, in which a process tells the launcher its settings of launch.
+SETTINGS = ".settings"
 # The variable with the start time of the job, in seconds since 1970; a launcher or script sets it.
 STARTED = "TUNIX_LITE_STARTED"
 
@@ -69,6 +76,8 @@ def initialise(
     if _joined is not None:
         return _joined.place, _joined.agreed
 
+    tell_launcher(launch, environ)
+
     # Where we know the address of process 0, the processes compare themselves before jax starts.
     place = find_place(launch, environ)
     agreed = Agreement([about.host], about.folder)
@@ -87,6 +96,22 @@ def initialise(
         disable_compilation_cache()
     _joined = Joined(place, agreed)
     return place, agreed
+
+
+def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
+    """Tells our launcher, if one has started this process, when to give up and restart.
+
+    The launcher itself does not read the files of the settings. Raises ValueError if they say which
+    process this is: all that a launcher starts would be the same one.
+    """
+    if HEARTBEAT not in environ:
+        return
+    ids = {name: getattr(launch, name) for name in IDS}
+    check_no_process_ids(ids, int(environ.get("WORLD_SIZE", "1")))
+    told = {"stall_timeout": launch.stall_timeout, "max_restarts": launch.max_restarts}
+    # A full disk must not end a run here.
+    with contextlib.suppress(OSError):
+        Path(environ[HEARTBEAT] + SETTINGS).write_text(json.dumps(told))
 
 
 def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
@@ -111,8 +136,6 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
     """Starts jax.distributed. devices: the local GPUs of this process; None: all that it sees."""
     import jax
 
-    if accelerator() == "CPU":
-        gloo.redirect_greetings()
     # This service would take over SIGTERM, which distributed/stopping.py handles.
     jax.config.update("jax_enable_preemption_service", False)
     limits = {
@@ -302,7 +325,6 @@ def exit_at_once_on_failure() -> Iterator[None]:
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        gloo.end_redirection()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)

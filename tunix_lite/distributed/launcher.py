@@ -3,7 +3,7 @@
 On one machine nothing else is needed. On several machines, start a launcher on each, with the same
 MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and with the number of its first process as RANK. The
 launcher also watches its processes (distributed/supervisor.py). It imports neither jax nor Hydra,
-so it starts at once; hence it reads the few settings that concern it by itself.
+so it starts at once; the processes report what their files of settings say of it.
 """
 
 import argparse
@@ -11,18 +11,35 @@ import contextlib
 import math
 import os
 import re
+import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tunix_lite.distributed.launcher_flags import OURS, OverridesOf, foreign_flags_answer
-from tunix_lite.distributed.process_place import ASK_JAX, LaunchConfig, find_place
+from tunix_lite.distributed.process_place import (
+    IDS,
+    LaunchConfig,
+    check_no_process_ids,
+    find_place,
+    is_of_a_service,
+)
 from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
 
+# Flags of the launcher, each followed by a value.
+OURS = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
+# Flags of torchrun and accelerate, with underscores, and what they are here. Of several machines
+# only a person knows which variables are set where.
+ELSEWHERE = {"nproc_per_node": "--nprocs", "num_processes": "--nprocs"}
+ELSEWHERE |= {name.lstrip("-").replace("-", "_"): name for name in OURS}
+MACHINES = {"nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "num_machines"}
+MACHINES |= {"machine_rank", "main_process_ip", "main_process_port"}
+NEEDLESS = {"standalone", "multi_gpu"}
+# (name, value) of a flag -> the settings of a run that it means; (): none
+OverridesOf = Callable[[str, str], Iterable[str]]
 # Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {
     "--help",
@@ -33,6 +50,10 @@ SHOWS_ONLY = {
     "--info",
     "-i",
 }
+MANY = (
+    " (on each machine, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in the environment; "
+    "--nprocs counts the processes of this one)"
+)
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
@@ -75,7 +96,7 @@ def main(
     arguments: list[str] | None = None, overrides_of: OverridesOf = lambda name, value: ()
 ) -> None:
     """The command `tunix-lite launch`. arguments: of the command line; None: those of this process.
-    overrides_of: as launcher_flags.foreign_flags_answer takes it.
+    overrides_of: as foreign_flags_answer takes it.
 
     Ends the process: with 2 after a message if the arguments or settings are wrong, else with the
     exit code of the run.
@@ -93,18 +114,9 @@ def main(
         check_on_disk(folder_key(program), folder_given(program))
         check_config_dir(config_dir(program))
         group = local_processes(known.nprocs, os.environ)
-        check_no_process_ids(program, group.world)
+        ids = {name: setting_given(f"launch.{name}", program) for name in IDS}
+        check_no_process_ids(ids, group.world)
         rules = restart_policy(known, program)
-        if rules.max_restarts and SWEEPS & set(program):
-            raise ValueError(
-                "launch.max_restarts is for one run: with --multirun it would begin all of them "
-                "again"
-            )
-        if rules.max_restarts and "${now" in (folder_given(program) or ""):
-            raise ValueError(
-                "launch.max_restarts needs a hydra.run.dir that is the same at every start, "
-                "without ${now:...}"
-            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -162,6 +174,49 @@ def parsed(
         sys.exit(2)
 
 
+def foreign_flags_answer(
+    arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
+) -> str | None:
+    """The message for flags that are not the launcher's; None: there are none.
+
+    overrides_of: for flags of the run that stand before the program, such as --bf16.
+
+    Example: ["--nproc_per_node=2", "run_training.py"] -> "--nproc_per_node=2: the flags of other
+    launchers have other names here; type: tunix-lite launch --nprocs=2 run_training.py".
+    """
+    foreign = []
+    flags = []
+    overrides: list[str] = []
+    after = ""
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-h", "--help", "--"):
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        follows = rest[0] if rest and not equals and name not in NEEDLESS else ""
+        if re.fullmatch(r"[\w.:]+", follows) and follows[-3:] != ".py" and follows not in COMMANDS:
+            value = rest.pop(0)
+        foreign += [] if flag in OURS else [word]
+        if name in ELSEWHERE:
+            # `auto` and `gpu`: one process uses all devices of a machine
+            flags += [f"{ELSEWHERE[name]}={value}"] if flag in OURS or value.isdecimal() else []
+        elif name in MACHINES:
+            is_one = name in ("nnodes", "num_machines") and value == "1"
+            after = after if is_one else MANY
+        elif settings := overrides_of(name, value):
+            overrides += settings
+        elif name not in NEEDLESS:
+            return (
+                f"{word}: the launcher has no such flag; it has {', '.join(OURS)}, and settings of "
+                "the run are written key=value, without dashes, after the program"
+            )
+    if not foreign:
+        return None
+    line = shlex.join(["tunix-lite", "launch", *flags, *rest, *overrides])
+    shown = " ".join(foreign)
+    return f"{shown}: the flags of other launchers have other names here; type: {line}{after}"
+
+
 def _count(text: str) -> int:
     """--nprocs as a number. Raises ArgumentTypeError, for torchrun's `auto` and `gpu`, too."""
     if not text.removeprefix("-").isdecimal():
@@ -180,11 +235,15 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
 
+    # On one machine the launcher finds a port itself.
+    port = environ.get("MASTER_PORT")
+    port = None if is_of_a_service(port) else port
+
     # Slurm and xpk number the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
         node = find_place(LaunchConfig(), environ)
         if node.coordinator is None:
-            return LocalProcesses(nprocs, nprocs, port=environ.get("MASTER_PORT"))
+            return LocalProcesses(nprocs, nprocs, port=port)
         host, _, port = node.coordinator.rpartition(":")
         return LocalProcesses(
             nprocs, node.num_processes * nprocs, node.process_id * nprocs, host, port
@@ -199,9 +258,9 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
                 "machines"
             )
-        return LocalProcesses(
-            nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), environ.get("MASTER_PORT")
-        )
+        address = environ.get("MASTER_ADDR", "127.0.0.1")
+        address = "127.0.0.1" if is_of_a_service(address) else address
+        return LocalProcesses(nprocs, nprocs, 0, address, port)
 
     # Several machines, with the variables of torchrun.
     place = find_place(LaunchConfig(), {name: environ[name] for name in TORCH if name in environ})
@@ -220,205 +279,58 @@ TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPolicy:
-    """When to give up and restart: by the launcher's flags, else by the settings of the run.
+    """When to give up and restart: by the launcher's flags, else by the command line of the run.
 
-    Raises ValueError.
+    What neither of them says, the processes report from the files of their settings. Raises
+    ValueError.
     """
     restarts = known.max_restarts
     stall = known.stall_timeout
-    settings = settings_of_launch(program) if None in (restarts, stall) else {}
     if restarts is None:
-        restarts = _number("max_restarts", settings, int, "a whole number, 0 or more")
+        restarts = _number("max_restarts", program, int, "a whole number, 0 or more")
     if stall is None:
-        stall = _number("stall_timeout", settings, float, "a number of seconds; 0 sets no limit")
-    if not all(0 <= number < math.inf for number in (restarts, stall, known.grace)):
+        stall = _number("stall_timeout", program, float, "a number of seconds; 0 sets no limit")
+    if not all(0 <= number < math.inf for number in (restarts or 0, stall or 0, known.grace)):
         raise ValueError(
             "--max-restarts, --stall-timeout and --grace must be finite and not negative"
         )
-    return RestartPolicy(stall or None, restarts, known.grace)
+
+    # Why a run of this command line cannot be started again.
+    never = ""
+    if SWEEPS & set(program):
+        never = "is for one run: with --multirun it would begin all of them again"
+    elif "${now" in (folder_given(program) or ""):
+        never = "needs a hydra.run.dir that is the same at every start, without ${now:...}"
+    never = never and f"launch.max_restarts {never}"
+    if restarts and never:
+        raise ValueError(never)
+    return RestartPolicy(stall, restarts, known.grace, never)
 
 
-def _number(name: str, settings: dict, kind: type, meant: str) -> int | float:
-    """The setting launch.NAME as a number. meant: what it must be, for the error."""
-    value = settings.get(name, getattr(LaunchConfig, name))
-    if "${" in str(value):
-        raise ValueError(
-            f"launch.{name}={value}: the launcher does not resolve references; {REMEDY}"
-        )
+def _number(name: str, program: list[str], kind: type, meant: str) -> int | float | None:
+    """The setting launch.NAME of a command line as a number; None: it is not given.
+
+    meant: what it must be, for the error.
+    """
+    value = setting_given(f"launch.{name}", program)
+    if value is None:
+        return None
     try:
-        number = kind(str(value))
+        number = kind(value)
     except ValueError:
         number = -1
     if not 0 <= number < math.inf:
-        raise ValueError(f"launch.{name}={'null' if value is None else value}: it is {meant}")
+        raise ValueError(f"launch.{name}={value}: it is {meant}")
     return number
 
 
-def check_no_process_ids(program: list[str], world: int) -> None:
-    """Raises ValueError if settings say which process this is: all here would be the same one.
-
-    world: the number of processes of the run. launch.coordinator=auto is allowed for one process.
-    """
-    removed = next((word for word in program if re.match(r"~launch\b", word)), None)
-    if removed is not None:
-        raise ValueError(
-            f"{removed}: the launcher needs the settings of launch; give a value instead"
-        )
-    settings = _of_command_line(program)
-    with contextlib.suppress(ValueError):
-        settings = settings_of_launch(program)
-    for name in ("coordinator", "num_processes", "process_id"):
-        value = settings.get(name)
-        if value in (None, "null") or (value == ASK_JAX and world == 1):
-            continue
-        raise ValueError(
-            f"launch.{name}={value}: the launcher numbers the processes; for several "
-            "machines it reads "
-            "MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
-        )
-
-
 # ---- settings, read without Hydra
-
-
-REMEDY = "give them to the launcher: tunix-lite launch --max-restarts=N --stall-timeout=SECONDS"
-
-
-def settings_of_launch(program: list[str]) -> dict:
-    """The settings launch.* by the files and the command line of the run.
-
-    Raises ValueError where only Hydra could say what they are.
-    """
-    folders = conf_folders(program)
-    chosen, own = _of_main_file(_hydra_flags(program).config_name or "config", folders)
-    option = str(setting_given("launch", program) or chosen or "default")
-
-    # Another option that sets launch.* would be overlooked.
-    for file in _other_options(program, folders):
-        if re.search(r"(?m)^[^#\n]*\blaunch[\w.]*:", file.read_text(errors="replace")):
-            raise ValueError(
-                f"{file} has settings of launch, which the launcher does not read there; {REMEDY}"
-            )
-
-    # config.yaml comes after the option that it names, and the command line last.
-    return _of_option(option, folders) | own | _of_command_line(program)
-
-
-def _of_main_file(
-    config_name: str, folders: list[Path], within: tuple[str, ...] = ()
-) -> tuple[str | None, dict]:
-    """The option of launch that config.yaml names, and the settings launch.* in it; or those of the
-    file that --config-name names, after those of the files in its defaults list.
-
-    within: the files that name this one. Raises ValueError.
-    """
-    name = config_name.removesuffix(".yaml")
-    file = next((f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file()), None)
-    if file is None or name in within:
-        raise ValueError(f"--config-name={config_name} cannot be read; {REMEDY}")
-    main = _yaml(file)
-    option = None
-    own: dict = {}
-    for entry in main.get("defaults") or []:
-        if isinstance(entry, dict):
-            option = entry.get("launch", entry.get("override launch", option))
-        elif entry != "_self_":
-            found, settings = _of_main_file(str(entry), folders, (*within, name))
-            option = found or option
-            own |= settings
-    more = main.get("launch")
-    return option, own | more if isinstance(more, dict) else own
-
-
-def _other_options(program: list[str], folders: list[Path]) -> list[Path]:
-    """The files of the options that are chosen as group=option, of all groups but launch."""
-    files = []
-    for word in program:
-        match = re.fullmatch(r"\+?(\w[\w/]*)=(['\"]?)([\w./-]{1,100})\2", word)
-        if match and match[1] != "launch":
-            files += [folder / match[1] / f"{match[3]}.yaml" for folder in folders]
-    return [file for file in files if file.is_file()]
-
-
-def conf_folders(program: list[str]) -> list[Path]:
-    """The folders in which Hydra looks for options, in its order: conf/ comes first.
-
-    Raises ValueError.
-    """
-    known = _hydra_flags(program)
-    if known.config_path:
-        raise ValueError(f"--config-path is not read by the launcher; {REMEDY}")
-    search_path = (setting_given("hydra.searchpath", program) or "").strip("[] ")
-    more = [known.config_dir]
-    for entry in re.split(r"[\s,]+", search_path):
-        if "pkg:" not in entry:
-            more.append(_unquoted(entry).removeprefix("file://"))
-    return [conf_dir(), *(Path(folder) for folder in more if folder)]
-
-
-def _hydra_flags(program: list[str]) -> argparse.Namespace:
-    """Hydra's flags on the command line of a program that say where settings come from."""
-    parser = argparse.ArgumentParser(add_help=False)
-    for flags in (
-        ("--config-dir", "-cd"),
-        ("--config-name", "-cn"),
-        ("--config-path", "-cp"),
-        ("--cfg", "-c"),
-    ):
-        parser.add_argument(*flags, nargs="?")
-    known, _ = parser.parse_known_args(program)
-    return known
 
 
 def conf_dir() -> Path:
     """The folder conf/ of this checkout, or the copy of it in an installed package."""
     checkout = PACKAGE.parent / "conf"
     return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
-
-
-def _of_option(option: str, folders: list[Path], within: tuple[str, ...] = ()) -> dict:
-    """The settings in conf/launch/OPTION.yaml, and in the options that its defaults list names.
-
-    within: the options that name this one; an option that names itself would never end. Raises
-    ValueError.
-    """
-    name = option.removesuffix(".yaml")
-    if name in within or len(name) > 100:
-        raise ValueError(f"launch={option} cannot be read; {REMEDY}")
-    files = [folder / "launch" / f"{name}.yaml" for folder in folders]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        where = " or ".join(str(folder / "launch") for folder in folders)
-        raise ValueError(f"launch={option}: there is no {name}.yaml in {where}; {REMEDY}")
-
-    # Later entries of the defaults list override earlier ones; _self_ is the file itself.
-    own = _yaml(file)
-    order = own.pop("defaults", None) or []
-    if "_self_" not in order:
-        order = [*order, "_self_"]
-    values = {}
-    for entry in order:
-        if not isinstance(entry, str):
-            raise ValueError(f"{file}: the launcher does not read {entry} in defaults; {REMEDY}")
-        values |= own if entry == "_self_" else _of_option(entry, folders, (*within, name))
-    return values
-
-
-def _yaml(file: Path) -> dict:
-    """What a YAML file holds. Raises ValueError."""
-    import yaml
-
-    try:
-        return dict(yaml.safe_load(file.read_text()) or {})
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _of_command_line(program: list[str]) -> dict[str, str]:
-    """The settings launch.* that the command line gives."""
-    matches = [re.match(r"\+{0,2}launch\.(\w+)=", word) for word in program]
-    names = {match[1] for match in matches if match}
-    return {name: setting_given(f"launch.{name}", program) for name in names}
 
 
 def setting_given(key: str, words: list[str]) -> str | None:
@@ -503,10 +415,14 @@ def fresh_folder(project: str, words: list[str]) -> str:
 
 def project_name(words: list[str]) -> str:
     """The setting project_name, by the command line or conf/config.yaml."""
+    given = setting_given("project_name", words)
+    if given:
+        return given
+    import yaml
+
     # If the file cannot be read, the run itself will say why.
-    with contextlib.suppress(ValueError):
-        given = setting_given("project_name", words)
-        return given or str(_yaml(conf_dir() / "config.yaml")["project_name"])
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return str(yaml.safe_load((conf_dir() / "config.yaml").read_text())["project_name"])
     return "tunix_lite"
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run meet, and compare what they are, before jax starts and compiles.
+"""The roll-call of a run: its processes meet, and compare what they are, before jax starts.
 
 Process 0 listens; each other process sends a line of JSON that describes it, and gets one back.
 These are plain sockets, on the port that jax's coordinator takes over afterwards. jax itself would
@@ -8,28 +8,29 @@ wait without a message, and then end with a C++ stack trace.
 import contextlib
 import dataclasses
 import errno
-import functools
 import ipaddress
 import json
-import selectors
+import queue
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 from tunix_lite.distributed.agreement import Agreement, ProcessInfo, enumerate_names, mismatch_error
 from tunix_lite.distributed.process_place import ProcessPlace
 
-# Most bytes of a message.
-MOST = 1 << 22
-# Most connections that have sent no whole message, beside one for each process.
-MOST_WAITING = 64
+# Bytes of a message, at most.
+LONGEST = 1 << 22
 # The key that marks a message as one of ours; its value is the process id.
 HELLO = "tunix_lite"
-# Seconds of waiting before the first line about it.
-SHORT = 2
+# Seconds of waiting before the first line about it, and between two lines.
+FIRST_LINE = 2
+NEXT_LINE = 30
 # Seconds in which a new connection must send its whole message.
-HEARS = 5
+MESSAGE_SECONDS = 5
+# Seconds between two looks at what the connections have sent.
+ACCEPT_SECONDS = 0.05
 
 
 class NotMet(ValueError):
@@ -48,27 +49,25 @@ def meet(
     Raises, on all processes, NotMet if one is missing after `timeout` seconds or another program
     has the port, and ValueError if their reports differ.
     """
-    with contextlib.closing(Countdown(timeout, say)) as waiting:
-        if place.process_id == 0:
-            return _listen(place, own, waiting)
-        return _report(place, own, waiting)
+    waiting = Countdown(timeout, say or _print)
+    host, _, port = place.coordinator.rpartition(":")
+    take_part = _listen if place.process_id == 0 else _report
+    return take_part(place, host.strip("[]"), int(port), own, waiting)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class Countdown:
-    """A time limit, and the line that says what we wait for and how long.
+    """A time limit, and a line now and then that says what we wait for and how long."""
 
-    On a terminal the line is updated every second. Elsewhere there is a new one every half minute.
-    """
-
-    def __init__(self, seconds: float, say: Callable[[str], None] | None = None):
+    def __init__(self, seconds: float, say: Callable[[str], None]):
         self.seconds = seconds
+        self.say = say
         self._deadline = time.monotonic() + seconds
-        self._is_terminal = say is None and sys.stderr.isatty()
-        self._say = say or functools.partial(print, file=sys.stderr, flush=True)
         # the seconds that are left when the next line is due
-        self._next = seconds - SHORT
-        # whether the cursor stands in a line that will be updated
-        self._is_open = False
+        self._next = seconds - FIRST_LINE
 
     @property
     def left(self) -> float:
@@ -77,51 +76,48 @@ class Countdown:
 
     def show(self, text: str) -> None:
         """Prints `text` with the seconds that are left, if a line is due."""
-        if self.left > self._next:
-            return
-        self._next = self.left - (1 if self._is_terminal else 30)
-        line = f"{text}, {max(0, round(self.left))} s left"
-        if self._is_terminal:
-            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
-            self._is_open = True
-        else:
-            self._say(line)
-
-    def note(self, text: str) -> None:
-        """Prints a line that is not updated."""
-        self.close()
-        self._is_open = False
-        self._say(text)
-
-    def close(self) -> None:
-        """Removes the line from the terminal."""
-        if self._is_open:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if self.left <= self._next:
+            self._next = self.left - NEXT_LINE
+            self.say(f"{text}, {max(0, round(self.left))} s left")
 
 
 # ---- process 0
 
 
-def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreement:
-    """What process 0 does: it waits for the reports of all, compares them and sends the result."""
-    host, port = _address(place)
+def _listen(
+    place: ProcessPlace, host: str, port: int, own: ProcessInfo, waiting: Countdown
+) -> Agreement:
+    """Waits, as process 0, for the reports of all, compares them and sends the result."""
     came: dict[int, ProcessInfo] = {0: own}
-    lines: list[tuple[int, socket.socket]] = []
-    with (
-        _server(host, port, place) as server,
-        contextlib.closing(Arrivals(server, place, waiting)) as arrivals,
-    ):
+    lines: dict[int, socket.socket] = {}
+    extra: list[socket.socket] = []
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    unheard: set[socket.socket] = set()
+    error = None
+    absent = None
+    has_noted = False
+    with _server(host, port, place) as server:
         # Wait until all are there, one of them is wrong, or the time is up.
-        error = None
-        absent = None
         while len(came) < place.num_processes and error is None and absent is None:
             missing = [p for p in range(place.num_processes) if p not in came]
             waiting.show(
                 f"process 0 waits at port {port} for {len(missing)} of {place.num_processes} "
                 "processes"
             )
-            for connection, hello in arrivals.receive(min(1.0, max(0.01, waiting.left))):
-                error = error or _welcome(connection, hello, place, came, lines)
+            _accept(server, heard, unheard)
+            while not heard.empty():
+                connection, hello = heard.get()
+                unheard.discard(connection)
+                if hello is not None:
+                    error = error or _welcome(connection, hello, place, came, lines, extra)
+                    continue
+                connection.close()
+                if not has_noted:
+                    has_noted = True
+                    waiting.say(
+                        f"process 0: a connection to port {port} is not from this run, and is "
+                        "ignored"
+                    )
             if error is None and len(came) < place.num_processes and waiting.left <= 0:
                 absent = _missing(place, missing, waiting.seconds)
 
@@ -129,127 +125,41 @@ def _listen(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
         error = error or absent or mismatch_error(came)
         agreed = Agreement([came[p].host for p in sorted(came)], own.folder)
         answer = {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)}
-        _send_answer(lines, answer)
-        for _, connection in lines:
-            connection.close()
+        _send_answer([*lines.values(), *extra], answer)
+        for connection in unheard:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
     if error:
         raise (ValueError if absent is None else NotMet)(error)
     return agreed
 
 
-@dataclasses.dataclass(frozen=True)
-class Hello:
-    """The report of a process to process 0.
-
-    Example: Hello(process=1, count=2, about=process_info(settings, folder)).
-    """
-
-    # the id of the process
-    process: int
-    # the number of processes of the run, by its own settings
-    count: int
-    about: ProcessInfo
-
-
-class Arrivals:
-    """The connections to process 0 that have not sent a whole report yet.
-
-    All are read at once, so that a slow process or a stranger holds up nobody else.
-    """
-
-    def __init__(self, server: socket.socket, place: ProcessPlace, waiting: Countdown):
-        self._server = server
-        self._place = place
-        self._waiting = waiting
-        self._most = place.num_processes + MOST_WAITING
-        # connection -> (what it has sent, its deadline), the oldest connection first
-        self._received: dict[socket.socket, tuple[bytearray, float]] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-        self._has_noted = False
-        server.setblocking(False)
-
-    def receive(self, seconds: float) -> list[tuple[socket.socket, Hello]]:
-        """The reports that are whole now. Waits up to `seconds` for something to arrive."""
-        found = []
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._server:
-                self._accept()
-            else:
-                hello = self._read(key.fileobj)
-                if hello is not None:
-                    found.append((key.fileobj, hello))
-
-        now = time.monotonic()
-        late = [c for c, (_, deadline) in self._received.items() if deadline < now]
-        for connection in late:
-            self._ignore(connection)
-        return found
-
-    def _accept(self) -> None:
-        # The connection may be gone again, or we may have too many files open.
-        with contextlib.suppress(OSError):
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-            self._received[connection] = (bytearray(), time.monotonic() + HEARS)
-            self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._received) > self._most:
-            self._ignore(next(iter(self._received)))
-
-    def _read(self, connection: socket.socket) -> Hello | None:
-        """Reads what has arrived. Returns the report once it is whole, and then reads no further.
-
-        None: the report is not whole yet, or it is a stranger's.
-        """
-        if connection not in self._received:
-            return None
-        received, _ = self._received[connection]
-        try:
-            piece = connection.recv(1 << 16)
-        except BlockingIOError:
-            return None
-        except OSError:
-            piece = b""
-        received += piece
-        if piece and not piece.endswith(b"\n") and len(received) <= MOST:
-            return None
-
-        # It is whole, or its sender hung up or sent too much.
-        hello = None
-        if piece and len(received) <= MOST:
-            hello = _parse_hello(bytes(received))
-        if hello is None:
-            self._ignore(connection)
-        else:
-            self._forget(connection)
-        return hello
-
-    def _ignore(self, connection: socket.socket) -> None:
-        """Closes the connection of a stranger; the first time with a line that says so."""
-        if not self._has_noted:
-            self._has_noted = True
-            text = (
-                f"process 0: a connection to port {_address(self._place)[1]} is not from this run, "
-                "and is ignored"
-            )
-            self._waiting.note(text)
-        self._forget(connection)
-        connection.close()
-
-    def _forget(self, connection: socket.socket) -> None:
-        del self._received[connection]
-        self._selector.unregister(connection)
-
-    def close(self) -> None:
-        """Closes all connections that have sent no whole report."""
-        for connection in list(self._received):
-            self._forget(connection)
-            connection.close()
-        self._selector.close()
+def _accept(server: socket.socket, heard: queue.SimpleQueue, unheard: set[socket.socket]) -> None:
+    """Waits a moment for a connection, and gives it a thread that reads its report: a slow process
+    or a stranger holds up nobody else."""
+    server.settimeout(ACCEPT_SECONDS)
+    try:
+        connection, _ = server.accept()
+    except TimeoutError:
+        return
+    except OSError:
+        # The connection is gone again, or too many files are open.
+        time.sleep(ACCEPT_SECONDS)
+        return
+    unheard.add(connection)
+    threading.Thread(target=_hear, args=(connection, heard), daemon=True).start()
 
 
-def _parse_hello(line: bytes) -> Hello | None:
-    """The report in a message; None if the message is no report, so that a stranger sent it.
+def _hear(connection: socket.socket, heard: queue.SimpleQueue) -> None:
+    deadline = time.monotonic() + MESSAGE_SECONDS
+    hello = None
+    with contextlib.suppress(OSError):
+        hello = _parse_hello(_read_line(connection, lambda: deadline - time.monotonic()))
+    heard.put((connection, hello))
+
+
+def _parse_hello(line: bytes) -> tuple[int, int, ProcessInfo] | None:
+    """(process id, number of processes, what it is) of a report; None: a stranger sent it.
 
     Only types are checked: process 0 compares the values when all reports are there.
     """
@@ -262,79 +172,77 @@ def _parse_hello(line: bytes) -> Hello | None:
     # ValueError: it is no JSON, or no text.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    if not isinstance(about.folder, str | None):
-        return None
-    if not (type(process) is type(count) is int and 0 <= process < count):
-        return None
-    return Hello(process, count, about)
-
-
-def _send_answer(lines: list[tuple[int, socket.socket]], answer: dict) -> None:
-    """Sends the answer to all processes, and waits until they hang up.
-
-    lines: (process id, connection) of each.
-    """
-    text = json.dumps(answer).encode() + b"\n"
-    for _, connection in lines:
-        with contextlib.suppress(OSError):
-            connection.settimeout(10)
-            connection.sendall(text)
-    # If they hang up first, the port is free at once for jax's coordinator.
-    for _, connection in lines:
-        with contextlib.suppress(OSError):
-            connection.settimeout(2)
-            connection.recv(1)
+    is_text = all(isinstance(text, str) for text in texts) and isinstance(about.folder, str | None)
+    is_process = type(process) is type(count) is int and 0 <= process < count
+    return (process, count, about) if is_text and is_process else None
 
 
 def _welcome(
-    connection: socket.socket, hello: Hello, place: ProcessPlace, came: dict, lines: list
+    connection: socket.socket,
+    hello: tuple[int, int, ProcessInfo],
+    place: ProcessPlace,
+    came: dict[int, ProcessInfo],
+    lines: dict[int, socket.socket],
+    extra: list[socket.socket],
 ) -> str | None:
     """Adds a process to those that came. Returns an error that ends the meeting, or None.
 
-    came: process id -> its report. lines: (process id, connection) of each. Both are changed.
+    lines: the connection of each process; extra: those of processes that are one too many.
     """
-    process = hello.process
-    about = hello.about
-    connection.setblocking(True)
-
+    process, count, about = hello
+    other = came.get(process)
     # A process that came before and is gone was started again: the new one takes its place.
-    if any(p == process and _is_gone(line) for p, line in lines):
-        lines[:] = [(p, line) for p, line in lines if p != process]
-        del came[process]
-
-    other = came.setdefault(process, about)
-    lines.append((process, connection))
-    if hello.count != place.num_processes:
+    if other is None or (process in lines and _is_gone(lines[process])):
+        came[process] = about
+        lines[process] = connection
+        other = None
+    else:
+        extra.append(connection)
+    if count != place.num_processes:
         return (
-            f"process {process} ({about.host}) was started as one of {hello.count} processes, "
+            f"process {process} ({about.host}) was started as one of {count} processes, "
             f"process 0 ({came[0].host}) as one of {place.num_processes}: give all the same number"
         )
-    if other is not about:
+    if other is not None:
         return (
             f"two processes say that they are process {process} ({other.host} and {about.host}): "
-            "numbers count "
-            "through all machines, so on the second of two with 4 processes each the first is 4"
+            "numbers count through all machines, so on the second of two with 4 processes each the "
+            "first is 4"
         )
     return None
+
+
+def _send_answer(lines: list[socket.socket], answer: dict) -> None:
+    """Sends the answer to all processes, and waits until they hang up: then the port is free at
+    once for jax's coordinator."""
+    text = json.dumps(answer).encode() + b"\n"
+    for connection in lines:
+        with contextlib.suppress(OSError):
+            connection.settimeout(10)
+            connection.sendall(text)
+    for connection in lines:
+        with contextlib.suppress(OSError):
+            connection.settimeout(2)
+            connection.recv(1)
+        connection.close()
 
 
 # ---- the other processes
 
 
-def _report(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreement:
-    """What the other processes do: report to process 0, and take its answer.
+def _report(
+    place: ProcessPlace, host: str, port: int, own: ProcessInfo, waiting: Countdown
+) -> Agreement:
+    """Reports to process 0, as all others do, and takes its answer.
 
     Tries again until the time is up, because an earlier run may still have the port.
     """
-    host, port = _address(place)
     while True:
         with _connect(place, host, port, waiting, own.host) as connection:
             try:
                 answer = _exchange(connection, place, own, waiting)
                 error = answer.pop("error")
-                is_absent = answer.pop("absent", False)
+                kind = NotMet if answer.pop("absent", False) else ValueError
                 agreed = Agreement(**answer)
                 break
             except (
@@ -348,14 +256,13 @@ def _report(place: ProcessPlace, own: ProcessInfo, waiting: Countdown) -> Agreem
                 if waiting.left <= 0:
                     raise NotMet(
                         f"process {place.process_id} ({own.host}) reached {host}:{port}, but in "
-                        f"{waiting.seconds:g} s "
-                        "no process 0 of this run: another program or an older run uses that "
-                        f"port. Choose another port with {place.source}"
+                        f"{waiting.seconds:g} s no process 0 of this run: another program or an "
+                        f"older run uses that port. Choose another port with {place.source}"
                     ) from problem
         # An earlier run may be ending there, before process 0 starts.
         time.sleep(0.3)
     if error:
-        raise (NotMet if is_absent else ValueError)(error)
+        raise kind(error)
     return agreed
 
 
@@ -369,17 +276,13 @@ def _exchange(
         "about": dataclasses.asdict(own),
     }
     connection.sendall(json.dumps(hello).encode() + b"\n")
-    return json.loads(_read_line(connection, lambda: _wait_for_all(place, waiting)))
 
+    # Process 0 says who is missing, so it has a little longer; then it is gone itself.
+    def left() -> float:
+        waiting.show(f"process {place.process_id} has reached process 0 and waits for the others")
+        return waiting.left + 10
 
-def _wait_for_all(place: ProcessPlace, waiting: Countdown) -> float:
-    """Shows what we wait for. Returns the seconds that are left.
-
-    Process 0 waits for the others, too, and says who is missing; so we wait a little longer than it
-    does. If it has not answered then, it is gone itself.
-    """
-    waiting.show(f"process {place.process_id} has reached process 0 and waits for the others")
-    return waiting.left + 10
+    return json.loads(_read_line(connection, left))
 
 
 def _connect(
@@ -407,26 +310,20 @@ def _unreachable(
     rank = "RANK counts processes, not machines. " if by_hand else ""
     return (
         f"process {place.process_id} of {place.num_processes} ({own_host}) could not reach process "
-        f"0 at {host}:{port} "
-        f"in {seconds:g} s: {why}. Check that process 0 was started and still runs, that this is "
-        "its address (it is "
-        f"from {place.source}), and that no firewall is between them: nc -zv {host} {port}. {rank}"
-        "launch.timeout=SECONDS "
-        "waits longer"
+        f"0 at {host}:{port} in {seconds:g} s: {why}. Check that process 0 was started and still "
+        f"runs, that this is its address (it is from {place.source}), and that no firewall is "
+        f"between them: nc -zv {host} {port}. {rank}launch.timeout=SECONDS waits longer"
     )
 
 
 def _missing(place: ProcessPlace, missing: list[int], seconds: float) -> str:
-    which = ("process " if len(missing) == 1 else "processes ") + enumerate_names(
-        [str(p) for p in missing]
-    )
+    names = enumerate_names([str(p) for p in missing])
+    which = f"{'process' if len(missing) == 1 else 'processes'} {names}"
     return (
         f"process 0 of {place.num_processes} waited {seconds:g} s at {place.coordinator}, and "
-        f"{which} did not come. "
-        "Check that every machine was started, that the others have this address (ours is from "
-        f"{place.source}), and "
-        "that no firewall is between them; processes are counted, not devices. "
-        "launch.timeout=SECONDS waits longer"
+        f"{which} did not come. Check that every machine was started, that the others have this "
+        f"address (ours is from {place.source}), and that no firewall is between them; processes "
+        "are counted, not devices. launch.timeout=SECONDS waits longer"
     )
 
 
@@ -449,20 +346,12 @@ def _server(host: str, port: int, place: ProcessPlace) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise NotMet(
                 f"port {port}, where process 0 listens, is taken: by another run, or by one that "
-                "has not ended yet "
-                f"(ss -ltnp | grep {port} shows which). Choose another, the same on every machine; "
-                "this one is from "
-                f"{place.source}"
+                f"has not ended yet (ss -ltnp | grep {port} shows which). Choose another, the same "
+                f"on every machine; this one is from {place.source}"
             ) from error
         raise ValueError(
             f"process 0 cannot listen at {host}:{port}: {error}. It is from {place.source}"
         ) from error
-
-
-def _address(place: ProcessPlace) -> tuple[str, int]:
-    """The host and the port at which process 0 listens."""
-    host, _, port = place.coordinator.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:
@@ -475,9 +364,9 @@ def is_loopback(host: str) -> bool:
 def _read_line(connection: socket.socket, left: Callable[[], float]) -> bytes:
     """Reads one line. left: gives the seconds that are left, and is called at least every second.
 
-    Raises OSError if the other side hangs up, sends more than MOST bytes, or takes too long.
+    Raises OSError if the other side hangs up, sends more than LONGEST bytes, or takes too long.
     """
-    line = b""
+    line = bytearray()
     while not line.endswith(b"\n"):
         seconds = left()
         if seconds <= 0:
@@ -487,10 +376,10 @@ def _read_line(connection: socket.socket, left: Callable[[], float]) -> bytes:
             piece = connection.recv(1 << 16)
         except TimeoutError:
             continue
-        if not piece or len(line) > MOST:
+        if not piece or len(line) > LONGEST:
             raise OSError("it closed the connection, or sent too much")
         line += piece
-    return line
+    return bytes(line)
 
 
 def _is_gone(connection: socket.socket) -> bool:

@@ -1,4 +1,4 @@
-"""Which of the processes of a run this one is: from its settings, or its launcher's variables."""
+"""The place of this process in its run: from its settings, or its launcher's variables."""
 
 import os
 import re
@@ -53,7 +53,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Which of the processes of a run this one is.
+    """The place of a process among those of its run.
 
     Example: `ProcessPlace(5, 8, "10.0.0.1:29500", 1, 4, "MASTER_ADDR and MASTER_PORT")`, the second
     process on the second of two machines with four processes each.
@@ -71,6 +71,25 @@ class ProcessPlace:
     source: str = "nothing"
     # whether jax's own detection must find the rest
     asks_jax: bool = False
+
+
+# The settings that say which process this is.
+IDS = ("coordinator", "num_processes", "process_id")
+
+
+def check_no_process_ids(values: Mapping[str, object], world: int) -> None:
+    """Raises ValueError if settings of launch say which process this is, under a launcher.
+
+    world: the number of processes of the run. launch.coordinator=auto is allowed for one process.
+    """
+    for name in IDS:
+        value = values.get(name)
+        if value in (None, "null") or (value == ASK_JAX and world == 1):
+            continue
+        raise ValueError(
+            f"launch.{name}={value}: the launcher numbers the processes; for several machines it "
+            "reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
+        )
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
@@ -95,10 +114,7 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     """By launch.coordinator, launch.num_processes and launch.process_id."""
     if launch.coordinator == ASK_JAX:
         return ProcessPlace(source="launch.coordinator=auto", asks_jax=True)
-    given = {
-        f"launch.{name}": getattr(launch, name)
-        for name in ("coordinator", "num_processes", "process_id")
-    }
+    given = {f"launch.{name}": getattr(launch, name) for name in IDS}
     if all(value is None for value in given.values()) or launch.num_processes == 1:
         return None if launch.num_processes is None else ProcessPlace(source="launch.num_processes")
     missing = [name for name, value in given.items() if value is None]
@@ -136,6 +152,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     _check_rank("RANK", rank, "WORLD_SIZE", count)
 
     # torchrun itself listens at MASTER_PORT, so process 0 takes the next port.
+    host = _host("MASTER_ADDR", environ["MASTER_ADDR"])
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT))
     source = "MASTER_ADDR and MASTER_PORT"
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -145,8 +162,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     local_id = _number("LOCAL_RANK", environ, 0)
     num_local = _number("LOCAL_WORLD_SIZE", environ, 1)
     _check_rank("LOCAL_RANK", local_id, "LOCAL_WORLD_SIZE", num_local)
-    address = f"{environ['MASTER_ADDR']}:{port}"
-    return ProcessPlace(rank, count, address, local_id, num_local, source)
+    return ProcessPlace(rank, count, f"{host}:{port}", local_id, num_local, source)
 
 
 def _of_xpk(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -170,14 +186,20 @@ def _of_xpk(environ: Mapping[str, str]) -> ProcessPlace | None:
         rank += _number("JOB_COMPLETION_INDEX", environ)
     _check_rank(rank_name, rank, counter, count)
 
+    source = f"{name} and JAX_COORDINATOR_PORT"
+    if count == 1:
+        return ProcessPlace(source=source)
     address = environ[name]
     if not re.search(r"[^:]:\d+$", address):
-        address = f"{address}:{environ.get('JAX_COORDINATOR_PORT', JAX_PORT)}"
-    host, port = _host_and_port(f"{name} and JAX_COORDINATOR_PORT", address)
-    return ProcessPlace(rank, count, f"{host}:{port}", source=f"{name} and JAX_COORDINATOR_PORT")
+        port = _port("JAX_COORDINATOR_PORT", environ.get("JAX_COORDINATOR_PORT", JAX_PORT))
+        address = f"{address}:{port}"
+    host, port = _host_and_port(source, address)
+    return ProcessPlace(rank, count, f"{_host(name, host)}:{port}", source=source)
 
 
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+# Tasks of the step. SLURM_NTASKS may be those of the job: a shell in a job is a step of one task.
+STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -187,12 +209,16 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     """
     if any(name not in environ for name in SLURM):
         return None
-    count = _number("SLURM_NTASKS", environ)
+    counter = STEP_TASKS if STEP_TASKS in environ else "SLURM_NTASKS"
+    count = _number(counter, environ)
     rank = _number("SLURM_PROCID", environ)
-    _check_rank("SLURM_PROCID", rank, "SLURM_NTASKS", count)
+    _check_rank("SLURM_PROCID", rank, counter, count)
+    if count == 1:
+        return ProcessPlace(source="srun")
 
     # Without MASTER_PORT all processes derive one port from the id of the job.
-    host = environ.get("MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"])
+    host = environ.get("MASTER_ADDR")
+    host = _host("MASTER_ADDR", host) if host else first_node(environ["SLURM_STEP_NODELIST"])
     port_of_job = str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", port_of_job))
 
@@ -234,7 +260,7 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
     if "OMPI_MCA_orte_hnp_uri" in environ and _number("OMPI_COMM_WORLD_SIZE", environ, 1) > 1:
         return ProcessPlace(source="Open MPI", asks_jax=True)
     workers = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
-    if "," in workers or int(environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:
+    if "," in workers or _number("MEGASCALE_NUM_SLICES", environ, 1) > 1:
         return ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True)
     return None
 
@@ -245,7 +271,7 @@ TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 def overwritten_by_torchrun(
     environ: Mapping[str, str], exported: Mapping[str, str] | None = None
 ) -> str:
-    """Which variables somebody exported, and torchrun replaced, in words; "" if there are none.
+    """Names the variables that somebody exported and torchrun replaced; "" if there are none.
 
     exported: what torchrun itself was given; None: as the system tells of the process that started
     this one.
@@ -279,16 +305,47 @@ def environment_of_parent() -> dict[str, str]:
 # ---- numbers, ports, addresses
 
 
+# Kubernetes sets NAME_PORT=tcp://10.96.3.7:29500 in every pod for a Service of that name.
+OF_A_SERVICE = re.compile(r"(tcp|udp|sctp)://")
+
+
+def is_of_a_service(text: str | None) -> bool:
+    """Whether the value of a variable is one that Kubernetes sets, because of a Service's name."""
+    return text is not None and OF_A_SERVICE.match(text) is not None
+
+
+def _who_sets_it(name: str, text: str) -> str:
+    """The end of a message about a variable: "" unless Kubernetes sets such values."""
+    if not is_of_a_service(text):
+        return ""
+    return (
+        f". Kubernetes makes such variables of a Service's name: set {name} in the pod, give the "
+        "Service another name, or set enableServiceLinks: false"
+    )
+
+
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
     """A variable as a whole number. Raises ValueError if it is none, or not set without default."""
     text = environ.get(name)
-    if text is None and default is not None:
+    if not text and default is not None:
         return default
     if text is None or not text.strip().isdecimal():
         raise ValueError(
-            f"{name}={text!r}: it is a whole number" if text is not None else f"{name} is not set"
+            f"{name}={text!r}: it is a whole number{_who_sets_it(name, text)}"
+            if text is not None
+            else f"{name} is not set"
         )
     return int(text)
+
+
+def _host(name: str, text: str) -> str:
+    """A text as the name or the number of a host. name: where it is from. Raises ValueError."""
+    if "/" in text:
+        who = _who_sets_it(name, text)
+        raise ValueError(
+            f"{name}={text!r} is no host: it is a name or a number, for example 192.168.1.10{who}"
+        )
+    return text
 
 
 def _port(name: str, text: str) -> int:
@@ -296,7 +353,7 @@ def _port(name: str, text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
             f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
-            f"{TORCH_PORT}"
+            f"{TORCH_PORT}{_who_sets_it(name, text)}"
         )
     return int(text)
 

@@ -252,7 +252,7 @@ class Stopping:
         if not self.may_stop:
             return
         if jax.process_count() == 1:
-            return self.stop_if(self.is_requested())
+            return self.stop_if(self.is_requested() or self._is_too_late())
 
         # Is it time to ask?
         now = time.monotonic()
@@ -262,9 +262,8 @@ class Stopping:
             return
 
         # Ask: was one of us signalled, and how long does a chunk take on the slowest?
-        own = np.array(
-            [self._signal_name is not None, (now - self._asked) / self._chunks], np.float32
-        )
+        asked = self._signal_name is not None or self._is_too_late()
+        own = np.array([asked, (now - self._asked) / self._chunks], np.float32)
         is_signalled, seconds = np.max(multihost_utils.process_allgather(own), axis=0)
         chunks_a_period = self._period / max(float(seconds), 1e-6)
         self._every = int(np.clip(chunks_a_period, 1, 2 * self._every))
@@ -276,13 +275,19 @@ class Stopping:
         """Raises StopRun on all processes if one of them was asked to stop.
 
         Call it on all processes: before an update changes the state, and before the first
-        evaluation.
+        evaluation. Time is up, too, where an update as long as the longest so far would end too
+        late.
         """
         if self.may_stop:
-            asked = self._signal_name is not None
+            asked = self._signal_name is not None or self._is_too_late(self._update_seconds)
             if jax.process_count() > 1:
                 asked = bool(np.max(multihost_utils.process_allgather(np.int32(asked))))
             self.stop_if(asked)
+
+    def _is_too_late(self, more: float = 0.0) -> bool:
+        """Whether the time limit is over in `more` seconds. The first step is always made."""
+        late = self._deadline is not None and time.monotonic() + more > self._deadline
+        return late and self.has_learned
 
     def stop_if(self, now: bool) -> None:
         """Raises StopRun if `now`. All processes of the run must call it with the same answer."""
@@ -294,13 +299,14 @@ class Stopping:
 
         Call it once a step, on all processes; all get the same answer. Time is up if another step,
         as long as the longest so far, would end too late. The first step does not count, because it
-        loads and compiles.
+        loads and compiles: what follows it is ended between two chunks of its rollout.
         """
         now = time.monotonic()
         if self._last_reason is not None:
             self._longest = max(self._longest, now - self._last_reason)
         self._last_reason = now
-        is_late = self._deadline is not None and now + self._longest > self._deadline
+        least = max(self._longest, self._update_seconds)
+        is_late = self._deadline is not None and now + least > self._deadline
 
         # Processes exchange the index of their reason; the highest one counts.
         reasons = (None, *[number.name for number in SIGNALS], "training.max_minutes")

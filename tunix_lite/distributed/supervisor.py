@@ -8,6 +8,8 @@ them. It always waits until the last process is gone.
 
 import contextlib
 import ctypes
+import itertools
+import json
 import math
 import os
 import re
@@ -22,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunix_lite.distributed.folder_lock import LOCK
-from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, STARTED
+from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTINGS, STARTED
+from tunix_lite.distributed.process_place import LaunchConfig
 
 # Seconds between two looks at the processes.
 POLL = 0.05
@@ -35,6 +38,8 @@ LAST_LINES = 20
 WRONG_SETTINGS = 2
 # The exit code after a stall, the one of timeout(1).
 STALLED = 124
+# The exit code after Ctrl-C: 128 + SIGINT.
+INTERRUPTED = 130
 # Signals that are sent on to the processes.
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit codes of a process that such a signal ended at once, before it had anything to save.
@@ -43,24 +48,42 @@ BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}
 KEPT = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class RestartPolicy:
     """When the supervisor gives an attempt up, and how often it tries again.
 
     Example: `RestartPolicy(stall_timeout=1800, max_restarts=3)`.
     """
 
-    # seconds without a heartbeat, after the first one, until the run counts as stalled; None: never
+    # seconds without a heartbeat, after the first one, until the run counts as stalled; 0: never
+    # None: as the settings of the run have it, and so below
     stall_timeout: float | None = None
     # how often a failed run is started again
-    max_restarts: int = 0
+    max_restarts: int | None = None
     # seconds between SIGTERM and SIGKILL
     grace: float = 5.0
+    # why the run cannot be started again; "": it can
+    never: str = ""
+
+    def complete(self, beats: Path) -> None:
+        """Takes what the settings of the run say from the report of a process, if it has come.
+
+        beats: the folder of the heartbeat files, with the reports beside them.
+        """
+        if None not in (self.stall_timeout, self.max_restarts):
+            return
+        for file in beats.glob(f"*{SETTINGS}"):
+            with contextlib.suppress(OSError, ValueError):
+                told = json.loads(file.read_text())
+                for name in ("stall_timeout", "max_restarts"):
+                    if getattr(self, name) is None:
+                        setattr(self, name, told[name])
+                return
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run.
+    """The end of a run that failed.
 
     Example: `Failure("process 1 ended with exit code 1\\n...", 1)`.
     """
@@ -89,7 +112,7 @@ def supervise(
         tempfile.TemporaryDirectory(prefix="tunix_lite_") as beats,
         guarded(Path(beats)) as guard,
     ):
-        for restarts in range(rules.max_restarts + 1):
+        for restarts in itertools.count():
             processes = []
             kept = writable(logs)
             try:
@@ -101,7 +124,7 @@ def supervise(
                     process = Process(command, own, len(processes), kept, Path(beats))
                     processes.append(process)
                     guard(process.pid)
-                failure = watch(processes, rules, signals)
+                failure = watch(processes, rules, signals, Path(beats))
             finally:
                 end(processes, 0.0)
 
@@ -110,19 +133,31 @@ def supervise(
                 say(failure.text)
             if failure is None or signals.count or failure.code == WRONG_SETTINGS:
                 break
-            if restarts < rules.max_restarts:
-                say(f"restart {restarts + 1} of {rules.max_restarts}, from the newest checkpoint")
+            rules.complete(Path(beats))
+            if rules.max_restarts and rules.never:
+                say(rules.never)
+                break
+            if restarts >= (rules.max_restarts or 0):
+                break
+            say(f"restart {restarts + 1} of {rules.max_restarts}, from the newest checkpoint")
     if failure is not None and failure.code == WRONG_SETTINGS:
         leave_nothing(logs, made)
-    return 0 if failure is None else failure.code
+    if failure is None:
+        # All have stopped by themselves. As of a run without a launcher: commands/train.py.
+        return INTERRUPTED if signals.count and signals.last == signal.SIGINT else 0
+    return failure.code
 
 
-def watch(processes: list["Process"], rules: RestartPolicy, signals: "Signals") -> Failure | None:
+def watch(
+    processes: list["Process"], rules: RestartPolicy, signals: "Signals", beats: Path
+) -> Failure | None:
     """Waits until all processes have ended. None: all succeeded.
 
-    If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
+    If one fails or stalls, ends the others. After a signal, lets them stop by themselves. beats:
+    the folder of the heartbeat files.
     """
     while not signals.count:
+        rules.complete(beats)
         codes = [process.look() for process in processes]
         if None not in codes:
             return _named(processes)
@@ -274,7 +309,8 @@ def _stalled(processes: list["Process"], limit: float | None) -> Failure | None:
     first step of all only a stopped process counts.
     """
     running = [p for p in processes if p.code is None]
-    if limit is None or not running:
+    limit = LaunchConfig.stall_timeout if limit is None else limit
+    if limit == 0 or not running:
         return None
 
     # Seconds since the last heartbeat of each (None: before the first), and since it was stopped.
@@ -443,7 +479,7 @@ class Process:
         return None
 
     def doing(self) -> str:
-        """What it does by its last heartbeat, such as " (step 3)"; empty if it says nothing."""
+        """Its work by its last heartbeat, such as " (step 3)"; empty if it says nothing."""
         text = self._beat.read_text().strip() if self._beat.exists() else ""
         return f" ({text})" if text else ""
 

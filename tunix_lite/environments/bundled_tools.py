@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from tunix_lite.rewards.code import STOPPED, run_job
+from tunix_lite.workers.sandbox import STOPPED, run_job
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -80,7 +80,7 @@ def _checked(value: int | float | complex) -> int | float:
 class Python:
     """A tool that runs code in a process of its own, with limits. It needs Linux.
 
-    It keeps honest mistakes from harming a run, and is no security boundary (rewards/run_code.py).
+    It keeps honest mistakes from harming a run, and is no security boundary (workers/sandbox.py).
 
     Example: Python()("print(2 + 2)") == "4".
     """

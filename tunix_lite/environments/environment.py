@@ -10,12 +10,15 @@ import copy
 import inspect
 import json
 import math
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tunix_lite.rewards.worker import KEPT, short_repr
+from tunix_lite.plain_text import escaped
+from tunix_lite.rewards.scores import MOST_REWARD
+from tunix_lite.workers.child import KEPT, short_repr
 
 # who speaks in what an environment answers
 # a message of the assistant continues the model's own text
@@ -193,8 +196,11 @@ def _read_reward(value: Any) -> float:
         reward = float(value) if hasattr(value, "__float__") else math.nan
     except (OverflowError, TypeError, ValueError):
         reward = math.nan
-    if not math.isfinite(reward):
-        raise NotATurn(f"returned the reward {short_repr(value)} from step; it is a finite number")
+    if not abs(reward) <= MOST_REWARD:
+        raise NotATurn(
+            f"returned the reward {short_repr(value)} from step; it is a finite number, "
+            f"{MOST_REWARD:g} at most"
+        )
     return reward
 
 
@@ -205,15 +211,19 @@ def _read_done(value: Any) -> bool:
     return item
 
 
+# Characters of a name in info: it becomes the name of a metric. Longer names are cut.
+MOST_NAME = 100
+
+
 def _read_info(value: Any) -> dict[str, bool | int | float]:
     """What of it is a flag or a finite number; environments keep many other things there."""
     if not isinstance(value, Mapping):
         return {}
-    items = {str(name): _plain(item) for name, item in value.items()}
+    items = {escaped(str(name), MOST_NAME): _plain(item) for name, item in value.items()}
     return {
         name: item
         for name, item in items.items()
-        if type(item) in (bool, int) or (type(item) is float and math.isfinite(item))
+        if type(item) in (bool, int, float) and abs(item) <= sys.float_info.max
     }
 
 

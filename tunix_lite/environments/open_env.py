@@ -186,9 +186,7 @@ class OpenEnv:
 def check_openenv() -> None:
     """Raises ValueError if OpenEnv is not installed."""
     if GenericEnvClient is None:
-        raise ValueError(
-            f"task=openenv needs OpenEnv ({WHY_NOT}): pip install 'tunix_lite[openenv]'"
-        )
+        raise ValueError(f"task=openenv needs OpenEnv ({WHY_NOT}): pip install -e '.[openenv]'")
 
 
 def _line(error: BaseException) -> str:

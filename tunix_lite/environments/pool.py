@@ -1,6 +1,6 @@
 """Environments in processes that can be killed: none of them can hang, crash or end the run.
 
-The processes are those of rewards (rewards/pool.py). A conversation lives in one of them. When
+The processes are those of rewards (workers/pool.py). A conversation lives in one of them. When
 that process is gone, the next one gets the conversation anew: it begins it with its example and
 steps through the completions that were recorded. So an environment must answer the same
 completions in the same way, and its state is nowhere else.
@@ -25,8 +25,9 @@ from tunix_lite.environments.environment import (
     fresh,
 )
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
-from tunix_lite.rewards.worker import NotANumber, short_repr
+from tunix_lite.workers.child import NotANumber, short_repr
+from tunix_lite.workers.pool import Pool, RewardsConfig
+from tunix_lite.workers.process import Outcome
 
 # how an environment may fail
 FAILURES = ("error", "timeout", "crash", "not_a_turn")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.rewards.worker import short_repr
+from tunix_lite.workers.child import short_repr
 
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 PLAIN[dict] = "object"

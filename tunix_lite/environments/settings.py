@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tunix_lite.rewards.pool import ON_ERROR
+from tunix_lite.workers.pool import ON_ERROR
 
 ON_LIMIT = ("keep", "penalise", "mask")
 CREDIT = ("end", "turn", "discount")

@@ -219,7 +219,7 @@ def check_textarena() -> None:
     """Raises ValueError if TextArena is not installed."""
     if textarena is None:
         raise ValueError(
-            f"task=textarena needs TextArena ({WHY_NOT}): pip install 'tunix_lite[textarena]'"
+            f"task=textarena needs TextArena ({WHY_NOT}): pip install -e '.[textarena]'"
         )
 
 

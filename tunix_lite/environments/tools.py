@@ -7,6 +7,7 @@ from typing import Any
 from tunix_lite.environments.environment import Loop, Turn
 from tunix_lite.environments.schemas import misfit, schema_of, tool_name
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
+from tunix_lite.plain_text import message_of
 
 ROLES = ("tool", "user", "assistant")
 NO_CALLS_LEFT = "There are no calls left. Give your answer."
@@ -102,7 +103,7 @@ class ToolEnvironment:
         try:
             result = str(self.loop.finish(tool(**call.arguments)))
         except Exception as error:
-            result = f"Error: {type(error).__name__}: {error}"
+            result = f"Error: {type(error).__name__}: {message_of(error)}"
             return self._shortened(result), False
         return self._shortened(result), True
 

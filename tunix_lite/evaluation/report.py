@@ -36,7 +36,10 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
     """
     names = list(scores)
     estimates = {
-        model: {name: estimate(_there(values), level, seed=seed) for name, values in found.items()}
+        model: {
+            name: estimate(values[~np.isnan(values)], level, seed=seed)
+            for name, values in found.items()
+        }
         for model, found in scores.items()
     }
     num_examples = len(next(iter(scores[names[0]].values())))
@@ -53,10 +56,6 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
     return TaskResult(num_examples, estimates, ordered)
 
 
-def _there(values_E: np.ndarray) -> np.ndarray:
-    return values_E[~np.isnan(values_E)]
-
-
 def as_plain(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> dict:
     """What results.json holds."""
     found = {name: asdict(result) for name, result in tasks.items()}
@@ -70,7 +69,8 @@ def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> s
     """The same for people: which models, and a table of each task."""
     lines = ["# Evaluation", ""]
     for name, model in models.items():
-        lines.append(f"- {name}: {_described(model)}")
+        step = f", step {model['step']}" if model.get("step") is not None else ""
+        lines.append(f"- {name}: {model['weights']}{step}")
     level = settings["level"]
     samples = settings["num_samples"]
     drawn = f"{samples} samples at temperature {settings['temperature']:g}" if samples else "none"
@@ -82,45 +82,31 @@ def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> s
     return "\n".join(lines) + "\n"
 
 
-def _described(model: dict) -> str:
-    step = f", step {model['step']}" if model.get("step") is not None else ""
-    return f"{model['weights']}{step}"
-
-
 def _table(result: TaskResult, level: float) -> list[str]:
-    names = list(result.scores)
-    ours = result.scores[names[0]]
-    if len(names) == 1:
-        rows = [_row(["score", "value", f"{100 * level:g}% interval"]), _row(["---"] * 3)]
-        for name, found in ours.items():
-            rows.append(_row([name, _shown(name, found.value), _interval(name, found)]))
-        return rows
-    heads = [
-        "score",
-        *names,
-        "difference",
-        f"{100 * level:g}% interval",
-        "p",
-        "higher, lower",
-    ]
-    rows = [_row(heads), _row(["---"] * len(heads))]
-    theirs = result.scores[names[1]]
-    for name, found in result.comparison.items():
-        cells = [
-            name,
-            _shown(name, ours[name].value),
-            _shown(name, theirs[name].value),
-            _shown(name, found.difference.value, "+"),
-            _interval(name, found.difference, "+"),
-            f"{found.p_value:.3g}",
-            f"{found.better}, {found.worse}",
+    """A score a row: of one model its value, of two both and their difference."""
+    ours, *others = result.scores
+    interval = f"{100 * level:g}% interval"
+    if others:
+        heads = ["score", ours, *others, "difference", interval, "p", "higher, lower"]
+        rows = [
+            [
+                name,
+                _shown(name, result.scores[ours][name].value),
+                _shown(name, result.scores[others[0]][name].value),
+                _shown(name, found.difference.value, "+"),
+                _interval(name, found.difference, "+"),
+                f"{found.p_value:.3g}",
+                f"{found.better}, {found.worse}",
+            ]
+            for name, found in result.comparison.items()
         ]
-        rows.append(_row(cells))
-    return rows
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    else:
+        heads = ["score", "value", interval]
+        rows = [
+            [name, _shown(name, x.value), _interval(name, x)]
+            for name, x in result.scores[ours].items()
+        ]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
 def _interval(name: str, found: Estimate, sign: str = "") -> str:

@@ -23,6 +23,8 @@ MOST_BYTES = 16 * 2**20
 MOST_YAML = 2**18
 # Most bytes of a line of metrics.jsonl. A step has a few thousand.
 MOST_LINE = 2**20
+# Most bytes of a line of samples/. A token has 30, with its id, its text and its log-probability.
+MOST_SAMPLE_LINE = 2**23
 # Most bytes that are read in search of the end of a longer line.
 MOST_SKIPPED = 2**26
 # Most lists and objects inside one another.
@@ -53,7 +55,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{name} does not hold an object")
     # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
-    if text.count("[") + text.count("{") > MOST_DEPTH and _is_deeper(found, MOST_DEPTH):
+    if text.count("[") + text.count("{") > MOST_DEPTH and is_deeper(found, MOST_DEPTH):
         raise ValueError(
             f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         )
@@ -230,8 +232,8 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested deeper than `most`. Goes down level by level."""
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether more than `most` lists and objects are in one another. Goes down level by level."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []

@@ -25,6 +25,7 @@ from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
 from tunix_lite.models.weights import Lora
+from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.types import Params
 
 KINDS = ("full", "merged", "adapter")
@@ -177,7 +178,8 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     cfg = model.cfg
     family = model.source.family
     stored = _stored(model, dtype)
-    hf.save_params(model.params, cfg, family, folder, stored)
+    with _says("writing") as on_bytes:
+        hf.save_params(model.params, cfg, family, folder, stored, on_bytes)
 
     # The coarsest dtype of all tensors stands in config.json, and sets the tolerance.
     dtypes = [stored[name] for name in hf.hf_weights(cfg, family)]
@@ -187,7 +189,14 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     _copy_tokenizer(model, folder)
     again, family_again = families.read_config(folder, family)
     assert family_again is family and families.as_computed(again) == families.as_computed(cfg)
-    return _compare(model, hf.load_params(folder, cfg, family), TOLERANCE[coarsest])
+    with _says("reading back") as on_bytes:
+        read = hf.load_params(folder, cfg, family, on_bytes=on_bytes)
+        return _compare(model, read, TOLERANCE[coarsest])
+
+
+def _says(verb: str) -> BytesProgress:
+    """Says to standard error what is done, once it takes longer than a second."""
+    return BytesProgress(StandardError(), verb, "the model")
 
 
 def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
@@ -275,17 +284,22 @@ def _config(model: LanguageModel, dtype: str) -> dict:
 
 
 def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
-    """Copies the files of the tokenizer, and copies or writes generation_config.json."""
+    """Copies the files of the tokenizer, and copies or writes generation_config.json, with all
+    tokens that end a completion."""
     source = model.source
+    template = source.tokenizer.template
     for name in (*tokenizer.FILES, "generation_config.json"):
         if (source.tokenizer.folder / name).is_file():
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
-    if not (folder / "generation_config.json").is_file():
-        ids = {
-            "eos_token_id": list(source.tokenizer.eos_ids),
-            "pad_token_id": source.tokenizer.pad_id,
-        }
-        (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+    if template is not None and Path(template.where).parent != source.tokenizer.folder:
+        (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
+    file = folder / "generation_config.json"
+    ids = {"pad_token_id": source.tokenizer.pad_id}
+    written = read_object(file) if file.is_file() else ids
+    named = written.get("eos_token_id")
+    if set(named if isinstance(named, list) else [named]) != set(source.tokenizer.eos_ids):
+        written["eos_token_id"] = list(source.tokenizer.eos_ids)
+        file.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _base_name(model: LanguageModel) -> str:

@@ -18,9 +18,10 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, build
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.untrusted import as_path, check_settings
+from tunix_lite.learner.defaults import AUTO, precision
 from tunix_lite.learner.policy import DTYPES, token_logprobs
-from tunix_lite.models import source, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models import decoder, source, weights
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig, acting_params, check_targets, merge
 from tunix_lite.models.source import FoundModel, ModelConfig
@@ -33,6 +34,7 @@ from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.scheduler import next_power_of_two
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.seeds import check_seed
+from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params
 
@@ -43,6 +45,8 @@ STEPS_PER_LOOK = 4
 
 # The same as conf/generation/long.yaml.
 LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
+# One completion of a prompt is the likeliest one.
+GREEDY = replace(LONG, temperature=0.0)
 
 # A user's message, or a conversation: a list of {"role": ..., "content": ...}.
 Prompt = str | list[dict]
@@ -109,19 +113,22 @@ class LanguageModel:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        generation: GenerationConfig = LONG,
+        generation: GenerationConfig | None = None,
         num_generations: int = 1,
         seed: int = 0,
         batch_size: int = 64,
         max_new_tokens: int | Sequence[int] | None = None,
         rollout: RolloutConfig | None = None,
+        on_chunk: Callable[[list[Request], list[Completion]], None] | None = None,
     ) -> list[Completion]:
         """Samples `num_generations` completions of each prompt, in the order of the prompts.
 
-        generation: temperature, lengths and so on. seed: the same one gives the same completions.
+        generation: temperature, lengths and so on; None: the likeliest completion of a prompt, or
+        several at temperature 0.7. seed: the same one gives the same completions.
         batch_size: sequences decoded at a time, unless rollout.num_slots says otherwise; it changes
         memory and speed, not the completions. max_new_tokens: a limit for all prompts or one for
-        each, at most that of `generation`.
+        each, at most that of `generation`. on_chunk(requests, ended) is called while others are
+        still sampled: with the requests that got tokens, and the completions that ended.
 
         A completion ends where the model or a stop text ends it, after max_new_tokens, or where it
         and the longest prompt together fill cfg.max_positions. Prompts that are dropped, as
@@ -129,6 +136,8 @@ class LanguageModel:
         prompt, if one is empty, or if one is too long and generation.long_prompts is error.
         """
         prompts = _as_list(prompts)
+        if generation is None:
+            generation = GREEDY if num_generations == 1 else LONG
         settings = RolloutConfig() if rollout is None else rollout
         settings = replace(settings, num_slots=settings.num_slots or batch_size)
         if isinstance(max_new_tokens, int):
@@ -150,13 +159,16 @@ class LanguageModel:
         for requests in self._sample(
             prompts, generation, num_generations, seed, settings, max_new_tokens
         ):
-            ended += [self._completion(found) for found in requests if found.reason is not None]
+            new = [self._completion(found) for found in requests if found.reason is not None]
+            ended += new
+            if on_chunk is not None:
+                on_chunk(requests, new)
         return sorted(ended, key=lambda completion: (completion.prompt, completion.generation))
 
     def stream(
         self,
         prompt: Prompt,
-        generation: GenerationConfig = LONG,
+        generation: GenerationConfig = GREEDY,
         seed: int = 0,
         rollout: RolloutConfig | None = None,
     ) -> Iterator[str]:
@@ -354,7 +366,7 @@ def load(
     *,
     step: int | None = None,
     mesh_shape: MeshShape | None = None,
-    dtype: str = "fp32",
+    dtype: str = AUTO,
     family: str | None = None,
 ) -> LanguageModel:
     """Loads a model onto the devices.
@@ -362,8 +374,9 @@ def load(
     model: "bundled", the folder of a run, a folder in Hugging Face layout, a name on the hub, or
     settings. step: of a run, the checkpoint; None: the newest. mesh_shape: [[fsdp, tp], ["fsdp",
     "tp"]]; None: as the settings say, else all devices over fsdp. dtype: of the computation, fp32
-    or bf16. family: as the setting model.family; a family of your own, module.NAME, must be named
-    here, because nothing is imported that only a folder names. Raises ConfigError.
+    or bf16; auto: bf16 for a real model on a GPU or TPU, else fp32. family: as the setting
+    model.family; a family of your own, module.NAME, must be named here, because nothing is imported
+    that only a folder names. Raises ConfigError.
 
     Example: `load("outputs/latest", step=40)`, or `load("google/gemma-3-1b-it", dtype="bf16")`.
     """
@@ -396,14 +409,15 @@ def open_model(
 ) -> LanguageModel:
     """Loads the model of these settings; with `run`, the weights that this run has trained.
 
-    step: of the run's checkpoint; None: the newest. dtype: bf16 or fp32. seed: for random weights.
+    step: of the run's checkpoint; None: the newest. dtype: bf16, fp32 or auto. seed: for random
+    weights.
     Raises ConfigError.
     """
     # Find it, and check it against the devices and their memory, before anything is read.
     with error_context(""):
         check_seed(seed)
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}")
+    if dtype not in (*DTYPES, AUTO):
+        raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, {AUTO}")
     # These messages begin with the setting.
     with error_context(""):
         found = source.locate(model)
@@ -412,6 +426,8 @@ def open_model(
         source.check_mesh(found, mesh)
     with error_context("model"):
         check_memory(found, mesh)
+    num_params = weights.num_params(decoder.weights(found.cfg))
+    dtype = precision(dtype, num_params, mesh.devices.flat[0].platform)
 
     # A run without adapters has all weights in its checkpoint: nothing else is downloaded.
     if run is None or found.lora is not None:
@@ -422,21 +438,27 @@ def open_model(
     frozen = None
     with jax.set_mesh(mesh):
         if run is None:
-            with error_context("model.weights"):
+            with error_context("model.weights"), loading(found.name) as on_bytes:
                 if found.lora is None:
-                    params = source.load_base(found, seed, dtype)
+                    params = source.load_base(found, seed, dtype, on_bytes)
                 else:
-                    frozen, params = source.load_weights(found, seed)
+                    frozen, params = source.load_weights(found, seed, on_bytes=on_bytes)
         else:
             trained = source.weight_tables(found)[1]
             checkpoints = Checkpoints(RunDir(run).checkpoints)
-            with error_context("checkpoint"):
+            newest = "its newest checkpoint" if step is None else f"step {step}"
+            with error_context("checkpoint"), loading(f"{newest} of {run}"):
                 step, params = checkpoints.restore_params(weights.shapes(trained), step)
-            with error_context("model.weights"):
-                if found.lora is not None:
-                    frozen = source.load_base(found, seed, found.lora.base)
+            if found.lora is not None:
+                with error_context("model.weights"), loading(found.name) as on_bytes:
+                    frozen = source.load_base(found, seed, found.lora.base, on_bytes)
         acting = acting_params(frozen, params, found.lora)
     return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
+
+
+def loading(what: str) -> BytesProgress:
+    """Says to standard error what is loaded, once it takes longer than a second."""
+    return BytesProgress(StandardError(), "loading", what)
 
 
 def check_memory(found: FoundModel, mesh: jax.sharding.Mesh) -> None:

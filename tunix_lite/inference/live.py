@@ -44,10 +44,10 @@ def live_engine(
         stop=(),
         stop_token_ids=(),
     )
-    if rollout.head == "fused":
+    if rollout.is_fused:
         raise ValueError(
-            "rollout.head=fused: each request says what is cut off, and the kernel draws from all "
-            "tokens; use auto or xla"
+            "rollout.kernels=fused: each request says what is cut off, and the kernels draw from "
+            "all tokens; use auto or xla"
         )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):

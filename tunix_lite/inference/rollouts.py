@@ -9,10 +9,23 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
+from tunix_lite.models import decoder
+from tunix_lite.models.weights import num_params
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params, Prompts, Rollout
+
+# On a CPU: slots of any model, and weights times slots of a small one.
+CPU_SLOTS = 16
+CPU_WORK = 2_000_000_000
+
+
+def slots_of_cpu(model: LanguageModel) -> int:
+    """Slots that keep the cores of a CPU busy. More of them make a step longer and take memory, and
+    all completions end late and together: few would be graded when an evaluation is killed."""
+    busy = CPU_WORK // num_params(decoder.weights(model.cfg))
+    return round_up_to_shards(max(CPU_SLOTS, busy), model.mesh.shape["fsdp"])
 
 
 def generate_of(
@@ -31,6 +44,8 @@ def generate_of(
     with jax.set_mesh(model.mesh):
         largest = max(prompts * completions for prompts, completions in counts)
         slots = rollout.slots(largest, model.mesh.shape["fsdp"])
+        if rollout.num_slots is None and model.mesh.devices.flat[0].platform == "cpu":
+            slots = min(slots, slots_of_cpu(model))
         weights, _ = memory.choose_weights(
             model.params, model.cfg, model.dtype, generation, rollout, slots, counts
         )

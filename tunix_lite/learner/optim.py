@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,17 @@ LEAST_RMS = 1e-3
 class LearningRateConfig:
     """What all optimizers share: the learning rate over the run, and the clipping of gradients."""
 
-    # Peak learning rate.
-    learning_rate: float = 1e-6
+    # The usual rate of this optimizer as a multiple of AdamW's.
+    TIMES_ADAMW: ClassVar[float] = 1.0
+
+    # Peak learning rate. auto takes the usual one for what trains.
+    learning_rate: float | str = 1e-6
     # Rate after warm-up: constant, or linear or cosine decay to end_fraction at max_steps.
     schedule: str = "constant"
     # Updates over which the learning rate rises from 0.
     warmup_steps: int = 0
-    # Share of learning_rate that linear and cosine reach at the last update.
+    # Share of learning_rate that linear and cosine decay towards. They would reach it one update
+    # after the last.
     end_fraction: float = 0.0
     # true multiplies learning_rate by the number of data-parallel shards (fsdp).
     scale_lr_with_devices: bool = False
@@ -49,7 +53,11 @@ class LearningRateConfig:
             raise ValueError(f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
         limits = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
         names = [name for name in limits if hasattr(self, name)]
-        if any(getattr(self, name) < 0 for name in names):
+        rate = self.learning_rate
+        if isinstance(rate, str) and rate != "auto":
+            raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")
+        numbers = [getattr(self, name) for name in names]
+        if any(number < 0 for number in numbers if number != "auto"):
             raise ValueError(f"{', '.join(names[:-1])} and {names[-1]} must not be negative")
         if getattr(self, "eps", 1.0) <= 0:
             raise ValueError(f"eps={self.eps} must be above 0")
@@ -96,6 +104,8 @@ class OptimizerConfig(LearningRateConfig):
 class AdafactorConfig(LearningRateConfig):
     """Adafactor (arXiv:1804.04235): the mean of squared gradients as one row and one column of a
     matrix, so that it takes next to no memory. Norms and scales are those of a layer's matrix."""
+
+    TIMES_ADAMW: ClassVar[float] = 25.0
 
     # At step t, the mean of squared gradients decays by 1 - t^-decay_rate.
     decay_rate: float = 0.8
@@ -149,6 +159,8 @@ class AdafactorConfig(LearningRateConfig):
 class MuonConfig(LearningRateConfig):
     """Muon (Jordan 2024, arXiv:2502.16982): momentum whose matrix, of each layer, is made nearly
     orthogonal by Newton-Schulz steps. Embedding, head, norms and biases get AdamW."""
+
+    TIMES_ADAMW: ClassVar[float] = 2.5
 
     # Decay of the running mean of the gradients of a matrix.
     momentum: float = 0.95
@@ -218,6 +230,8 @@ class LionConfig(LearningRateConfig):
     """Lion (arXiv:2302.06675): the sign of a mean of gradients, so each weight moves by the
     learning rate. It wants a rate 3 to 10 times smaller than AdamW's."""
 
+    TIMES_ADAMW: ClassVar[float] = 0.5
+
     # Share of the running mean in the sign. The rest is the new gradient.
     beta1: float = 0.9
     # Decay of the running mean of gradients.
@@ -239,6 +253,9 @@ class LionConfig(LearningRateConfig):
 @dataclass(frozen=True)
 class SGDConfig(LearningRateConfig):
     """Stochastic gradient descent. Without momentum it keeps nothing."""
+
+    # An update is as large as its gradient, so the rate says little of what trains.
+    TIMES_ADAMW: ClassVar[float] = 2500.0
 
     # Decay of a running sum of gradients. 0 keeps no sum and needs no memory for it.
     momentum: float = 0.0
@@ -275,21 +292,28 @@ def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
 
 
 def make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
-    """The learning rate of update number 0, 1, ... max_steps - 1."""
-    rest = max(max_steps - 1 - cfg.warmup_steps, 1)
+    """The learning rate of update number 0, 1, ... max_steps - 1.
+
+    With w = max(warmup_steps, 1): update w - 1 has the peak, and those before it 1/w, 2/w ... of
+    it. A decay begins there and would end at update max_steps, one after the last, as those of
+    transformers and optax do: no update has the rate 0.
+
+    Raises ValueError for learning_rate=auto: learner.defaults.with_rate makes it a number.
+    """
+    peak = cfg.learning_rate
+    if peak == "auto":
+        raise ValueError("learning_rate=auto: give a number, or learner.defaults.with_rate")
+    first = max(cfg.warmup_steps, 1) - 1
+    rest = max(max_steps - first, 1)
     after = {
-        "constant": optax.constant_schedule(cfg.learning_rate),
-        "linear": optax.linear_schedule(
-            cfg.learning_rate, cfg.end_fraction * cfg.learning_rate, rest
-        ),
-        "cosine": optax.cosine_decay_schedule(cfg.learning_rate, rest, cfg.end_fraction),
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, cfg.end_fraction * peak, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest, cfg.end_fraction),
     }[cfg.schedule]
-    if not cfg.warmup_steps:
+    if not first:
         return after
-    # the first update already moves: rates 1/w, 2/w ... 1 of the peak
-    start = cfg.learning_rate / cfg.warmup_steps
-    rise = optax.linear_schedule(start, cfg.learning_rate, max(cfg.warmup_steps - 1, 1))
-    return optax.join_schedules([rise, after], [cfg.warmup_steps])
+    rise = optax.linear_schedule(peak / cfg.warmup_steps, peak, first)
+    return optax.join_schedules([rise, after], [first])
 
 
 def make_optimizer(
@@ -312,14 +336,17 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), scale)
 
 
-def describe(cfg: Optimizer, num_shards: int = 1) -> str:
-    """The chain as one line for the start of a run; num_shards: of the batch (fsdp)."""
+def describe(cfg: Optimizer, num_shards: int = 1, max_steps: int | None = None) -> str:
+    """The chain as one line for the start of a run; num_shards: of the batch (fsdp). max_steps: of
+    the run; None: it is not known."""
     rate = f"{cfg.learning_rate:g} {cfg.schedule}"
     if cfg.scale_lr_with_devices:
         whole = scaled_for(cfg, num_shards).learning_rate
         rate = f"{cfg.learning_rate:g} x {num_shards} shards = {whole:g} {cfg.schedule}"
     if cfg.warmup_steps:
         rate += f", warm-up {cfg.warmup_steps}"
+        if max_steps is not None and max_steps < cfg.warmup_steps:
+            rate += f" (longer than the run, which ends at {max_steps}/{cfg.warmup_steps} of it)"
     clip = f"clip {cfg.max_grad_norm:g} → " if cfg.max_grad_norm else ""
     return clip + cfg.describe(rate)
 

@@ -38,16 +38,23 @@ class RowShape:
     num_lanes: int = 1
     # 0: prompts are not shared, and a sequence stands in a lane
     prefix_columns: int = 0
+    # whether a batch whose rows score few tokens takes programs of its own
+    narrows: bool = False
 
     @property
     def width(self) -> int:
         return self.prefix_columns + self.num_lanes * self.lane_columns
 
+    @property
+    def scored_sizes(self) -> list[int]:
+        """What M may be, the most first. A run compiles a program for each before its first
+        step."""
+        most = self.num_lanes * self.lane_columns
+        return [most, -(-3 * most // 4)] if self.narrows and most > 1 else [most]
+
     def num_scored(self, needed: int) -> int:
-        """M where a row counts `needed` tokens: in quarters of its lanes, so that few programs are
-        compiled."""
-        quarter = max(1, -(-self.num_lanes * self.lane_columns // 4))
-        return max(1, -(-needed // quarter)) * quarter
+        """M where a row counts `needed` tokens: the least size with room for them."""
+        return min(size for size in self.scored_sizes if size >= needed)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tunix_lite.algorithms.algorithm import Generate, Policy
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.scoring import FrozenScorer, Rescore, scoring_program
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.types import Params, RowBatch, TokenScores

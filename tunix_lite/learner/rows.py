@@ -67,6 +67,7 @@ class RowLayout:
             **vars(placed),
             **scored_columns,
             **self.lanes,
+            max_parts=self.num_parts,
             segment_ids=packed.segment_ids,
             positions=packed.positions,
             completion_ids=packed.completion_ids,
@@ -123,7 +124,7 @@ def row_shapes(
     num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
     R = num_rows if is_packed else num_sequences
     W = layout.width if is_packed else length
-    M = _most_scored(layout.shape) if is_packed else layout.num_scored
+    M = layout.shape.scored_sizes[0] if is_packed else layout.num_scored
 
     def shape(columns: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         place = sharding(("batch", "seq"), (R, columns))
@@ -144,13 +145,25 @@ def row_shapes(
         positions=shape(W, jnp.int32),
         completion_ids=shape(W, jnp.int32) if layout.packing == "prefix" else None,
         **layout.lanes,
+        max_parts=layout.num_parts,
     )
 
 
-def _most_scored(shape: RowShape) -> int:
-    """Columns for scored tokens, if all are scored but a prompt's: the shared ones, or one token of
-    its own."""
-    return shape.num_scored(shape.width - max(1, shape.prefix_columns))
+def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
+    """The shapes of rows that `row_shapes` gives, for every M that a batch may take, the most
+    first."""
+    if layout.packing == "none":
+        return [rows]
+
+    def cut(x: jax.ShapeDtypeStruct, M: int) -> jax.ShapeDtypeStruct:
+        place = sharding(("batch", "seq"), (len(x), M))
+        return jax.ShapeDtypeStruct((len(x), M), x.dtype, sharding=place)
+
+    names = ("is_scored", "scored", "previous")
+    return [
+        rows.replace(**{name: cut(getattr(rows, name), M) for name in names})
+        for M in layout.shape.scored_sizes
+    ]
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:

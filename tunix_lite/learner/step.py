@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tunix_lite.algorithms.algorithm import Algorithm, Policy, check_loss
-from tunix_lite.learner.micro_batches import accumulate
+from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.learner.micro_batches import Sums, accumulate
 from tunix_lite.learner.optim import apply_update, widen
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
@@ -28,9 +28,8 @@ class TrainStep:
 
     train_step(state, frozen, batch) -> (state, metrics). The old state is donated: do not use it
     again. `frozen` is the base under adapters (None: all weights train); it stays. An update whose
-    loss or gradient is not finite is not made, on all devices alike: train/skipped is 1 then.
-
-    Raises ValueError for a loss with the signature of earlier versions, loss(logprobs, batch).
+    loss, gradient or change is not finite is not made, on all devices alike: train/skipped is 1
+    then.
 
     Example: state, metrics = train_step(state, None, rows.lay_out(batch)[0]).
     """
@@ -38,7 +37,6 @@ class TrainStep:
     policy: Policy
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
-    num_micro_batches: int = 1
     # the adapters that train; None: all weights do
     lora: LoraConfig | None = None
     # of the adapters' dropout and of rounding
@@ -47,9 +45,6 @@ class TrainStep:
     sync_every: int = 1
     # of the compiler, by platform
     compiler_options: OptionsByPlatform = field(default_factory=dict)
-
-    def __post_init__(self):
-        check_loss(self.algorithm)
 
     def __call__(
         self, state: TrainState, frozen: Params | None, batch: RowBatch
@@ -81,31 +76,33 @@ class TrainStep:
         self, state: TrainState, frozen: Params | None, batch: RowBatch, grad_shardings: Any
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
-        # Gradient: micro-batches are summed. Nothing is divided, because loss_weight is normalised
-        # over the whole batch. The pair is what `gradient` takes: rows and their dropout keys.
-        pair = batch.per_row, self._dropout_keys(state, batch)
-        gradient = partial(self.gradient, state.params, frozen, constants=batch.constants)
-        grads, metrics = accumulate(
-            gradient, pair, self.num_micro_batches, batch.num_parts, grad_shardings, self.sync_every
+        grads, metrics = self.gradients(state.params, frozen, state.step, batch, grad_shardings)
+        state, moved = applied(self.optimizer, state, grads, metrics["train/loss"], self.seed)
+        return state, metrics | moved
+
+    def gradients(
+        self,
+        params: Params,
+        frozen: Params | None,
+        number: jax.Array,
+        batch: RowBatch,
+        grad_shardings: Any,
+    ) -> Sums:
+        """The gradient of the whole batch and its metrics, traced inside of jit. Micro-batches are
+        summed. Nothing is divided, because loss_weight is normalised over the whole batch.
+
+        number: of the update, which dropout depends on.
+        """
+        has_dropout = self.lora is not None and self.lora.dropout > 0
+        keys_R = dropout_keys(self.seed, number, len(batch.tokens)) if has_dropout else None
+        return accumulate(
+            partial(self.gradient, params, frozen, constants=batch.constants),
+            (batch.per_row, keys_R),
+            batch.max_parts,
+            batch.num_parts,
+            grad_shardings,
+            self.sync_every,
         )
-        norm = optax.tree.norm(widen(grads))
-        is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
-
-        # Where a number is not finite nothing moves, not even the optimizer's moments; only the
-        # step is counted.
-        new, size = apply_update(self.optimizer, grads, state, self.seed)
-        old = state.params, state.opt_state
-        params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
-        metrics["train/grad_norm"] = norm
-        metrics["train/update_norm"] = jnp.where(is_finite, size, 0.0)
-        metrics["train/skipped"] = 1.0 - is_finite
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
-
-    def _dropout_keys(self, state: TrainState, batch: RowBatch) -> jax.Array | None:
-        """One key for each row; None: nothing is dropped."""
-        if self.lora is None or not self.lora.dropout:
-            return None
-        return dropout_keys(self.seed, state.step, len(batch.tokens))
 
     def gradient(
         self,
@@ -126,6 +123,32 @@ class TrainStep:
             return loss, {"train/loss": loss, "train/entropy": entropy, **metrics}
 
         return jax.grad(objective, has_aux=True)(params)
+
+
+def applied(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    grads: Params,
+    loss: jax.Array,
+    seed: int,
+) -> tuple[TrainState, Metrics]:
+    """The state after an update with these gradients, traced inside of jit. seed: of rounding.
+
+    Where the loss, a gradient or the change is not finite nothing moves, not even the optimizer's
+    moments; only the step is counted.
+    """
+    norm = optax.tree.norm(widen(grads))
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    new, size = apply_update(optimizer, grads, state, seed)
+    is_finite &= jnp.isfinite(size)
+    old = state.params, state.opt_state
+    params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
+    metrics = {
+        "train/grad_norm": norm,
+        "train/update_norm": jnp.where(is_finite, size, 0.0),
+        "train/skipped": 1.0 - is_finite,
+    }
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
 
 def dropout_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:

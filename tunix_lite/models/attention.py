@@ -10,7 +10,7 @@ says why.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.struct
 import jax
@@ -19,22 +19,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.rounding import (
     at_least_float32,
-    by_rows,
     is_rounded,
     product,
-    softmax,
     stored,
-    sum_one_by_one,
     wide,
 )
 from tunix_lite.models.unfused import with_unfused_cotangent
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
 from tunix_lite.types import RowBatch
-
-if TYPE_CHECKING:
-    from tunix_lite.models.decoder import Architecture
 
 # A masked score. It is finite, so that a row that sees nothing stays finite.
 FAR_BELOW = -1e30
@@ -102,7 +97,7 @@ def attention_mask(
 
 
 def attend(
-    cfg: "Architecture",
+    cfg: Architecture,
     q_BTNH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
@@ -132,34 +127,31 @@ def attend(
     scaled = stored(wide(q_BTNH) * wide(jnp.asarray(cfg.query_scale**-0.5, dtype)), dtype)
     q = scaled.reshape(B, *times, K, N // K, H)
 
-    def attended(q: jax.Array) -> jax.Array:
-        # Scores have t, the dots, before q: the products then need no transposed copies (3x faster
-        # on a CPU).
-        to_scores = partial(
-            jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype)
-        )
-        k = k_BKSH.astype(dtype)
-        if T == 1 and not is_rounded(dtype):
-            scores = jax.lax.platform_dependent(q, k, cpu=_scores_on_cpu, default=to_scores)
-        else:
-            scores = to_scores(q, k)
-        scores = checkpoint_name(scores, name)
-        if k_scales_BKS is not None:
-            scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
-        if cfg.attn_softcap is not None:
-            scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
+    # Scores have t, the dots, before q: the products then need no transposed copies (3x faster
+    # on a CPU).
+    to_scores = partial(
+        jnp.einsum, "b...kqh,bksh->bk...qs", preferred_element_type=at_least_float32(dtype)
+    )
+    k = k_BKSH.astype(dtype)
+    if T == 1 and not is_rounded(dtype):
+        scores = jax.lax.platform_dependent(q, k, cpu=_scores_on_cpu, default=to_scores)
+    else:
+        scores = to_scores(q, k)
+    scores = checkpoint_name(scores, name)
+    if k_scales_BKS is not None:
+        scores = scores * jnp.expand_dims(k_scales_BKS, range(2, scores.ndim - 1))
+    if cfg.attn_softcap is not None:
+        scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
 
-        probs = softmax(jnp.where(mask, scores, FAR_BELOW), dtype)
-        if not is_rounded(dtype):
-            # In the backward pass a product makes this cotangent. It is faster in its own kernel
-            # than in one with the softmax.
-            probs = with_unfused_cotangent(probs)
-        if v_scales_BKS is not None:
-            probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
-        weighted_sum = partial(jnp.einsum, "bk...qs,bksh->b...kqh")
-        return product(weighted_sum, stored(probs, dtype), v_BKSH.astype(dtype), sum_one_by_one)
-
-    out = by_rows(attended, q, 2) if T == 1 else attended(q)
+    probs = jax.nn.softmax(jnp.where(mask, scores, FAR_BELOW), axis=-1)
+    if not is_rounded(dtype):
+        # In the backward pass a product makes this cotangent. It is faster in its own kernel
+        # than in one with the softmax.
+        probs = with_unfused_cotangent(probs)
+    if v_scales_BKS is not None:
+        probs = probs * jnp.expand_dims(v_scales_BKS, range(2, probs.ndim - 1))
+    weighted_sum = partial(jnp.einsum, "bk...qs,bksh->b...kqh")
+    out = product(weighted_sum, stored(probs, dtype), v_BKSH.astype(dtype), by_conversion=True)
     return out.reshape(B, T, N, H)
 
 
@@ -173,7 +165,7 @@ def _scores_on_cpu(q_BKGH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
 
 
 def xla(
-    cfg: "Architecture",
+    cfg: Architecture,
     is_local: bool | jax.Array,
     meta: AttentionMeta,
     q_BTNH: jax.Array,
@@ -236,7 +228,7 @@ def by_lane(
 
 
 def _xla(
-    cfg: "Architecture",
+    cfg: Architecture,
     is_local: bool | jax.Array,
     q_meta: AttentionMeta,
     k_meta: AttentionMeta,
@@ -263,7 +255,7 @@ def _xla(
     return jax.lax.cond(is_local, in_local, in_global, *arrays)
 
 
-def window_of(cfg: "Architecture", is_local: bool | jax.Array) -> int | jax.Array | None:
+def window_of(cfg: Architecture, is_local: bool | jax.Array) -> int | jax.Array | None:
     """Tokens that a layer sees; None: all of them. Traced where is_local is."""
     if isinstance(is_local, bool):
         return cfg.window if is_local else None
@@ -280,7 +272,7 @@ def piece_length(q_BTNH: jax.Array, S: int) -> int:
 
 
 def _in_pieces(
-    cfg: "Architecture",
+    cfg: Architecture,
     window: int | jax.Array | None,
     q_meta: AttentionMeta,
     k_meta: AttentionMeta,
@@ -322,7 +314,7 @@ def _in_pieces(
 
 
 def cudnn(
-    cfg: "Architecture",
+    cfg: Architecture,
     is_local: bool | jax.Array,
     meta: AttentionMeta,
     q_BTNH: jax.Array,
@@ -453,7 +445,7 @@ def _constrain_rows(x: jax.Array) -> jax.Array:
 
 
 def splash(
-    cfg: "Architecture",
+    cfg: Architecture,
     is_local: bool | jax.Array,
     meta: AttentionMeta,
     q_BTNH: jax.Array,
@@ -481,7 +473,7 @@ def splash(
 
 
 def _splash_kernel(
-    cfg: "Architecture",
+    cfg: Architecture,
     is_local: bool,
     q_shape: tuple[int, ...],
     interpret: bool,
@@ -552,7 +544,7 @@ class CannotCompile(ValueError):
 
 def choose(
     asked: str,
-    cfg: "Architecture",
+    cfg: Architecture,
     platform: str,
     dtype: DTypeLike,
     width: int,
@@ -584,7 +576,7 @@ def choose(
 
 def obstacle(
     name: str,
-    cfg: "Architecture",
+    cfg: Architecture,
     platform: str,
     dtype: DTypeLike,
     width: int,
@@ -603,7 +595,7 @@ def obstacle(
 
 def unsupported(
     name: str,
-    cfg: "Architecture",
+    cfg: Architecture,
     platform: str,
     dtype: DTypeLike,
     width: int,
@@ -637,7 +629,7 @@ def unsupported(
     return None
 
 
-def _cudnn_fails(cfg: "Architecture", dtype: DTypeLike) -> str | None:
+def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
     """Compiles a small kernel, because only that shows whether the library is there and takes it.
     The error in one line; None: it compiles."""
     x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)

@@ -2,10 +2,12 @@
 trained to see it.
 
 They may come from anyone. jinja2's sandbox protects the files and the process, but limits neither
-time nor memory. So a template runs in a process that has limits and can be killed (confined). Only
-our own, which is recognised by its text, runs in this process.
+time nor memory. So a template runs in a process that has limits and can be killed
+(workers/confined.py). Only our own, which is recognised by its text, runs in this process.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,9 +18,15 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from tunix_lite.models import confined
-from tunix_lite.models.template_environment import TemplateFailed, compile_template, render_template
+from tunix_lite.models.template_environment import (
+    TemplateFailed,
+    check_text,
+    compile_template,
+    render_template,
+    render_text,
+)
 from tunix_lite.plain_text import escaped, shown
+from tunix_lite.workers import confined
 
 # Characters of a template. Published ones have up to 20,000.
 MOST = 2**20
@@ -48,10 +56,14 @@ class ChatTemplate:
         if text == _ours():
             return cls(text, where, compile_template(text))
         try:
-            confined.ask("compile", text)
+            confined.ask(check_text, text)
         except confined.Refused as error:
             raise ValueError(f"the chat template in {where} {_in_a_line(error)}") from error
         return cls(text, where, None)
+
+    def names(self, key: str) -> bool:
+        """Whether the text of the template has this name, without which it cannot read a key."""
+        return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     def render(self, **values: Any) -> str:
         """What the template writes with these plain values. Raises ValueError, naming the file, if
@@ -60,9 +72,11 @@ class ChatTemplate:
         try:
             if self.compiled is not None:
                 return render_template(self.compiled, values, now)
-            return confined.ask("render", self.text, values, now)
+            return confined.ask(render_text, self.text, values, now)
         except (TemplateFailed, confined.Refused) as error:
-            raise ValueError(f"the chat template in {self.where} {_in_a_line(error)}") from error
+            # Clients of a server read this, so it has no path beyond the folder.
+            where = "/".join(Path(self.where).parts[-2:])
+            raise ValueError(f"the chat template in {where} {_in_a_line(error)}") from error
 
 
 @cache
@@ -98,14 +112,46 @@ def to_plain_values(value: Any) -> Any:
     )
 
 
+# The names under which a message may have its reasoning. Templates read any of them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
 def as_template_reads(message: dict) -> dict:
     """A message as templates read it: without keys that are None, and with the reasoning under each
     of its names. Raises ValueError for what is no message."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
     message = {key: value for key, value in to_plain_values(message).items() if value is not None}
-    names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    names = [name for name in REASONING if name in message]
     if not names:
         return message
     reasoning = message[names[0]]
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def with_read_arguments(call: Any) -> dict:
+    """A tool call with its arguments as an object. Clients of OpenAI write them as the JSON text of
+    one, and templates write an object.
+
+    Raises ValueError for what is no call, or has other arguments.
+    """
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a call has a function with a name; this is {shown(call)}")
+    if "arguments" not in function:
+        return dict(call)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"arguments of the call of {shown(function['name'])} are no JSON: {error}"
+            ) from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"arguments of the call of {shown(function['name'])} are {shown(arguments)}; they are "
+            "an object, or its JSON text"
+        )
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function

@@ -28,7 +28,7 @@ nor with the pattern, unless training.scan_layers=false. Sampling runs layer by 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,14 +41,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from tunix_lite.models import attention
-from tunix_lite.models.activations import ACTIVATIONS, gated
+from tunix_lite.models.activations import gated
+from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.rounding import (
     added,
     at_least_float32,
-    inverse_root,
     is_rounded,
-    mean_square,
     stored,
     wide,
 )
@@ -69,11 +68,6 @@ from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rule
 from tunix_lite.types import Params
 
 EMBED_INIT = jax.nn.initializers.normal(0.02)
-# Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
-MOST_LAYERS = 1024
-# Elements of one dim of a weight, and every other number of an architecture, such as
-# max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
-MOST_OF_A_DIM = 2**26
 # The axes of hidden states between layers.
 RESIDUAL = ("batch", "residual_seq", "act_embed")
 # The axes of hidden states that a part of a layer reads.
@@ -83,132 +77,6 @@ LAYER_INPUT = ("batch", "seq", "act_embed")
 Angles = tuple[jax.Array, jax.Array]
 # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps, such as its cache)
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Longer rotary wavelengths, for sequences beyond those of pretraining.
-
-    With `factor` alone all wavelengths grow by it (linear). With the rest it is as in Llama 3.1:
-    wavelengths up to original_positions / high_freq_factor stay, those beyond original_positions /
-    low_freq_factor grow by `factor`, and those between grow by a factor between 1 and that one.
-
-    Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
-    """
-
-    # Long wavelengths are multiplied by this.
-    factor: float
-    # Wavelengths above original_positions / low_freq_factor tokens are long.
-    low_freq_factor: float | None = None
-    # Wavelengths below original_positions / high_freq_factor tokens stay as they are.
-    high_freq_factor: float | None = None
-    # Longest sequence of the pretraining, in tokens.
-    original_positions: int | None = None
-
-    def __post_init__(self):
-        rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
-        num_given = sum(x is not None for x in rest)
-        if num_given not in (0, 3):
-            raise ValueError(
-                "give low_freq_factor, high_freq_factor and original_positions, or none of the "
-                "three"
-            )
-        in_order = num_given == 0 or 0 < self.low_freq_factor < self.high_freq_factor
-        if self.factor <= 0 or not in_order:
-            raise ValueError(
-                "factor must be above 0, and low_freq_factor between 0 and high_freq_factor"
-            )
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The sizes and flags of a decoder. Sizes count elements unless their comment says otherwise;
-    the defaults are Gemma 3's.
-
-    Example: Architecture(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2,
-    head_dim=8, mlp_dim=64). Raises ValueError for sizes that no model has or that contradict each
-    other.
-    """
-
-    # Tokens in the vocabulary.
-    vocab_size: int
-    num_layers: int  # blocks of attention and feed-forward
-    embed_dim: int  # width of the residual stream
-    num_heads: int  # query heads
-    # Key/value heads, a divisor of num_heads.
-    num_kv_heads: int
-    # Width of one attention head.
-    head_dim: int
-    mlp_dim: int  # hidden width of the gated feed-forward
-    # Attention of each layer, repeated over the depth.
-    pattern: tuple[str, ...] = (
-        "local",
-        "local",
-        "local",
-        "local",
-        "local",
-        "global",
-    )
-    # Tokens that a local layer attends to, the current one included. null has no local layers.
-    window: int | None = 512
-    # Attention scores are divided by the square root of this.
-    query_scale: int = 256
-    # Base of the rotary wavelengths of local layers, in tokens.
-    rope_theta_local: float = 10_000.0
-    # Base of the rotary wavelengths of global layers, in tokens.
-    rope_theta_global: float = 1_000_000.0
-    # Stretching of rotary wavelengths for long contexts. null stretches none.
-    rope_scaling: RopeScaling | None = None
-    # Added to the mean square before its root is taken.
-    norm_eps: float = 1e-6
-    # Activation of the gated feed-forward: silu, or gelu in its tanh form.
-    activation: str = "gelu"
-    # true multiplies embeddings by sqrt(embed_dim).
-    embed_scale: bool = True
-    # true multiplies by 1 + scale in a norm, false by scale.
-    norm_plus_one: bool = True
-    # true adds norms after attention and after the feed-forward.
-    post_norms: bool = True
-    # true normalises queries and keys per head.
-    qk_norm: bool = True
-    # true adds biases to queries, keys and values.
-    qkv_bias: bool = False
-    # true uses the embedding as the head. false has a separate matrix.
-    tied: bool = True
-    # tanh keeps attention scores between -x and x. null does not limit them.
-    attn_softcap: float | None = None
-    # tanh keeps logits between -x and x. null does not limit them.
-    final_softcap: float | None = None
-    # Longest sequence, in tokens.
-    max_positions: int = 131_072
-
-    def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-                raise ValueError(f"{field.name}={value} must be above 0")
-            most = MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
-            if isinstance(value, int) and value > most:
-                raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
-        if "local" in self.pattern and self.window is None:
-            raise ValueError(
-                f"pattern={list(self.pattern)} has local layers, and window is not given"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even one")
-        if not self.pattern or set(self.pattern) - {"local", "global"}:
-            raise ValueError(f"pattern={list(self.pattern)}: its entries are 'local' and 'global'")
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kind of every layer, in order."""
-        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
 
 # The axes of the embedding, and of a head of its own.
@@ -587,7 +455,7 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 @dataclass(frozen=True)
 class Products:
     """What a layer multiplies with its weights. Decoding may have kernels of its own for it
-    (decode_products.py).
+    (kernels/decode_products.py).
 
     Example: Products().qkv(x_BTD, w), where `w` are the weights of a layer, ready for `project`.
     """
@@ -716,7 +584,8 @@ def norm(
 ) -> jax.Array:
     """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma)."""
     x_wide = wide(x)
-    normed = x_wide * inverse_root(mean_square(x) + cfg.norm_eps, x.dtype)
+    mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
+    normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
     scale = scale.astype(x_wide.dtype)
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
@@ -734,15 +603,44 @@ def rope_angles(
     positions_BT: jax.Array,
     kind: str,
 ) -> Angles:
-    """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it)."""
+    """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it):
+    to the last places of the dtype at every position below 2^26."""
     half = cfg.head_dim // 2
     theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global
     frequency = theta ** -(np.arange(half) / half)
     if kind == "global" and cfg.rope_scaling is not None:
         frequency = scaled_frequency(frequency, cfg.rope_scaling)
-    # float32 at least
-    angle = positions_BT[..., None, None] * jnp.asarray(frequency)
-    return jnp.sin(angle), jnp.cos(angle)
+    positions_BT11 = positions_BT[..., None, None]
+    if jnp.asarray(frequency).dtype == jnp.float64:
+        return jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
+
+    # float32 has no digits for a large angle: at 131,072 radians it is off by 0.008. So the angle
+    # is the nearest quarter of a turn and a rest of at most pi/4, exact by integers.
+    turn = turned(positions_BT11, frequency / (2 * np.pi))
+    quarter = (turn + np.uint32(2**29)) >> 30
+    rest = (turn - (quarter << 30)).astype(jnp.int32) * np.float32(2 * np.pi / 2**32)
+    sin = jnp.sin(rest)
+    cos = jnp.cos(rest)
+    is_odd = quarter % 2 == 1
+    sin, cos = jnp.where(is_odd, cos, sin), jnp.where(is_odd, sin, cos)
+    is_left = (quarter == 1) | (quarter == 2)
+    return jnp.where(quarter >= 2, -sin, sin), jnp.where(is_left, -cos, cos)
+
+
+def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:
+    """positions * turns without the whole turns, in 2^-32 of a turn, uint32. turns: float64."""
+    # The turns of one token with 64 bits after the point, in two words. uint32 drops what is above
+    # its 32 bits: whole turns.
+    scaled = turns % 1 * 2.0**32
+    high = scaled.astype(np.uint32)
+    low = (scaled % 1 * 2.0**32).astype(np.uint32)
+    count = positions.astype(jnp.uint32)
+    # What count * low carries into the word above, by halves of words, as no type has 64 bits. The
+    # lowest of the four products is left out: it is less than one unit.
+    count_high = count >> 16
+    count_low = count & 0xFFFF
+    carried = (count_low * (low >> 16) >> 16) + (count_high * (low & 0xFFFF) >> 16)
+    return count * high + count_high * (low >> 16) + carried
 
 
 def scaled_frequency(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:

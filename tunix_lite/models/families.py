@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
+
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.untrusted import read_object
-from tunix_lite.models.decoder import MOST_LAYERS, Architecture, RopeScaling, layer_weights
-from tunix_lite.plain_text import shown
+from tunix_lite.models.architecture import MOST_LAYERS, Architecture, RopeScaling
+from tunix_lite.models.decoder import layer_weights
+from tunix_lite.plain_text import escaped, shown
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 # Field of Architecture -> key of config.json.
@@ -63,13 +66,30 @@ def local_by_list(hf: dict) -> list[str]:
     hf: a config.json. Raises ValueError for a list that does not fit.
     """
     count = hf["num_hidden_layers"]
+    has_windows = hf.get("use_sliding_window")
+    first_local = hf.get("max_window_layers", count) if has_windows else count
+    kinds = ["global" if i < first_local else "local" for i in range(count)]
+    is_given = has_windows is False or bool(has_windows and "max_window_layers" in hf)
+    keys = f"use_sliding_window={shown(has_windows)}, max_window_layers={shown(first_local)}"
+    return _listed(hf, kinds, keys if is_given else None)
+
+
+def _listed(hf: dict, otherwise: list[str], keys: str | None) -> list[str]:
+    """The kinds of `layer_types`; `otherwise` without it. keys: what a config.json says about them
+    in other keys; None: nothing."""
+    count = hf["num_hidden_layers"]
     types = hf.get("layer_types")
-    if types:
-        if len(types) != count or set(types) - set(KINDS):
-            raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
-        return [KINDS[t] for t in types]
-    first_local = hf.get("max_window_layers", count) if hf.get("use_sliding_window") else count
-    return ["global" if i < first_local else "local" for i in range(count)]
+    if not types:
+        return otherwise
+    if len(types) != count or set(types) - set(KINDS):
+        raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
+    listed = [KINDS[t] for t in types]
+    if keys is not None and listed != otherwise:
+        raise ValueError(
+            f"layer_types and {keys} are one setting in two spellings, and name other layers; "
+            "delete the one that does not hold"
+        )
+    return listed
 
 
 def every_nth_global(n: int) -> Callable[[dict], list[str]]:
@@ -77,11 +97,14 @@ def every_nth_global(n: int) -> Callable[[dict], list[str]]:
     `sliding_window_pattern`."""
 
     def kinds(hf: dict) -> list[str]:
-        given = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
-        every = _number(given, "sliding_window_pattern", int)
-        if hf.get("layer_types"):
-            return local_by_list(hf)
-        return ["local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])]
+        spellings = {
+            key: hf.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")
+        }
+        check_agree(spellings)
+        given = next((value for value in spellings.values() if value), None)
+        every = _number(given or n, "sliding_window_pattern", int)
+        kinds = ["local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])]
+        return _listed(hf, kinds, given and f"sliding_window_pattern={every}")
 
     return kinds
 
@@ -247,8 +270,12 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
     Raises ValueError naming what is missing, not supported, or not of that family.
     """
     file = Path(folder) / "config.json"
+    if Path(folder).suffix == ".gguf" and Path(folder).is_file():
+        raise ValueError(_gguf(Path(folder)))
     if not file.parent.is_dir():
         raise ValueError(f"{folder} is not a folder")
+    if not file.is_file() and (found := sorted(Path(folder).glob("*.gguf"))):
+        raise ValueError(_gguf(found[0]))
     if not file.is_file():
         raise ValueError(
             f"{folder} has no config.json; a model folder in Hugging Face format has one"
@@ -282,6 +309,18 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
         raise ValueError(f"{file}: {error}") from error
 
 
+def _gguf(file: Path) -> str:
+    """What to do with a GGUF file."""
+    named = f"'{escaped(str(file.parent))}', gguf_file='{escaped(file.name)}'"
+    return (
+        f"{file} is in GGUF format, which is not read; transformers can write it as a folder in "
+        'Hugging Face format: python -c "from transformers import AutoModelForCausalLM as Model, '
+        "AutoTokenizer as Tokenizer; "
+        f"[kind.from_pretrained({named}).save_pretrained('FOLDER') for kind in (Model, Tokenizer)]"
+        '", then model.weights=FOLDER'
+    )
+
+
 def config_from(hf: dict, family: Family) -> Architecture:
     """The architecture that a config.json, `hf`, describes.
 
@@ -297,6 +336,7 @@ def config_from(hf: dict, family: Family) -> Architecture:
         )
 
     # Keys that are missing, and sizes that later ones are derived from.
+    given = hf
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
@@ -318,7 +358,7 @@ def config_from(hf: dict, family: Family) -> Architecture:
     values["pattern"] = shortest_pattern(kinds)
     if "local" not in kinds:
         values["window"] = None
-    values |= _rope(hf, kinds)
+    values |= _rope(given, family, kinds)
 
     # The flags of the family are not in config.json, but fields that are must agree with them.
     for name in sorted(values.keys() & family.flags.keys()):
@@ -380,24 +420,17 @@ def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
     return tuple(kinds[:period])
 
 
-def _rope(hf: dict, kinds: list[str]) -> dict[str, Any]:
-    """The rope settings of local and of global layers, from the newer keys or the older ones."""
-    given = hf.get("rope_parameters")
-    if given and "full_attention" in _object(given, "rope_parameters"):
-        # Newer, one object for each kind.
-        of_local = _object(given["sliding_attention"], "rope_parameters")
-        of_global = _object(given["full_attention"], "rope_parameters")
-    elif given:
-        # Newer, one object for all layers.
-        of_local = given
-        of_global = given
-    else:
-        # Older.
-        scaling = _object(hf.get("rope_scaling") or {}, "rope_scaling")
-        of_global = {"rope_theta": hf["rope_theta"], **scaling}
-        of_local = of_global
-        if "rope_local_base_freq" in hf:
-            of_local = {"rope_theta": hf["rope_local_base_freq"]}
+def _rope(given: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
+    """The rope settings of local and of global layers. given: a config.json, in the newer spelling
+    (`rope_parameters`), the older one, or in both where they agree."""
+    newer = _object(given.get("rope_parameters") or {}, "rope_parameters")
+    scaling = _object(given.get("rope_scaling") or {}, "rope_scaling")
+    of_global = _one_rope(given, family, newer, "full_attention", "rope_theta", scaling)
+    of_local = of_global
+    # Newer, one object for each kind; older, a key of its own for the local layers.
+    if "full_attention" in newer or "rope_local_base_freq" in family.absent | given:
+        theta_key = "rope_local_base_freq" if family.rope_by_kind else "rope_theta"
+        of_local = _one_rope(given, family, newer, "sliding_attention", theta_key, {})
 
     scaling = _scaling(of_global)
     if "local" in kinds and _scaling(of_local) is not None:
@@ -409,10 +442,48 @@ def _rope(hf: dict, kinds: list[str]) -> dict[str, Any]:
     }
 
 
+def _one_rope(
+    given: dict,
+    family: Family,
+    newer: dict,
+    kind: str,
+    theta_key: str,
+    scaling: dict,
+) -> dict:
+    """The rope object of one kind of layer, out of both spellings."""
+    if "full_attention" in newer:
+        newer = _object(newer[kind], "rope_parameters")
+    newer, older = map(_with_rope_type, (newer, {"rope_theta": given.get(theta_key), **scaling}))
+    for key, value in older.items():
+        old_name = theta_key if key == "rope_theta" else f"rope_scaling.{key}"
+        check_agree({f"rope_parameters.{key}": newer.get(key), old_name: value})
+    # A default is for what neither names.
+    return ({} if newer else {"rope_theta": family.absent[theta_key]}) | newer | older
+
+
+def _with_rope_type(rope: dict) -> dict:
+    """A rope object without what is null, and with its kind under the newer name."""
+    spellings = {"rope_type": rope.get("rope_type"), "type": rope.get("type")}
+    check_agree(spellings)
+    rope = {key: value for key, value in rope.items() if value is not None and key != "type"}
+    kind = next((value for value in spellings.values() if value is not None), None)
+    return rope if kind is None else rope | {"rope_type": kind}
+
+
+def check_agree(spellings: dict[str, Any]) -> None:
+    """Raises ValueError if keys that mean one setting have different values; None is not given."""
+    named = {key: value for key, value in spellings.items() if value is not None}
+    if any(value != next(iter(named.values())) for value in named.values()):
+        both = " and ".join(f"{key}={shown(value)}" for key, value in named.items())
+        raise ValueError(
+            f"{both} are one setting in two spellings; delete the one that does not hold"
+        )
+
+
 def _scaling(rope: dict) -> RopeScaling | None:
     """The scaling of one rope object of config.json. Raises ValueError for a kind that is not
     supported."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
     if kind == "linear":
@@ -504,12 +575,19 @@ def _scaling_json(scaling: RopeScaling | None) -> dict:
 
 
 def architecture_differences(one: Architecture, other: Architecture) -> list[str]:
-    """The fields in which two architectures differ, as text: "head_dim=64 against 128"."""
+    """The fields in which two architectures differ, as text: "head_dim=64 against 128".
+
+    Floats are compared in float32, as some files hold them: 1e-06 is 9.999999974752427e-07 there.
+    """
+
+    def as_float32(value: Any) -> Any:
+        return np.float32(value) if isinstance(value, float) else value
+
     differences = []
     for field_ in fields(Architecture):
         here = getattr(one, field_.name)
         there = getattr(other, field_.name)
-        if here != there:
+        if as_float32(here) != as_float32(there):
             differences.append(f"{field_.name}={here!r} against {there!r}")
     return differences
 

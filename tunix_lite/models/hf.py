@@ -7,6 +7,7 @@ tensor that is missing, unexpected or of another shape is an error.
 """
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import TOP_NAMES, Family
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import (
@@ -52,6 +53,8 @@ MOST_HEADER = 2**24
 SHOWN = 4
 # At most, bytes of two tensors that are compared at once.
 AT_ONCE = 2**26
+# Called with the bytes that were read or written so far, and those of all.
+OnBytes = Callable[[int, int], None]
 
 
 class Tensors:
@@ -63,6 +66,13 @@ class Tensors:
         if (folder / INDEX).is_file():
             indexed = _weight_map(folder / INDEX)
             files = sorted(set(indexed.values()))
+            # Saving one file over several leaves the old index behind; which is newer, nobody says.
+            if (folder / SINGLE).is_file() and SINGLE not in files:
+                raise ValueError(
+                    f"{folder} holds weights twice: {SINGLE}, which transformers reads, and the "
+                    f"{len(files)} files of {INDEX}; delete {folder / INDEX} or {folder / SINGLE}, "
+                    "whichever is older"
+                )
         elif (folder / SINGLE).is_file():
             indexed = {}
             files = [SINGLE]
@@ -108,6 +118,10 @@ class Tensors:
     def dtype(self, name: str) -> str:
         """As safetensors spells it: BF16, F16, F32 ..."""
         return self._entries[name].dtype
+
+    def num_bytes(self, name: str) -> int:
+        """In the file."""
+        return math.prod(self.shape(name)) * jnp.dtype(DTYPES[self.dtype(name)]).itemsize
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Part of a tensor. The file is opened for this read only, so that its mapped pages leave
@@ -305,15 +319,18 @@ def load_params(
     cfg: Architecture,
     family: Family,
     storage: str = "fp32",
+    on_bytes: OnBytes | None = None,
 ) -> Params:
     """The weights in `folder` on the current mesh, stored as fp32, bf16, int8 or nf4.
 
-    Raises ValueError as `check_weights` does, and for a head that differs from the embedding
-    although config.json ties them.
+    on_bytes: is called after each tensor. Raises ValueError as `check_weights` does, and for a head
+    that differs from the embedding although config.json ties them.
     """
     check_weights(folder, cfg, family)
     tensors = Tensors(folder, family)
     plain = flatten(decoder.weights(cfg))
+    num_bytes = {name: tensors.num_bytes(name) for name in hf_weights(cfg, family)}
+    num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
         weight = plain[path]
@@ -332,6 +349,9 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
+            num_read += num_bytes[name]
+            if on_bytes is not None:
+                on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
     return traverse_util.unflatten_dict(loaded, sep="/")
 
@@ -438,12 +458,13 @@ def save_params(
     family: Family,
     folder: str | Path,
     dtype: str | dict[str, str] = "BF16",
+    on_bytes: OnBytes | None = None,
 ) -> None:
     """Writes the weights with the names and layouts that `load_params` and transformers read.
 
     dtype: BF16, F16 or F32, or a dict of them by tensor name. Adapters and quantised weights are
     written as plain weights that compute the same. Files hold up to 5 GB; several come with an
-    index.
+    index. on_bytes: is called after each file.
     """
     table = flatten(decoder.weights(cfg))
     leaves = flatten(params)
@@ -469,7 +490,7 @@ def save_params(
         name: int(np.prod(w.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
         for name, w in as_written.items()
     }
-    write_shards(Path(folder), _in_order(sizes), tensor)
+    write_shards(Path(folder), _in_order(sizes), tensor, on_bytes=on_bytes)
 
 
 def _in_order(sizes: dict[str, int]) -> dict[str, int]:
@@ -490,11 +511,12 @@ def write_shards(
     sizes: dict[str, int],
     tensor: Callable[[str], np.ndarray],
     shard_bytes: int | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> None:
     """Writes tensor(name) of each name into files of up to `shard_bytes` (None: 5 GB), with an
     index if there are several. The host holds the tensors of one file at a time.
 
-    sizes: bytes by name, in the order to write.
+    sizes: bytes by name, in the order to write. on_bytes: is called after each file.
     """
     limit = SHARD_BYTES if shard_bytes is None else shard_bytes
 
@@ -510,8 +532,12 @@ def write_shards(
 
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(shards) > 1 else [SINGLE]
+    num_written = 0
     for file, names in zip(files, shards):
         write_tensors(folder / file, {name: tensor(name) for name in names})
+        num_written += sum(sizes[name] for name in names)
+        if on_bytes is not None:
+            on_bytes(num_written, sum(sizes.values()))
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}}
         index["weight_map"] = {name: file for file, names in zip(files, shards) for name in names}

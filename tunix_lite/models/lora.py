@@ -17,8 +17,8 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 
 from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.models import confined
-from tunix_lite.models.decoder import Architecture, layer_weights
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.decoder import layer_weights
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Initializer,
@@ -35,6 +35,7 @@ from tunix_lite.models.weights import (
 )
 from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
+from tunix_lite.workers import confined
 
 # Folded into the seed of a run, so that adapters do not start from the numbers of random weights.
 ADAPTER_SEED = 0x10A
@@ -97,7 +98,7 @@ def check_targets(targets: str) -> None:
     if PLAIN.fullmatch(targets) and targets.count(".*") <= 3:
         return
     try:
-        confined.ask("match", targets, PATHS)
+        confined.try_pattern(targets, PATHS)
     except confined.Refused as error:
         raise ValueError(f"targets={shown(targets)}: this regular expression {error}") from error
 

@@ -10,7 +10,7 @@ from flax import traverse_util
 
 from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
 from tunix_lite.models.weights import flatten, unstacked

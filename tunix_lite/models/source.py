@@ -15,7 +15,7 @@ from tunix_lite.errors import error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
@@ -59,11 +59,15 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     # true uses lm_head.weight of the folder even if config.json ties the head to the embedding.
     untie_head: bool = False
+    # Jinja file with the chat template. null takes that of the model, if it has one.
+    chat_template: str | None = None
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
         check_on_disk("weights", self.weights)
         check_on_disk("tokenizer", self.tokenizer)
+        if self.chat_template is not None:
+            check_on_disk("chat_template", self.chat_template)
         if self.weights == "random" and self.architecture is None:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
@@ -164,12 +168,19 @@ def locate(model: ModelConfig) -> FoundModel:
     # The tokenizer: of the folder, or of the settings.
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
-        largest = max(*tokenizer.eos_ids, tokenizer.pad_id)
+    if model.chat_template is not None:
+        with _setting("model.chat_template"):
+            if not (file := as_path(model.chat_template)).is_file():
+                raise ValueError(f"{model.chat_template} is not a file; give FILE.jinja")
+            tokenizer = Tokenizer.load(tokenizer.folder, file)
+    with _setting("model.tokenizer" if folder is None else "model.weights"):
+        largest = max(*tokenizer.eos_ids, *tokenizer.start_ids, tokenizer.pad_id)
         if largest >= cfg.vocab_size:
             raise ValueError(
                 f"{tokenizer.folder}: the tokenizer's token {shown(largest)} is beyond the model's "
                 f"vocab_size={cfg.vocab_size}"
             )
+        tokenizer = replace(tokenizer, vocab_size=cfg.vocab_size)
 
     # The adapters. Their tables are made to raise what is wrong with targets and base.
     with _setting("model.lora"):
@@ -281,17 +292,19 @@ def load_weights(
     found: FoundModel,
     seed: int = 0,
     storage: str = "fp32",
+    on_bytes: hf.OnBytes | None = None,
 ) -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and what trains, on the current mesh.
 
     seed: of random weights and of new adapters. storage: of what trains, fp32 or bf16; the base has
-    its own in model.lora.base. Raises ValueError for weights that do not fit.
+    its own in model.lora.base. on_bytes: gets the bytes read so far, and those of all. Raises
+    ValueError for weights that do not fit.
 
     Example: `base, params = load_weights(locate(ModelConfig()))`; base is None without adapters.
     """
     if found.lora is None:
-        return None, load_base(found, seed, storage)
-    base = load_base(found, seed, found.lora.base)
+        return None, load_base(found, seed, storage, on_bytes)
+    base = load_base(found, seed, found.lora.base, on_bytes)
     adapters = load_new_adapters(found, seed)
     return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
 
@@ -309,11 +322,12 @@ def load_base(
     found: FoundModel,
     seed: int,
     storage: str,
+    on_bytes: hf.OnBytes | None = None,
 ) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
     if found.folder is None:
         return init_stored(decoder.weights(found.cfg), jax.random.key(seed), storage)
-    return hf.load_params(found.folder, found.cfg, found.family, storage)
+    return hf.load_params(found.folder, found.cfg, found.family, storage, on_bytes)
 
 
 def settings_to_keep(
@@ -333,6 +347,7 @@ def settings_to_keep(
         lora=replace(found.lora, adapter=None) if found.lora else LoraConfig(),
         weights=absolute(model.weights),
         tokenizer=absolute(model.tokenizer),
+        chat_template=model.chat_template and str(as_path(model.chat_template).absolute()),
     )
     return {"model": asdict(kept), "seed": seed}
 

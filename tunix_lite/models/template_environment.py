@@ -8,6 +8,7 @@ nothing else.
 import json
 import traceback
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -61,6 +62,20 @@ def render_template(
     except UnicodeEncodeError as error:
         raise TemplateFailed(f"writes what is no text ({error})") from error
     return text
+
+
+_compiled = cache(compile_template)
+
+
+def check_text(text: str) -> str:
+    """Nothing, if the text is a template. Raises TemplateFailed."""
+    _compiled(text)
+    return ""
+
+
+def render_text(text: str, values: dict, now: datetime) -> str:
+    """`render_template` of a text, which is compiled once."""
+    return render_template(_compiled(text), values, now)
 
 
 def _reason(error: Exception) -> str:

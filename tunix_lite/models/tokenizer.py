@@ -7,8 +7,8 @@ import json
 import mmap
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ FILES = (
 # letter by ten letters would make it 10^10 times as long.
 MOST_GROWTH = 1000
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
-# Name of a tool that no template knows, to see whether it is written.
+# Name of a tool, or text of a turn, that no template knows, to see whether and where it is written.
 PROBE = "ProbeOfTools"
+# Flags of a token in tokenizer_config.json.
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
 PRIVATE = range(0xF0000, 0xFFFFE)
 
@@ -78,10 +80,13 @@ class Tokenizer:
     pad_id: int  # padding; masks decide which tokens count (Llama 3 names no pad_token)
     # what the tokenizer itself puts before a text: Gemma and Llama a BOS, Qwen nothing
     start_ids: tuple[int, ...]
+    # how many tokens the model has; a text that needs another one is refused. None: not known
+    vocab_size: int | None = None
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
-        """Reads those of FILES that are in the folder, and generation_config.json.
+    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
+        """Reads those of FILES that are in the folder, and generation_config.json. chat_template: a
+        file to take in place of the folder's own template.
 
         Raises ValueError naming the file that is missing, damaged or incomplete.
         """
@@ -96,6 +101,7 @@ class Tokenizer:
 
         # The special tokens, by the names that templates expect.
         config = _json(folder / "tokenizer_config.json")
+        _add_tokens(backend, config, folder / "tokenizer_config.json")
         special = _special_tokens(folder, config)
         eos_ids = _eos_ids(folder, backend, special)
 
@@ -103,20 +109,56 @@ class Tokenizer:
         encoded = _call_library(lambda: backend.encode("x", add_special_tokens=True), file)
         is_added = encoded.special_tokens_mask
         num_before = is_added.index(0) if 0 in is_added else 0
-        return cls(
+        if chat_template is None:
+            template = _template(folder, config)
+        else:
+            template = ChatTemplate.compile(read_text(Path(chat_template)), str(chat_template))
+        made = cls(
             folder=folder,
             backend=backend,
-            template=_template(folder, config),
+            template=template,
             special=special,
             eos_ids=eos_ids,
             pad_id=backend.token_to_id(special.get("pad_token", "")) or 0,
             start_ids=tuple(encoded.ids[:num_before]),
         )
+        return replace(made, eos_ids=tuple(dict.fromkeys((*eos_ids, *made._ends_of_turns()))))
+
+    def _ends_of_turns(self) -> list[int]:
+        """The token with which the chat template ends a turn of the assistant.
+
+        Folders may not name it: those of Qwen's base models name <|endoftext|>, and their template
+        writes <|im_end|>.
+        """
+        asked = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
+        try:
+            written = self.chat(asked, add_generation_prompt=False)
+        except ValueError:
+            # No template, or one for other conversations.
+            return []
+        _, found, after = written.rpartition(PROBE)
+        added = self.backend.get_added_tokens_decoder()
+        ends = [
+            (len(token.content), i)
+            for i, token in added.items()
+            if found and token.content and after.lstrip().startswith(token.content)
+        ]
+        return [i for _, i in sorted(ends)[-1:]]
 
     @property
     def vocabulary(self) -> dict[str, int]:
         """Every token, the special ones too, and its id."""
         return self.backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of the vocabulary, the special ones too."""
+        return len(self.vocabulary)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of text that one token stands for, at most."""
+        return max(len(token.encode()) for token in self.vocabulary)
 
     @property
     def has_chat_template(self) -> bool:
@@ -144,18 +186,36 @@ class Tokenizer:
         """Exactly the tokens of `text`: special tokens spelled in it count as such, and none is
         added. Raises ValueError for a lone surrogate."""
         try:
-            with _panics_named(self.folder / "tokenizer.json"):
-                return self.backend.encode(text, add_special_tokens=False).ids
+            with _panics_named():
+                ids = self.backend.encode(text, add_special_tokens=False).ids
+            return self._in_table(ids)
         except (TypeError, UnicodeError) as error:
             raise ValueError(
                 f"{shortened(text)} holds half of a character (a lone surrogate): no text"
             ) from error
 
+    @cached_property
+    def beyond(self) -> dict[int, str]:
+        """The tokens that the model has no embedding for, by id. Most models have none."""
+        if self.vocab_size is None:
+            return {}
+        return {i: text for text, i in self.vocabulary.items() if i >= self.vocab_size}
+
+    def _in_table(self, ids: list[int]) -> list[int]:
+        """The same tokens. Raises ValueError if the model has no embedding for one of them: JAX
+        would take the last one there is."""
+        if self.beyond and (lost := [i for i in ids if i in self.beyond]):
+            raise ValueError(
+                f"a text holds {shown(self.beyond[lost[0]])}, token {lost[0]} of the tokenizer, "
+                f"and the model has embeddings for {self.vocab_size} tokens (vocab_size)"
+            )
+        return ids
+
     def special_in(self, text: str) -> list[tuple[int, int]]:
         """Where a text spells special tokens, [start, end) in characters each: the tokens that the
         tokenizer calls special, and those that end a turn."""
         if self._has_normalized:
-            with _panics_named(self.folder / "tokenizer.json"):
+            with _panics_named():
                 found = self.backend.encode(text, add_special_tokens=False)
             return [
                 span
@@ -166,7 +226,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens. skip_special: without the special tokens."""
-        with _panics_named(self.folder / "tokenizer.json"):
+        with _panics_named():
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> "TextStream":
@@ -182,13 +242,19 @@ class Tokenizer:
         """
         if self.template is None:
             raise ValueError(
-                f"{self.folder} has no chat template (chat_template.jinja, or one in "
-                "tokenizer_config.json or chat_template.json): this is a base model, which takes "
-                "plain text and no messages"
+                "the model has no chat template (chat_template.jinja, or one in "
+                "tokenizer_config.json or chat_template.json): a base model takes plain text and "
+                "no messages; model.chat_template=FILE.jinja gives it one"
             )
         if not messages:
             raise ValueError("a conversation has at least one message; this one has none")
         messages = [as_template_reads(message) for message in messages]
+        for name in variables:
+            if name in self.special or name.endswith("_token"):
+                raise ValueError(
+                    f"{shown(name)} is a token, which the tokenizer names, and no variable of a "
+                    "chat template"
+                )
         values = {"tools": None, "documents": None, **self.special, **to_plain_values(variables)}
         return self.template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **values
@@ -203,13 +269,13 @@ class Tokenizer:
         """
 
         def write(read: Callable) -> str:
-            messages = _read_contents(asked, read)
+            messages = _read(asked, read)
             if isinstance(messages, str) and not self.has_chat_template:
                 return messages
-            return self.chat(_conversation(messages), **variables)
+            return self.chat(_conversation(messages), **_read(variables, read))
 
         # The templates of some fine-tunes leave out what the tokenizer starts with.
-        ids = self.written_ids(write, *_contents(asked))
+        ids = self.written_ids(write, *_quoted_in([asked, variables]))
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
 
@@ -227,26 +293,33 @@ class Tokenizer:
         return ids
 
     def demonstration(
-        self, asked: str | Quoted | list[dict], completion: str | Quoted, **variables
+        self, asked: str | Quoted | list[dict], completion: str | Quoted | dict, **variables
     ) -> list[int]:
-        """The tokens that follow `prompt(asked)`: those of the completion and the one that ends the
-        turn."""
+        """The tokens that follow `prompt(asked)`: those of the completion, a text or a message of
+        the assistant, and the one that ends the turn."""
+        turn = completion
+        if not isinstance(turn, dict):
+            turn = {"role": "assistant", "content": completion}
 
         def write(read: Callable) -> str:
             if not self.has_chat_template:
-                return read(completion)
-            messages = _conversation(_read_contents(asked, read))
-            before = self.chat(messages, **variables)
-            answered = [*messages, {"role": "assistant", "content": read(completion)}]
-            full = self.chat(answered, add_generation_prompt=False, **variables)
+                return read(turn["content"])
+            messages = _conversation(_read(asked, read))
+            values = _read(variables, read)
+            before = self.chat(messages, **values)
+            answered = [*messages, _read(turn, read)]
+            full = self.chat(answered, add_generation_prompt=False, **values)
             if not full.startswith(before):
                 raise ValueError(
-                    "the chat template writes an answered conversation differently from its prompt"
+                    f"the chat template of {self.folder} writes an answered conversation "
+                    "differently from its prompt, so the tokens of the answer are not known; "
+                    "choose a model, or write a chat_template.jinja, whose prompt is the beginning "
+                    "of the answered conversation"
                 )
             return full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
-        ids = self.written_ids(write, *_contents(asked), completion)
+        ids = self.written_ids(write, *_quoted_in([asked, turn, variables]))
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
@@ -261,17 +334,20 @@ class Tokenizer:
         """
 
         def write(read: Callable) -> str:
-            before = self.chat(_read_contents(earlier, read), False, **variables)
-            full = self.chat(_read_contents(later, read), **variables)
+            values = _read(variables, read)
+            before = self.chat(_read(earlier, read), False, **values)
+            full = self.chat(_read(later, read), **values)
             if not full.startswith(before):
                 raise ValueError(
-                    "the chat template writes earlier turns differently when others follow"
+                    f"the chat template of {self.folder} writes earlier turns differently when "
+                    "others follow, so several turns of one conversation are not learned from at "
+                    "once; set task.learned_turns=last"
                 )
             # the end of a turn may go on after its token, with a newline
             tail = before[len(self._up_to_last_end(before)) :]
             return tail + full[len(before) :]
 
-        return self.written_ids(write, *_contents(later))
+        return self.written_ids(write, *_quoted_in([later, variables]))
 
     def _up_to_last_end(self, text: str) -> str:
         """The text up to the end of the last special token that ends a turn."""
@@ -281,9 +357,7 @@ class Tokenizer:
 
     # ---- texts that spell special tokens but mean plain text
 
-    def written_ids(
-        self, write: Callable[[Callable], str], *texts: str | Quoted | list[dict]
-    ) -> list[int]:
+    def written_ids(self, write: Callable[[Callable], str], *texts: str | Quoted) -> list[int]:
         """The tokens of what `write(read)` writes, in which special tokens spelled in quoted parts
         of `texts` are plain text. write: calls read(text) for each of the texts."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
@@ -318,16 +392,25 @@ class Tokenizer:
             parts += [written[at : found.start()], names[found.group()]]
             at = found.end()
         renamed = "".join([*parts, written[at:]])
-        with _panics_named(self.folder / "tokenizer.json"):
-            tokens = backend.encode(renamed, add_special_tokens=False).ids
-        spelled = self._special_tokens.keys() & set(tokens)
-        if spelled:
-            name = self.backend.id_to_token(spelled.pop())
+        with _panics_named():
+            encoded = backend.encode(renamed, add_special_tokens=False)
+        for token, (start, end) in zip(encoded.ids, encoded.offsets):
+            if token not in self._special_tokens:
+                continue
+            name = self._special_tokens[token].content
+            # An unknown character gives the unknown token, too, and does not spell it.
+            if token in self._unknown and name not in renamed[start:end]:
+                continue
             raise ValueError(
                 f"this tokenizer has no way to write {name!r} as text, and {shortened(written)} "
                 "holds it"
             )
-        return [ids.get(token, token) for token in tokens]
+        return self._in_table([ids.get(token, token) for token in encoded.ids])
+
+    @cached_property
+    def _unknown(self) -> set[int]:
+        """What the tokenizer gives for a character that it does not know."""
+        return set(self.backend.encode(chr(PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -380,16 +463,22 @@ class Tokenizer:
         return backend, names, ids
 
 
-def _contents(asked: str | Quoted | list[dict]) -> list:
-    """The texts of a message or of a conversation."""
-    return [message["content"] for message in asked] if isinstance(asked, list) else [asked]
+def _quoted_in(value: Any) -> list[Quoted]:
+    """The quoted texts in a message, a conversation or a value of one, at any depth."""
+    if isinstance(value, Quoted):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return [one for item in value for one in _quoted_in(item)] if type(value) is list else []
 
 
-def _read_contents(asked: str | Quoted | list[dict], read: Callable) -> str | list[dict]:
+def _read(value: Any, read: Callable[[Quoted], str]) -> Any:
     """The same with read(text) in place of each of these texts."""
-    if not isinstance(asked, list):
-        return read(asked)
-    return [{**message, "content": read(message["content"])} for message in asked]
+    if isinstance(value, Quoted):
+        return read(value)
+    if isinstance(value, Mapping):
+        return {_read(key, read): _read(item, read) for key, item in value.items()}
+    return [_read(item, read) for item in value] if type(value) is list else value
 
 
 def _conversation(asked: str | list[dict]) -> list[dict]:
@@ -526,15 +615,38 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _panics_named(file: Path) -> Iterator[None]:
-    """A panic of the library inside becomes a ValueError that names the file. A regular expression
-    of the file that never ends is a cause."""
+def _panics_named() -> Iterator[None]:
+    """A panic of the library inside becomes a ValueError. A regular expression of the file that
+    never ends is a cause. The folder is not named: clients of a server read the message."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{file} fails ({escaped(str(error))})") from error
+        raise ValueError(f"tokenizer.json fails ({escaped(str(error))})") from error
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None:
+    """Gives tokens the flags that tokenizer_config.json has for them, which win over those of
+    tokenizer.json in transformers."""
+    entries = config.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict):
+        raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    # by number, so that new tokens get theirs
+    for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise ValueError(
+                f"{file}: added_tokens_decoder[{shown(number)}]={shown(entry)}; it is an object "
+                "with a content"
+            )
+        # As transformers reads them: a flag that is not there is false, but `normalized` is true
+        # of a token that is not special.
+        flags = {"normalized": not entry.get("special")} | entry
+        flags = {name: bool(flags.get(name)) for name in FLAGS}
+        there = known.get(entry["content"])
+        if there is None or flags != {name: getattr(there, name) for name in FLAGS}:
+            backend.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
 
 
 def _template(folder: Path, config: dict) -> ChatTemplate | None:

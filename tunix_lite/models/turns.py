@@ -118,14 +118,14 @@ class TurnTokens:
             raise ValueError(f"{error}; {_wanted(messages)}") from error
         if written.count(placeholder) != 1:
             raise ValueError(
-                f"the chat template of {self.tokenizer.folder} does not write the text of the "
+                "the chat template does not write the text of the "
                 "assistant once, as it is, so a conversation cannot go on after it"
             )
         after = written.partition(placeholder)[2]
         lost = [text for m in messages if (text := m["content"].strip()) and text not in after]
         if lost:
             raise ValueError(
-                f"the chat template of {self.tokenizer.folder} does not write the message "
+                f"the chat template does not write the message "
                 f"'{escaped(lost[0], 80)}' as it is; {_wanted(messages)}"
             )
         return after

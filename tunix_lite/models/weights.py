@@ -22,12 +22,11 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from tunix_lite.models.matmul import matmul
-from tunix_lite.models.rounding import added, by_rows, is_rounded, product, stored, wide
+from tunix_lite.models.rounding import added, is_rounded, product, stored, wide
 from tunix_lite.parallel.mesh import (
     MeshSizes,
     constrain_gradient,
     gather,
-    parts_of,
     sharding,
     spec,
 )
@@ -255,14 +254,12 @@ def project(
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
     matrix = weight.reshape(rows.shape[1], -1)
 
-    def multiply(rows: jax.Array) -> jax.Array:
-        if not is_rounded(rows.dtype):
-            return matmul(rows, matrix)
-        return product(jnp.matmul, rows, matrix, sum_dtype=sum_dtype)
-
+    if is_rounded(rows.dtype):
+        out = product(jnp.matmul, rows, matrix, sum_dtype)
+    else:
+        out = matmul(rows, matrix)
     # The name is one of those that decoder.REMAT keeps.
-    out = checkpoint_name(by_rows(multiply, rows, 0, parts_of("batch")), "product")
-    return out.reshape(*batch, *outputs)
+    return checkpoint_name(out, "product").reshape(*batch, *outputs)
 
 
 def for_compute(

@@ -1,17 +1,26 @@
 """Programs that are compiled before they run, so that their memory is known and the time of
-compiling does not count as time of running, and the folder in which they are kept for the next
-start."""
+compiling does not count as time of running; a clock of compiling; and the folder in which programs
+are kept for the next start."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
+
+# What jax reports of each program, in this order, with the seconds that it took.
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 # jax's own variable, which comes before our setting
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -19,6 +28,8 @@ CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 LEAST_SECONDS = 0.1
 # The oldest programs are removed when the folder holds more bytes.
 MOST_BYTES = 4 << 30
+# jax.monitoring's event of a program that was compiled, or was taken from the cache
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax.stages.Compiled]:
@@ -37,6 +48,74 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
         return executables[key]
 
     return compiled
+
+
+# (name of the program, seconds that it took to compile; None: the compiler begins now)
+CompileWatcher = Callable[[str, float | None], None]
+
+
+class _Compiling(threading.local):
+    """What a thread has waited for the compiler."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        # (beginning, end) of what is counted in `seconds`; none overlaps another
+        self.counted: list[tuple[float, float]] = []
+        self.watcher: CompileWatcher | None = None
+
+    def add(self, begin: float, end: float) -> None:
+        """Counts these seconds, but none twice: a program is traced while another one is."""
+        self.seconds += end - begin
+        while self.counted and self.counted[-1][0] >= begin:
+            inner_begin, inner_end = self.counted.pop()
+            self.seconds -= inner_end - inner_begin
+        self.counted.append((begin, end))
+
+
+_compiling = _Compiling()
+
+
+def _on_event(event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
+    """A listener of jax.monitoring, called in the thread that waits."""
+    if event not in (TRACED, LOWERED, COMPILED):
+        return
+    now = time.perf_counter()
+    _compiling.add(now - seconds, now)
+    if _compiling.watcher is not None and event != TRACED:
+        name = fun_name.removeprefix("jit(").removesuffix(")") or "a program"
+        _compiling.watcher(name, seconds if event == COMPILED else None)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+def stopwatch() -> Callable[[], float]:
+    """() -> seconds from now on, without those that this thread waits for the compiler."""
+    _listen()
+    began = time.perf_counter()
+    before = _compiling.seconds
+    return lambda: time.perf_counter() - began - (_compiling.seconds - before)
+
+
+def compile_seconds() -> float:
+    """How long this thread has waited for the compiler since this module first listened."""
+    _listen()
+    return _compiling.seconds
+
+
+@contextlib.contextmanager
+def watching_compiler(watcher: CompileWatcher) -> Iterator[Callable[[], float]]:
+    """Inside, the watcher is called when the compiler begins and when it has ended. It yields () ->
+    seconds that this thread has waited for the compiler since."""
+    _listen()
+    before = _compiling.seconds
+    outer, _compiling.watcher = _compiling.watcher, watcher
+    try:
+        yield lambda: _compiling.seconds - before
+    finally:
+        _compiling.watcher = outer
 
 
 def keep_programs(where: str | None) -> Path | None:

@@ -2,7 +2,7 @@
 
 `parse` gives the computations of a program and their instructions; `count_turns` how often a loop
 runs. It reads the text that XLA writes for CPU, GPU and TPU. What the programs communicate is read
-from them in `collectives`, what they compute and move in `planning.roofline`.
+from them in `collectives`, what they compute and move in `planning.kernels`.
 """
 
 import math

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
-from tunix_lite.planning.batch_size import lengths_of, plan_batch
 from tunix_lite.planning.hardware import slice_shapes
 from tunix_lite.planning.machine import Machine, find_machine
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
-from tunix_lite.planning.resolved import (
+from tunix_lite.resolved.batch_size import lengths_of, plan_batch
+from tunix_lite.resolved.run import (
     find_model,
     micro_batches_to_try,
     with_micro_batch,
@@ -79,6 +80,50 @@ def savings(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
         if trial is not None and peak < now:
             found.append((trial.overrides, int(now - peak)))
     return found
+
+
+def larger_micro_batch(plan: Plan) -> tuple[tuple[str, ...], Plan] | None:
+    """The overrides of the largest micro-batch that fits by an estimate, and the plan with it.
+
+    None where the update is one micro-batch, where more than half of the memory is taken, or on a
+    CPU, which a larger one makes no faster. No number of the run depends on it.
+    """
+    machine = plan.machine
+    if machine.platform == "cpu" or not machine.capacity or plan.peak_bytes > machine.capacity / 2:
+        return None
+    start = Trial((), plan.resolved.run, machine, plan.resolved.mesh_shape)
+    best = None
+    least = plan.resolved.rows.num_parts
+    for trial in _larger_micro_batches(start, plan):
+        found = _estimate(trial)
+        if found is None or not found.fits or found.is_near_the_limit:
+            break
+        if found.resolved.rows.num_parts < least:
+            best = trial.overrides, found
+            least = found.resolved.rows.num_parts
+    return best
+
+
+def _larger_micro_batches(start: Trial, plan: Plan) -> Iterator[Trial]:
+    """Every size above the one at hand, the smallest first."""
+    rows = plan.resolved.rows
+    if rows.packing != "none":
+        tokens = rows.rows_per_part * rows.width
+        while rows.num_parts > 1 and tokens < rows.num_parts * rows.rows_per_part * rows.width:
+            tokens *= 2
+            yield _with(start, "training", micro_batch_tokens=tokens)
+        return
+    now = plan.resolved.batch.micro_batch_size
+    for size in reversed(micro_batches_to_try(start.run, start.mesh_shape["fsdp"])):
+        if size > now:
+            yield _sized(start, size)
+
+
+def _sized(trial: Trial, size: int) -> Trial:
+    """With micro-batches of this size, and as many as follow from it."""
+    derived = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
+    changes = {"micro_batch_size": size, "gradient_accumulation_steps": derived}
+    return _with(trial, "training", **changes)
 
 
 def _estimate(trial: Trial) -> Plan | None:
@@ -168,10 +213,21 @@ def _with(trial: Trial, section: str, **settings: Any) -> Trial:
     return replace(trial, run=changed, overrides=_merged(trial.overrides, names))
 
 
-def _rollout(trial: Trial) -> Iterator[Trial]:
-    """Weights that stay divided while sampling: slower, and no second copy."""
-    if trial.run.rollout.weights != "sharded" and trial.mesh_shape["fsdp"] > 1:
-        yield _with(trial, "rollout", weights="sharded")
+def _changed_to(
+    section: str, where: Callable[[Trial], bool] = lambda trial: True, **settings: Any
+) -> Change:
+    """These settings of a section, unless it has them already. where: the trials it is for."""
+
+    def change(trial: Trial) -> Iterator[Trial]:
+        now = getattr(trial.run, section)
+        if where(trial) and any(getattr(now, name) != value for name, value in settings.items()):
+            yield _with(trial, section, **settings)
+
+    return change
+
+
+def _is_float32(trial: Trial) -> bool:
+    return trial.run.training.mixed_precision == "fp32"
 
 
 def _slots(trial: Trial) -> Iterator[Trial]:
@@ -181,31 +237,6 @@ def _slots(trial: Trial) -> Iterator[Trial]:
     while slots // 2 >= fsdp:
         slots = slots // 2 // fsdp * fsdp
         yield _with(trial, "rollout", num_slots=slots)
-
-
-def _cache(trial: Trial) -> Iterator[Trial]:
-    if trial.run.rollout.cache != "int8":
-        yield _with(trial, "rollout", cache="int8")
-
-
-def _scan(trial: Trial) -> Iterator[Trial]:
-    if not trial.run.training.scan_layers:
-        yield _with(trial, "training", scan_layers=True)
-
-
-def _remat(trial: Trial) -> Iterator[Trial]:
-    if trial.run.training.remat != "block":
-        yield _with(trial, "training", remat="block")
-
-
-def _half(trial: Trial) -> Iterator[Trial]:
-    if trial.run.training.mixed_precision == "fp32":
-        yield _with(trial, "training", mixed_precision="bf16")
-
-
-def _half_params(trial: Trial) -> Iterator[Trial]:
-    if trial.run.training.mixed_precision != "bf16_params":
-        yield _with(trial, "training", mixed_precision="bf16_params")
 
 
 def _micro_batch(trial: Trial) -> Iterator[Trial]:
@@ -219,24 +250,15 @@ def _micro_batch(trial: Trial) -> Iterator[Trial]:
     sizes = micro_batches_to_try(trial.run, trial.mesh_shape["fsdp"])
     now = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else sizes[0]
     for size in sizes:
-        if size >= now:
-            continue
-        derived = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
-        yield _with(trial, "training", micro_batch_size=size, gradient_accumulation_steps=derived)
+        if size < now:
+            yield _sized(trial, size)
 
 
-def _adapters(trial: Trial) -> Iterator[Trial]:
-    if not trial.run.model.lora.rank and trial.run.model.lora.adapter is None:
-        yield _with(trial, "model.lora", rank=16)
-
-
-def _quantised(trial: Trial) -> Iterator[Trial]:
+def _adapters(trial: Trial, **more: str) -> Iterator[Trial]:
     lora = trial.run.model.lora
-    if lora.base == "nf4":
-        return
-    has_adapters = lora.rank or lora.adapter
-    rank = {} if has_adapters else {"rank": 16}
-    yield _with(trial, "model.lora", **rank, base="nf4")
+    rank = {} if lora.rank or lora.adapter else {"rank": 16}
+    if any(getattr(lora, name) != value for name, value in (rank | more).items()):
+        yield _with(trial, "model.lora", **rank, **more)
 
 
 def _tensor_parallel(trial: Trial) -> Iterator[Trial]:
@@ -272,16 +294,16 @@ def _mesh(mesh_shape: dict[str, int]) -> str:
     return f"model.mesh_shape={as_text((tuple(mesh_shape.values()), tuple(mesh_shape)))}"
 
 
-# The cheapest first.
+# The cheapest first. Weights that stay divided while sampling are slower, and no second copy.
 CHANGES = (
-    _rollout,
+    _changed_to("rollout", lambda trial: trial.mesh_shape["fsdp"] > 1, weights="sharded"),
     _slots,
-    _cache,
-    _scan,
-    _remat,
-    _half,
+    _changed_to("rollout", cache="int8"),
+    _changed_to("training", scan_layers=True),
+    _changed_to("training", remat="block"),
+    _changed_to("training", _is_float32, mixed_precision="bf16"),
     _micro_batch,
-    _half_params,
+    _changed_to("training", mixed_precision="bf16_params"),
     _adapters,
-    _quantised,
+    partial(_adapters, base="nf4"),
 )

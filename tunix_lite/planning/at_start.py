@@ -10,6 +10,7 @@ import jax
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
+from tunix_lite.learner.rows import at_every_width
 from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import estimate, hardware
 from tunix_lite.planning.advice import advice, savings
@@ -23,16 +24,10 @@ from tunix_lite.planning.plan import (
     compile_plan,
     largest_micro_batch,
 )
-from tunix_lite.planning.programs import (
-    abstract,
-    batch_shapes,
-    compiled,
-    scored_batch_shapes,
-    train_step_of,
-    update_arguments,
-)
-from tunix_lite.planning.resolved import ResolvedRun
-from tunix_lite.types import Params, TrainState
+from tunix_lite.planning.programs import compiled, update_arguments
+from tunix_lite.resolved.parts import abstract, batch_shapes, scored_batch_shapes, train_step_of
+from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.types import Params, RowBatch, TrainState
 
 
 def choose_micro_batch(
@@ -81,39 +76,43 @@ def training_programs(
     state: TrainState,
     frozen: Params | None,
 ) -> dict[str, Callable[[], Any]]:
-    """By name, what compiles the programs that learn, for the widest batch that can come; batches
-    as wide find them compiled."""
-    batch = batch_shapes(resolved)
-    programs = {"update": partial(train_step.compile, state, frozen, batch)}
+    """By name, what compiles the programs that learn: for every width that a batch may have, so
+    that each finds its programs compiled. They return that of the widest."""
+    compile_update = partial(train_step.compile, state, frozen)
+    programs = {"update": partial(_at_every_width, compile_update, resolved, batch_shapes)}
     if "reference" in policy.scorers:
-        scorer = policy.scorers["reference"]
-        programs["scoring"] = partial(scorer.compiled, scored_batch_shapes(resolved))
+        score = policy.scorers["reference"].compiled
+        programs["scoring"] = partial(_at_every_width, score, resolved, scored_batch_shapes)
     elif resolved.scores:
         acting = acting_params(frozen, state.params, resolved.lora)
-        rescore = policy.rescore.compiled
-        programs["scoring"] = partial(rescore, acting, scored_batch_shapes(resolved))
+        score = partial(policy.rescore.compiled, acting)
+        programs["scoring"] = partial(_at_every_width, score, resolved, scored_batch_shapes)
     for name in resolved.frozen_models:
         compares = resolved.compares(name)
-        compile_it = policy.compare.compiled if compares else policy.scorers[name].compiled
-        programs[name] = partial(compile_it, scored_batch_shapes(resolved.as_scorer(name)))
+        score = policy.compare.compiled if compares else policy.scorers[name].compiled
+        theirs = resolved.as_scorer(name)
+        programs[name] = partial(_at_every_width, score, theirs, scored_batch_shapes)
     return programs
+
+
+def _at_every_width(
+    compile_it: Callable[[RowBatch], Any],
+    resolved: ResolvedRun,
+    shapes: Callable[[ResolvedRun], RowBatch],
+) -> Any:
+    """compile_it(rows) for every width of the rows; what it gives for the widest."""
+    widest, *_ = [compile_it(rows) for rows in at_every_width(shapes(resolved), resolved.rows)]
+    return widest
 
 
 def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable[[], Any]]) -> Plan:
     """The plan of a run that is about to start on the attached devices; programs: those of
     `training_programs`.
 
-    Of packed rows nothing is compiled where the formulas find plenty of room: the rows of the first
-    batch may be narrower, and then the program of the widest ones would be compiled for its memory
-    alone. Raises ConfigError if the compiler refuses a program. Of packed rows it may: batches as
-    they come may fit.
+    Raises ConfigError if the compiler refuses a program. Of packed rows it may: batches as they
+    come may fit.
     """
-    machine = attached_machine()
-    if resolved.rows.packing != "none":
-        by_formula = compile_plan(machine, resolved, {})
-        if has_plenty(by_formula):
-            return by_formula
-    plan = compile_plan(machine, resolved, programs)
+    plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(
             f"the run does not fit: {'; '.join(plan.refused)}; `tunix-lite plan` says what would, "
@@ -171,11 +170,14 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
         f"{peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device, {(peak - capacity) / GiB:.2f} too "
         f"much ({parts})"
     )
-    problem = f"the run does not fit: {over}; {_remedy(plan)}"
-    if plan.resolved.run.training.memory_check == "warn":
-        say(f"{problem}; it starts all the same, as training.memory_check=warn says")
-        return
-    raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
+    _refuse(plan, f"the run does not fit: {over}; {_remedy(plan)}", say)
+
+
+def _refuse(plan: Plan, problem: str, say: Callable[[str], None]) -> None:
+    """Raises ConfigError with the problem; training.memory_check=warn says it."""
+    if plan.resolved.run.training.memory_check != "warn":
+        raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
+    say(f"{problem}; it starts all the same, as training.memory_check=warn says")
 
 
 def check_apart_fits(plan: Plan, say: Callable[[str], None]) -> None:
@@ -185,15 +187,13 @@ def check_apart_fits(plan: Plan, say: Callable[[str], None]) -> None:
     needed = sum(plan.apart.values())
     if capacity is None or needed <= capacity:
         return
-    problem = (
+    _refuse(
+        plan,
         f"rollout.mesh_shape: sampling needs {needed / GiB:.2f} GiB of {capacity / GiB:.2f} on a "
         "device of its own, by formula; a larger tp there, rollout.weights=sharded or a smaller "
-        "rollout.num_slots takes less"
+        "rollout.num_slots takes less",
+        say,
     )
-    if plan.resolved.run.training.memory_check == "warn":
-        say(f"{problem}; it starts all the same, as training.memory_check=warn says")
-        return
-    raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
 
 
 def _remedy(plan: Plan) -> str:

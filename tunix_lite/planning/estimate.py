@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
+from tunix_lite.kernels.choice import PIECE
 from tunix_lite.learner.optim import StateLeaf, make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import is_quantized, is_weight
-from tunix_lite.planning.resolved import ResolvedRun
-from tunix_lite.planning.sizes import table_bytes, tables
-from tunix_lite.rollout import fused_draw
+from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.resolved.sizes import table_bytes, tables
 from tunix_lite.rollout.extend import EXTEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 
@@ -33,9 +33,10 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
 
     parameters: those that train, as stored. optimizer: its state, stored alike; AdamW has two
     moments of each parameter.
-    frozen base: under LoRA. reference: for a KL term without LoRA, the weights once more in the
-    type of the computation; with it, the adapters that training starts from, if any. And each
-    frozen model of the algorithm, such as a teacher, as it is stored.
+    frozen base: under LoRA. reference: for a KL term without LoRA, the weights once more, in
+    float32 if it is a mean of policies, else in the type of the computation; with it, the adapters
+    that training starts from, if any. And each frozen model of the algorithm, such as a teacher, as
+    it is stored.
     """
     table = tables(resolved)
     trained = table_bytes(table.trained, resolved)
@@ -43,7 +44,8 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
     if table.frozen is not None:
         found["frozen base"] = table_bytes(table.frozen, resolved)
     if resolved.copies_reference:
-        found["reference"] = table_bytes(table.trained, resolved, resolved.dtype, keep_norms=True)
+        dtype = resolved.reference_dtype
+        found["reference"] = table_bytes(table.trained, resolved, dtype, keep_norms=True)
     elif resolved.copies_adapters:
         found["reference"] = trained
     for name, model in resolved.frozen_models.items():
@@ -78,7 +80,7 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     temporaries.
 
     Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
-    scaled and drawn from, 3 x 4 x slots x V, or with `rollout.head=fused` five numbers for each
+    scaled and drawn from, 3 x 4 x slots x V, or with `rollout.kernels=fused` five numbers for each
     slot and piece of 128 tokens; where weights stay sharded, the head and a layer gathered, and the
     next one on its way. Or while reading prompts, appending to slots, or parking one, whichever is
     most: see `prefill_temporaries`, `appending` and `parking`.
@@ -89,8 +91,8 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     scores_shape = (resolved.slots, resolved.cfg.vocab_size)
     scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
     decoding = 12 * scores
-    if resolved.run.rollout.head == "fused":
-        decoding = 5 * 4 * scores // fused_draw.TOKENS
+    if resolved.run.rollout.is_fused:
+        decoding = 5 * 4 * scores // PIECE
     if not is_gathered:
         decoding += gathered_at_once(resolved)
     block, width, _ = memory.prompt_cache

@@ -10,7 +10,7 @@ v: DKH each, o: NHD, gate, up and down: DF each.
 
 from collections.abc import Iterable
 
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.hardware import Hardware
 
 

@@ -60,14 +60,10 @@ class Hardware:
     memory_bytes: int  # what the runtime offers a program
     peak_flops: float  # bfloat16, dense, per second
     memory_bandwidth: float  # bytes per second
-    link_bandwidth: (
-        # bytes per second sent to others of the node or slice, over all links together
-        float
-    )
-    node_bandwidth: (
-        # the same to other nodes; a TPU slice is one network however many hosts it spans
-        float
-    )
+    # bytes per second sent to others of the node or slice, over all links together
+    link_bandwidth: float
+    # the same to other nodes; a TPU slice is one network however many hosts it spans
+    node_bandwidth: float
     host_devices: int  # devices of one host
     kinds: tuple[str, ...]  # what `device_kind` says
     chip: Gpu | Tpu
@@ -91,16 +87,7 @@ class Hardware:
 LAUNCH_SECONDS = {"cuda": 2e-6, "tpu": 1.2e-6, "cpu": 1e-6}
 
 # v5e and v6e: a pod is 256 chips
-FLAT = (
-    "1x1",
-    "2x2",
-    "2x4",
-    "4x4",
-    "4x8",
-    "8x8",
-    "8x16",
-    "16x16",
-)
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x4x12", "4x8x8", "4x8x12", "8x8x8",
          "8x8x12", "8x8x16", "8x12x16", "8x16x16", "12x16x16")  # fmt: skip
 # v5p: the largest job is 6144 chips
@@ -138,10 +125,7 @@ HARDWARE = {hardware.name: hardware for hardware in TABLE}
 ALIASES = {"v5litepod": "v5e"}
 EXTRAS = {"cuda": "plan-gpu", "tpu": "plan-tpu"}
 # any of these modules
-COMPILERS = {
-    "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
-    "tpu": ("libtpu",),
-}
+COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 
 
 @dataclass(frozen=True)
@@ -262,15 +246,13 @@ def _topology(target: Target) -> dict:
     shapes = slice_shapes(hardware)
     chip = hardware.chip
     if count not in shapes:
-        raise ValueError(
-            f"no {hardware.name} slice shows {count} devices; some show "
-            f"{', '.join(map(str, shapes))}"
-        )
-    hosts = {
+        some = ", ".join(map(str, shapes))
+        raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
+    return {
+        "topology_name": f"{hardware.name}:{shapes[count]}",
         "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
         "chip_config_name": chip.config,
     }
-    return {"topology_name": f"{hardware.name}:{shapes[count]}", **hosts}
 
 
 def gpu_target_config(hardware: Hardware) -> str:
@@ -294,16 +276,6 @@ device_description_str: "{hardware.kinds[0]}"
 """
 
 
-def attached() -> Target | None:
-    """What jax sees; None if it is not in the table, a CPU for one."""
-    hardware = of_device(jax.devices()[0])
-    if hardware is None:
-        return None
-    count = jax.device_count()
-    size = f"x{count}" if hardware.platform == "cuda" else f"-{count * hardware.chip.cores}"
-    return Target(hardware, count, hardware.name + size)
-
-
 def of_device(device: jax.Device) -> Hardware | None:
     """The hardware that a device says it is."""
     return next((hardware for hardware in TABLE if device.device_kind in hardware.kinds), None)
@@ -313,11 +285,8 @@ def memory_limit(device: jax.Device) -> int | None:
     """Bytes that the runtime lets a program have on this device; the devices of a CPU share its
     memory evenly."""
     if device.platform == "cpu":
-        return (
-            os.sysconf("SC_PHYS_PAGES")
-            * os.sysconf("SC_PAGE_SIZE")
-            // jax.local_device_count("cpu")
-        )
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return size // jax.local_device_count("cpu")
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except jax.errors.JaxRuntimeError:

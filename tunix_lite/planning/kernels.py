@@ -1,4 +1,5 @@
-"""What a compiled program starts on one device, read from its HLO text.
+"""What a compiled program starts on one device, read from its HLO text, and the time that takes by
+a stated machine model.
 
 `kernels` has one entry for each fusion, library call, copy and collective, with its bytes, FLOPs
 and how often it runs. How things are counted:
@@ -16,6 +17,13 @@ and how often it runs. How things are counted:
   makes and others of it use is taken from the cache: it costs no bytes.
 - A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
   counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
+
+The model: kernels run one after the other, and each takes
+
+    launch + max(FLOPs / peak, bytes / bandwidth, bytes sent / links)
+
+with the figures of `planning.hardware`. No kernel misses its peak in it, so it is a forecast of a
+well-tuned program, and no device has confirmed it yet.
 """
 
 import re
@@ -37,6 +45,7 @@ from tunix_lite.parallel.hlo import (
     parse,
     tuple_types,
 )
+from tunix_lite.planning.hardware import Hardware
 
 # Instructions that start nothing on a device.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
@@ -105,13 +114,16 @@ def kernels(
     ]
 
 
-def argument_bytes(text: str, prefix: str) -> int:
-    """Bytes of the program's arguments whose path begins so, on one device: args[1] are the weights
-    of a decode program, args[0].cache its cache."""
-    program, entry = parse(text)
-    found = program[entry].instructions.values()
-    chosen = [i for i in found if i.op == "parameter" and op_name(i).startswith(prefix)]
-    return sum(bytes_of(i.type) for i in chosen)
+def predicted_seconds(found: list[Kernel], hardware: Hardware) -> float:
+    """What the machine model says that one call of the program takes."""
+
+    def seconds(k: Kernel) -> float:
+        moved = (k.read_bytes + k.written_bytes) / hardware.memory_bandwidth
+        sent = k.sent_bytes / hardware.link_bandwidth
+        launch = 0.0 if k.kind == "prefetch" else hardware.launch_seconds
+        return launch + max(k.flops / hardware.peak_flops, moved, sent)
+
+    return sum(k.times * seconds(k) for k in found if k.kind != "host")
 
 
 # ---- the walk

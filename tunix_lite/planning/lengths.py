@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from tunix_lite.errors import ConfigError
-from tunix_lite.types import Prompts
 
 # Share of the maximum that a mean length has, if nobody says.
 MEAN_SHARE = 0.5
@@ -113,8 +112,7 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
     # Prompts are not kept as tokens, but how many tokens were read is.
     read = [row.get("rollout/prefill_tokens") for row in json_rows(path / "metrics.jsonl")]
     read = [count for count in read if isinstance(count, int | float)]
-    plan = json_rows(path / "plan.json", whole=True)
-    prompts = num_prompts(plan)
+    prompts = _num_prompts(json_rows(path / "plan.json", whole=True))
     mean_prompt = float(np.mean(read)) / prompts if read and prompts else None
     if mean_prompt is None:
         raise ConfigError(
@@ -122,19 +120,6 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
             "number of prompts, so the length of the prompts is not known"
         )
     return Lengths(completions=tuple(completions), mean_prompt=mean_prompt, recorded_by=folder)
-
-
-def num_prompts(plan: list[dict]) -> int:
-    """Prompts of a rollout, as plan.json has them, or, where an older version wrote it, in words:
-    "16 prompts x 8 generations ..."; 0 if it does not."""
-    plans = plan[0].get("plans") if plan else None
-    first = plans[0] if isinstance(plans, list) and plans else None
-    if not isinstance(first, dict):
-        return 0
-    if isinstance(first.get("prompts_of_rollout"), int):
-        return first["prompts_of_rollout"]
-    word = str(first.get("batch", "")).split(" ", 1)[0]
-    return int(word) if word.isdigit() else 0
 
 
 def json_rows(file: Path, whole: bool = False) -> list[dict]:
@@ -154,6 +139,9 @@ def json_rows(file: Path, whole: bool = False) -> list[dict]:
     return found
 
 
-def prompts_of(lengths: np.ndarray) -> Prompts:
-    """Prompts of these lengths; what their tokens say changes no time. No two are the same."""
-    return [[1 + i % 7] * int(length) for i, length in enumerate(lengths)]
+def _num_prompts(plan: list[dict]) -> int:
+    """Prompts of a rollout, as plan.json has them; 0 if it does not."""
+    plans = plan[0].get("plans") if plan else None
+    first = plans[0] if isinstance(plans, list) and plans else None
+    found = first.get("prompts_of_rollout") if isinstance(first, dict) else None
+    return found if isinstance(found, int) else 0

@@ -6,19 +6,41 @@ its completions share; what it costs is attention over longer rows.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tunix_lite.config import RunConfig, reduction_of
 from tunix_lite.errors import ConfigError
+from tunix_lite.learner import packing
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.planning.flops import forward_flops
-from tunix_lite.planning.forecast import RowWork, batch_of, row_work
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.types import Batch
 
 AUTO = "auto"
 # A packed run computes at least so much less: packing rows takes the host some time, too.
 LEAST_GAIN = 0.1
+# The tokens of the prompts, by which packing knows which completions share one.
+PROMPT_TOKENS = 1_000
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """What an update or a scorer computes: rows, padding included, on all devices together.
+
+    Example: RowWork(parts=2, rows=64, width=96, scored=64, tokens=3000) has 2 micro-batches of 64
+    rows of 96 tokens, of which 3000 are no padding.
+    """
+
+    parts: int
+    # rows of one micro-batch
+    rows: int
+    width: int
+    # columns of a row for which scores over the vocabulary are computed
+    scored: int
+    tokens: int
 
 
 def with_packing(
@@ -116,3 +138,42 @@ def _pairs(resolved: ResolvedRun, work: RowWork) -> int:
         return work.width**2
     keys_of_lane = shape.prefix_columns + shape.lane_columns
     return shape.prefix_columns**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
+
+
+def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndarray) -> Batch:
+    """A batch of sequences of these lengths, [P] and [P, G], as a rollout would hand it over."""
+    most_prompt, most_new = resolved.lengths
+    _, generations = lengths.shape
+    repeated = np.repeat(prompt_lengths, generations)[:, None]
+    column = np.arange(most_prompt + most_new)
+    is_new = (column >= most_prompt) & (column < most_prompt + lengths.reshape(-1, 1))
+    mask = is_new | ((column < most_prompt) & (column >= most_prompt - repeated))
+
+    # Prompts differ from each other, so that only a group shares one.
+    vocab = resolved.cfg.vocab_size
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, min(vocab, PROMPT_TOKENS), mask.shape).astype(np.int32)
+    first = tokens[::generations, :most_prompt]
+    tokens[:, :most_prompt] = np.repeat(first, generations, axis=0)
+    tokens = np.where(mask, tokens, 0).astype(np.int32)
+
+    weight = (is_new / is_new.sum()).astype(np.float32)
+    zeros = np.zeros(mask.shape, np.float32)
+    values = {name: zeros for name in resolved.run.algorithm.needs.batch_fields}
+    return Batch(tokens, mask, weight, **values)
+
+
+def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
+    """What the batch comes to in rows, by the packing that a run uses."""
+    rows = resolved.rows
+    fsdp = resolved.mesh_shape["fsdp"]
+    tokens = int(batch.token_mask.sum())
+    counts = batch.loss_weight != 0
+    if rows.packing == "none":
+        per_part = len(counts) // rows.num_parts
+        return RowWork(rows.num_parts, per_part, counts.shape[1], rows.num_scored, tokens)
+    packed = packing.packed(
+        batch.tokens, batch.token_mask, counts, rows.shape, rows.rows_per_part, rows.num_parts, fsdp
+    )
+    scored = packed.is_scored.shape[1]
+    return RowWork(packed.num_parts, rows.rows_per_part * fsdp, rows.width, scored, tokens)

@@ -14,28 +14,22 @@ from typing import Any
 import jax
 
 from tunix_lite.config import RunConfig
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning import estimate, speed
 from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.packing_choice import with_packing
-from tunix_lite.planning.programs import (
-    Compiled,
-    DoesNotFit,
-    abstract,
-    compiled,
-    lowered,
-    mesh_of_run,
-)
-from tunix_lite.planning.resolved import (
+from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
+from tunix_lite.planning.speed import Bound
+from tunix_lite.resolved.parts import abstract, mesh_of_run
+from tunix_lite.resolved.run import (
     ResolvedRun,
     check_can_be_lowered,
     chooses_micro_batch,
     resolve_run,
 )
-from tunix_lite.planning.speed import Bound
 from tunix_lite.rollout.memory import Parking
 
 # where the bytes of a phase come from
@@ -44,16 +38,8 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = (
-    "prefill",
-    "decode",
-    "reread",
-    "extend",
-    "read_slot",
-    "write_slot",
-    "save",
-    "rewind",
-)
+SAMPLING_PROGRAMS = ("prefill", "decode", "reread", "extend")
+SAMPLING_PROGRAMS += ("read_slot", "write_slot", "save", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
 
@@ -91,7 +77,7 @@ class Plan:
     refused: tuple[str, ...] = ()  # by the compiler: which program, and what it said
     # bytes of a device that only samples (rollout.mesh_shape), by part; {}: there is none
     apart: dict[str, int] = field(default_factory=dict)
-    # how long a step will take; None: nothing is predicted
+    # how long a step will take; None: nothing is predicted, as nothing was compiled
     forecast: Forecast | None = None
 
     @property
@@ -147,12 +133,11 @@ class Plan:
 
     @property
     def rank(self) -> tuple:
-        """Sorts what fits first, and then the fastest, by the forecast where there is one; of what
-        does not fit, the smallest."""
+        """Sorts what fits first, and then the fastest by its bound; of what does not fit, the
+        smallest."""
         if self.fits is False:
             return True, self.peak_bytes
-        seconds = self.step_seconds if self.forecast is None else self.forecast.step_seconds
-        return False, seconds or 0.0, self.peak_bytes
+        return False, self.step_seconds or 0.0, self.peak_bytes
 
     @property
     def is_near_the_limit(self) -> bool:
@@ -177,12 +162,9 @@ def assemble_plan(
         resident[PROGRAMS] = code
 
     # The phases of a step, in their order.
-    makers = {"update": _update}
-    if resolved.scores:
-        makers = {"scoring": _scoring} | makers
-    makers = {name: partial(_scoring_by, name) for name in resolved.frozen_models} | makers
-    if resolved.has_rollouts:
-        makers = {"rollout": _rollout} | makers
+    makers = {"rollout": _rollout} if resolved.has_rollouts else {}
+    scorers = [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]
+    makers |= {name: partial(_scoring, name) for name in scorers} | {"update": _update}
     bounds = speed.bounds(resolved, machine.hardware, done)
     phases = [Phase(name, *make(resolved, done), bounds.get(name)) for name, make in makers.items()]
     if resolved.samples_beside_update:
@@ -200,9 +182,8 @@ def assemble_plan(
 def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
     """The phase of a program that its compiler refuses: with the bytes that it would take, where
     the compiler names them."""
-    phase_of = dict.fromkeys(SAMPLING_PROGRAMS, "rollout")
-    is_its_phase = phase_of.get(error.name, error.name) == phase.name
-    if not is_its_phase or error.needed_bytes is None:
+    refused = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
+    if refused != phase.name or error.needed_bytes is None:
         return phase
     added = max(error.needed_bytes - sum(resident.values()), phase.added_bytes)
     return replace(phase, adds={"all it needs, as the compiler says": added}, source=COMPILED)
@@ -224,35 +205,25 @@ def _update(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict
     }
 
 
-def _scoring(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    program = done.get("scoring")
-    if program is None:
-        return ESTIMATE, estimate.scoring(resolved)
-    # What it is given of the weights: the reference, or what samples now.
-    resident = estimate.resident(resolved)
-    names = ["frozen base"] if resolved.lora else ["parameters"]
-    if resolved.copies_reference:
-        names = ["reference"]
-    elif resolved.lora and not resolved.run.algorithm.needs_reference:
-        names.append("parameters")
-    weights = sum(resident[name] for name in names)
-    return COMPILED, {
-        "batch": max(0, program.argument_bytes - weights),
-        "temporary": program.added_bytes - program.code_bytes,
-    }
-
-
-def _scoring_by(
+def _scoring(
     name: str, resolved: ResolvedRun, done: dict[str, Compiled]
 ) -> tuple[str, dict[str, int]]:
-    """Scoring by a frozen model of the algorithm."""
+    """Scoring by a frozen model of the algorithm; or, as `scoring`, by the reference or policy."""
     program = done.get(name)
+    is_frozen = name in resolved.frozen_models
+    if program is None and is_frozen and resolved.compares(name):
+        return ESTIMATE, estimate.describing(resolved, name)
     if program is None:
-        if resolved.compares(name):
-            return ESTIMATE, estimate.describing(resolved, name)
-        return ESTIMATE, estimate.scoring(resolved.as_scorer(name))
+        return ESTIMATE, estimate.scoring(resolved.as_scorer(name) if is_frozen else resolved)
+    # What it is given of the weights: its own, the reference, or what samples now.
+    names = ["frozen base"] if resolved.lora else ["parameters"]
+    if is_frozen or resolved.copies_reference:
+        names = [name if is_frozen else "reference"]
+    elif resolved.lora and not resolved.run.algorithm.needs.reference:
+        names.append("parameters")
+    resident = estimate.resident(resolved)
     return COMPILED, {
-        "batch": max(0, program.argument_bytes - estimate.resident(resolved)[name]),
+        "batch": max(0, program.argument_bytes - sum(resident[name] for name in names)),
         "temporary": program.added_bytes - program.code_bytes,
     }
 
@@ -299,21 +270,17 @@ def with_choices(
     """The run on a mesh of this machine, with the choices that it would make itself: the
     micro-batch, and where sampling keeps the weights. Raises ConfigError."""
 
-    def with_sampling_weights(resolved: ResolvedRun) -> ResolvedRun:
-        chosen = estimate.choose_sampling_weights(resolved, machine.capacity)
-        return replace(resolved, sampling_weights=chosen)
-
     def resolve(run: RunConfig) -> ResolvedRun:
         return resolve_run(run, cfg, lora, mesh_shape, machine.platform)
 
     resolved = with_packing(run, resolve)
-    if not chooses_micro_batch(run):
-        return with_sampling_weights(resolved)
-
+    sizes = resolved.micro_batches_to_try() if chooses_micro_batch(run) else [None]
     # The largest micro-batch that fits by formulas, or the smallest there is.
-    for size in resolved.micro_batches_to_try():
-        sized = with_sampling_weights(resolved.with_micro_batch(size))
-        if assemble_plan(machine, sized, {}).fits is not False:
+    for size in sizes:
+        sized = resolved if size is None else resolved.with_micro_batch(size)
+        chosen = estimate.choose_sampling_weights(sized, machine.capacity)
+        sized = replace(sized, sampling_weights=chosen)
+        if size is None or assemble_plan(machine, sized, {}).fits is not False:
             break
     return sized
 

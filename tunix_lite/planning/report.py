@@ -1,28 +1,19 @@
-"""A plan as people read it: one screen of text, plan.md with everything, plan.json for programs."""
+"""A plan as people read it: one screen of text, plan.md with every part, plan.json for programs."""
 
 import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix_lite.algorithms.algorithm import num_mini_batches
 from tunix_lite.models import decoder, weights
-from tunix_lite.planning.choices import Choice
-from tunix_lite.planning.compare_run import PredictedRow
-from tunix_lite.planning.forecast import Forecast
+from tunix_lite.planning.forecast import Forecast, PredictedRow
 from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
-from tunix_lite.planning.programs import Compiled
 
 # of plan.json
 VERSION = 1
 # of hardware that is not in the table
 UNKNOWN = "unknown"
-# of the forecast of a task with an environment
-SINGLE_TURNS = (
-    "of single turns: the answers of the environment, and the seconds it takes, are not in it"
-)
 # meshes on one screen
 SHOWN = 12
 
@@ -39,10 +30,6 @@ class Plans:
     command: str | None = None  # one with which the best would fit, where it does not
     # what that does, and how much it was found to need; or that nothing would fit
     change: str | None = None
-    # other settings of the best, the fastest first
-    choices: tuple[Choice, ...] = ()
-    # what the machine was measured to do; "": it is in the table
-    measured: str = ""
 
 
 def _all(plan: Plan | Plans) -> Plans:
@@ -60,17 +47,16 @@ def short_form(plan: Plan | Plans) -> list[str]:
     if len(plans.plans) > 1:
         lines += [*_meshes(plans.plans), ""]
     if plans.refused:
-        lines += [*_refused(plans.refused), ""]
-    lines += [f"{_mesh(best)}, GiB on a device:", *_phases(best), ""]
-    lines += [
-        f"{best.machine.name}: {verdict(best)}",
-        *([speed(best)] if best.fits is not False else []),
-    ]
+        more = [f"  and {len(plans.refused) - SHOWN} more in plan.md"]
+        lines += [f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]]
+        lines += [*(more if len(plans.refused) > SHOWN else []), ""]
+    lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *_phases(best), ""]
+    lines += [f"{best.machine.name}: {verdict(best)}"]
+    lines += [speed(best)] if best.fits is not False else []
     if best.forecast is not None:
-        lines += forecast_lines(best.forecast, plans.measured)
+        lines += forecast_lines(best.forecast)
         if best.resolved.converses:
-            lines.append("  " + SINGLE_TURNS)
-    lines += choice_lines(plans.choices)
+            lines.append("  of single turns: what the environment does is not in it")
     lines += [f"  {message}" for message in best.refused]
     lines += [plans.change] if plans.change else []
     lines += [f"  {plans.command}"] if plans.command else []
@@ -81,6 +67,9 @@ def _head(plan: Plan) -> list[str]:
     resolved = plan.resolved
     machine = plan.machine
     kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
+    room = "memory not known"
+    if machine.capacity is not None:
+        room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
     count = weights.num_params(decoder.weights(resolved.cfg))
     training = resolved.run.training
     lora = resolved.lora
@@ -88,9 +77,10 @@ def _head(plan: Plan) -> list[str]:
     if lora is not None:
         trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
     prompt, new = resolved.lengths
+    why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
     return [
-        f"devices    {machine.num_devices} of {machine.name}{kind}, {_room(machine)}",
-        f"model      {count:,} parameters, {trains}, {training.mixed_precision}, remat "
+        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
+        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
         f"{training.remat}",
         f"batch      {resolved.batch}, of {prompt} + {new} tokens",
         *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
@@ -120,54 +110,36 @@ def _parking(plan: Plan) -> list[str]:
     return [f"talks      {count}; {does}"]
 
 
-def _room(machine: Machine) -> str:
-    if machine.capacity is None:
-        return "memory not known"
-    return f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
-
-
 def _meshes(plans: tuple[Plan, ...]) -> list[str]:
     # Predicted, and what is possible at best.
-    heads = ("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")
-    rows = [heads]
+    rows = [("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")]
     for plan in plans[:SHOWN]:
-        fits = {True: "yes", False: "no", None: "?"}[plan.fits]
         cells = (
             gib(plan.peak_bytes),
-            fits,
+            {True: "yes", False: "no", None: "?"}[plan.fits],
             "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds),
             three_digits(plan.step_seconds),
             three_digits(plan.tokens_per_second),
         )
-        rows.append((_mesh(plan), *cells, source(plan)))
+        rows.append((_sizes(plan.resolved.mesh_shape), *cells, source(plan)))
     more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
     return [*columns(rows), *more]
-
-
-def _refused(refused: tuple[tuple[dict, str], ...]) -> list[str]:
-    more = [f"  and {len(refused) - SHOWN} more in plan.md"] if len(refused) > SHOWN else []
-    return [*(f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in refused[:SHOWN]), *more]
 
 
 def _phases(plan: Plan) -> list[str]:
     rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
     for phase in plan.phases:
+        bound = phase.bound
+        fast = ("-", "-", "-")
+        if bound is not None:
+            sent = f"{bound.all_sent_bytes / 1e9:,.2f}"
+            fast = (three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
         peak = plan.resident_bytes + phase.added_bytes
-        sizes = (gib(plan.resident_bytes), gib(phase.added_bytes), gib(peak))
-        rows.append((phase.name, *sizes, *_speed(phase), source(phase)))
+        sizes = map(gib, (plan.resident_bytes, phase.added_bytes, peak))
+        rows.append((phase.name, *sizes, *fast, source(phase)))
     resume = gib(plan.resume_bytes)
     rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
     return columns(rows)
-
-
-def _speed(phase: Phase) -> tuple[str, str, str]:
-    if phase.bound is None:
-        return "-", "-", "-"
-    return (
-        three_digits(phase.bound.seconds),
-        phase.bound.limit or UNKNOWN,
-        f"{phase.bound.all_sent_bytes / 1e9:,.2f}",
-    )
 
 
 def source(of: Plan | Phase) -> str:
@@ -194,25 +166,26 @@ def speed(plan: Plan) -> str:
     if plan.step_seconds is None:
         return "speed: unknown, as the peak of this hardware is not known"
     rate = plan.tokens_per_second
-    devices = plan.machine.num_devices
+    each = rate / plan.machine.num_devices
     took = f"a step takes at least {three_digits(plan.step_seconds)} s"
-    return f"speed: {took}: at most {rate:,.0f} tokens/s, {rate / devices:,.0f} a device"
+    return f"speed: {took}: at most {rate:,.0f} tokens/s, {each:,.0f} a device"
 
 
-def forecast_lines(found: Forecast, measured: str = "") -> list[str]:
+def forecast_lines(found: Forecast) -> list[str]:
     """The predicted step: phases, tokens/s, hours and the price."""
     parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
     phases = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items())
-    lines = [
+    hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
+    price = ""
+    if found.price is not None:
+        price = f" and cost {found.price:,.2f}, at {found.price_per_hour:,.2f} an hour"
+    return [
         f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
-        f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps, slots "
-        f"{found.slot_use:.0%} in use; {parts}",
-        f"  {found.num_steps} steps take {duration(found.hours)}{price_text(found)}, without "
-        "starting and evaluating",
+        f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
+        f"  {found.num_steps} steps take {hours}{price}, without starting and evaluating",
         f"  {found.source}",
         f"  lengths {found.lengths}",
     ]
-    return [*lines, f"  {measured}"] if measured else lines
 
 
 def compared_lines(rows: list[PredictedRow]) -> list[str]:
@@ -223,30 +196,6 @@ def compared_lines(rows: list[PredictedRow]) -> list[str]:
         off = "-" if row.off is None else f"{row.off:+.0%}"
         cells.append((row.name, three_digits(row.predicted), took, off))
     return columns(cells)
-
-
-def price_text(found: Forecast) -> str:
-    """Of the whole run; "" if no price is given."""
-    if found.price is None:
-        return ""
-    return f" and cost {found.price:,.2f}, at {found.price_per_hour:,.2f} an hour"
-
-
-def duration(hours: float) -> str:
-    """Hours, or minutes where they are few."""
-    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
-
-
-def choice_lines(choices: tuple[Choice, ...]) -> list[str]:
-    """Other settings that fit, by the predicted time of a step."""
-    if not choices:
-        return []
-    rows = [("step s", "peak GiB", "with")]
-    for choice in choices:
-        step = three_digits(choice.forecast.step_seconds)
-        rows.append((step, gib(choice.peak_bytes), " ".join(choice.overrides) or "(as it is)"))
-    title = "other settings, the fastest first (their times and memory are estimates):"
-    return [title, *columns(rows)]
 
 
 def gib(size: float) -> str:
@@ -266,8 +215,8 @@ def three_digits(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _mesh(plan: Plan) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in plan.resolved.mesh_shape.items())
+def _sizes(sizes: dict) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -290,88 +239,42 @@ def write(plan: Plan | Plans, folder: str | Path) -> None:
 
 
 def as_markdown(plan: Plan | Plans) -> str:
+    """plan.md: the short form, and for each mesh what lies on a device and what is sent."""
     plans = _all(plan)
     lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
     for one in plans.plans:
-        lines += [
-            f"## {_mesh(one)}",
-            "",
-            f"{verdict(one)}.",
-            "",
-            f"{speed(one)}.",
-            "",
-            *_parts(one),
-            *_programs(one),
-        ]
+        head = [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
+        lines += [*head, f"{speed(one)}.", "", *_parts(one), "", *_collectives(one)]
     if plans.refused:
-        lines += [
-            "## Meshes that cannot be",
-            "",
-            *(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused),
-            "",
-        ]
+        lines += ["## Meshes that cannot be", ""]
+        lines += [*(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
     return "\n".join(lines)
-
-
-def _sizes(sizes: dict) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _parts(plan: Plan) -> list[str]:
     """What lies on a device in each phase, by part."""
-    lines = ["| phase | part | GiB | is |", "|---|---|---|---|"]
-    lines += [
-        f"| always | {part} | {gib(size)} | by formula |" for part, size in plan.resident.items()
-    ]
+    found = [("always", part, size, "by formula") for part, size in plan.resident.items()]
     for phase in plan.phases:
-        lines += [
-            f"| {phase.name} | {part} | {gib(size)} | {phase.source} |"
-            for part, size in phase.adds.items()
-        ]
-    lines += [
-        f"| device that only samples | {part} | {gib(size)} | by formula |"
-        for part, size in plan.apart.items()
+        found += [(phase.name, part, size, phase.source) for part, size in phase.adds.items()]
+    apart = plan.apart.items()
+    found += [("device that only samples", part, size, "by formula") for part, size in apart]
+    resume = "a checkpoint, read where it stays"
+    found.append(("resume", resume, plan.resume_bytes, "by formula"))
+    return ["| phase | part | GiB | is |", "|---|---|---|---|"] + [
+        f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in found
     ]
-    lines.append(
-        f"| resume | a checkpoint, read where it stays | {gib(plan.resume_bytes)} | by formula |"
-    )
-    lines += [
-        "",
-        "| phase | TFLOP, all devices | GB read, a device | GB sent, a device | seconds at least | "
-        "bound by |",
-    ]
-    lines += ["|---|---|---|---|---|---|"]
-    for phase in (phase for phase in plan.phases if phase.bound is not None):
-        bound = phase.bound
-        moved = f"{bound.read_bytes / 1e9:,.2f} | {bound.all_sent_bytes / 1e9:,.2f}"
-        took = f"{three_digits(bound.seconds)} | {bound.limit or UNKNOWN}"
-        lines.append(f"| {phase.name} | {bound.flops / 1e12:,.2f} | {moved} | {took} |")
-    return [*lines, ""]
 
 
-def _programs(plan: Plan) -> list[str]:
-    """What the compiler said of each program, and what each call of it sends."""
-    if not plan.programs:
-        return []
-    lines = ["| program | arguments GiB | results beside | temporary | code | compiled in s |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for program in plan.programs.values():
-        beside = program.output_bytes - program.alias_bytes
-        sizes = (program.argument_bytes, beside, program.temp_bytes, program.code_bytes)
-        lines.append(
-            f"| {program.name} | {' | '.join(map(gib, sizes))} | {program.compile_seconds:.0f} |"
-        )
-    lines += [
-        "",
-        "| program | collective | axis | times | buffers, MB | sent, MB |",
-        "|---|---|---|---|---|---|",
+def _collectives(plan: Plan) -> list[str]:
+    """What each call of a compiled program sends."""
+    rows = [
+        f"| {program.name} | {group.kind} | {group.axis} | "
+        f"{group.count}{'' if group.count_known else ' at least'} | {group.sent_bytes / 1e6:,.2f} |"
+        for program in plan.programs.values()
+        for group in program.collectives
     ]
-    for program in plan.programs.values():
-        for g in program.collectives:
-            moved = f"{g.total_bytes / 1e6:,.2f} | {g.sent_bytes / 1e6:,.2f}"
-            times = f"{g.count}{'' if g.count_known else ' at least'}"
-            lines.append(f"| {program.name} | {g.kind} | {g.axis} | {times} | {moved} |")
-    return [*lines, ""]
+    head = ["| program | collective | axis | times | sent, MB |", "|---|---|---|---|---|"]
+    return [*head, *rows, ""] if rows else []
 
 
 def as_dict(plan: Plan | Plans) -> dict:
@@ -388,33 +291,19 @@ def as_dict(plan: Plan | Plans) -> dict:
         "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
         "command_that_fits": plans.command,
         "advice": plans.change,
-        **_predicted_dict(plans),
-    }
-
-
-def _predicted_dict(plans: Plans) -> dict:
-    """What only a plan with a forecast has; a run writes plan.json without."""
-    if all(plan.forecast is None for plan in plans.plans):
-        return {}
-    return {
-        "choices": [_choice_dict(one) for one in plans.choices],
-        "measured": plans.measured or None,
     }
 
 
 def _plan_dict(plan: Plan) -> dict:
-    forecast = {} if plan.forecast is None else {"forecast": _forecast_dict(plan.forecast)}
-    return {
-        "mesh": plan.resolved.mesh_shape,
-        **({"device_that_only_samples": plan.apart} if plan.apart else {}),
-        "batch": str(plan.resolved.batch),
-        "prompts_of_rollout": plan.resolved.batch.prompts
-        * num_mini_batches(plan.resolved.run.algorithm),
-        "packing": plan.resolved.rows.packing,
-        "slots": plan.resolved.slots,
-        **_parking_dict(plan),
-        "sampling_weights": plan.resolved.sampling_weights,
-        "attention": plan.resolved.attention,
+    resolved = plan.resolved
+    found = {
+        "mesh": resolved.mesh_shape,
+        "batch": str(resolved.batch),
+        "prompts_of_rollout": resolved.batch.prompts * resolved.run.algorithm.needs.mini_batches,
+        "packing": resolved.rows.packing,
+        "slots": resolved.slots,
+        "sampling_weights": resolved.sampling_weights,
+        "attention": resolved.attention,
         "source": plan.source,
         "fits": plan.fits,
         "peak_bytes": plan.peak_bytes,
@@ -426,45 +315,21 @@ def _plan_dict(plan: Plan) -> dict:
         "refused_by_the_compiler": list(plan.refused),
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second,
-        **forecast,
     }
+    if plan.apart:
+        found["device_that_only_samples"] = plan.apart
+    if plan.parking is not None:
+        found["conversations"] = resolved.num_conversations
+        names = ("slot_bytes", "most", "most_bytes", "num_that_fit")
+        found["parking"] = {name: getattr(plan.parking, name) for name in names}
+    if plan.forecast is not None:
+        names = ("step_seconds", "tokens_per_second", "hours", "price")
+        derived = {name: getattr(plan.forecast, name) for name in names}
+        found["forecast"] = dataclasses.asdict(plan.forecast) | derived
+    return found
 
 
-def _parking_dict(plan: Plan) -> dict:
-    """Only of a run with conversations."""
-    found = plan.parking
-    if found is None:
-        return {}
-    return {
-        "conversations": plan.resolved.num_conversations,
-        "parking": {
-            "slot_bytes": found.slot_bytes,
-            "most": found.most,
-            "most_bytes": found.most_bytes,
-            "num_that_fit": found.num_that_fit,
-        },
-    }
-
-
-def _program_dict(program: Compiled) -> dict:
+def _program_dict(program: object) -> dict:
     """Without its kernels, of which there are thousands."""
     found = dataclasses.asdict(dataclasses.replace(program, kernels=()))
     return {name: value for name, value in found.items() if name != "kernels"}
-
-
-def _forecast_dict(found: Forecast) -> dict:
-    derived = {
-        "step_seconds": found.step_seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "hours": found.hours,
-        "price": found.price,
-    }
-    return dataclasses.asdict(found) | derived
-
-
-def _choice_dict(choice: Choice) -> dict:
-    return {
-        "overrides": list(choice.overrides),
-        "peak_bytes": choice.peak_bytes,
-        "step_seconds": choice.forecast.step_seconds,
-    }

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.algorithms.algorithm import num_mini_batches
 from tunix_lite.models.weights import Weight, is_weight, num_params
-from tunix_lite.planning import estimate, flops, sizes
+from tunix_lite.planning import estimate, flops
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.resolved import sizes
+from tunix_lite.resolved.run import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def bounds(
     algorithm = resolved.run.algorithm
     mesh_shape = resolved.mesh_shape
     # a rollout is for as many updates' sequences as there are mini-batches
-    share = num_mini_batches(algorithm) / algorithm.updates_per_rollout
+    share = algorithm.needs.mini_batches / algorithm.updates_per_rollout
     found = {}
-    if not algorithm.needs_demonstrations and resolved.apart is None:
+    if not algorithm.needs.demonstrations and resolved.apart is None:
         works = [_prefill(resolved, compiled), _decode(resolved, compiled)]
         found["rollout"] = _bound(works, hardware, mesh_shape, share)
     if resolved.scores:

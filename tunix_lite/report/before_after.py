@@ -96,7 +96,8 @@ def scores_of(found: Measured) -> dict[str, dict[int, float]]:
     if found.samples:
         groups = list(found.samples)
         correct_EN = np.array([[row["correct"] for row in found.samples[g]] for g in groups])
-        answers = [[_answer(row) for row in found.samples[g]] for g in groups]
+        extracted = [[row.get("extracted") for row in found.samples[g]] for g in groups]
+        answers = [[x if isinstance(x, str) else None for x in texts] for texts in extracted]
         k = correct_EN.shape[1]
         for name, values_E in (
             (f"avg_at_{k}", avg_at_k(correct_EN)),
@@ -107,10 +108,6 @@ def scores_of(found: Measured) -> dict[str, dict[int, float]]:
     if rewards:
         scores["reward"] = rewards
     return scores
-
-
-def _answer(row: dict) -> str | None:
-    return row["extracted"] if isinstance(row.get("extracted"), str) else None
 
 
 # ---- scores

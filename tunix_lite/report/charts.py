@@ -1,12 +1,11 @@
 """Line charts and bars as SVG text, drawn by plain float arithmetic: no library and no script.
 
-Colours are the classes c0 to c7 and text, which a page's own style sheet defines; `standalone` adds
-one for light and dark to a drawing that is a file of its own.
+The style sheet of the page defines the colours c0 to c7, for light and for dark.
 """
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tunix_lite.plain_text import visible
@@ -26,7 +25,7 @@ COLORS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a chart.
+    """A curve of a chart. color: which of the COLORS; from there on they repeat, dashed.
 
     Example: Line("seed 0", [0, 15, 30], [0.42, 0.93, 0.95], color=1, kind="points").
     """
@@ -34,7 +33,6 @@ class Line:
     name: str
     steps: Sequence[float]
     values: Sequence[float]
-    # which of the COLORS; from there on they repeat, dashed
     color: int = 0
     # line; faint: thin and pale, under a smooth one; smooth: over it; points: with a dot at each
     kind: str = "line"
@@ -42,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps of a run, in one frame.
+    """Curves over the steps of a run, in one frame. note: a text beside the title.
 
     Example: Chart("held-out accuracy", [line], is_share=True).
     """
@@ -51,29 +49,13 @@ class Chart:
     lines: list[Line] = field(default_factory=list)
     # shown in percent
     is_share: bool = False
-    # what is said under the title
     note: str = ""
 
-
-@dataclass(frozen=True)
-class Frame:
-    """Where numbers lie in a drawing.
-
-    Example: Frame(0, 60, 0.0, 1.0).x(30) is half way between the sides.
-    """
-
-    first: float
-    last: float
-    low: float
-    high: float
-
-    def x(self, step: float) -> float:
-        width = WIDTH - LEFT - RIGHT
-        return LEFT + width * (step - self.first) / ((self.last - self.first) or 1.0)
-
-    def y(self, value: float) -> float:
-        height = HEIGHT - TOP - BOTTOM
-        return TOP + height * (self.high - value) / ((self.high - self.low) or 1.0)
+    @property
+    def legend(self) -> list[tuple[str, int]]:
+        """The name and the colour of each curve that has a name."""
+        lines = [line for line in self.lines if line.name and line.kind != "faint"]
+        return [(line.name, line.color) for line in lines]
 
 
 # ---- numbers
@@ -91,9 +73,7 @@ def thinned(
     stretches = (most - 2) // 2
     inner = count - 2
     for i in range(stretches):
-        begin = 1 + i * inner // stretches
-        end = 1 + (i + 1) * inner // stretches
-        places = range(begin, end)
+        places = range(1 + i * inner // stretches, 1 + (i + 1) * inner // stretches)
         chosen.add(min(places, key=values.__getitem__))
         chosen.add(max(places, key=values.__getitem__))
     ordered = sorted(chosen)
@@ -105,12 +85,12 @@ def smoothed(values: Sequence[float], span: float) -> list[float]:
     keep = 1 - 2 / (span + 1)
     total = 0.0
     weight = 0.0
-    found = []
+    means = []
     for value in values:
         total = keep * total + (1 - keep) * value
         weight = keep * weight + (1 - keep)
-        found.append(total / weight)
-    return found
+        means.append(total / weight)
+    return means
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -135,53 +115,30 @@ def number_text(value: float, is_share: bool = False) -> str:
     size = abs(value)
     if 1000 <= size < 1e7:
         return f"{value:,.0f}"
-    if size >= 1e-3:
-        return f"{value:.3g}"
-    return f"{value:.2g}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
 
 
 def _tick_text(value: float, is_share: bool, apart: float) -> str:
     if is_share:
         return f"{100 * value:.0f} %" if apart >= 0.01 else f"{100 * value:.3g} %"
+    if 1e4 <= abs(value) < 1e6:
+        return f"{value / 1000:.4g}k"
     if value and (abs(value) >= 1e4 or abs(value) < 1e-3):
-        text = f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-        thousands = 1e4 <= abs(value) < 1e6
-        return f"{value / 1000:.4g}k" if thousands else text
+        return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
     return f"{value:.4g}"
 
 
-# ---- a chart
+# ---- drawings
 
 
-def line_chart(chart: Chart, standalone: bool = False) -> str:
+def line_chart(chart: Chart) -> str:
     """The SVG element of a chart; one without any number is a frame with a word in it."""
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_safe(chart.title)}"'
+    opening = f'<svg class="chart" {box}>'
     lines = [line for line in chart.lines if len(line.steps)]
-    label = html.escape(visible(chart.title))
-    parts = [_opening(label, standalone)]
     if not lines:
         middle = f'x="{WIDTH / 2:g}" y="{HEIGHT / 2:g}"'
-        parts.append(f'<text {middle} class="tick" text-anchor="middle">no numbers</text></svg>')
-        return "".join(parts)
-    frame, levels = _frame(lines, chart.is_share)
-    parts += _grid(frame, levels, chart.is_share)
-    for line in lines:
-        parts += _curve(line, frame)
-    parts += _hints(lines, frame, chart.is_share)
-    parts.append("</svg>")
-    return "".join(parts)
-
-
-def _opening(label: str, standalone: bool) -> str:
-    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}"'
-    if not standalone:
-        return f'<svg class="chart" {box}>'
-    space = 'xmlns="http://www.w3.org/2000/svg"'
-    style = f"<style>{STYLE}{LIGHT}@media(prefers-color-scheme:dark){{{DARK}}}</style>"
-    return f'<svg {space} class="chart" {box}><title>{label}</title>{style}'
-
-
-def _frame(lines: list[Line], is_share: bool) -> tuple[Frame, list[float]]:
-    """The frame that holds all lines, and the levels that get a line across."""
+        return f'{opening}<text {middle} class="tick" text-anchor="middle">no numbers</text></svg>'
     first = min(min(line.steps) for line in lines)
     last = max(max(line.steps) for line in lines)
     low = min(min(line.values) for line in lines)
@@ -195,44 +152,45 @@ def _frame(lines: list[Line], is_share: bool) -> tuple[Frame, list[float]]:
         low = max(low - room, 0.0) if low >= 0 else low - room
         high = high + room
     levels = ticks(low, high)
-    if is_share and low >= 0 and high <= 1:
+    if chart.is_share and low >= 0 and high <= 1:
         levels = [level for level in levels if level <= 1 + 1e-9]
-    return Frame(first, last, min(levels[0], low), max(levels[-1], high)), levels
+    low = min(levels[0], low)
+    high = max(levels[-1], high)
 
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / ((last - first) or 1.0)
 
-def _grid(frame: Frame, levels: list[float], is_share: bool) -> Iterator[str]:
-    """Levels with their numbers, and the steps below."""
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / ((high - low) or 1.0)
+
+    # The levels with their numbers, and the steps below.
+    parts = [opening]
     apart = levels[1] - levels[0] if len(levels) > 1 else 1.0
     for level in levels:
-        y = f"{frame.y(level):.1f}"
-        text = _tick_text(level if abs(level) > 1e-12 * apart else 0.0, is_share, apart)
-        yield f'<path class="grid" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>'
-        place = f'x="{LEFT - 6}" y="{frame.y(level) + 3.5:.1f}"'
-        yield f'<text class="tick" {place} text-anchor="end">{text}</text>'
-    steps = [s for s in ticks(frame.first, frame.last, 5) if frame.first <= s <= frame.last]
-    for step in steps:
-        if step != round(step):
-            continue
-        place = f'x="{frame.x(step):.1f}" y="{HEIGHT - 8}"'
-        text = _tick_text(step, False, 1.0)
-        yield f'<text class="tick" {place} text-anchor="middle">{text}</text>'
+        text = _tick_text(level if abs(level) > 1e-12 * apart else 0.0, chart.is_share, apart)
+        place = f'x="{LEFT - 6}" y="{y(level) + 3.5:.1f}"'
+        parts.append(f'<path class="grid" d="M{LEFT} {y(level):.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text class="tick" {place} text-anchor="end">{text}</text>')
+    for step in ticks(first, last, 5):
+        if first <= step <= last and step == round(step):
+            place = f'x="{x(step):.1f}" y="{HEIGHT - 8}"'
+            text = _tick_text(step, False, 1.0)
+            parts.append(f'<text class="tick" {place} text-anchor="middle">{text}</text>')
+
+    for line in lines:
+        points = [(f"{x(s):.1f}", f"{y(v):.1f}") for s, v in zip(*thinned(line.steps, line.values))]
+        color = f"c{line.color % COLORS}"
+        dashes = ' stroke-dasharray="5 3"' if line.color >= COLORS else ""
+        kind = "faint" if line.kind == "faint" else "line"
+        if len(points) > 1:
+            curve = "L".join(map(" ".join, points))
+            parts.append(f'<path class="{kind} {color}"{dashes} d="M{curve}"/>')
+        if line.kind == "points" or len(points) == 1:
+            parts += [f'<circle class="dot {color}" cx="{a}" cy="{b}" r="3"/>' for a, b in points]
+    return "".join([*parts, *_hints(lines, x, chart.is_share), "</svg>"])
 
 
-def _curve(line: Line, frame: Frame) -> Iterator[str]:
-    steps, values = thinned(line.steps, line.values)
-    places = [f"{frame.x(s):.1f} {frame.y(v):.1f}" for s, v in zip(steps, values)]
-    color = f"c{line.color % COLORS}"
-    dashes = ' stroke-dasharray="5 3"' if line.color >= COLORS else ""
-    kind = "faint" if line.kind == "faint" else "line"
-    if len(places) > 1:
-        yield f'<path class="{kind} {color}"{dashes} d="M{"L".join(places)}"/>'
-    if line.kind == "points" or len(places) == 1:
-        for place in places:
-            x, y = place.split()
-            yield f'<circle class="dot {color}" cx="{x}" cy="{y}" r="3"/>'
-
-
-def _hints(lines: list[Line], frame: Frame, is_share: bool) -> Iterator[str]:
+def _hints(lines: list[Line], x: Callable[[float], float], is_share: bool) -> Iterator[str]:
     """Upright strips over the chart, each of which says the numbers of its step under the mouse."""
     of_step: dict[float, list[str]] = {}
     for line in lines:
@@ -240,81 +198,32 @@ def _hints(lines: list[Line], frame: Frame, is_share: bool) -> Iterator[str]:
             shown = number_text(value, is_share)
             of_step.setdefault(step, []).append(f"{line.name} {shown}" if line.name else shown)
     steps = sorted(of_step)
-    every = math.ceil(len(steps) / MOST_HINTS)
-    steps = steps[:: max(every, 1)]
+    steps = steps[:: max(math.ceil(len(steps) / MOST_HINTS), 1)]
     for i, step in enumerate(steps):
-        here = frame.x(step)
-        left = (frame.x(steps[i - 1]) + here) / 2 if i else here - 4
-        right = (frame.x(steps[i + 1]) + here) / 2 if i + 1 < len(steps) else here + 4
+        left = (x(steps[i - 1]) + x(step)) / 2 if i else x(step) - 4
+        right = (x(steps[i + 1]) + x(step)) / 2 if i + 1 < len(steps) else x(step) + 4
         box = (
             f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{HEIGHT - TOP - BOTTOM}"'
         )
-        text = html.escape(visible(f"step {step:g}: {', '.join(of_step[step][:COLORS])}"))
+        text = _safe(f"step {step:g}: {', '.join(of_step[step][:COLORS])}")
         yield f'<rect class="hint" {box}><title>{text}</title></rect>'
 
 
-# ---- bars
-
-
-def stacked_bar(parts: Sequence[tuple[str, float]], whole: float = 0.0) -> str:
-    """A bar of parts, (name, amount) each. whole: the amount of the full width; 0: their sum."""
+def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
+    """A bar of parts, (name, amount) each."""
     amounts = [max(amount, 0.0) for _, amount in parts]
-    whole = max(whole, sum(amounts)) or 1.0
+    whole = sum(amounts) or 1.0
     drawn = ['<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img">']
     drawn.append('<rect class="rail" x="0" y="0" width="100" height="6"/>')
     left = 0.0
     for i, ((name, _), amount) in enumerate(zip(parts, amounts)):
         width = 100 * amount / whole
-        text = html.escape(visible(f"{name}: {amount / whole:.1%}"))
+        text = _safe(f"{name}: {amount / whole:.1%}")
         box = f'x="{left:.3f}" y="0" width="{width:.3f}" height="6"'
         drawn.append(f'<rect class="part c{i % COLORS}" {box}><title>{text}</title></rect>')
         left += width
     return "".join([*drawn, "</svg>"])
 
 
-# ---- text and style
-
-SPARKS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int = 30) -> str:
-    """A curve in one line of text: ▁▂▅▇. Each character is the mean of its stretch."""
-    if not len(values):
-        return ""
-    width = min(width, len(values))
-    means = []
-    for i in range(width):
-        part = values[i * len(values) // width : (i + 1) * len(values) // width]
-        means.append(sum(part) / len(part))
-    low = min(means)
-    reach = max(means) - low
-    if reach <= 0 or not math.isfinite(reach):
-        return SPARKS[3] * width
-    return "".join(SPARKS[round((mean - low) / reach * (len(SPARKS) - 1))] for mean in means)
-
-
-_LIGHT_COLORS = "#2563c9 #d9622b #1a8f5f #a3409f #b08400 #0e8aa6 #c2304f #6b6f7b"
-_DARK_COLORS = "#7aa9ff #ff9d6b #4fd19a #e08be0 #e5bd4b #5ccbe6 #ff8097 #a9aebb"
-
-
-def _palette(colors: str, text: str, grid: str, rail: str) -> str:
-    named = "".join(f"--c{i}:{color};" for i, color in enumerate(colors.split()))
-    return f":root{{{named}--tick:{text};--grid:{grid};--rail:{rail}}}"
-
-
-# Custom properties of both schemes, and what the classes of a drawing make of them.
-LIGHT = _palette(_LIGHT_COLORS, "#6a7180", "#e4e7ee", "#e9ecf2")
-DARK = _palette(_DARK_COLORS, "#98a1b3", "#2b3140", "#2b3140")
-STYLE = (
-    ".chart{display:block;width:100%;height:auto;overflow:visible}"
-    ".tick{fill:var(--tick);font:11px system-ui,sans-serif}"
-    ".grid{stroke:var(--grid);stroke-width:1;fill:none}"
-    ".line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}"
-    ".faint{fill:none;stroke-width:1;stroke-linejoin:round;opacity:.35}"
-    ".dot{stroke:none}.hint{fill:transparent}.hint:hover{fill:var(--tick);fill-opacity:.12}"
-    ".rail{fill:var(--rail)}"
-    + "".join(
-        f".line.c{i},.faint.c{i}{{stroke:var(--c{i})}}.dot.c{i},.part.c{i}{{fill:var(--c{i})}}"
-        for i in range(COLORS)
-    )
-)
+def _safe(text: str) -> str:
+    return html.escape(visible(text))

@@ -13,7 +13,7 @@ from tunix_lite.report.curves import MANY, Curve, metrics_of, span_of
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.going_on import flat
-from tunix_lite.report.page import Block, Charts, Figure, Page, Section, Table, Text
+from tunix_lite.report.page import Block, Charts, Page, Section, Table, Text
 from tunix_lite.report.run_page import interval_text, standing
 from tunix_lite.tracking.console import minutes
 from tunix_lite.tracking.rows import is_number
@@ -101,16 +101,34 @@ def comparison_page(folders: Sequence[Path]) -> Page:
     runs = compared(folders[:MOST_RUNS])
     shown = _best(runs)[:MOST_CURVES]
     shown = [run for run in runs if run in shown]
-    legend = [(_dashed(run.name, i), i) for i, run in enumerate(shown)]
-    charts = [chart for chart in (_chart(curve, shown) for curve in COMPARED) if chart is not None]
-    left_out = len(folders) - len(runs)
-    sections = [
-        Section("Results", [results_table(runs), *_about_intervals(runs)]),
-        Section("Curves", [Charts(charts, legend), *_about_curves(runs, shown)]),
-        Section("Where their settings differ", [*_differences(runs)]),
-        Section("What may be wrong", [_findings(runs)]),
+    legend = [
+        (run.name if i < COLORS else f"{run.name} (dashed)", i) for i, run in enumerate(shown)
     ]
-    if left_out > 0:
+    charts = [chart for chart in (_chart(curve, shown) for curve in COMPARED) if chart is not None]
+    results: list[Block] = [results_table(runs)]
+    if any(run.accuracy is not None and run.accuracy.change is None for run in runs):
+        about = "Where samples/ lacks an evaluation, the interval is that of a share (Wilson)."
+        results.append(Text(about))
+    curves: list[Block] = [Charts(charts, legend)]
+    if any(run.run.num_steps >= MANY for run in shown):
+        about = "Curves of many steps are moving averages; those of evaluations are not."
+        curves.append(Text(about))
+    if len(shown) < len(runs):
+        curves.append(Text(f"Curves are of the {len(shown)} runs with the best accuracy."))
+    findings = []
+    for run in runs:
+        first = next(iter(diagnose(run.run)), None)
+        words = f"{first.what} [{first.name}]" if first else "nothing found"
+        evidence = first.evidence[0] if first and first.evidence else ""
+        findings.append([run.name, words, escaped(evidence, 300)])
+    heads = ["run", "first finding of tunix-lite doctor", "what shows it"]
+    sections = [
+        Section("Results", results),
+        Section("Curves", curves),
+        Section("Where their settings differ", [*_differences(runs)]),
+        Section("What may be wrong", [Table(heads, findings)]),
+    ]
+    if (left_out := len(folders) - len(runs)) > 0:
         sections.insert(0, Section("", [Text(f"{left_out} more runs are left out.", True)]))
     ended = [run.status for run in runs]
     is_good = all(status == "completed" for status in ended)
@@ -131,24 +149,20 @@ def _best(runs: list[Compared]) -> list[Compared]:
     return sorted(runs, key=lambda r: r.accuracy.after.value if r.accuracy else -1, reverse=True)
 
 
-def _dashed(name: str, place: int) -> str:
-    return name if place < COLORS else f"{name} (dashed)"
-
-
-def _figures(runs: list[Compared]) -> Iterator[Figure]:
+def _figures(runs: list[Compared]) -> Iterator[tuple[str, str, str]]:
     best = _best(runs)[0]
     if best.accuracy is not None:
         value = number_text(best.accuracy.after.value, True)
         interval = interval_text(best.accuracy.after, True)
-        yield Figure("best held-out accuracy", value, f"{best.name}; 95 %: {interval}")
+        yield ("best held-out accuracy", value, f"{best.name}; 95 %: {interval}")
     rewards = [(run.run.series("reward/mean"), run.name) for run in runs]
     found = [(series.late, name) for series, name in rewards if series is not None]
     if found:
         value, name = max(found)
-        yield Figure("highest reward", number_text(value), f"{name}; last third of its steps")
+        yield ("highest reward", number_text(value), f"{name}; last third of its steps")
     steps = sum(run.run.num_steps for run in runs)
     seconds = sum(_seconds(run.run) for run in runs)
-    yield Figure("steps of all runs", f"{steps:,}", f"in {minutes(seconds)}")
+    yield ("steps of all runs", f"{steps:,}", f"in {minutes(seconds)}")
 
 
 def _seconds(run: Evidence) -> float:
@@ -163,26 +177,26 @@ def results_table(runs: list[Compared]) -> Table:
     """A row for each run: how it ended, what it reached, and what that took."""
     heads = ["run", "status", "steps", "accuracy before", "accuracy after", "95 % of it"]
     heads += ["best", "reward, last third", "time", "tokens/s"]
-    return Table(heads, [_result(run) for run in runs], numbers_from=2)
-
-
-def _result(compared_run: Compared) -> list[str]:
-    run = compared_run.run
-    row = [compared_run.name, compared_run.status]
-    row.append(str(run.rows[-1]["step"]) if run.rows else "0")
-    accuracy = compared_run.accuracy
-    best = run.series("eval/accuracy")
-    if accuracy is None or best is None:
-        row += ["", "", "", ""]
-    else:
-        row += [number_text(accuracy.before.value, True), number_text(accuracy.after.value, True)]
-        row += [interval_text(accuracy.after, True), number_text(best.largest, True)]
-    reward = run.series("reward/mean")
-    speed = run.series("perf/tokens_per_second")
-    row.append(number_text(reward.late) if reward is not None else "")
-    row.append(minutes(_seconds(run)))
-    row.append(number_text(speed.late) if speed is not None else "")
-    return row
+    rows = []
+    for compared_run in runs:
+        run = compared_run.run
+        row = [compared_run.name, compared_run.status]
+        row.append(str(run.rows[-1]["step"]) if run.rows else "0")
+        accuracy = compared_run.accuracy
+        best = run.series("eval/accuracy")
+        if accuracy is None or best is None:
+            row += ["", "", "", ""]
+        else:
+            ends = (accuracy.before.value, accuracy.after.value)
+            row += [number_text(value, True) for value in ends]
+            row += [interval_text(accuracy.after, True), number_text(best.largest, True)]
+        reward = run.series("reward/mean")
+        speed = run.series("perf/tokens_per_second")
+        row.append(number_text(reward.late) if reward is not None else "")
+        row.append(minutes(_seconds(run)))
+        row.append(number_text(speed.late) if speed is not None else "")
+        rows.append(row)
+    return Table(heads, rows, numbers_from=2)
 
 
 def table_lines(table: Table) -> list[str]:
@@ -199,11 +213,6 @@ def table_lines(table: Table) -> list[str]:
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def _about_intervals(runs: list[Compared]) -> Iterator[Block]:
-    if any(run.accuracy is not None and run.accuracy.change is None for run in runs):
-        yield Text("Where samples/ lacks an evaluation, the interval is that of a share (Wilson).")
 
 
 # ---- curves
@@ -226,13 +235,6 @@ def _chart(curve: Curve, runs: list[Compared]) -> Chart | None:
     if not any(any(line.values) for line in lines):
         return None
     return Chart(curve.title, lines, curve.is_share)
-
-
-def _about_curves(runs: list[Compared], shown: list[Compared]) -> Iterator[Block]:
-    if any(compared_run.run.num_steps >= MANY for compared_run in shown):
-        yield Text("Curves of many steps are moving averages; those of evaluations are not.")
-    if len(shown) < len(runs):
-        yield Text(f"Curves are of the {len(shown)} runs with the best accuracy.")
 
 
 # ---- differences and findings
@@ -266,14 +268,3 @@ def _differences(runs: list[Compared]) -> Iterator[Block]:
         yield Table(["setting", *(run.name for run in runs)], rows)
     if len(found) > MOST_SETTINGS:
         yield Text(f"{len(found) - MOST_SETTINGS} more settings differ.")
-
-
-def _findings(runs: list[Compared]) -> Block:
-    rows = []
-    for compared_run in runs:
-        found = diagnose(compared_run.run)
-        first = found[0] if found else None
-        words = f"{first.what} [{first.name}]" if first else "nothing found"
-        shown = first.evidence[0] if first and first.evidence else ""
-        rows.append([compared_run.name, words, escaped(shown, 300)])
-    return Table(["run", "first finding of tunix-lite doctor", "what shows it"], rows)

@@ -21,19 +21,19 @@ def phases(run: Evidence) -> list[tuple[str, float, int]]:
     rewards = _total(run, "time/rewards")
     collect = _total(run, "time/collect")
     update = _total(run, "time/update")
+    compiling = _total(run, "time/compile")
     evaluation = _total(run, "time/eval")
-    scorers = {
-        name.removeprefix("time/"): _total(run, name)
-        for name in sorted({key for row in run.rows for key in row if _is_scorer(key)})
-    }
+    times = {key for row in run.rows for key in row if key.startswith("time/")}
+    scorers = sorted(times - _OTHER_TIMES)
     found = [("sampling", *rollout), ("waiting for rewards", *rewards)]
-    found += [(f"pass of {escaped(name)}", *total) for name, total in scorers.items()]
+    for name in scorers:
+        found.append((f"pass of {escaped(name.removeprefix('time/'))}", *_total(run, name)))
     inside = sum(seconds for _, seconds, _ in found)
     found.append(("rest of collecting", max(collect[0] - inside, 0.0), collect[1]))
-    found += [("update", *update), ("evaluation", *evaluation)]
+    found += [("update", *update), ("compiling in steps", *compiling), ("evaluation", *evaluation)]
     seconds = run.status.get("seconds")
     if is_number(seconds):
-        rest = seconds - collect[0] - update[0] - evaluation[0]
+        rest = seconds - collect[0] - update[0] - compiling[0] - evaluation[0]
         found.append(("start, compiling, files", max(rest, 0.0), 0))
     return [phase for phase in found if phase[1] > 0]
 
@@ -45,16 +45,13 @@ _OTHER_TIMES = {
     "time/rewards",
     "time/collect",
     "time/update",
+    "time/compile",
     "time/eval",
     "time/step",
     "time/extra_rounds",
     "time/reward_p50",
     "time/reward_p99",
 }
-
-
-def _is_scorer(name: str) -> bool:
-    return name.startswith("time/") and name not in _OTHER_TIMES
 
 
 def _total(run: Evidence, name: str) -> tuple[float, int]:
@@ -99,9 +96,8 @@ def memory_blocks(run: Evidence) -> Iterator[Block]:
         total = sum(amount for _, amount in [*resident, *adds])
         parts = [(part, amount, size_text(amount)) for part, amount in [*resident, *adds]]
         yield Bar(f"{name}: {size_text(total)} on a device, planned", parts)
-        rows.append(
-            [name, size_text(sum(a for _, a in resident)), size_text(total), _share(total, whole)]
-        )
+        always = size_text(sum(amount for _, amount in resident))
+        rows.append([name, always, size_text(total), f"{total / whole:.1%}" if whole else ""])
     if rows:
         heads = ["phase", "always there", "peak planned", "of the device"]
         yield Table(heads, rows, 1, "From plan.json, made before the first step.")
@@ -130,10 +126,6 @@ def size_text(amount: float) -> str:
     return f"{amount / GiB:.2f} GiB" if amount < 100 * GiB else f"{amount / GiB:,.0f} GiB"
 
 
-def _share(amount: float, whole: float) -> str:
-    return f"{amount / whole:.1%}" if whole else ""
-
-
 def sent_blocks(run: Evidence) -> Iterator[Block]:
     plan = read_plan(run.folder, [])
     rows = []
@@ -141,8 +133,12 @@ def sent_blocks(run: Evidence) -> Iterator[Block]:
     for program in programs if isinstance(programs, list) else ():
         listed = program.get("collectives") if isinstance(program, dict) else None
         for found in listed if isinstance(listed, list) else ():
-            if isinstance(found, dict):
-                rows.append([escaped(str(program.get("name"))), *_collective(found)])
+            if not isinstance(found, dict):
+                continue
+            sent = found.get("sent_bytes")
+            cells = [escaped(str(found.get(key, ""))) for key in ("kind", "axis", "count")]
+            cells.append(f"{sent / 1e6:,.3g}" if is_number(sent) else "")
+            rows.append([escaped(str(program.get("name"))), *cells])
     if rows:
         heads = ["program", "collective", "axis", "times", "sent by a device, MB"]
         note = "What the compiled programs send in one call, from plan.json."
@@ -151,9 +147,3 @@ def sent_blocks(run: Evidence) -> Iterator[Block]:
         yield Text("Nothing: the compiled programs send nothing from device to device.")
     if (run.folder / "communication.md").is_file():
         yield Text("communication.md lists each collective of an update, trace/ has the profile.")
-
-
-def _collective(found: dict) -> list[str]:
-    sent = found.get("sent_bytes")
-    cells = [escaped(str(found.get(key, ""))) for key in ("kind", "axis", "count")]
-    return [*cells, f"{sent / 1e6:,.3g}" if is_number(sent) else ""]

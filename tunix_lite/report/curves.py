@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tunix_lite.report.charts import Chart, Line, number_text, smoothed, sparkline
+from tunix_lite.report.charts import Chart, Line, number_text, smoothed
 from tunix_lite.report.evidence import Evidence, Series
 from tunix_lite.report.page import Block, Charts, Folded, Table, Text
 from tunix_lite.tracking.console import as_words
+from tunix_lite.tracking.dashboard import spark_bars
 
 # steps from which on a curve is smoothed
 MANY = 20
@@ -58,21 +59,28 @@ def curves(run: Evidence, chosen: tuple[Curve, ...] = CURVES) -> list[Chart]:
     charts = []
     for curve in chosen:
         lines = []
-        for color, name in enumerate(metrics_of(run, curve)):
-            series = run.series(name)
-            if series is not None:
-                lines += _lines(series, color, _legend_name(curve, color, name))
-        if any(any(line.values) for line in lines):
-            charts.append(Chart(curve.title, lines, curve.is_share, _note(run, curve)))
+        names = metrics_of(run, curve)
+        for color, metric in enumerate(names):
+            series = run.series(metric)
+            if series is None:
+                continue
+            name = as_words(metric.rpartition("/")[2])
+            if color < len(curve.names):
+                name = curve.names[color]
+            lines += _lines(series, color, name if len(curve.metrics) > 1 else "")
+        if not any(any(line.values) for line in lines):
+            continue
+
+        # Beside the title: the first and the last number of the first metric.
+        note = ""
+        series = run.series(names[0])
+        if series is not None:
+            ends = (series.early, series.late)
+            if series.name.startswith("eval/") or series.name == "train/learning_rate":
+                ends = (series.first, series.last)
+            note = " → ".join(number_text(value, curve.is_share) for value in ends)
+        charts.append(Chart(curve.title, lines, curve.is_share, note))
     return charts
-
-
-def _legend_name(curve: Curve, place: int, metric: str) -> str:
-    if len(curve.metrics) == 1:
-        return ""
-    if place < len(curve.names):
-        return curve.names[place]
-    return as_words(metric.rpartition("/")[2])
 
 
 def curve_blocks(run: Evidence) -> Iterator[Block]:
@@ -114,18 +122,6 @@ def span_of(count: int) -> float:
     return max(count / 12, 4)
 
 
-def _note(run: Evidence, curve: Curve) -> str:
-    names = metrics_of(run, curve)
-    series = run.series(names[0]) if names else None
-    if series is None:
-        return ""
-    ends = (series.early, series.late)
-    if series.name.startswith("eval/") or series.name == "train/learning_rate":
-        ends = (series.first, series.last)
-    first, last = (number_text(value, curve.is_share) for value in ends)
-    return f"{first} → {last}"
-
-
 def number_blocks(run: Evidence) -> Block:
     """Every curve in numbers."""
     rows = []
@@ -136,6 +132,6 @@ def number_blocks(run: Evidence) -> Block:
                 continue
             values = (series.first, series.last, series.values.min(), series.largest)
             cells = [f"{value:.4g}" for value in (*values, series.early, series.late)]
-            rows.append([name, sparkline(series.values.tolist(), 16), *cells])
+            rows.append([name, spark_bars(series.values.tolist(), 16), *cells])
     heads = ["metric", "curve", "first", "last", "least", "most", "first third", "last third"]
     return Folded("first, last, least and most of each metric", Table(heads, rows, 2))

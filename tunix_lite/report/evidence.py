@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.files.untrusted import (
+    MOST_SAMPLE_LINE,
     parse_object,
     read_lines,
     read_object,
@@ -17,7 +18,7 @@ from tunix_lite.files.untrusted import (
 )
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
-from tunix_lite.tracking.rundir import RunDir
+from tunix_lite.tracking.rundir import RunDir, with_chosen_values
 
 # most steps of metrics.jsonl that are looked at: the first ones
 MOST_STEPS = 100_000
@@ -70,11 +71,6 @@ class Series:
     def largest(self) -> float:
         return float(self.values.max())
 
-    @property
-    def is_all(self) -> Callable[[float], bool]:
-        """Whether all values are this one."""
-        return lambda value: bool((self.values == value).all())
-
     def where(self, chosen: np.ndarray) -> "Series":
         return Series(self.name, self.steps[chosen], self.values[chosen])
 
@@ -110,18 +106,23 @@ class Evidence:
     architecture: dict
     # files that could not be read, and why
     unread: list[str] = field(default_factory=list)
+    # metrics that were read out of the rows: the detectors ask for the same few again and again
+    _columns: dict[str, Series | None] = field(default_factory=dict, init=False, compare=False)
 
     def series(self, name: str, at_rollouts: bool = False) -> Series | None:
         """A metric; None if no step has it. at_rollouts: only of the first update of a rollout."""
-        rows = self.evaluations if name.startswith("eval/") else self.rows
-        found = [(r["step"], r[name]) for r in rows if is_number(r.get(name))]
-        if at_rollouts:
-            every = self.number("algorithm.updates_per_rollout", 1)
-            found = [(step, value) for step, value in found if (step - 1) % max(every, 1) == 0]
-        if not found:
-            return None
-        steps, values = zip(*found)
-        return Series(name, np.array(steps), np.array(values, np.float64))
+        if name not in self._columns:
+            rows = self.evaluations if name.startswith("eval/") else self.rows
+            found = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
+            steps, values = zip(*found) if found else ((), ())
+            column = Series(name, np.array(steps), np.array(values, np.float64))
+            self._columns[name] = column if found else None
+        column = self._columns[name]
+        if column is None or not at_rollouts:
+            return column
+        every = max(self.number("algorithm.updates_per_rollout", 1), 1)
+        first = (column.steps - 1) % every == 0
+        return column.where(first) if first.any() else None
 
     def setting(self, name: str) -> Any:
         """A setting by its dotted name; None if it is not known."""
@@ -177,9 +178,14 @@ def read_evidence(folder: Path) -> Evidence:
     status = _read(unread, run_dir.status, read_object)
     model = _read(unread, folder / RunDir.MODEL, read_object).get("model")
     architecture = model.get("architecture") if isinstance(model, dict) else None
+
+    # The settings that Hydra kept, with the values that the run chose; of a run from Python those
+    # of its fingerprint, which are fewer.
+    settings = _read(unread, folder / ".hydra" / "config.yaml", read_yaml)
+    fingerprint = _read(unread, run_dir.fingerprint, read_object)
     return Evidence(
         folder=folder,
-        settings=_read_settings(run_dir, unread),
+        settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
         rows=rows,
         evaluations=evaluations,
         samples=_read_samples(folder, unread),
@@ -198,13 +204,6 @@ def _read(unread: list[str], file: Path, reader: Callable[[Path], dict]) -> dict
     except ValueError as error:
         unread.append(escaped(str(error)))
         return {}
-
-
-def _read_settings(run_dir: RunDir, unread: list[str]) -> dict:
-    """The settings that Hydra kept; of a run from Python those of its fingerprint, which are
-    fewer."""
-    settings = _read(unread, run_dir.path / ".hydra" / "config.yaml", read_yaml)
-    return settings or _read(unread, run_dir.fingerprint, read_object)
 
 
 def _read_metrics(run_dir: RunDir, unread: list[str]) -> tuple[list[dict], list[dict]]:
@@ -263,13 +262,11 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
     """The completions of a step, or of the evaluation after it, as samples/ has them; None if there
     is no file of it. Only the first MOST_SAMPLES lines and MOST_SAMPLE_BYTES. Raises ValueError."""
     file = _sample_file(folder, step, name)
-    return _sample_rows(file) if file.is_file() else None
-
-
-def _sample_rows(file: Path) -> list[dict]:
+    if not file.is_file():
+        return None
     rows = []
     num_bytes = 0
-    for number, (line, is_whole) in enumerate(read_lines(file), 1):
+    for number, (line, is_whole) in enumerate(read_lines(file, MOST_SAMPLE_LINE), 1):
         num_bytes += len(line)
         if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
             break

@@ -1,12 +1,12 @@
-"""What may be wrong with a run that does not learn: one function a fault, from its files alone.
+"""Finds what may be wrong with a run that does not learn, from its files alone.
 
-Each takes the evidence and gives a finding, or None where the files do not show it. A metric that a
-run does not have shows nothing. WEIGHTS orders the findings: causes before what follows from them.
+FAULTS is the table of the checks. A check takes the run and the metrics that its row names. It
+gives what shows the fault and what to try, or None. Its docstring is what the finding says, unless
+the check gives other words. A metric that a run does not have shows nothing.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,45 +14,10 @@ import numpy as np
 
 from tunix_lite.report.evidence import MOST_NUMBER, Evidence, Series, excerpt
 
-# What a finding weighs. A cause weighs more than its symptoms: a run at a temperature of 5 has cut
-# completions and no rewards, too.
-WEIGHTS = {
-    "updates_skipped": 100,
-    "learning_rate_zero": 98,
-    "rewards_fail": 96,
-    "groups_mixed": 94,
-    "sampler_gap": 92,
-    "sampler_stale": 91,
-    "reward_of_prompt": 90,
-    "reward_sign": 89,
-    "rewards_constant": 88,
-    "temperature_high": 86,
-    "step_too_large": 84,
-    "never_ends": 82,
-    "truncated": 80,
-    "stop_text": 79,
-    "parse_failures": 78,
-    "repetition_penalty": 77,
-    "tokens_cut_off": 77,
-    "completions_identical": 76,
-    "temperature_low": 75,
-    "all_wrong": 74,
-    "all_right": 73,
-    "repeated_prompts": 72,
-    "warm_up_not_over": 70,
-    "step_too_small": 68,
-    "kl_dominates": 66,
-    "kl_large": 64,
-    "entropy_collapse": 62,
-    "outside_of_clip": 60,
-    "expected_answers": 59,
-    "evaluation_falls": 58,
-    "held_out_in_train": 57,
-    "groups_agree": 56,
-    "schedule_over": 54,
-    "lengths": 40,
-    "failed": 30,
-}
+# The evidence, and overrides to try; last, what the finding says in place of the docstring.
+Shown = tuple[list[str], list[str]] | tuple[list[str], list[str], str] | None
+AGREE = "reward/groups_that_agree"
+CORRECT = "completions/correct"
 
 
 @dataclass(frozen=True)
@@ -72,55 +37,58 @@ class Finding:
 
     @property
     def weight(self) -> int:
-        return WEIGHTS[self.name]
+        return next(weight for weight, check, *_ in FAULTS if check.__name__ == self.name)
+
+
+def diagnose(run: Evidence) -> list[Finding]:
+    """All findings, the heaviest first."""
+    findings = []
+    for _, check, *metrics in FAULTS:
+        series = [run.series(metric) for metric in metrics]
+        shown = None if any(one is None for one in series) else check(run, *series)
+        if shown is not None:
+            evidence, overrides, *what = shown
+            words = " ".join(check.__doc__.split()).removesuffix(".")
+            what = what or [words[0].lower() + words[1:]]
+            findings.append(Finding(check.__name__, *what, evidence, overrides))
+    return findings
 
 
 # ---- the update
 
 
-def updates_skipped(run: Evidence) -> Finding | None:
-    """Updates that were not finite, and were not made."""
-    skipped = run.series("train/skipped")
-    if skipped is None or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
-        return None
+def updates_skipped(run: Evidence, skipped: Series) -> Shown:
+    """Updates are not finite, so they are not made."""
     made = skipped.where(skipped.values > 0)
-    if not len(made):
+    if not len(made) or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
         return None
-    rate = run.number("optimizer.learning_rate", 0.0)
     first = int(made.steps[0])
-    overrides = [f"tunix-lite replay {run.folder} skipped={first}"]
-    if rate:
-        overrides.insert(0, f"optimizer.learning_rate={rate / 10:.3g}")
-    return Finding(
-        "updates_skipped",
-        "updates are not finite, so they are not made",
-        [f"train/skipped is 1 in {len(made)} of {len(skipped)} steps, first in step {first}"],
-        overrides,
-    )
+    shown = f"train/skipped is 1 in {len(made)} of {len(skipped)} steps, first in step {first}"
+    return [shown], [
+        *_slower(run, 10),
+        f"tunix-lite replay {run.folder} skipped={first}",
+    ]
 
 
-def learning_rate_zero(run: Evidence) -> Finding | None:
-    """Nothing moves."""
+def _slower(run: Evidence, times: float) -> list[str]:
+    """The learning rate over so many times; nothing where it is not known."""
+    rate = run.number("optimizer.learning_rate", 0.0)
+    return [f"optimizer.learning_rate={rate / times:.3g}"] if rate else []
+
+
+def learning_rate_zero(run: Evidence) -> Shown:
+    """The weights do not move."""
     rates = run.series("train/learning_rate")
     moved = run.series("train/update_norm")
+    gradient = run.series("train/grad_norm")
+    has_gradient = not _all_skipped(run) and (gradient is None or gradient.largest > 0)
     if rates is not None and rates.largest == 0:
         shown = f"train/learning_rate is 0 in all {len(rates)} steps"
-    elif moved is not None and moved.largest == 0 and not _teaches_nothing(run):
+    elif moved is not None and moved.largest == 0 and has_gradient:
         shown = f"train/update_norm is 0 in all {len(moved)} steps"
     else:
         return None
-    return Finding(
-        "learning_rate_zero",
-        "the weights do not move",
-        [shown],
-        ["optimizer.learning_rate=1e-4 (a small model), 1e-6 (a large one)"],
-    )
-
-
-def _teaches_nothing(run: Evidence) -> bool:
-    """Whether there was no gradient to move by."""
-    gradient = run.series("train/grad_norm")
-    return _all_skipped(run) or (gradient is not None and gradient.largest == 0)
+    return [shown], ["optimizer.learning_rate=1e-4 (a small model), 1e-6 (a large one)"]
 
 
 def _all_skipped(run: Evidence) -> bool:
@@ -128,40 +96,28 @@ def _all_skipped(run: Evidence) -> bool:
     return skipped is not None and skipped.values.all()
 
 
-def warm_up_not_over(run: Evidence) -> Finding | None:
-    """All steps so far lie in the first part of the warm-up."""
+def warm_up_not_over(run: Evidence, rates: Series) -> Shown:
+    """The learning rate is still warming up."""
     steps = run.number("optimizer.warmup_steps", 0)
     peak = run.number("optimizer.learning_rate", 0.0)
-    rates = run.series("train/learning_rate")
-    if rates is None or not peak or run.num_steps < 5 or rates.largest > 0.2 * peak:
+    if not peak or not 5 <= run.num_steps < steps or not 0 < rates.largest <= 0.2 * peak:
         return None
-    if run.num_steps >= steps or rates.largest == 0:
-        return None
-    return Finding(
-        "warm_up_not_over",
-        "the learning rate is still warming up",
-        [
-            f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps, of "
-            f"{peak:.3g}; optimizer.warmup_steps={steps:g}"
-        ],
-        [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"],
+    shown = (
+        f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps, of "
+        f"{peak:.3g}; optimizer.warmup_steps={steps:g}"
     )
+    return [shown], [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
 
 
-def schedule_over(run: Evidence) -> Finding | None:
-    """The learning rate has been 0 for a good part of the run."""
-    rates = run.series("train/learning_rate")
-    if rates is None or rates.largest == 0:
+def schedule_over(run: Evidence, rates: Series) -> Shown:
+    """The learning rate fell to 0 long before the end."""
+    if rates.largest == 0 or _all_skipped(run):
         return None
     trailing = len(rates) - 1 - int(np.flatnonzero(rates.values > 0)[-1])
-    if trailing < max(3, len(rates) // 5) or _all_skipped(run):
+    if trailing < max(3, len(rates) // 5):
         return None
-    return Finding(
-        "schedule_over",
-        "the learning rate fell to 0 long before the end",
-        [f"train/learning_rate is 0 in the last {trailing} of {len(rates)} steps"],
-        ["optimizer.schedule=constant"],
-    )
+    shown = f"train/learning_rate is 0 in the last {trailing} of {len(rates)} steps"
+    return [shown], ["optimizer.schedule=constant"]
 
 
 # What an update may move a weight, relative to a weight's usual size of 1 / sqrt(embed_dim). The
@@ -180,8 +136,7 @@ def relative_step(run: Evidence) -> Series | None:
     """
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
-    name = "trained_parameters" if rank else "parameters"
-    count = run.status.get(name)
+    count = run.status.get("trained_parameters" if rank else "parameters")
     width = run.architecture.get("embed_dim")
     if moved is None or not _is_count(count) or not _is_count(width):
         return None
@@ -198,62 +153,47 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 < value < MOST_NUMBER
 
 
-def step_too_large(run: Evidence) -> Finding | None:
-    """Updates so large that the policy is lost."""
-    rate = run.number("optimizer.learning_rate", 0.0)
-    step = relative_step(run)
-    is_large = step is not None and step.largest > LARGE_STEP
-    fell = _fell(run)
-    rises = _worse(run)
-    # Adapters are usually given steps ten times as large, and bear them.
-    enough = 16 * LARGE_STEP if run.number("model.lora.rank", 0) else 4 * LARGE_STEP
-    if not (is_large and (fell or rises or step.largest > enough)) and not (
-        step is None and len(fell) >= 1 and rises
-    ):
-        return None
-    shown = []
-    if step is not None:
-        shown.append(
-            f"an update moves a weight by {step.largest:.2%} of its usual size (step "
-            f"{step.at_largest()}); {LARGE_STEP:.1%} is much"
-        )
-    return Finding(
-        "step_too_large",
-        "the updates are so large that they destroy the policy",
-        [*shown, *fell, *rises],
-        [f"optimizer.learning_rate={rate / 100:.3g}" if rate else "a smaller learning rate"],
-    )
-
-
-def _fell(run: Evidence) -> list[str]:
-    """What the policy could do at first and cannot now."""
-    found = []
-    for name in ("completions/correct", "reward/mean", "eval/accuracy"):
+def step_too_large(run: Evidence) -> Shown:
+    """The updates are so large that they destroy the policy."""
+    # What the policy could do at first and cannot now.
+    fell = []
+    for name in (CORRECT, "reward/mean", "eval/accuracy"):
         series = run.series(name)
         if series is None or len(series) < 2:
             continue
         if series.first > 0.1 and series.late < 0.5 * series.first:
-            found.append(f"{name} {series.first:.3g} → {series.late:.3g}")
-    return found
+            fell.append(f"{name} {series.first:.3g} → {series.late:.3g}")
 
-
-def _worse(run: Evidence) -> list[str]:
-    """Signs of a policy that was thrown far from where it was."""
-    found = []
+    # Signs of a policy that was thrown far from where it was.
+    rises = []
     outside = run.series("train/ratio_outside_clip")
     if outside is not None and len(outside) > 2 and outside.late > 0.3:
-        found.append(outside.told())
+        rises.append(outside.told())
     entropy = run.series("train/entropy")
     if entropy is not None and len(entropy) > 2 and entropy.first > 0:
-        if entropy.late > 5 * entropy.first and entropy.late > 0.5:
-            found.append(entropy.told())
-        if entropy.late < 0.05 * entropy.first:
-            found.append(entropy.told())
-    return found
+        exploded = entropy.late > 5 * entropy.first and entropy.late > 0.5
+        if exploded or entropy.late < 0.05 * entropy.first:
+            rises.append(entropy.told())
+
+    step = relative_step(run)
+    if step is None:
+        shown = []
+        is_lost = bool(fell and rises)
+    else:
+        # Adapters are usually given steps ten times as large, and bear them.
+        enough = (16 if run.number("model.lora.rank", 0) else 4) * LARGE_STEP
+        is_lost = step.largest > (LARGE_STEP if fell or rises else enough)
+        shown = [
+            f"an update moves a weight by {step.largest:.2%} of its usual size (step "
+            f"{step.at_largest()}); {LARGE_STEP:.1%} is much"
+        ]
+    if not is_lost:
+        return None
+    return [*shown, *fell, *rises], _slower(run, 100) or ["a smaller learning rate"]
 
 
-def step_too_small(run: Evidence) -> Finding | None:
-    """Updates so small that nothing happens in the steps there are."""
+def step_too_small(run: Evidence) -> Shown:
+    """The updates are so small that nothing moves."""
     step = relative_step(run)
     if step is None or run.num_steps < 5 or not 0 < step.largest < SMALL_STEP:
         return None
@@ -268,9 +208,7 @@ def step_too_small(run: Evidence) -> Finding | None:
     if gradient is not None and clip and np.median(gradient.values) > 100 * clip:
         shown.append(f"train/grad_norm {gradient.mean:.3g} is clipped to {clip:g}")
         overrides.insert(0, "optimizer.max_grad_norm=1")
-    return Finding(
-        "step_too_small", "the updates are so small that nothing moves", shown, overrides
-    )
+    return shown, overrides
 
 
 # ---- the sampler and the trainer
@@ -280,71 +218,59 @@ def step_too_small(run: Evidence) -> Finding | None:
 LARGE_GAP = 0.05
 
 
-def sampler_gap(run: Evidence) -> Finding | None:
-    """From the first step on the trainer gives sampled tokens other log-probabilities."""
+def sampler_gap(run: Evidence) -> Shown:
+    """The sampler and the trainer disagree about the same tokens: other tokens, another
+    temperature, or log-probabilities at another place."""
     gap = run.series("train/sampler_gap", at_rollouts=True)
     if gap is None or gap.first < LARGE_GAP:
         return None
-    shown = [f"train/sampler_gap {gap.first:.3g} nats a token in step {gap.steps[0]}, before "]
-    shown[0] += "anything was learned; rounding gives 1e-7 in float32 and 1e-2 in bfloat16"
+    shown = [
+        f"train/sampler_gap {gap.first:.3g} nats a token in step {gap.steps[0]}, before anything "
+        "was learned; rounding gives 1e-7 in float32 and 1e-2 in bfloat16"
+    ]
     widest = run.series("train/sampler_gap_max", at_rollouts=True)
     if widest is not None:
         shown.append(f"train/sampler_gap_max {widest.first:.3g}")
-    overrides = ["algorithm.old_logprobs=whole", "rollout.cache=compute"]
-    overrides.append("compare the log-probabilities of one sequence: they may be shifted by one")
-    return Finding(
-        "sampler_gap",
-        "the sampler and the trainer disagree about the same tokens: other tokens, another "
-        "temperature, or log-probabilities at another place",
-        shown,
-        overrides,
-    )
+    return shown, [
+        "algorithm.old_logprobs=whole",
+        "rollout.cache=compute",
+        "compare the log-probabilities of one sequence: they may be shifted by one",
+    ]
 
 
-def sampler_stale(run: Evidence) -> Finding | None:
-    """The gap is nothing at first, and grows with the steps: the sampler has old weights."""
+def sampler_stale(run: Evidence) -> Shown:
+    """The sampler does not have the weights that learn: the gap grows with the updates."""
     gap = run.series("train/sampler_gap", at_rollouts=True)
     if gap is None or len(gap) < 3 or gap.first >= LARGE_GAP:
         return None
-    floor = max(gap.first, 1e-6)
-    if gap.late < 30 * floor or gap.late < 2e-3:
+    if gap.late < 30 * max(gap.first, 1e-6) or gap.late < 2e-3:
         return None
-    return Finding(
-        "sampler_stale",
-        "the sampler does not have the weights that learn: the gap grows with the updates",
-        [gap.told()],
-        ["give the sampler the weights of every step (policy.generate(params, ...))"],
-    )
+    return [gap.told()], [
+        "give the sampler the weights of every step (policy.generate(params, ...))"
+    ]
 
 
-def outside_of_clip(run: Evidence) -> Finding | None:
-    """So many tokens lie outside of the clip that a rollout teaches less with each update."""
-    outside = run.series("train/ratio_outside_clip")
-    if outside is None or outside.largest < 0.1:
-        return None
+def outside_of_clip(run: Evidence, outside: Series) -> Shown:
+    """The policy leaves the clip within a rollout, so many tokens have no gradient."""
     accuracy = run.series("eval/accuracy") or run.series("reward/mean")
     fell = accuracy is not None and accuracy.last < accuracy.first - 0.05
-    if outside.late < 0.3 and not fell:
+    if outside.largest < 0.1 or (outside.late < 0.3 and not fell):
         return None
     updates = int(run.number("algorithm.updates_per_rollout", 1))
-    rate = run.number("optimizer.learning_rate", 0.0)
-    overrides = [f"optimizer.learning_rate={rate / 10:.3g}"] if rate else []
+    overrides = _slower(run, 10)
     if updates > 1:
         overrides.insert(0, f"algorithm.updates_per_rollout={max(updates // 2, 1)}")
-    shown = [f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}"]
-    shown.append(f"algorithm.updates_per_rollout={updates}")
+    shown = [
+        f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}",
+        f"algorithm.updates_per_rollout={updates}",
+    ]
     if fell:
         shown.append(f"{accuracy.name} {accuracy.first:.3g} → {accuracy.last:.3g}")
-    return Finding(
-        "outside_of_clip",
-        "the policy leaves the clip within a rollout, so many tokens have no gradient",
-        shown,
-        overrides,
-    )
+    return shown, overrides
 
 
-def kl_dominates(run: Evidence) -> Finding | None:
-    """The KL term is so strong that the reward does not count."""
+def kl_dominates(run: Evidence) -> Shown:
+    """The KL term holds the policy where it began."""
     coef = run.number("algorithm.kl_coef", 0.0)
     reward = run.series("reward/mean")
     kl = run.series("train/kl")
@@ -356,43 +282,36 @@ def kl_dominates(run: Evidence) -> Finding | None:
     if weighs:
         shown.append(f"kl_coef x train/kl is {coef * kl.late:.3g}, beside rewards of 0 to 1")
     shown += [series.told() for series in (kl, reward) if series is not None]
-    return Finding(
-        "kl_dominates",
-        "the KL term holds the policy where it began",
-        shown,
-        ["algorithm.kl_coef=0.01"],
-    )
+    return shown, ["algorithm.kl_coef=0.01"]
 
 
-def kl_large(run: Evidence) -> Finding | None:
-    """The policy has run away from its reference."""
-    kl = run.series("train/kl")
-    if kl is None or kl.late < 1.0:
+def kl_large(run: Evidence, kl: Series) -> Shown:
+    """The policy is far from its reference."""
+    if kl.late < 1.0:
         return None
     coef = run.number("algorithm.kl_coef", 0.0)
-    rate = run.number("optimizer.learning_rate", 0.0)
-    return Finding(
-        "kl_large",
-        "the policy is far from its reference",
-        [f"{kl.told()} nats a token"],
-        [f"algorithm.kl_coef={coef * 5:.3g}", f"optimizer.learning_rate={rate / 10:.3g}"],
-    )
+    overrides = [f"algorithm.kl_coef={coef * 5:.3g}", *_slower(run, 10)]
+    return [f"{kl.told()} nats a token"], overrides
 
 
 # ---- rewards and groups
 
 
-def rewards_fail(run: Evidence) -> Finding | None:
-    """Rewards that raise, take too long, or give no number."""
+def rewards_fail(run: Evidence) -> Shown:
+    """Reward functions fail, and what they should have judged teaches nothing."""
     counted = {}
     for kind in ("errors", "timeouts", "crashes", "not_numbers"):
         series = run.series(f"rewards/{kind}")
         if series is not None and series.values.sum() > 0:
             counted[kind] = series
     dropped = run.share(lambda row: "reward" in row and row["reward"] is None)
-    calls = _completions_a_step(run)
+
+    # Completions of a step, by the settings or else as samples/ has them.
+    calls = int(run.number("training.prompts_per_step", 0)) * run.group_size
+    if calls <= 0 or run.group_size < 2:
+        calls = next((len(rows) for rows in run.samples.values()), 0)
     worst = max((series.mean for series in counted.values()), default=0.0)
-    is_common = calls is not None and worst >= 0.05 * calls
+    is_common = calls and worst >= 0.05 * calls
     if not is_common and not (dropped is not None and dropped >= 0.05) and worst < 8:
         return None
     shown = [
@@ -400,71 +319,53 @@ def rewards_fail(run: Evidence) -> Finding | None:
         f"{series.steps[np.flatnonzero(series.values)[0]]}"
         for kind, series in counted.items()
     ]
-    if calls:
-        shown[0:1] = [f"{text} (of {calls} completions)" for text in shown[0:1]]
+    if calls and shown:
+        shown[0] += f" (of {calls} completions)"
     if dropped:
         shown.append(f"{dropped:.0%} of the completions in samples/ have no reward")
     overrides = []
     if "timeouts" in counted:
-        seconds = run.number("rewards.timeout", 10.0)
-        overrides.append(f"rewards.timeout={3 * seconds:g}")
+        overrides.append(f"rewards.timeout={3 * run.number('rewards.timeout', 10.0):g}")
     if run.setting("rewards.on_error") != "raise":
         overrides.append("rewards.on_error=raise (ends the run with the error of the function)")
-    return Finding(
-        "rewards_fail",
-        "reward functions fail, and what they should have judged teaches nothing",
-        shown,
-        overrides or ["train.log has the errors"],
-    )
+    return shown, overrides or ["train.log has the errors"]
 
 
-def _completions_a_step(run: Evidence) -> int | None:
-    prompts = int(run.number("training.prompts_per_step", 0))
-    if prompts > 0 and run.group_size > 1:
-        return prompts * run.group_size
-    sizes = [len(rows) for rows in run.samples.values()]
-    return sizes[0] if sizes else None
+def _groups(run: Evidence) -> list[tuple[int, list[dict]]]:
+    """All groups of samples/, with their step."""
+    return [(step, group) for step in run.samples for group in run.groups(step)]
 
 
-def _has_one_reward(run: Evidence) -> bool:
-    """Whether advantages follow one reward: of several, each may be normalised alone, and what an
-    algorithm adds to it is not in the files."""
+def groups_mixed(run: Evidence) -> Shown:
+    """Advantages are not those of the completions of one prompt."""
+    groups = _groups(run)
+    mixed = [step for step, group in groups if len({row.get("prompt") for row in group}) > 1]
+    # Within a group equal rewards have equal advantages, and higher ones higher. That is so where
+    # advantages follow one reward: of several, each may be normalised alone, and what an algorithm
+    # adds to it is not in the files.
     adds = run.setting("algorithm.shaping") is not None
-    if adds or run.setting("algorithm.kl_estimator") == "k1_reward":
-        return False
-    row = run.sampled[0] if run.sampled else {}
-    rewards = row.get("rewards")
-    return not isinstance(rewards, dict) or len(rewards) < 2
-
-
-def groups_mixed(run: Evidence) -> Finding | None:
-    """Completions of different prompts are compared as one group."""
-    found = [(step, group) for step in run.samples for group in run.groups(step)]
-    mixed = [step for step, group in found if len({row.get("prompt") for row in group}) > 1]
-    # Within a group equal rewards have equal advantages, and higher ones higher.
-    wrong = [step for step, group in found if _has_one_reward(run) and _against_rewards(group, run)]
-    if len(mixed) + len(wrong) < max(2, len(found) // 5):
+    adds = adds or run.setting("algorithm.kl_estimator") == "k1_reward"
+    rewards = run.sampled[0].get("rewards") if run.sampled else None
+    has_one = not adds and not (isinstance(rewards, dict) and len(rewards) > 1)
+    wrong = [step for step, group in groups if has_one and _against_rewards(group, run)]
+    if len(mixed) + len(wrong) < max(2, len(groups) // 5):
         return None
     shown = []
     if mixed:
-        shown.append(f"{len(mixed)} of {len(found)} groups of samples/ hold different prompts")
+        shown.append(f"{len(mixed)} of {len(groups)} groups of samples/ hold different prompts")
     if wrong:
         shown.append(
-            f"in {len(wrong)} of {len(found)} groups the advantages do not follow the rewards, "
+            f"in {len(wrong)} of {len(groups)} groups the advantages do not follow the rewards, "
             f"such as two of one reward that differ (step {wrong[0]})"
         )
-    return Finding(
-        "groups_mixed",
-        "advantages are not those of the completions of one prompt",
-        shown,
-        [f"row p * {run.group_size} + g must be completion g of prompt p: see collect"],
-    )
+    size = run.group_size
+    return shown, [f"row p * {size} + g must be completion g of prompt p: see collect"]
 
 
 def _against_rewards(group: list[dict], run: Evidence) -> bool:
     """Whether two advantages of one reward differ, or the higher is that of the lower reward."""
     pairs = [(row.get("reward"), row.get("advantage")) for row in group]
-    pairs = [(r, a) for r, a in pairs if type(r) in (int, float) and type(a) in (int, float)]
+    pairs = [(r, a) for r, a in pairs if _is_number(r) and _is_number(a)]
     if len(pairs) < 2:
         return False
     rewards, advantages = np.array(pairs, np.float64).T
@@ -473,97 +374,103 @@ def _against_rewards(group: list[dict], run: Evidence) -> bool:
             return True
     centred = rewards - rewards.mean()
     if np.ptp(rewards) < 1e-9:
-        is_whole = len(pairs) == run.group_size
-        return is_whole and bool(np.abs(advantages).max() > 0.2)
+        return len(pairs) == run.group_size and bool(np.abs(advantages).max() > 0.2)
     # Opposite signs, both of some size: baselines and scales of all kinds keep the order.
     order = (centred[:, None] - centred[None]) * (advantages[:, None] - advantages[None])
     size = np.abs(centred[:, None] - centred[None]) * np.ptp(advantages)
     return bool((order < -0.1 * size).any())
 
 
-def reward_sign(run: Evidence) -> Finding | None:
-    """What is right is rewarded less than what is wrong."""
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def reward_of_prompt(run: Evidence) -> Shown:
+    """The reward depends on the prompt alone, so it says nothing of a completion."""
+    mixed = []
+    values = set()
+    for _, group in _groups(run):
+        rewards = {row["reward"] for row in group if _is_number(row.get("reward"))}
+        values |= rewards
+        if len({row.get("correct") for row in group}) > 1:
+            mixed.append(len(rewards) == 1)
+    if len(mixed) < 4 or not all(mixed) or len(values) < 2:
+        return None
+    shown = (
+        f"in {len(mixed)} groups of samples/ some completions are right, some wrong, and all "
+        "of a group have one reward"
+    )
+    return [shown], [
+        "task.rewards: a function that reads the completion, (completion, example) -> number"
+    ]
+
+
+def reward_sign(run: Evidence) -> Shown:
+    """The reward is higher for what the task calls wrong."""
     pairs = [
         (row["reward"], row["correct"])
         for row in run.sampled
-        if type(row.get("reward")) in (int, float) and type(row.get("correct")) is bool
+        if _is_number(row.get("reward")) and type(row.get("correct")) is bool
     ]
     shown = []
-    if len(pairs) >= 16:
-        rewards, right = np.array(pairs, np.float64).T
-        if 0 < right.mean() < 1 and _is_below(rewards[right > 0], rewards[right == 0]):
+    rewards, right = np.array(pairs, np.float64).reshape(-1, 2).T
+    if len(pairs) >= 16 and 0 < right.mean() < 1:
+        ours = rewards[right > 0]
+        others = rewards[right == 0]
+        noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
+        if ours.mean() < others.mean() - max(4 * noise, 1e-6):
             shown.append(
-                f"in samples/ a right completion has the reward {rewards[right > 0].mean():.3g}, a "
-                f"wrong one {rewards[right == 0].mean():.3g}"
+                f"in samples/ a right completion has the reward {ours.mean():.3g}, a wrong one "
+                f"{others.mean():.3g}"
             )
     reward = run.series("reward/mean")
-    correct = run.series("completions/correct")
+    correct = run.series(CORRECT)
     if reward is not None and correct is not None and len(reward) >= 8:
-        together = _correlation(reward.values, correct.values)
-        if together < -0.8 and correct.values.std() > 0.01:
+        size = min(len(reward), len(correct))
+        x = reward.values[:size]
+        y = correct.values[:size]
+        varies = size >= 3 and x.std() > 0 and y.std() > 0 and correct.values.std() > 0.01
+        together = float(np.corrcoef(x, y)[0, 1]) if varies else 0.0
+        if together < -0.8:
             shown.append(
                 f"reward/mean and completions/correct go against each other ({together:.2f})"
             )
     if not shown:
         return None
-    return Finding(
-        "reward_sign",
-        "the reward is higher for what the task calls wrong",
-        shown,
-        _weights_of_rewards(run),
-    )
+    named = run.setting("task.rewards")
+    negative = [
+        f"task.rewards.{excerpt(name)}.weight=1.0"
+        for name, settings in (named.items() if isinstance(named, dict) else ())
+        if isinstance(settings, dict)
+        and _is_number(settings.get("weight"))
+        and settings["weight"] < 0
+    ]
+    return shown, negative or ["the sign of the reward function, or task.rewards.<name>.weight"]
 
 
-def _is_below(ours: np.ndarray, others: np.ndarray) -> bool:
-    """Whether a mean is below another one by more than their noise."""
-    noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
-    return bool(ours.mean() < others.mean() - max(4 * noise, 1e-6))
-
-
-def reward_of_prompt(run: Evidence) -> Finding | None:
-    """The reward is one number for all completions of a prompt, and another for another prompt."""
-    mixed = []
-    values = set()
-    for step in run.samples:
-        for group in run.groups(step):
-            rewards = {row["reward"] for row in group if type(row.get("reward")) in (int, float)}
-            values |= rewards
-            if len({row.get("correct") for row in group}) > 1:
-                mixed.append(len(rewards) == 1)
-    if len(mixed) < 4 or not all(mixed) or len(values) < 2:
+def reward_exploited(run: Evidence) -> Shown:
+    """The reward climbs and right answers do not: the policy earns it without solving the task."""
+    reward = run.series("reward/mean")
+    if reward is None or len(reward) < 6 or not _rises(reward):
         return None
-    return Finding(
-        "reward_of_prompt",
-        "the reward depends on the prompt alone, so it says nothing of a completion",
-        [
-            f"in {len(mixed)} groups of samples/ some completions are right, some wrong, and all "
-            "of a group have one reward"
-        ],
-        ["task.rewards: a function that reads the completion, (completion, example) -> number"],
-    )
-
-
-def _weights_of_rewards(run: Evidence) -> list[str]:
-    rewards = run.setting("task.rewards")
-    if isinstance(rewards, dict):
-        negative = [
-            name
-            for name, reward in rewards.items()
-            if isinstance(reward, dict)
-            and type(reward.get("weight")) in (int, float)
-            and reward["weight"] < 0
-        ]
-        if negative:
-            return [f"task.rewards.{excerpt(name)}.weight=1.0" for name in negative]
-    return ["the sign of the reward function, or task.rewards.<name>.weight"]
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    size = min(len(x), len(y))
-    x, y = x[:size], y[:size]
-    if size < 3 or x.std() == 0 or y.std() == 0:
-        return 0.0
-    return float(np.corrcoef(x, y)[0, 1])
+    gained = reward.late - reward.early
+    judges = [run.series(name) for name in (CORRECT, "eval/accuracy")]
+    judges = [series for series in judges if series is not None and len(series) > 1]
+    # Where nearly all is right, other rewards are all that is left to gain.
+    stands = [s.late - s.early < 0.2 * gained and s.late < 0.8 for s in judges]
+    if gained < 0.05 or not stands or not all(stands):
+        return None
+    wrong = [row for row in run.sampled if row.get("correct") is False]
+    wrong = [row for row in wrong if _is_number(row.get("reward"))]
+    shown = [reward.told(), *(series.told() for series in judges)]
+    if wrong:
+        best = max(wrong, key=lambda row: row["reward"])
+        text = excerpt(best.get("completion", ""), 100)
+        shown.append(f"a wrong completion with the reward {best['reward']:.3g}: {text}")
+    return shown, [
+        "task.rewards: reward what task.correct calls right",
+        "read the completions with the highest rewards in samples/",
+    ]
 
 
 def _reward_is_constant(run: Evidence) -> float | None:
@@ -574,60 +481,53 @@ def _reward_is_constant(run: Evidence) -> float | None:
     return reward.first
 
 
-def rewards_constant(run: Evidence) -> Finding | None:
+def rewards_constant(run: Evidence, correct: Series) -> Shown:
     """Every completion of every step has the same reward, although they are not equally good."""
     value = _reward_is_constant(run)
-    correct = run.series("completions/correct")
-    is_flat = correct is None or (np.ptp(correct.values) == 0 and correct.first in (0.0, 1.0))
+    is_flat = np.ptp(correct.values) == 0 and correct.first in (0.0, 1.0)
     if value is None or is_flat:
         return None
-    return Finding(
-        "rewards_constant",
-        f"every completion has the reward {value:g}, right or wrong: nothing is to be learned",
-        [
-            f"reward/std is 0 in all {run.num_steps} steps, reward/mean {value:g}",
-            f"completions/correct {correct.mean:.3g}",
-        ],
+    shown = [
+        f"reward/std is 0 in all {run.num_steps} steps, reward/mean {value:g}",
+        f"completions/correct {correct.mean:.3g}",
+    ]
+    what = f"every completion has the reward {value:g}, right or wrong: nothing is to be learned"
+    return (
+        shown,
         ["the function of task.rewards: call it with a right and a wrong completion"],
+        what,
     )
 
 
-def all_wrong(run: Evidence) -> Finding | None:
-    """No completion was ever rewarded."""
+def all_wrong(run: Evidence, correct: Series) -> Shown:
+    """No completion was ever right."""
     value = _reward_is_constant(run)
-    correct = run.series("completions/correct")
-    if value is None or correct is None or correct.largest > 0:
+    accuracy = run.series("eval/accuracy")
+    if correct.largest > 0 or (value is None and len(correct) < 5):
         return None
-    return Finding(
-        "all_wrong",
-        "no completion is right in any step, so no group has anything to learn from",
-        [
-            f"completions/correct is 0 in all {run.num_steps} steps, reward/mean {value:g}",
-            *_example(run),
-        ],
-        ["an easier task, or a model that is right now and then; algorithm=sft first"],
-    )
+    if reward_exploited(run) is not None or (accuracy is not None and accuracy.largest > 0.02):
+        return None
+    reward = run.series("reward/mean")
+    earns = [] if reward is None else [reward.told()]
+    shown = [f"completions/correct is 0 in all {len(correct)} steps", *earns, *_example(run)]
+    overrides = ["an easier task, or a model that is right now and then; algorithm=sft first"]
+    group = ", so no group has anything to learn from" if value is not None else ""
+    return shown, overrides, f"no completion is right in any step{group}"
 
 
-def all_right(run: Evidence) -> Finding | None:
-    """Every completion was right from the beginning."""
+def all_right(run: Evidence, correct: Series) -> Shown:
+    """Every completion is right from the first step on: there is nothing left to learn."""
     value = _reward_is_constant(run)
-    correct = run.series("completions/correct")
-    if value is None or correct is None or correct.values.min() < 1:
+    if value is None or correct.values.min() < 1:
         return None
-    return Finding(
-        "all_right",
-        "every completion is right from the first step on: there is nothing left to learn",
-        [f"completions/correct is 1 in all {run.num_steps} steps, reward/mean {value:g}"],
-        ["a harder task"],
-    )
+    shown = f"completions/correct is 1 in all {run.num_steps} steps, reward/mean {value:g}"
+    return [shown], ["a harder task"]
 
 
-def groups_agree(run: Evidence) -> Finding | None:
+def groups_agree(run: Evidence, agree: Series) -> Shown:
     """Most groups teach nothing: too hard, or too easy."""
-    agree = run.series("reward/groups_that_agree")
-    correct = run.series("completions/correct") or run.series("reward/mean")
-    if agree is None or correct is None or agree.mean < 0.7 or _reward_is_constant(run) is not None:
+    correct = run.series(CORRECT) or run.series("reward/mean")
+    if correct is None or agree.mean < 0.7 or _reward_is_constant(run) is not None:
         return None
     if run.num_steps < 4 or _has_learned(run):
         return None
@@ -635,55 +535,41 @@ def groups_agree(run: Evidence) -> Finding | None:
     size = run.group_size
     overrides = [f"algorithm.num_generations={2 * size}"] if size > 1 else []
     overrides.append("an easier task" if is_hard else "a harder task")
-    return Finding(
-        "groups_agree",
-        f"most groups teach nothing: the task is too {'hard' if is_hard else 'easy'}",
-        [f"reward/groups_that_agree {agree.mean:.0%} of the groups", correct.told()],
-        overrides,
-    )
+    what = f"most groups teach nothing: the task is too {'hard' if is_hard else 'easy'}"
+    return [f"{AGREE} {agree.mean:.0%} of the groups", correct.told()], overrides, what
 
 
-def expected_answers(run: Evidence) -> Finding | None:
-    """The completions of most groups agree on an answer, and it is never the expected one."""
-    correct = run.series("completions/correct")
-    groups = [group for step in run.samples for group in run.groups(step) if len(group) > 2]
-    if correct is None or correct.mean > 0.1 or len(groups) < 8:
+def expected_answers(run: Evidence, correct: Series) -> Shown:
+    """Completions agree on answers that are not the expected ones: the data may hold wrong ones."""
+    groups = [group for _, group in _groups(run) if len(group) > 2]
+    if correct.mean > 0.1 or len(groups) < 8:
         return None
-    agreed = [group for group in groups if _agrees_on_wrong_answer(group)]
+    # Half of the completions, not all one text, give one answer, and none is right.
+    agreed = []
+    for group in groups:
+        answers = [str(row["extracted"]) for row in group if row.get("extracted") is not None]
+        is_one_text = len({str(row.get("completion")) for row in group}) == 1
+        if is_one_text or not answers or any(row.get("correct") for row in group):
+            continue
+        [(answer, count)] = Counter(answers).most_common(1)
+        if count >= 0.5 * len(group):
+            agreed.append((group[0], answer))
     if len(agreed) < 0.5 * len(groups):
         return None
-    row = agreed[0][0]
-    given = _answers(agreed[0]).most_common(1)[0][0]
-    asked = excerpt(row.get("prompt"), 60)
+    row, answer = agreed[0]
+    prompt = excerpt(row.get("prompt"), 60)
     expected = excerpt(row.get("expected"), 40)
-    return Finding(
-        "expected_answers",
-        "completions agree on answers that are not the expected ones: the data may hold wrong ones",
-        [
-            f"in {len(agreed)} of {len(groups)} groups of samples/ half of the completions give "
-            "one answer, and none is right",
-            f"such as {asked}: {excerpt(given, 40)}, where {expected} is expected",
-        ],
-        ["compare `expected` and `extracted` in samples/; task.correct"],
-    )
-
-
-def _agrees_on_wrong_answer(group: list[dict]) -> bool:
-    """Whether half of the completions, not all one text, give one answer, and none is right."""
-    answers = _answers(group)
-    is_one_text = len({str(row.get("completion")) for row in group}) == 1
-    if is_one_text or not answers or any(row.get("correct") for row in group):
-        return False
-    return answers.most_common(1)[0][1] >= 0.5 * len(group)
-
-
-def _answers(group: list[dict]) -> Counter:
-    return Counter(str(row["extracted"]) for row in group if row.get("extracted") is not None)
+    shown = [
+        f"in {len(agreed)} of {len(groups)} groups of samples/ half of the completions give "
+        "one answer, and none is right",
+        f"such as {prompt}: {excerpt(answer, 40)}, where {expected} is expected",
+    ]
+    return shown, ["compare `expected` and `extracted` in samples/; task.correct"]
 
 
 def _has_learned(run: Evidence) -> bool:
     """Whether the run got good: then groups agree because they are right."""
-    for name in ("eval/accuracy", "completions/correct", "reward/mean"):
+    for name in ("eval/accuracy", CORRECT, "reward/mean"):
         series = run.series(name)
         if series is not None and len(series) > 1:
             return series.late > series.first + 0.1
@@ -702,46 +588,35 @@ def _rises(series: Series) -> bool:
 # ---- completions
 
 
-def truncated(run: Evidence) -> Finding | None:
-    """Completions are cut before they have answered."""
-    cut = run.series("completions/truncated")
-    if cut is None or cut.late < 0.2 or _answers_and_goes_on(run):
+def truncated(run: Evidence, cut: Series) -> Shown:
+    """Completions are cut before they are done."""
+    if cut.late < 0.2 or _answers_and_goes_on(run):
         return None
     most = int(run.number("generation.max_new_tokens", 0))
     shown = [f"completions/truncated {cut.first:.0%} in step {cut.steps[0]}, {cut.late:.0%} late"]
     longest = run.series("completions/max_length")
     if longest is not None:
         shown.append(f"completions/max_length {longest.largest:g} of {most or 'unknown'} tokens")
-    unread = run.share(lambda row: "extracted" in row and row["extracted"] is None)
+    unread = run.share(_is_unread)
     if unread:
         shown.append(f"{unread:.0%} of the completions in samples/ hold no answer")
-    return Finding(
-        "truncated",
-        "completions are cut before they are done",
-        shown,
-        [f"generation.max_new_tokens={2 * most if most else '<twice as many>'}"],
-    )
+    return shown, [f"generation.max_new_tokens={2 * most if most else '<twice as many>'}"]
 
 
-def never_ends(run: Evidence) -> Finding | None:
-    """Completions answer and then go on until they are cut: the end token is not sampled, not
-    known, or not learned."""
-    cut = run.series("completions/truncated")
-    if cut is None or cut.late < 0.2 or not _answers_and_goes_on(run):
+def _is_unread(row: dict) -> bool:
+    return "extracted" in row and row["extracted"] is None
+
+
+def never_ends(run: Evidence, cut: Series) -> Shown:
+    """Completions hold an answer and go on until they are cut: the end-of-sequence token is
+    missing."""
+    if cut.late < 0.2 or not _answers_and_goes_on(run):
         return None
-    return Finding(
-        "never_ends",
-        "completions hold an answer and go on until they are cut: the end-of-sequence token is "
-        "missing",
-        [
-            f"completions/truncated {cut.first:.0%} in step {cut.steps[0]}, {cut.late:.0%} late",
-            *_example(run),
-        ],
-        [
-            "model.tokenizer: does it know the model's end tokens?",
-            "generation.stop_token_ids=[...]",
-        ],
-    )
+    shown = f"completions/truncated {cut.first:.0%} in step {cut.steps[0]}, {cut.late:.0%} late"
+    return [shown, *_example(run)], [
+        "model.tokenizer: does it know the model's end tokens?",
+        "generation.stop_token_ids=[...]",
+    ]
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
@@ -753,13 +628,7 @@ def _answers_and_goes_on(run: Evidence) -> bool:
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
             return float(np.mean([_holds_answer(row) for row in cut])) >= 0.25
-
-    # Files of earlier versions do not say which were cut: where all are, it is all.
-    share, correct = run.series("completions/truncated"), run.series("completions/correct")
-    has_reasons = any("finish_reason" in row for row in run.sampled)
-    if has_reasons or share is None or correct is None:
-        return False
-    return share.first > 0.9 and correct.first >= 0.1
+    return False
 
 
 def _holds_answer(row: dict) -> bool:
@@ -773,136 +642,112 @@ def _holds_answer(row: dict) -> bool:
     return re.search(whole, text) is not None
 
 
-def stop_text(run: Evidence) -> Finding | None:
-    """A stop text ends completions before they have answered."""
+def stop_text(run: Evidence) -> Shown:
+    """A stop text ends completions that have not answered yet."""
     texts = run.setting("generation.stop")
     ended = [row for row in run.sampled if row.get("finish_reason") == "stop"]
-    unread = [row for row in ended if "extracted" in row and row["extracted"] is None]
+    unread = [row for row in ended if _is_unread(row)]
     if not texts or len(ended) < 16 or len(unread) < 0.1 * len(ended):
         return None
-    return Finding(
-        "stop_text",
-        "a stop text ends completions that have not answered yet",
-        [
-            f"{len(unread)} of the {len(ended)} completions in samples/ that a stop text ended "
-            "have extracted: null",
-            f"generation.stop={excerpt(texts)}",
-            *_example(run),
-        ],
-        ["generation.stop=[]", "generation.stop: a text that comes only after the answer"],
-    )
+    shown = [
+        f"{len(unread)} of the {len(ended)} completions in samples/ that a stop text ended "
+        "have extracted: null",
+        f"generation.stop={excerpt(texts)}",
+        *_example(run),
+    ]
+    return shown, [
+        "generation.stop=[]",
+        "generation.stop: a text that comes only after the answer",
+    ]
 
 
-def parse_failures(run: Evidence) -> Finding | None:
-    """No answer can be read out of most completions, though they ended."""
-    unread = run.share(lambda row: "extracted" in row and row["extracted"] is None)
+def parse_failures(run: Evidence) -> Shown:
+    """No answer can be read out of the completions."""
+    unread = run.share(_is_unread)
     if unread is None or unread < 0.5:
         return None
-    return Finding(
-        "parse_failures",
-        "no answer can be read out of the completions",
-        [f"{unread:.0%} of the completions in samples/ have extracted: null", *_example(run)],
-        ["task.extract: a function that finds the answer", "task.prompt: ask for its form"],
-    )
+    shown = f"{unread:.0%} of the completions in samples/ have extracted: null"
+    return [shown, *_example(run)], [
+        "task.extract: a function that finds the answer",
+        "task.prompt: ask for its form",
+    ]
 
 
-def temperature_high(run: Evidence) -> Finding | None:
-    """Sampling is so random that completions are noise."""
+def temperature_high(run: Evidence) -> Shown:
+    """The temperature is so high that completions are noise."""
     temperature = run.number("generation.temperature", 1.0)
     entropy = run.series("train/entropy")
-    is_noise = entropy is not None and entropy.first > 1.5
-    if temperature <= 1.2 or not (is_noise or (entropy is None and temperature > 2)):
+    is_noise = temperature > 2 if entropy is None else entropy.first > 1.5
+    if temperature <= 1.2 or not is_noise:
         return None
     shown = [f"generation.temperature={temperature:g}"]
     if entropy is not None:
         shown.append(f"train/entropy {entropy.first:.3g} nats a token in step {entropy.steps[0]}")
-    return Finding(
-        "temperature_high",
-        "the temperature is so high that completions are noise",
-        [*shown, *_example(run)],
-        ["generation.temperature=1.0"],
-    )
+    return [*shown, *_example(run)], ["generation.temperature=1.0"]
 
 
-def temperature_low(run: Evidence) -> Finding | None:
-    """The completions of a group hardly differ, because of the temperature."""
+def temperature_low(run: Evidence, agree: Series) -> Shown:
+    """The temperature is so low that the completions of a group hardly differ."""
     temperature = run.number("generation.temperature", 1.0)
-    agree = run.series("reward/groups_that_agree")
-    if temperature > 0.4 or agree is None or agree.mean < 0.5:
+    if temperature > 0.4 or agree.mean < 0.5:
         return None
-    return Finding(
-        "temperature_low",
-        "the temperature is so low that the completions of a group hardly differ",
-        [
-            f"generation.temperature={temperature:g}",
-            f"reward/groups_that_agree {agree.mean:.0%} of the groups",
-        ],
-        ["generation.temperature=1.0"],
+    shown = [f"generation.temperature={temperature:g}", f"{AGREE} {agree.mean:.0%} of the groups"]
+    return shown, ["generation.temperature=1.0"]
+
+
+def tokens_cut_off(run: Evidence, agree: Series) -> Shown:
+    """So many tokens are cut off that the completions of a group hardly differ."""
+    names = _settings_that_cut(run)
+    if not names or agree.mean < 0.5:
+        return None
+    shown = [f"{name}={run.number(name, 0):g}" for name in names]
+    off = {"generation.top_k": "0", "generation.top_p": "1.0", "generation.min_p": "0.0"}
+    return (
+        [*shown, f"{AGREE} {agree.mean:.0%} of the groups"],
+        [f"{name}={off[name]}" for name in names],
     )
 
 
-def tokens_cut_off(run: Evidence) -> Finding | None:
-    """The completions of a group hardly differ, because top_k, top_p or min_p leave one token."""
-    agree = run.series("reward/groups_that_agree")
-    top_k = run.number("generation.top_k", 0)
-    is_cut = {
-        "generation.top_k=0": 0 < top_k <= 2,
-        "generation.top_p=1.0": run.number("generation.top_p", 1.0) < 0.5,
-        "generation.min_p=0.0": run.number("generation.min_p", 0.0) > 0.5,
+def _settings_that_cut(run: Evidence) -> list[str]:
+    """Settings that leave a token or two to choose from."""
+    cuts = {
+        "generation.top_k": 0 < run.number("generation.top_k", 0) <= 2,
+        "generation.top_p": run.number("generation.top_p", 1.0) < 0.5,
+        "generation.min_p": run.number("generation.min_p", 0.0) > 0.5,
     }
-    overrides = [override for override, cuts in is_cut.items() if cuts]
-    if not overrides or agree is None or agree.mean < 0.5:
-        return None
-    names = [override.partition("=")[0] for override in overrides]
-    return Finding(
-        "tokens_cut_off",
-        "so many tokens are cut off that the completions of a group hardly differ",
-        [
-            *(f"{name}={run.number(name, 0):g}" for name in names),
-            f"reward/groups_that_agree {agree.mean:.0%} of the groups",
-        ],
-        overrides,
-    )
+    return [name for name, does in cuts.items() if does]
 
 
-def repetition_penalty(run: Evidence) -> Finding | None:
-    """A penalty that forbids what an answer needs twice, such as a digit."""
+def repetition_penalty(run: Evidence, correct: Series) -> Shown:
+    """The repetition penalty takes away tokens that an answer needs more than once."""
     penalty = run.number("generation.repetition_penalty", 1.0)
-    correct = run.series("completions/correct")
-    if penalty <= 1.2 or correct is None or correct.mean > 0.5 or _has_learned(run):
+    if penalty <= 1.2 or correct.mean > 0.5 or _has_learned(run):
         return None
-    return Finding(
-        "repetition_penalty",
-        "the repetition penalty takes away tokens that an answer needs more than once",
-        [f"generation.repetition_penalty={penalty:g}", correct.told(), *_example(run)],
-        ["generation.repetition_penalty=1.0"],
-    )
+    shown = [f"generation.repetition_penalty={penalty:g}", correct.told(), *_example(run)]
+    return shown, ["generation.repetition_penalty=1.0"]
 
 
-def completions_identical(run: Evidence) -> Finding | None:
-    """The completions of a group are the same text, although the policy is not certain."""
-    if run.number("generation.temperature", 1.0) <= 0.4 or tokens_cut_off(run) is not None:
+def completions_identical(run: Evidence, entropy: Series) -> Shown:
+    """All completions of a group are the same text: they are sampled with one random key."""
+    agree = run.series(AGREE)
+    is_cut = agree is not None and tokens_cut_off(run, agree) is not None
+    if run.number("generation.temperature", 1.0) <= 0.4 or is_cut:
         return None
-    found = [group for step in run.samples for group in run.groups(step)]
-    same = [group for group in found if len({row.get("completion") for row in group}) == 1]
-    if not found or len(same) < 0.5 * len(found):
+    groups = [group for _, group in _groups(run)]
+    same = [group for group in groups if len({row.get("completion") for row in group}) == 1]
+    if not groups or len(same) < 0.5 * len(groups):
         return None
-    entropy = run.series("train/entropy")
-    if entropy is None or entropy.early < 0.01 or _collapsed(entropy):
+    if entropy.early < 0.01 or _collapsed(entropy):
         return None
-    return Finding(
-        "completions_identical",
-        "all completions of a group are the same text: they are sampled with one random key",
-        [
-            f"{len(same)} of {len(found)} groups of samples/ hold one text",
-            f"train/entropy {entropy.early:.3g} nats a token says that they should differ",
-        ],
-        ["the random key must depend on the completion; algorithm.num_generations"],
-    )
+    shown = [
+        f"{len(same)} of {len(groups)} groups of samples/ hold one text",
+        f"train/entropy {entropy.early:.3g} nats a token says that they should differ",
+    ]
+    return shown, ["the random key must depend on the completion; algorithm.num_generations"]
 
 
-def repeated_prompts(run: Evidence) -> Finding | None:
-    """The same few prompts come again and again."""
+def repeated_prompts(run: Evidence) -> Shown:
+    """The same prompts come again and again."""
     counts = []
     for step in run.samples:
         prompts = [group[0].get("prompt") for group in run.groups(step)]
@@ -910,52 +755,38 @@ def repeated_prompts(run: Evidence) -> Finding | None:
             counts.append((len(set(map(str, prompts))), len(prompts), step))
     all_prompts = {str(row.get("prompt")) for row in run.sampled}
     groups = sum(total for _, total, _ in counts)
-    repeats = [c for c in counts if c[0] <= 0.5 * c[1]]
-    over_steps = len(counts) > 1 and len(all_prompts) <= 0.5 * groups
-    if not repeats and not over_steps:
-        return None
     shown = [
         f"{distinct} different prompts of {total} in step {step}"
-        for distinct, total, step in repeats[:2]
+        for distinct, total, step in counts
+        if distinct <= 0.5 * total
     ]
-    shown.append(f"{len(all_prompts)} different prompts in {groups} groups of samples/")
-    return Finding(
-        "repeated_prompts",
-        "the same prompts come again and again",
-        shown,
-        ["more rows in task.source", "training.prompts_per_step: as many as differ"],
-    )
+    if not shown and not (len(counts) > 1 and len(all_prompts) <= 0.5 * groups):
+        return None
+    total = f"{len(all_prompts)} different prompts in {groups} groups of samples/"
+    return [*shown[:2], total], [
+        "more rows in task.source",
+        "training.prompts_per_step: as many as differ",
+    ]
 
 
-def entropy_collapse(run: Evidence) -> Finding | None:
-    """The policy has become certain without becoming right."""
-    entropy = run.series("train/entropy")
-    correct = run.series("completions/correct") or run.series("reward/mean")
-    if entropy is None or correct is None or len(entropy) < 5 or not _collapsed(entropy):
+def entropy_collapse(run: Evidence, entropy: Series) -> Shown:
+    """The policy became certain without becoming right: all completions say the same."""
+    correct = run.series(CORRECT) or run.series("reward/mean")
+    if correct is None or len(entropy) < 5 or not _collapsed(entropy):
         return None
     if correct.late > 0.8 or _rises(correct):
         return None
-    rate = run.number("optimizer.learning_rate", 0.0)
-    return Finding(
-        "entropy_collapse",
-        "the policy became certain without becoming right: all completions say the same",
-        [entropy.told(), correct.told()],
-        [
-            f"optimizer.learning_rate={rate / 5:.3g}",
-            "algorithm.clip_high=0.28",
-            "algorithm.kl_coef=0.01",
-        ],
-    )
+    overrides = [*_slower(run, 5), "algorithm.clip_high=0.28", "algorithm.kl_coef=0.01"]
+    return [entropy.told(), correct.told()], overrides
 
 
 def _collapsed(entropy: Series) -> bool:
     return entropy.late < 0.2 * entropy.first and entropy.late < 0.02
 
 
-def evaluation_falls(run: Evidence) -> Finding | None:
-    """Held-out accuracy falls while the reward does not."""
-    accuracy = run.series("eval/accuracy")
-    if accuracy is None or len(accuracy) < 2 or accuracy.first < 0.05:
+def evaluation_falls(run: Evidence, accuracy: Series) -> Shown:
+    """Held-out accuracy falls."""
+    if len(accuracy) < 2 or accuracy.first < 0.05:
         return None
     count = max(run.number("evaluation.num_examples", 256), 1)
     noise = 2 * np.sqrt(2 * accuracy.first * (1 - accuracy.first) / count)
@@ -967,56 +798,64 @@ def evaluation_falls(run: Evidence) -> Finding | None:
         f"{accuracy.at_largest()}, {accuracy.last:.1%} in step {accuracy.steps[-1]}"
     ]
     reward = run.series("reward/mean")
-    is_hacked = reward is not None and len(reward) > 3 and _rises(reward)
-    if is_hacked:
-        shown.append(f"{reward.told()}: the reward rises, so it is not what the task asks")
-    return Finding(
-        "evaluation_falls",
-        "held-out accuracy falls" + (" while the reward rises" if is_hacked else ""),
-        shown,
-        ["task.rewards: reward what task.correct calls right"]
-        if is_hacked
-        else ["training.keep_best_checkpoints=1", "a smaller optimizer.learning_rate"],
-    )
+    if reward is None or len(reward) < 4 or not _rises(reward):
+        return shown, ["training.keep_best_checkpoints=1", "a smaller optimizer.learning_rate"]
+    shown.append(f"{reward.told()}: the reward rises, so it is not what the task asks")
+    what = "held-out accuracy falls while the reward rises"
+    return shown, ["task.rewards: reward what task.correct calls right"], what
 
 
-def held_out_in_train(run: Evidence) -> Finding | None:
-    """Held-out examples are trained on, so the held-out accuracy says too much."""
+def held_out_in_train(run: Evidence) -> Shown:
+    """The run trains on examples that are held out, so its held-out accuracy is too high."""
     data = run.status.get("data")
     both = data.get("held_out_in_train") if isinstance(data, dict) else None
     count = data.get("held_out") if isinstance(data, dict) else None
     if not _is_count(both) or not _is_count(count) or both > count:
         return None
-    return Finding(
-        "held_out_in_train",
-        "the run trains on examples that are held out, so its held-out accuracy is too high",
-        [f"{both:,} of the {count:,} held-out prompts are training prompts ({both / count:.0%})"],
-        ["task.held_out: a file of rows that are not in task.train"],
-    )
+    shown = f"{both:,} of the {count:,} held-out prompts are training prompts ({both / count:.0%})"
+    return [shown], ["task.held_out: a file of rows that are not in task.train"]
 
 
-def lengths(run: Evidence) -> Finding | None:
-    """Completions grow or shrink, and the reward does not rise."""
-    length = run.series("completions/mean_length")
-    reward = run.series("reward/mean")
-    if length is None or reward is None or len(length) < 6 or _rises(reward) or _has_learned(run):
+def lengths(run: Evidence, length: Series, reward: Series) -> Shown:
+    """The length of completions runs away and the reward does not rise."""
+    if len(length) < 6 or _rises(reward) or _has_learned(run):
         return None
-    if not (length.late > 2 * length.early or length.late < 0.3 * length.early):
+    if 0.3 * length.early <= length.late <= 2 * length.early:
         return None
-    return Finding(
-        "lengths",
-        "the length of completions runs away and the reward does not rise",
-        [length.told(), reward.told()],
-        ["algorithm=dr_grpo (a weight that does not depend on the length)"],
-    )
+    overrides = ["algorithm=dr_grpo (a weight that does not depend on the length)"]
+    return [length.told(), reward.told()], overrides
 
 
-def failed(run: Evidence) -> Finding | None:
+def slow_steps(run: Evidence, seconds: Series) -> Shown:
+    """A few steps take far longer than the others: a program compiles in them, or the machine was
+    busy."""
+    # The first two steps compile what a run needs.
+    if len(seconds) < 8:
+        return None
+    later = seconds.where(np.arange(len(seconds)) >= 2)
+    usual = float(np.median(later.values))
+    slow = later.where(later.values > 3 * usual)
+    lost = float((slow.values - usual).sum())
+    if lost <= 0 or lost < 0.1 * later.values.sum() or len(slow) > 0.2 * len(later):
+        return None
+    steps = ", ".join(str(step) for step in slow.steps[:5])
+    shown = [
+        f"time/step is {usual:.3g} s at the median, and {slow.largest:.3g} s in step "
+        f"{slow.at_largest()}",
+        f"{len(slow)} of {len(later)} steps (such as {steps}) took {lost:.0f} s more than "
+        f"that, {lost / later.values.sum():.0%} of the time",
+    ]
+    return shown, [
+        "train.log says what compiled",
+        "runtime.program_cache keeps programs for the next run",
+    ]
+
+
+def failed(run: Evidence) -> Shown:
     """The run ended with an error."""
     if run.status.get("status") != "failed":
         return None
-    error = excerpt(run.status.get("error", ""), 200)
-    return Finding("failed", "the run ended with an error", [error], ["train.log says more"])
+    return [excerpt(run.status.get("error", ""), 200)], ["train.log says more"]
 
 
 def _example(run: Evidence) -> list[str]:
@@ -1028,46 +867,44 @@ def _example(run: Evidence) -> list[str]:
     return [f"such as {excerpt(row.get('completion', ''), 100)} (step {last})"]
 
 
-CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
-    updates_skipped,
-    learning_rate_zero,
-    warm_up_not_over,
-    schedule_over,
-    step_too_large,
-    step_too_small,
-    sampler_gap,
-    sampler_stale,
-    outside_of_clip,
-    kl_dominates,
-    kl_large,
-    rewards_fail,
-    groups_mixed,
-    reward_of_prompt,
-    reward_sign,
-    rewards_constant,
-    all_wrong,
-    all_right,
-    groups_agree,
-    expected_answers,
-    truncated,
-    never_ends,
-    stop_text,
-    parse_failures,
-    temperature_high,
-    temperature_low,
-    tokens_cut_off,
-    repetition_penalty,
-    completions_identical,
-    repeated_prompts,
-    entropy_collapse,
-    evaluation_falls,
-    held_out_in_train,
-    lengths,
-    failed,
+# (weight, check, the metrics that it needs) each. A cause weighs more than its symptoms: a run at a
+# temperature of 5 has cut completions and no rewards, too.
+FAULTS = (
+    (100, updates_skipped, "train/skipped"),
+    (98, learning_rate_zero),
+    (96, rewards_fail),
+    (94, groups_mixed),
+    (92, sampler_gap),
+    (91, sampler_stale),
+    (90, reward_of_prompt),
+    (89, reward_sign),
+    (88, rewards_constant, CORRECT),
+    (87, reward_exploited),
+    (86, temperature_high),
+    (84, step_too_large),
+    (82, never_ends, "completions/truncated"),
+    (80, truncated, "completions/truncated"),
+    (79, stop_text),
+    (78, parse_failures),
+    (77, tokens_cut_off, AGREE),
+    (77, repetition_penalty, CORRECT),
+    (76, completions_identical, "train/entropy"),
+    (75, temperature_low, AGREE),
+    (74, all_wrong, CORRECT),
+    (73, all_right, CORRECT),
+    (72, repeated_prompts),
+    (70, warm_up_not_over, "train/learning_rate"),
+    (68, step_too_small),
+    (66, kl_dominates),
+    (64, kl_large, "train/kl"),
+    (62, entropy_collapse, "train/entropy"),
+    (60, outside_of_clip, "train/ratio_outside_clip"),
+    (59, expected_answers, CORRECT),
+    (58, evaluation_falls, "eval/accuracy"),
+    (57, held_out_in_train),
+    (56, groups_agree, AGREE),
+    (54, schedule_over, "train/learning_rate"),
+    (40, lengths, "completions/mean_length", "reward/mean"),
+    (35, slow_steps, "time/step"),
+    (30, failed),
 )
-
-
-def diagnose(run: Evidence) -> list[Finding]:
-    """All findings, the heaviest first."""
-    found = [finding for check in CHECKS if (finding := check(run)) is not None]
-    return sorted(found, key=lambda finding: -finding.weight)

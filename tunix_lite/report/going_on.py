@@ -27,7 +27,8 @@ def setting_blocks(run: Evidence, overrides: list[str] | None) -> Iterator[Block
     elif not overrides:
         yield Text("All settings are the defaults.")
     else:
-        rows = [[_short(key), _short(value)] for key, _, value in map(_parted, overrides)]
+        parts = [override.partition("=") for override in overrides]
+        rows = [[_short(key), _short(value)] for key, _, value in parts]
         yield Table(["changed from the defaults", "value"], rows[:MOST_SETTINGS])
     facts = []
     for name in ("batch", "mesh", "versions"):
@@ -46,10 +47,6 @@ def setting_blocks(run: Evidence, overrides: list[str] | None) -> Iterator[Block
             f"all {len(rows)} settings",
             Table(["setting", "value"], rows[:MOST_SETTINGS], note=note),
         )
-
-
-def _parted(override: str) -> tuple[str, str, str]:
-    return override.partition("=")
 
 
 def _short(value: object) -> str:
@@ -78,7 +75,8 @@ def command_blocks(
             lines.append(("train on", " ".join([command, *without, more, here])))
         lines.append(("make it again, in a folder of its own", again))
     if steps:
-        asked = [text for text in given if _is_about_data(text)]
+        of_data = ("task", "generation", "rewards")
+        asked = [text for text in given if text.strip("'\"+~").startswith(of_data)]
         lines += [
             ("measure it", " ".join(["tunix-lite evaluate", folder, *asked])),
             ("talk to it", f"tunix-lite chat {folder}"),
@@ -96,8 +94,3 @@ def command_blocks(
             "line of somebody else's run.",
             is_warning=True,
         )
-
-
-def _is_about_data(override: str) -> bool:
-    key = override.strip("'\"+~")
-    return key.startswith(("task", "generation", "rewards"))

@@ -1,24 +1,24 @@
-"""What a report says, before it is HTML or Markdown: sections of tables, charts, texts, examples.
+"""A report: its parts, and the one HTML file that they become.
 
-Every text in here is as the run's files have it: whoever writes it out escapes it.
+The file holds no script and loads nothing from elsewhere. Texts stand in the parts as the run's
+files have them; the template escapes each. The page also carries a content security policy that
+lets a browser run and load nothing, so that a text which was not escaped could still do no harm.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tunix_lite.report.charts import Chart
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from tunix_lite.plain_text import visible
+from tunix_lite.report.charts import COLORS, Chart, line_chart, stacked_bar
 from tunix_lite.report.findings import Finding
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One number at the head of a report.
-
-    Example: Figure("steps", "60 of 60", "in 55s").
-    """
-
-    name: str
-    value: str
-    note: str = ""
+# most bytes of a page; a larger one loses its folded blocks, then its examples
+MOST_BYTES = 2_000_000
+# most characters of a completion, and of any other text
+MOST_TEXT = 1_500
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ class Charts:
 
 @dataclass(frozen=True)
 class Bar:
-    """Parts of a whole, (name, amount, its text) each. whole: the amount of the full width.
+    """Parts of a whole, (name, amount, its text) each.
 
     Example: Bar("where the time went", [("sampling", 12.1, "12.1 s")]).
     """
 
     title: str
     parts: list[tuple[str, float, str]]
-    whole: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion, and what came of it.
+    """A completion, and what came of it. note: rewards, advantage and the like, in words.
 
     Example: Answer("The answer is 7.", "7", True, "step 60").
     """
@@ -79,7 +78,6 @@ class Answer:
     extracted: str | None
     is_correct: bool
     title: str = ""
-    # rewards, advantage and the like, in words
     note: str = ""
 
 
@@ -153,9 +151,57 @@ class Page:
     # how the run stands, in a word or two, and whether that is good, bad or neither: good, bad, mid
     status: str
     mood: str
-    figures: list[Figure] = field(default_factory=list)
+    # numbers at the head: (name, number, note) each
+    figures: list[tuple[str, str, str]] = field(default_factory=list)
     # the chart beside the figures
     hero: Chart | None = None
     sections: list[Section] = field(default_factory=list)
     # where and when it was made
     footer: str = ""
+
+
+def page_as_html(page: Page) -> str:
+    """The page as HTML of at most MOST_BYTES."""
+    template = _environment().get_template("report.html.jinja")
+    text = template.render(page=page, sections=page.sections)
+    cut = Text("This page would be too large: a part of it is left out.", is_warning=True)
+    sections = [Section("Cut", [cut]), *page.sections]
+    for kinds in (Folded, Examples | Table, Charts | Bar | Finding | Commands):
+        if len(text.encode()) <= MOST_BYTES:
+            break
+        sections = [
+            Section(section.title, [b for b in section.blocks if not isinstance(b, kinds)])
+            for section in sections
+        ]
+        text = template.render(page=page, sections=sections)
+    return text
+
+
+def _environment() -> Environment:
+    """Jinja with every text that a template writes escaped."""
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=_safe,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    found.filters["cut"] = _safe
+    found.filters["drawn"] = lambda chart: Markup(line_chart(chart))
+    found.filters["drawn_bar"] = lambda parts: Markup(stacked_bar([part[:2] for part in parts]))
+    found.filters["kind"] = lambda block: type(block).__name__
+    found.globals["colors"] = COLORS
+    return found
+
+
+def _safe(text: object, most: int = MOST_TEXT) -> Markup:
+    """The text escaped, without characters that act, and cut; what is HTML already stays."""
+    if isinstance(text, Markup):
+        return text
+    text = str(text)
+    left_out = len(text) - most
+    if left_out > 0:
+        text = f"{text[:most]}… ({left_out:,} characters more)"
+    return escape(visible(text))

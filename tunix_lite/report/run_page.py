@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from tunix_lite.plain_text import escaped
@@ -22,7 +21,6 @@ from tunix_lite.report.page import (
     Block,
     Example,
     Examples,
-    Figure,
     Folded,
     Page,
     Section,
@@ -31,6 +29,8 @@ from tunix_lite.report.page import (
 )
 from tunix_lite.tracking.console import as_words, minutes
 from tunix_lite.tracking.rows import is_number
+
+NO_FINDING = "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
 
 
 def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> Page:
@@ -49,7 +49,7 @@ def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> P
         Section("Before and after", [*_scores(run, scores, measured)]),
         Section("Curves", [*curve_blocks(run)]),
         Section("Examples", [*_examples(run, measured)]),
-        Section("What may be wrong", [*_findings(run)]),
+        Section("What may be wrong", diagnose(run) or [Text(NO_FINDING)]),
         Section("Time", [*time_blocks(run)]),
         Section("Memory", [*memory_blocks(run)]),
         Section("What crosses devices", [*sent_blocks(run)]),
@@ -57,9 +57,11 @@ def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> P
         Section("Go on from here", [*command_blocks(run, overrides, status, command)]),
         Section("Numbers behind the curves", [number_blocks(run)]),
     ]
+    # At last what the parts before could not read.
+    for text in dict.fromkeys(run.unread):
+        sections[-1].blocks.append(Text(f"not read: {text}", is_warning=True))
     if words:
         sections.insert(0, Section("How it ended", [Text(words, is_warning=mood != "good")]))
-    sections[-1] = replace(sections[-1], blocks=[*sections[-1].blocks, *_unread(run)])
     return Page(
         title=title_of(run),
         subtitle=" · ".join(_facts(run)),
@@ -141,9 +143,8 @@ def _facts(run: Evidence) -> Iterator[str]:
 
 
 def _footer(run: Evidence) -> str:
-    written = max(
-        (file.stat().st_mtime for file in _own_files(run.folder) if file.is_file()), default=0.0
-    )
+    files = [run.folder / name for name in ("metrics.jsonl", "status.json")]
+    written = max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     versions = run.status.get("versions")
     parts = [f"the run's files were last written {when}"]
@@ -152,37 +153,33 @@ def _footer(run: Evidence) -> str:
     return " · ".join(parts)
 
 
-def _own_files(folder: Path) -> list[Path]:
-    return [folder / "metrics.jsonl", folder / "status.json"]
-
-
-def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[Figure]:
+def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, str, str]]:
     for score in scores[:1]:
         change = score.change.difference if score.change else None
         note = interval_text(score.after, True)
         if change is not None:
             note = f"{_signed(change.value)}, 95 %: {_signed(change.low)} to {_signed(change.high)}"
         value = f"{number_text(score.before.value, True)} → {number_text(score.after.value, True)}"
-        yield Figure("held-out accuracy", value, note)
+        yield ("held-out accuracy", value, note)
     accuracy = run.series("eval/accuracy")
     if not scores and accuracy is not None:
         note = f"of one evaluation, after step {run.evaluations[0]['step']}"
-        yield Figure("held-out accuracy", number_text(accuracy.last, True), note)
+        yield ("held-out accuracy", number_text(accuracy.last, True), note)
     reward = run.series("reward/mean")
     if reward is not None:
         value = f"{number_text(reward.early)} → {number_text(reward.late)}"
-        yield Figure("reward", value, "mean of the first and of the last third of the steps")
+        yield ("reward", value, "mean of the first and of the last third of the steps")
     of = run.setting("training.max_steps")
     steps = f"{run.rows[-1]['step']:,}" if run.rows else "0"
     seconds = run.status.get("seconds")
     took = f"in {minutes(seconds)}" if is_number(seconds) else ""
-    yield Figure("steps", f"{steps} of {of:,}" if type(of) is int else steps, took)
+    yield ("steps", f"{steps} of {of:,}" if type(of) is int else steps, took)
     tokens = run.series("train/num_tokens")
     speed = run.series("perf/tokens_per_second")
     if tokens is not None:
-        yield Figure("tokens learned from", f"{tokens.last:,.0f}", "prompts too")
+        yield ("tokens learned from", f"{tokens.last:,.0f}", "prompts too")
     if speed is not None:
-        yield Figure("tokens a second", number_text(speed.late), "mean of the last third")
+        yield ("tokens a second", number_text(speed.late), "mean of the last third")
 
 
 def _signed(value: float) -> str:
@@ -201,7 +198,11 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
     if not scores:
         yield Text("The run has no evaluation of two steps that could be compared.")
         return
-    steps = [m.step for m in measured] if len(measured) > 1 else _evaluated_steps(run)
+    steps = (
+        [m.step for m in measured]
+        if len(measured) > 1
+        else [row["step"] for row in run.evaluations]
+    )
     heads = ["score", f"step {steps[0]}", f"step {steps[-1]}", "change", "95 % of the change"]
     heads += ["higher, lower", "p"]
     rows = []
@@ -210,7 +211,17 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
         row = [as_words(score.name)]
         for found in (score.before, score.after):
             row.append(f"{number_text(found.value, is_share)} ({interval_text(found, is_share)})")
-        rows.append(row + _change(score, is_share))
+        change = score.change
+        if change is None:
+            difference = score.after.value - score.before.value
+            row += [_signed(difference) if is_share else f"{difference:+.3g}", "", "", ""]
+        else:
+            found = change.difference
+            values = (found.value, found.low, found.high)
+            shown = [_signed(v) if is_share else f"{v:+.3g}" for v in values]
+            row += [shown[0], f"{shown[1]} to {shown[2]}", f"{change.better}, {change.worse}"]
+            row.append(f"{change.p_value:.2g}")
+        rows.append(row)
     note = "In brackets the 95 % interval of each. "
     if scores[0].change is not None:
         count = sum(getattr(scores[0].change, kind) for kind in ("better", "worse", "equal"))
@@ -226,20 +237,6 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
     if best is not None and len(best) > 2:
         share = number_text(best.largest, True)
         yield Text(f"The best of {len(best)} evaluations: {share}, after step {best.at_largest()}.")
-
-
-def _evaluated_steps(run: Evidence) -> list[int]:
-    return [row["step"] for row in run.evaluations]
-
-
-def _change(score: ScoreChange, is_share: bool) -> list[str]:
-    if score.change is None:
-        difference = score.after.value - score.before.value
-        return [_signed(difference) if is_share else f"{difference:+.3g}", "", "", ""]
-    found = score.change.difference
-    shown = [_signed(v) if is_share else f"{v:+.3g}" for v in (found.value, found.low, found.high)]
-    counts = f"{score.change.better}, {score.change.worse}"
-    return [shown[0], f"{shown[1]} to {shown[2]}", counts, f"{score.change.p_value:.2g}"]
 
 
 # ---- examples
@@ -263,34 +260,25 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Block]:
             block = Examples(f"{title} ({len(groups)})", shown)
             if shown:
                 yield Folded(block.title, block) if groups is found.wrong else block
-    group = _one_group(run)
-    if group is not None:
-        yield group
-
-
-def _one_group(run: Evidence) -> Block | None:
-    """The group of the last sampled step whose rewards differ most: best, middle and worst."""
+    # The group of the last sampled step whose rewards differ most: best, middle and worst.
     steps = sorted(step for step in run.samples if run.groups(step))
-    if not steps:
-        return None
-    step = steps[-1]
-    groups = [[r for r in group if is_number(r.get("reward"))] for group in run.groups(step)]
-    groups = [group for group in groups if group]
-    if not groups:
-        return None
-    group = max(groups, key=_spread)
-    ranked = sorted(group, key=lambda row: -row["reward"])
-    chosen = [ranked[i] for i in sorted({0, len(ranked) // 2, len(ranked) - 1})]
+    groups = run.groups(steps[-1]) if steps else []
+    groups = [[row for row in group if is_number(row.get("reward"))] for group in groups]
+    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in groups if group]
+    if not ranked:
+        return
+    group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
+    chosen = [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
     answers = [answer_of(row, f"reward {row['reward']:.3g}", _rewards(row)) for row in chosen]
-    prompt = str(chosen[0].get("prompt"))
     expected = chosen[0].get("expected")
-    example = Example(prompt, None if expected is None else str(expected), answers)
-    return Examples(f"What step {step} learned from: best, middle and worst of a group", [example])
-
-
-def _spread(group: list[dict]) -> float:
-    rewards = [row["reward"] for row in group]
-    return max(rewards) - min(rewards)
+    yield Examples(
+        f"What step {steps[-1]} learned from: best, middle and worst of a group",
+        [
+            Example(
+                str(chosen[0].get("prompt")), None if expected is None else str(expected), answers
+            )
+        ],
+    )
 
 
 def _rewards(row: dict) -> str:
@@ -304,19 +292,3 @@ def _rewards(row: dict) -> str:
     if is_number(row.get("advantage")):
         parts.append(f"advantage {row['advantage']:+.2f}")
     return " · ".join(parts[:8])
-
-
-# ---- what may be wrong
-
-
-def _findings(run: Evidence) -> Iterator[Block]:
-    found = diagnose(run)
-    yield from found
-    if not found:
-        yield Text(
-            "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
-        )
-
-
-def _unread(run: Evidence) -> list[Block]:
-    return [Text(f"not read: {text}", is_warning=True) for text in dict.fromkeys(run.unread)]

@@ -1,4 +1,4 @@
-"""Writes report.html and report.md."""
+"""Writes report.html."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,34 +11,26 @@ from tunix_lite.report.comparison import (
     runs_in,
     table_lines,
 )
-from tunix_lite.report.html import page_as_html
-from tunix_lite.report.markdown import page_as_markdown
-from tunix_lite.report.page import Page
+from tunix_lite.report.page import Page, page_as_html
 from tunix_lite.report.run_page import run_page
 
-# the names of the files
-HTML = "report.html"
-MARKDOWN = "report.md"
 
-
-def write_page(page: Page, folder: Path) -> list[Path]:
-    """Writes both files of a report into a folder, and returns them. Raises OSError."""
+def write_page(page: Page, folder: Path) -> Path:
+    """Writes the report into a folder, and returns the file. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / HTML, folder / MARKDOWN]
-    for file, text in zip(files, (page_as_html(page), page_as_markdown(page))):
-        # A new file replaces the old one at once: a reader never sees half of it.
-        fresh = file.with_name(f".{file.name}.tmp")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(file)
-    return files
+    file = folder / "report.html"
+    # A new file replaces the old one at once: a reader never sees half of it.
+    fresh = file.with_name(f".{file.name}.tmp")
+    fresh.write_text(page_as_html(page), encoding="utf-8")
+    fresh.replace(file)
+    return file
 
 
 def report_at_end(folder: Path, say: Callable[[str], None]) -> None:
     """Writes the report of a run that has just ended into its folder. It never fails: whatever is
     wrong becomes one line that `say` gets."""
     try:
-        files = write_page(run_page(folder), folder)
-        say(f"report: {files[0]}")
+        say(f"report: {write_page(run_page(folder), folder)}")
     # A report is no reason for a run to fail, whatever its files hold.
     except Exception as error:
         _say_why_not(folder, error, say)
@@ -58,9 +50,9 @@ def report_of_sweep(folder: Path, say: Callable[[str], None]) -> None:
         folders = runs_in(folder)
         if len(folders) < 2:
             return
-        files = write_page(comparison_page(folders), folder)
+        file = write_page(comparison_page(folders), folder)
         for line in table_lines(results_table(compared(folders))):
             say(line)
-        say(f"report: {files[0]}")
+        say(f"report: {file}")
     except Exception as error:
         _say_why_not(folder, error, say)

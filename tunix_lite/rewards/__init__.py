@@ -1,1 +1,1 @@
-"""Reward functions: strings in, a float out. Nothing in here imports the rest of the package."""
+"""Reward functions: strings in, a float out. Of the package, they import the workers alone."""

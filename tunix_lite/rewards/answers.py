@@ -1,18 +1,19 @@
 """Answers that can be checked: a text, a number or a letter of a choice, read out of a completion.
 
 An answer is marked by `\\boxed{...}`, `<answer>...</answer>`, `#### ...`, or words such as
-`Answer: ...`; of several marks the last one counts. Of `how`, strict reads only what a mark holds,
-and only if it is an answer as a whole; flexible reads what the last mark holds, or begins with, and
-without a mark the last answer in the text.
+`Answer: ...`; of several marks the last one counts, and one that is empty or not closed holds no
+answer. Of `how`, strict reads only what a mark holds, and only if it is an answer as a whole;
+flexible also reads an answer with words around it and, without a mark, the last one in the text.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from tunix_lite.rewards.numbers import LOOKED_AT, last_number, number_of, numbers_in, undecorated
+from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.numbers import LOOKED_AT, last_number, number_in, number_of, undecorated
 from tunix_lite.rewards.scores import no_answer
 
 HOW = ("strict", "flexible")
@@ -21,10 +22,17 @@ MARKS = ("boxed", "tag", "hashes", "words")
 
 # Patterns whose time is bounded by the length of the text, whatever stands in it.
 _BOX_OR_BRACE = re.compile(
-    r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\boxed\s*(?P<bare>-?\d+(?:\.\d+)?)|(?<!\\)[{}]"
+    r"(?P<box>\\(?:boxed|fbox)\s*(?:\{|\Z))|\\boxed\s*(?P<bare>-?\d+(?:\.\d+)?)|(?<!\\)[{}]"
 )
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-_HASHES = re.compile(r"####[^\S\n]*([^\n#]*)")
+_TAG = re.compile(r"<(/?)answer\s*(?:>|\Z)", re.IGNORECASE)
+# the rest of the line, or the next line if that has a digit
+_HASHES = re.compile(
+    r"(?<!#)####(?!#)[^\S\n]*(?:(?P<line>[^\s#][^\n#]*)|\n\s{0,99}(?P<next>[^\n#]*\d[^\n#]*))?"
+)
+# 5! is 120
+_FACTORIAL = re.compile(r"\d!\$?\s*\Z")
+# letters of a word, not of a formula
+_PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{3,}")
 # marks that are tried, from the last one back
 MOST_MARKS = 16
 # characters of an answer after such words that are looked at
@@ -40,6 +48,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|</|<answer>|\n", re.IGNORECASE)
 
 class Mark(NamedTuple):
     """An answer that the completion marks as such. place: the character where the mark begins.
+    text: what it holds, "" if it is empty or was not closed.
 
     Example: "The answer is 12." -> Mark(4, "words", "12").
     """
@@ -59,7 +68,10 @@ def marked_answers(text: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
     if "tag" in marks:
         found += _tagged(text)
     if "hashes" in marks:
-        found += [Mark(match.start(), "hashes", match[1]) for match in _HASHES.finditer(text)]
+        found += [
+            Mark(match.start(), "hashes", match["line"] or match["next"] or "")
+            for match in _HASHES.finditer(text)
+        ]
     if "words" in marks:
         found += _after_words(text)
     return sorted(found)
@@ -68,7 +80,7 @@ def marked_answers(text: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
 def read_answer(completion: str, how: str = "flexible") -> str | None:
     """The answer as text, for display: what the last mark holds, or (flexible) the last number."""
     if marks := marked_answers(completion):
-        return marks[-1].text.strip()
+        return marks[-1].text.strip() or None
     found = last_number(completion) if how == "flexible" else None
     return None if found is None else found[0]
 
@@ -100,9 +112,9 @@ class NumericAnswer:
 
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError if the example's answer is no number."""
-        expected = number_of(str(_expected(example, self.field)), self.percent)
+        expected = number_of(str(field_of(example, self.field)), self.percent)
         if expected is None:
-            wrong = f"{self.field}={_shown(example[self.field])} of an example"
+            wrong = f"{self.field}={_shown(field_of(example, self.field))} of an example"
             raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares text")
         found = read_number(completion, self.how, self.percent)
         if found is None:
@@ -116,18 +128,30 @@ class NumericAnswer:
 
 def read_number(text: str, how: str = "flexible", percent: str = "unit") -> Fraction | None:
     """The number that a text gives as its answer, or None."""
-    marks = [mark.text for mark in marked_answers(text)]
+    text = text[-LOOKED_AT:]
+    marks = marked_answers(text)
     if how == "strict":
-        return number_of(marks[-1], percent) if marks else None
-    for marked in marks[: -MOST_MARKS - 1 : -1]:
-        value = number_of(marked, percent)
-        if value is not None:
-            return value
-        # `5, not 6` and `5 (of 7)` begin with the answer
-        if numbers := numbers_in(marked, percent):
-            return numbers[0][1]
+        return _number_marked(marks[-1], number_of, percent) if marks else None
+    for mark in marks[: -MOST_MARKS - 1 : -1]:
+        if not is_sentence(mark, text):
+            return _number_marked(mark, number_in, percent)
     found = last_number(text, percent)
     return None if found is None else found[1]
+
+
+def _number_marked(mark: Mark, read: Callable, percent: str) -> Fraction | None:
+    # in prose it is an exclamation mark
+    is_formula = mark.kind in ("boxed", "tag") or mark.text.rstrip().endswith("$")
+    return None if is_formula and _FACTORIAL.search(mark.text) else read(mark.text, percent)
+
+
+def is_sentence(mark: Mark, text: str) -> bool:
+    """Whether a mark is words that give no number, such as `the answer is clear`, or a heading
+    behind `####` with more text below it: what stands before such a mark still counts."""
+    if any(sign.isdigit() for sign in mark.text) or not _PROSE.search(mark.text):
+        return False
+    is_heading = mark.kind == "hashes" and "\n" in text[mark.place :].strip()
+    return mark.kind == "words" or is_heading
 
 
 @dataclass(frozen=True)
@@ -150,7 +174,7 @@ class ExactAnswer:
         _check_choice("how", self.how, HOW)
 
     def __call__(self, completion: str, example: dict) -> float:
-        expected = _expected(example, self.field)
+        expected = field_of(example, self.field)
         texts = expected if isinstance(expected, list | tuple) else [expected]
         found = self._read(completion)
         if not found:
@@ -193,9 +217,9 @@ class ChoiceAnswer:
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError if the example's answer is none of the letters."""
         letters = self.choices.upper()
-        expected = str(_expected(example, self.field)).strip(" ().").upper()
+        expected = str(field_of(example, self.field)).strip(" ().").upper()
         if len(expected) != 1 or expected not in letters:
-            wrong = f"{self.field}={_shown(example[self.field])} of an example"
+            wrong = f"{self.field}={_shown(field_of(example, self.field))} of an example"
             raise ValueError(f"{wrong} is none of choices={self.choices}")
         found = self._read(completion, letters)
         if found is None:
@@ -206,27 +230,41 @@ class ChoiceAnswer:
         one = f"[{letters}{letters.lower()}]"
         # `B`, `(B)`, `B) Paris`, `B. Paris`, `B: Paris`; but not the article of `A dog`
         whole = re.compile(rf"\(?({one})(?:\s*[).:,].*|\s*)", re.DOTALL)
+        # `A or B`, `A, C`, `(A)(C)` choose none
+        several = re.compile(
+            rf"(?<![\w'])\(?{one}\)?\s*(?:[,;/&+]|\b(?:and|or)\b|(?<=\))(?=\())[\s,]*"
+            rf"(?:(?:and|or)\s+)?\(?(?:[{letters}](?![\w'])|{one}\)|{one}\s*\Z)"
+        )
+        completion = completion[-LOOKED_AT:]
         for mark in reversed(marked_answers(completion)):
-            if found := whole.fullmatch(_without_words(mark.text)):
+            said = _without_words(mark.text)
+            if (found := whole.fullmatch(said)) and not several.match(said):
                 return found[1].upper()
             if self.how == "strict":
                 return None
-        if found := re.fullmatch(rf"\(?({one})\)?", undecorated(completion)):
-            return found[1].upper()
-        if self.how == "strict":
-            return None
+            if several.search(said):
+                return None
+            if not is_sentence(mark, completion):
+                return _last_letter(said, letters)
         text = undecorated(completion)
-        apart = rf"\(({one})\)|(?<!\w)([{letters}])(?:\)|[.:](?=\s|$))"
-        # a letter before a small one may be an article, unless words say that it is meant
-        alone = (
-            rf"\b(?i:option|choice|answer)\s+([{letters}])(?![\w'])"
-            rf"|(?<![\w'])([{letters}])\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b"
-            rf"|(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
-        )
-        for pattern in (apart, alone):
-            if matches := re.findall(pattern, text):
-                return "".join(matches[-1]).upper()
-        return None
+        if found := re.fullmatch(rf"\(?({one})\)?", text):
+            return found[1].upper()
+        return None if self.how == "strict" else _last_letter(text, letters)
+
+
+def _last_letter(text: str, letters: str) -> str | None:
+    """The last letter with a sign behind it, or else the last one that stands alone."""
+    apart = rf"\(([{letters}{letters.lower()}])\)|(?<!\w)([{letters}])(?:\)|[.:](?=\s|$))"
+    # a letter before a small one may be an article, unless words say that it is meant
+    alone = (
+        rf"\b(?i:option|choice|answer)\s+([{letters}])(?![\w'])"
+        rf"|(?<![\w'])([{letters}])\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b"
+        rf"|(?<![\w'])([{letters}])(?![\w'])(?!\s+[a-z])"
+    )
+    for pattern in (apart, alone):
+        if matches := re.findall(pattern, text):
+            return "".join(matches[-1]).upper()
+    return None
 
 
 # ---- marks
@@ -234,7 +272,7 @@ class ChoiceAnswer:
 
 def _boxed(text: str) -> Iterator[Mark]:
     """`\\boxed{...}` with all braces inside of it, and `\\boxed 5`. Of boxes within a box, the
-    inner ones; one that is not closed is none."""
+    inner ones."""
     # where each open brace began, if it is that of a box
     opened: list[re.Match | None] = []
     last_closed = -1
@@ -246,16 +284,21 @@ def _boxed(text: str) -> Iterator[Mark]:
         elif opened and (box := opened.pop()) and box.start() > last_closed:
             last_closed = box.start()
             yield Mark(box.start(), "boxed", text[box.end() : match.start()])
+    yield from (Mark(box.start(), "boxed", "") for box in opened if box)
 
 
 def _tagged(text: str) -> Iterator[Mark]:
     opened = None
     for tag in _TAG.finditer(text):
         if not tag[1]:
+            if opened is not None:
+                yield Mark(opened.start(), "tag", "")
             opened = tag
         elif opened is not None:
             yield Mark(opened.start(), "tag", text[opened.end() : tag.start()])
             opened = None
+    if opened is not None:
+        yield Mark(opened.start(), "tag", "")
 
 
 def _after_words(text: str) -> Iterator[Mark]:
@@ -274,14 +317,6 @@ def _after_words(text: str) -> Iterator[Mark]:
 def _without_words(text: str) -> str:
     """`option (B)` and `choice B` without the word."""
     return re.sub(r"^(?:option|choice|letter)\s+", "", undecorated(text), flags=re.IGNORECASE)
-
-
-def _expected(example: dict, field: str) -> object:
-    if field not in example:
-        raise ValueError(
-            f"an example has no field {field!r}: it has {', '.join(map(str, example))}"
-        )
-    return example[field]
 
 
 def _shown(value: object) -> str:

@@ -4,31 +4,20 @@ It needs Linux. **This is no security boundary**: what limits there are keep hon
 clumsy tricks from harming a run (docs/guide/rewards.md says what each of them does).
 """
 
-import json
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+from tunix_lite.rewards.code_checks import checks_of
+from tunix_lite.rewards.fields import field_of
 from tunix_lite.rewards.scores import Score, no_answer
+from tunix_lite.workers.sandbox import STOPPED, run_job
 
 # characters of a program that are run
 LONGEST = 256 * 1024
-# seconds that starting and ending the processes of a test may take beside the test
-GRACE = 5.0
-RUNNER = Path(__file__).with_name("run_code.py")
-STOPPED = {
-    "time": "took more than `seconds`",
-    "output": "printed more than output_kib",
-    "memory": "took more than memory_mib",
-    "processes": "started more than max_processes",
-}
 TOO_LONG = "took more than total_seconds for all tests"
 _FENCE = re.compile(r"^```[^\S\n]*([\w+-]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# protections that the kernel refused, of which this process has told
-_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ class PassesTests:
         return Score(score, "stopped", f"its code {stopped}") if stopped else score
 
     def _tests(self, example: dict) -> list[str | dict]:
-        tests = example.get(self.field)
+        tests = field_of(example, self.field)
         if isinstance(tests, str):
             tests = [tests]
         if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
@@ -111,10 +100,11 @@ class PassesTests:
     def _passes(self, code: str, test: str | dict, seconds: float) -> tuple[bool, str]:
         """Whether the code passes a test, and by which limit it was stopped ("": by none)."""
         is_program = isinstance(test, dict)
+        checks = checks_of("" if is_program else test)
         job = {
             "kind": "stdin" if is_program else "assert",
             "code": code,
-            "test": "" if is_program else test,
+            "test": checks.source,
             "input": test["input"] if is_program else "",
             "seconds": seconds,
             "memory_mib": self.memory_mib,
@@ -128,39 +118,9 @@ class PassesTests:
         is_passed = verdict["is_done"]
         if is_program:
             is_passed = is_passed and _lines(verdict["printed"]) == _lines(test["output"])
+        elif checks.checks:
+            is_passed = is_passed and checks.are_met(verdict["reports"])
         return is_passed, "took more than memory_mib" if "MemoryError" in verdict["why"] else ""
-
-
-def run_job(job: dict) -> dict:
-    """What became of a job (see run_code.run). Raises RuntimeError if it could not be run."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", str(RUNNER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(json.dumps(job).encode(), timeout=job["seconds"] + GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return {"status": "could not be ended in time", "why": ""}
-    if process.returncode < 0:
-        return {
-            "status": f"killed the process that watched it (signal {-process.returncode})",
-            "why": "",
-        }
-    try:
-        verdict = json.loads(said)
-    except ValueError as error:
-        raise RuntimeError(f"{RUNNER.name} ended with exit code {process.returncode}") from error
-    if verdict["status"] == "failed":
-        raise RuntimeError(f"code could not be run: {verdict['why']}")
-    for refused in verdict["missing"]:
-        if refused not in _told:
-            _told.add(refused)
-            print(f"code of completions: {refused}", flush=True)
-    return verdict
 
 
 def code_in(completion: str) -> str | None:

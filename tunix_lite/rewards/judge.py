@@ -8,6 +8,7 @@ never a score of 0.
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import json
 import os
 import re
@@ -21,13 +22,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tunix_lite.rewards.limits import time_limit
+from tunix_lite.workers.limits import time_limit
 
 # bytes of an answer that are read, and characters of what is wrong that are shown
 LONGEST = 1024 * 1024
 SHOWN = 200
 # of a request that may well succeed when it is made again
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
+# of a server that cannot be reached, speaks no HTTP, or answers something else than asked
+FAILURES = (
+    OSError,
+    http.client.HTTPException,
+    ValueError,
+    LookupError,
+    TypeError,
+    RecursionError,
+)
 
 
 # A number behind the word, and behind brackets such as `(0 to 10)`; no part of `7,5`, `7 to 9`.
@@ -75,8 +85,7 @@ class Judge:
     api_key_env: str = ""  # the environment variable that holds a key; "": none is sent
 
     def __post_init__(self):
-        url = urlsplit(self.base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
+        if not _is_address(self.base_url):
             raise ValueError(f"base_url={self.base_url!r}; write it as http://127.0.0.1:8000/v1")
         try:
             named = {name for _, name, *_ in string.Formatter().parse(self.prompt) if name}
@@ -99,6 +108,11 @@ class Judge:
             )
         if self.api_key_env and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env={self.api_key_env}: there is no such variable")
+        if self.api_key_env and not _is_header(self._key()):
+            raise ValueError(
+                f"api_key_env={self.api_key_env}: the key holds a line break or another character "
+                "that no header can hold"
+            )
 
     @property
     def most_seconds(self) -> float:
@@ -165,6 +179,10 @@ class Judge:
 
     # ---- the server
 
+    def _key(self) -> str:
+        # a file that a key was read from ends in a line break
+        return os.environ[self.api_key_env].strip()
+
     def _ask(self, body: dict) -> str:
         """The text of the answer. Raises JudgeError naming the last failure."""
         for attempt in range(self.retries + 1):
@@ -175,19 +193,25 @@ class Judge:
                 with time_limit(self.timeout, "the answer"):
                     return self._post(body)
             except urllib.error.HTTPError as error:
-                said = error.read(SHOWN).decode(errors="replace")
-                failure = f"HTTP {error.code} {error.reason} {said}".strip()
+                failure = f"HTTP {error.code} {error.reason} {self._said(error)}".strip()
                 if error.code not in TRANSIENT:
                     break
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except FAILURES as error:
                 failure = f"{type(error).__name__}: {error}"[:SHOWN]
         asked = f"asked {attempt + 1} times" if attempt else "asked once"
-        raise JudgeError(f"the judge at {self.base_url} gave no answer, {asked}: {failure}")
+        failed = f"the judge at {self.base_url} gave no answer, {asked}: {failure}"
+        raise JudgeError(_printable(failed))
+
+    def _said(self, error: urllib.error.HTTPError) -> str:
+        """What the server said with a status, as far as it can be read."""
+        with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
+            return error.read(SHOWN).decode(errors="replace")
+        return ""
 
     def _post(self, body: dict) -> str:
         headers = {"Content-Type": "application/json; charset=utf-8"}
         if self.api_key_env:
-            headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
+            headers["Authorization"] = f"Bearer {self._key()}"
         request = urllib.request.Request(
             f"{self.base_url.rstrip('/')}/chat/completions",
             json.dumps(body).encode("utf-8"),
@@ -207,6 +231,26 @@ class Judge:
         if not isinstance(text, str):
             raise TypeError(f"the content of the answer is {type(text).__name__}, not a text")
         return text
+
+
+def _is_address(url: str) -> bool:
+    if any(sign.isspace() or not sign.isprintable() for sign in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        # no port, no host
+        return False
+
+
+def _is_header(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def _printable(text: str) -> str:
+    """Without what acts on a terminal: a server may say anything."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -268,7 +312,7 @@ class _Cache:
             try:
                 kept = json.loads(line)
                 self._answers[kept["key"]] = str(kept["answer"])
-            except (ValueError, LookupError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 # the beginning of a line whose writer was killed: it is asked for again
                 continue
 

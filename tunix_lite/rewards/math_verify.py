@@ -1,4 +1,4 @@
-"""Answers compared as mathematics, by the package math-verify: `pip install 'tunix_lite[math]'`."""
+"""Answers compared as mathematics, by the package math-verify: `pip install -e '.[math]'`."""
 
 import functools
 import importlib.util
@@ -6,9 +6,11 @@ import logging
 from dataclasses import dataclass
 from types import ModuleType
 
-from tunix_lite.rewards.limits import call_with_limits, time_limit
-from tunix_lite.rewards.numbers import number_of
+from tunix_lite.rewards.answers import is_sentence, marked_answers
+from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.numbers import number_in, number_of
 from tunix_lite.rewards.scores import Score, no_answer
+from tunix_lite.workers.limits import call_with_limits, time_limit
 
 # characters of a completion that are parsed: its last ones
 LONGEST = 16 * 1024
@@ -17,7 +19,8 @@ LONGEST = 16 * 1024
 @dataclass(frozen=True)
 class MathVerify:
     """1 if the completion's answer equals the example's as mathematics (numbers, fractions,
-    expressions, intervals, sets), else 0.
+    expressions, intervals, sets), else 0. Of a completion with marks (see rewards.answers), what
+    the last one holds is compared.
 
     math-verify itself turns all that goes wrong into "wrong". Here it is 0 and counted: a
     completion without an expression that can be parsed or compared (`rewards/no_answer`), and one
@@ -36,17 +39,13 @@ class MathVerify:
         if self.seconds <= 0:
             raise ValueError(f"seconds={self.seconds} must be above 0")
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError(
-                "the package math-verify is not installed: pip install 'tunix_lite[math]'"
-            )
+            raise ValueError("the package math-verify is not installed: pip install -e '.[math]'")
 
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError for an example's answer that cannot be parsed."""
-        if self.field not in example:
-            raise ValueError(f"an example has no field {self.field!r}: it has {', '.join(example)}")
         # the import is no part of what is limited
         _package()
-        expected = _expected(str(example[self.field]), self.seconds)
+        expected = _expected(str(field_of(example, self.field)), self.seconds)
         compare = functools.partial(self._compare, expected, completion[-LONGEST:])
         try:
             return call_with_limits(compare, self.seconds, "math-verify")
@@ -56,8 +55,9 @@ class MathVerify:
     def _compare(self, expected: tuple, completion: str) -> float:
         package = _package()
         # it is given no timeouts: those are signals as well, and would end ours
-        found = package.parse(completion, parsing_timeout=None)
-        if not _holds_mathematics(found):
+        parsed = (package.parse(text, parsing_timeout=None) for text in _texts_of(completion))
+        found = next(filter(_holds_mathematics, parsed), [])
+        if not found:
             return no_answer("it holds no expression that could be parsed")
         try:
             is_right = package.verify(
@@ -78,16 +78,37 @@ class MathVerify:
 @functools.lru_cache(maxsize=1024)
 def _expected(answer: str, seconds: float) -> tuple:
     """The parsed answer of an example, as LaTeX; marks of mathematics may stand around it."""
-    # Without dollars, math-verify takes a number out of LaTeX: of 2\sqrt{2} the first 2.
-    is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-    texts = (answer,) if is_marked else (f"${answer}$", answer)
-    # A plain number is parsed as it stands, as a completion's is.
-    for text in reversed(texts) if number_of(answer) is not None else texts:
+    for text in _readings(answer):
         with time_limit(seconds, "math-verify"):
             found = _package().parse(text, parsing_timeout=None)
         if _holds_mathematics(found):
             return tuple(found)
     raise ValueError(f"math-verify cannot parse the answer {answer[:200]!r} of an example")
+
+
+def _readings(answer: str) -> tuple[str, ...]:
+    """The texts that an answer is parsed as, the first that is mathematics: without dollars,
+    math-verify takes a number out of LaTeX, of 2\\sqrt{2} the first 2."""
+    if any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\[")):
+        return (answer,)
+    # a plain number is parsed as it stands, and so are words
+    is_plain = number_of(answer) is not None or number_in(answer) is not None
+    return (answer, f"${answer}$") if is_plain else (f"${answer}$", answer)
+
+
+def _texts_of(completion: str) -> tuple[str, ...]:
+    """What is parsed of a completion: what its last mark holds; without a mark, all of it."""
+    marks = marked_answers(completion)
+    if not marks or is_sentence(marks[-1], completion):
+        return (completion,)
+    *_, mark = marks
+    is_empty = not mark.text.strip("*_$ \n")
+    if mark.kind == "words":
+        # a formula may go on over several lines
+        return (completion[mark.place :],) if is_empty else (completion[mark.place :], completion)
+    if is_empty:
+        return ()
+    return (f"\\boxed{{{mark.text}}}",) if mark.kind == "boxed" else _readings(mark.text)
 
 
 def _holds_mathematics(found: list) -> bool:

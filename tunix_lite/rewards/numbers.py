@@ -1,7 +1,7 @@
 """Numbers as people and models write them: `-1,234.5`, `$3`, `50%`, `1 1/2`, `5 km`.
 
 A number is read as an exact fraction, so that 0.1 + 0.2 is 0.3 here. What is not plainly one number
-is none: `1,23`, `3:45`, `2^5` and `5 or 6` are refused, not guessed at.
+is none: `1,23`, `3:45`, `2^5`, `5 or 6` and `2x` are refused, not guessed at.
 """
 
 import re
@@ -41,7 +41,10 @@ VULGAR = {
 _CURRENCY = r"(?:(?:US|CA|AU)?\$|€|£|¥|₹|(?:USD|EUR|GBP|Rs\.?)\s?)"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d+|\.(?![\d.]))?|\.\d+)"
-_FRACTION = r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))"
+_SIGNED = rf"[-+]?\s*{_DECIMAL}"
+# `{1.5}`, or one digit without braces
+_ARGUMENT = rf"(?:\{{\s*{_SIGNED}\s*\}}|\s*\d)"
+_FRACTION = rf"\\[dtc]?frac{_ARGUMENT}\s*{_ARGUMENT}"
 _POWER = (
     r"(?:\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?|[eE]([-+]?\d+))"
 )
@@ -52,7 +55,7 @@ NUMBER = re.compile(
     (?:
         (?:(?P<whole>\d+)\s*)? (?P<frac>{_FRACTION})
       | (?P<mixed>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)
-      | (?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
+      | (?P<over>{_DECIMAL})\s*/\s*(?P<under>[-+]?{_DECIMAL}|\(\s*{_SIGNED}\s*\))
       | 10\s*\^\s*\{{?\s*(?P<ten>[-+]?\d+)\s*\}}?
       | (?P<decimal>{_DECIMAL})(?P<power>{_POWER})?
     )
@@ -60,8 +63,70 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-# A unit: words without digits (but for powers, as in m^2 or s^{-1}).
-_UNIT = re.compile(r"(?:(?<=[^\W\d])\^\s*\{?\s*-?\d\s*\}?|[^\d^\\=<>+*/~|]|/(?=\s*[^\W\d]))*")
+# What may stand behind a number: units of one letter; of two, and words of a sentence; and units of
+# three without a space. Other short ones are variables.
+_UNIT_LETTERS = frozenset("mgshlLWVANJKCF\u2126\u03a9")
+_SHORT_WORDS = """
+    km cm mm nm um kg mg ug ml cl dl ms ns hz kb mb gb tb pa ev cc px pt qt ft in yd mi lb oz hr wk
+    mo yr am pm st nd rd th pc ct kr rs kw mw gw mv ma kj sq cu
+    of is as it he we so if at on by up no an my me us do
+""".split()  # noqa: SIM905
+_SHORT_UNITS = """
+    mph kph kmh rpm psi kwh lbs kgs hrs min sec day yrs wks mos deg rad pts pcs cts usd eur gbp cad
+    aud mol cal khz mhz ghz kpa gal mil
+""".split()  # noqa: SIM905
+_FUNCTIONS = (
+    r"pi|tau|sin|cos|tan|cot|sec(?=\s*[(\w])|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|exp|sqrt|"
+    r"cbrt|lim|inf|infinity|infty|mod|modulo|choose|factorial|squared|cubed|plus|minus|or|multiplied|"
+    r"divided"
+)
+# Signs of mathematics: ± × ÷, those from ∀ on, and numbers that are raised or lowered.
+_RAISED = r"\u00b2\u00b3\u00b9\u2070-\u209f"
+_OPERATOR = rf"\\^_=<>+*|~\u00b1\u00d7\u00f7\u2200-\u22ff{_RAISED}"
+_LETTER = rf"[^\W\d_{_RAISED}]"
+_GREEK = re.compile(r"[\u0391-\u03c9]")
+# What follows a number, piece by piece; m^2, s^{-1} and m² are no operators.
+_TOKEN = re.compile(
+    rf"""
+    (?: (?<={_LETTER}) | (?<={_LETTER}[ ]) ) (?: \^\s*\{{?\s*-?\d\s*\}}? | [\u00b2\u00b3] )
+  | (?P<operator>
+        [\d{_OPERATOR}] | (?<!{_LETTER})[\u00b7!] | -(?!{_LETTER}{{2}}) | /(?!\s*{_LETTER})
+    )
+  | (?P<word> {_LETTER}+ (?: ['.] {_LETTER}+ )* )
+  | .
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_NEXT_WORD = re.compile(rf"\s+{_LETTER}{{2}}")
+_CONNECTS = re.compile(rf"(?:{_FUNCTIONS})\b|and\s+(?:an?|one|half)\b", re.IGNORECASE)
+_CONNECTS_AT_ONCE = re.compile(
+    rf"\(|\s*(?:and|through|thru|till|until|to(?!\s+(?!inf){_LETTER}{{3}}))\b", re.IGNORECASE
+)
+# What ends an answer, so that the rest is a remark: `5, not 6`, `5 (of 7)`, `5 = 2 + 3`.
+_REMARK = re.compile(
+    rf"""
+    (?: \s\( | [,;:.]\s | \n ) \s{{0,9}} (?! (?:or|and|to)\b ) (?: = | {_LETTER}{{2}} )
+  | \s (?:because|since|as|which|so|not)\b
+  | (?<={_LETTER}{{2}}) \s+ (?:in|for|from|after|on|at|with|per|during|out\ of|of)\b
+  | = (?= [^=,;]*\Z )
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+# What makes a number behind it a part: an operator, a bracket, a function, `at least`, a variable.
+_LEADS_IN = re.compile(
+    rf"""
+    [\d{_OPERATOR}(){{}}\[\]/]
+  | \b (?:{_FUNCTIONS}) \b
+  | \b (?: least|most|than|over|under|above|below|negative|roots?|half|twice|double|triple|not )
+    (?:\s+of)? [\s$-]* \Z
+  | (?<!{_LETTER}) (?<!['.]) (?! [aI]\s ) {_LETTER} (?! {_LETTER} | ['.] | \s*: | \s+is\b )
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+# The variable of a second equation: `x = 3, y = 4`.
+_SECOND = re.compile(
+    r"(?:[,;]|\\\\|\b(?:or|and)\b)\s*(?:(?:or|and)\s)?\s*[^\W\d_]\w{0,2}\s*\Z", re.IGNORECASE
+)
 _SCALE = re.compile(rf"(?:\s*\b(?:{'|'.join(SCALES)})s?\b)+", re.IGNORECASE)
 # Words before a number that say no more than that it comes.
 _PREFIX = re.compile(
@@ -82,14 +147,47 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
     Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None.
     """
     text = undecorated(text)
-    # of an equation, what it comes to
-    text = text.rpartition("=")[2].strip()
+    # of an equation, what it comes to; `x >= 3` is none
+    before, _, text = text.rpartition("=")
+    is_second = "=" in before and _SECOND.search(before[-40:])
+    if is_second or before.endswith(("<", ">", "!")):
+        return None
+    text = text.strip()
     while prefix := _PREFIX.match(text):
         text = text[prefix.end() :]
     if text[:1] + text[-1:] in ("()", "[]"):
         text = text[1:-1].strip()
     found = NUMBER.match(text)
-    if found is None or not _UNIT.fullmatch(_without_scale(text[found.end() :])):
+    # (5,) is a list
+    if (
+        found is None
+        or text.endswith(",")
+        or _larger_at(_without_scale(text[found.end() :])) is not None
+    ):
+        return None
+    return _value(found, text, percent)
+
+
+def number_in(text: str, percent: str = "unit") -> Fraction | None:
+    """The number that a text gives as its answer, with words around it; None if the number is only
+    a part of what is given: of a pair, a range, a product, a root.
+
+    Example: number_in("she has 5, not 6") == 5; number_in("5 or 6"), number_in("2x") are None.
+    """
+    if (whole := number_of(text, percent)) is not None:
+        return whole
+    text = undecorated(text)
+    found = NUMBER.search(text)
+    if found is None:
+        return None
+    found = _without_binary_sign(found, text)
+    rest = text[found.end() :]
+    if _LEADS_IN.search(text[: found.start()]) or _AFTER.match(rest):
+        return None
+    rest = _without_scale(rest)
+    larger_at = _larger_at(rest)
+    remark = _REMARK.search(rest)
+    if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None
     return _value(found, text, percent)
 
@@ -145,6 +243,9 @@ _CHARACTERS = {
     0x2013: "-",
     0xFE63: "-",
     0xFF0D: "-",
+    # a stroke of fractions, an apostrophe
+    0x2044: "/",
+    0x2019: "'",
     # spaces that separate thousands
     0x00A0: "\u202f",
     0x2009: "\u202f",
@@ -160,6 +261,43 @@ _SPACES = re.compile(r"\\[,;:! ()\[\]]|\\q?quad\b|~|\u202f|\\left\b|\\right\b|\\
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|textit)\s*\{([^{}]{0,200})\}")
 _EQUALS = re.compile(r"≈|≃|\\approx\b")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°")
+
+
+def _larger_at(rest: str) -> int | None:
+    """Where, in what follows a number, something begins that the number is only a part of; None
+    where units and words follow."""
+    if _CONNECTS_AT_ONCE.match(rest):
+        return 0
+    words = 0
+    for token in _TOKEN.finditer(rest):
+        if token["operator"]:
+            return token.start()
+        if token["word"]:
+            words += 1
+            is_variable = words == 1 and not _is_of_a_unit(token["word"], token)
+            if is_variable or (words <= 2 and _CONNECTS.match(rest, token.start())):
+                return token.start()
+    return None
+
+
+def _is_of_a_unit(word: str, found: re.Match) -> bool:
+    """Whether letters behind a number are a unit or a word, and no variables: `5 km`, `5 clips`;
+    not `5x`, `5 xy`."""
+    if len(word) == 1 and word in _UNIT_LETTERS:
+        return True
+    if _GREEK.search(word):
+        # of a unit only in micrometres and the like
+        return word[0] == "\u03bc"
+    # other writings have units of one letter
+    if not word[0].isascii() or "." in word or "'" in word:
+        return True
+    if len(word) == 1:
+        return (
+            word in "aI" and found.start() > 0 and bool(_NEXT_WORD.match(found.string, found.end()))
+        )
+    if len(word) == 2:
+        return word.lower() in _SHORT_WORDS
+    return found.start() > 0 or len(word) > 3 or word.lower() in _SHORT_UNITS
 
 
 def _without_scale(rest: str) -> str:
@@ -207,11 +345,10 @@ def _value(found: re.Match, text: str, percent: str) -> Fraction | None:
 
 def _magnitude(found: re.Match) -> Fraction | None:
     if found["frac"]:
-        digits = [int(part) for part in re.findall(r"-?\d+", found["frac"])]
-        if len(digits) == 1:
-            # \frac34
-            digits = [int(digit) for digit in str(digits[0])]
-        return int(found["whole"] or 0) + Fraction(digits[0], digits[1])
+        above, below = (Fraction(_bare(part)) for part in re.findall(_ARGUMENT, found["frac"]))
+        if found["whole"] and (above < 0 or below < 0):
+            return None
+        return int(found["whole"] or 0) + above / below
     if found["mixed"]:
         return int(found["mixed"]) + Fraction(int(found["above"]), int(found["below"]))
     if found["over"]:
@@ -232,4 +369,4 @@ def _power_of_ten(exponent: int) -> Fraction | None:
 
 
 def _bare(digits: str) -> str:
-    return digits.replace(",", "").rstrip(".") or "0"
+    return re.sub(r"[,\s{}()]", "", digits).rstrip(".") or "0"

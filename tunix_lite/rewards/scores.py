@@ -1,6 +1,14 @@
-"""What a reward function may return beside a plain number."""
+"""The values of reward functions: a number, or a Score, which says more; and what is neither."""
 
+import math
+from collections.abc import Callable
 from typing import Any
+
+from tunix_lite.workers.child import NotANumber, bounded, short_repr
+from tunix_lite.workers.pool import IS_NONE, NoScore
+
+# the largest size of a reward: its square is a number of float32, in which the loss is computed
+MOST_REWARD = 1e18
 
 
 class Score(float):
@@ -38,7 +46,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` made a value of."""
+    """The value that `to_json` was given."""
     if isinstance(value, dict):
         return Score(value["score"], value["kind"], value["why"])
     return [from_json(item) for item in value] if isinstance(value, list) else value
@@ -47,3 +55,45 @@ def from_json(value: Any) -> Any:
 def no_answer(why: str) -> Score:
     """0 for a completion whose answer could not be read."""
     return Score(0.0, "no_answer", why)
+
+
+def number(fn: Callable, completion: str, example: dict) -> float | dict:
+    """The number that a reward function returns, as JSON can hold it. NoScore if it is None,
+    NotANumber if it is no number or not finite; '1' is a text, not a number."""
+    value = fn(completion, example)
+    if value is None:
+        raise NoScore(IS_NONE)
+    return to_json(_finite(value))
+
+
+def numbers(fn: Callable, completions: list[str], example: dict) -> list[float | dict | None]:
+    """The numbers that a reward function of a whole group returns: a finite one, or None, for each
+    completion, in their order. NotANumber if it is anything else."""
+    values = fn(completions, example)
+    try:
+        values = list(values)
+    except TypeError as error:
+        raise NotANumber(f"is {short_repr(values)}, not a list of numbers,") from error
+    if len(values) != len(completions):
+        raise NotANumber(f"is {len(values)} numbers, not {len(completions)},")
+    return [None if value is None else to_json(_finite(value)) for value in values]
+
+
+def _finite(value: Any) -> float:
+    if not hasattr(value, "__float__"):
+        raise NotANumber(f"is {short_repr(value)}, not a number,")
+    try:
+        as_float = float(value)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise NotANumber(f"is {short_repr(value)}, not a number,") from error
+    if not math.isfinite(as_float):
+        raise NotANumber(f"is {as_float}")
+    if abs(as_float) > MOST_REWARD:
+        raise NotANumber(f"is {as_float:g}, beyond {MOST_REWARD:g},")
+    return value if isinstance(value, Score) else as_float
+
+
+def text(fn: Callable, completion: str, example: dict) -> str | None:
+    """The text that `extract` returns for a completion, KEPT characters of it at most."""
+    answer = fn(completion)
+    return None if answer is None else bounded(str(answer))

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tunix_lite.rewards.fields import field_of
+
 SPLITS = ("rouge", "words", "characters")
 MEASURES = ("f", "precision", "recall")
 
@@ -139,11 +141,7 @@ def _masks(units: Sequence[str]) -> dict[str, int]:
 
 
 def _references(example: dict, field: str) -> list[str]:
-    if field not in example:
-        raise ValueError(
-            f"an example has no field {field!r}: it has {', '.join(map(str, example))}"
-        )
-    references = example[field]
+    references = field_of(example, field)
     references = references if isinstance(references, list | tuple) else [references]
     if not references or not all(isinstance(text, str) for text in references):
         raise ValueError(f"{field}={references!r:.200} of an example is not a text or texts")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tunix_lite.rewards.completion import UNITS, length_of
-from tunix_lite.rewards.limits import time_limit
+from tunix_lite.workers.limits import time_limit
 
 # characters of a completion that patterns and n-grams look at: its first ones
 LONGEST = 64 * 1024

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 # Logical axes of keys and values; scales have the first three.
@@ -103,13 +103,22 @@ def empty_cache(
 
 
 def columns_in_use(tokens: int, length: int) -> int:
-    """Columns for sequences that have up to `tokens` tokens now, and up to `length` in the end.
+    """Columns for sequences that have up to `tokens` tokens now, and up to `length` in the end: the
+    least of `column_sizes`. Example: columns_in_use(300, 9216) is 1024."""
+    return min(columns for columns in column_sizes(length) if columns >= tokens)
 
-    Powers of two, so that a rollout compiles few programs; `length` where a power of two would save
-    less than a quarter. Example: columns_in_use(300, 9216) is 512.
+
+def column_sizes(length: int) -> list[int]:
+    """The columns that a cache may have, the most first: three sizes at most, as programs are
+    compiled for each.
+
+    `length`, the largest power of two that saves a quarter of it, and a quarter of that, or half if
+    that is the least. Example: column_sizes(9216) is [9216, 4096, 1024].
     """
-    columns = max(MIN_COLUMNS, 1 << (tokens - 1).bit_length())
-    return columns if 4 * columns <= 3 * length else length
+    powers = []
+    while 4 * (MIN_COLUMNS << len(powers)) <= 3 * length:
+        powers.append(MIN_COLUMNS << len(powers))
+    return [length, *powers[-1:], *powers[-3:-1][:1]]
 
 
 def resize_columns(kv: KV, columns: int) -> KV:
@@ -208,21 +217,6 @@ def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
     Negative: the column holds no token of this sequence.
     """
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
-
-
-def in_position_order(
-    kv: KV,
-    mask_B1C: jax.Array,
-    newest_B: jax.Array,
-) -> tuple[KV, jax.Array]:
-    """A ring and its mask with the columns from the oldest position to the newest, which is the
-    order in which the trainer sums over them."""
-    columns = kv.k.shape[2]
-    # The column after the newest token holds the oldest one.
-    index_BC = (newest_B[:, None] + 1 + jnp.arange(columns)) % columns
-    in_order = jax.tree.map(lambda x: take_columns(x, index_BC), kv)
-    index_B1C = index_BC[:, None]
-    return in_order, jnp.take_along_axis(mask_B1C, index_B1C, axis=2)
 
 
 def attended_columns(

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size
+from tunix_lite.rollout.compile_ahead import RolloutSize, compile_rollout
 from tunix_lite.rollout.engine import (
     RolloutArrays,
     check_kernels,
@@ -28,7 +29,12 @@ from tunix_lite.rollout.programs import (
     make_programs,
 )
 from tunix_lite.rollout.requests import Request, StopCriteria, check_prompts, stop_text_end
-from tunix_lite.rollout.reread import RereadPrograms, make_reread_programs, read_again
+from tunix_lite.rollout.reread import (
+    RereadPrograms,
+    compile_reread,
+    make_reread_programs,
+    read_again,
+)
 from tunix_lite.rollout.scheduler import (
     RolloutScheduler,
     padded_width,
@@ -138,7 +144,8 @@ class CarrySampler:
 
         # As in make_sampler from here on, but that the first slots are not empty.
         key = _keys(seed_key, [one.step for one in in_order])
-        scheduler = self._scheduler(params, in_order, every_prompt, requests, key, usual)
+        most = len(completions)
+        scheduler = self._scheduler(params, in_order, every_prompt, requests, key, usual, most)
         scheduler.fill_slots()
         next_chunk = scheduler.next_chunk
         while (decoded := next_chunk()) is not None:
@@ -166,6 +173,7 @@ class CarrySampler:
         requests: list[Request],
         key: jax.Array,
         usual: tuple[int, int],
+        most: int,
     ) -> RolloutScheduler:
         """Those under way first: they are read whole. The prompts of the others are read once for
         their group."""
@@ -191,8 +199,30 @@ class CarrySampler:
         read = partial(read_again, self.reread, weights, carried, requests, num_slots)
         temperature = np.float32(self.generation.temperature)
         return RolloutScheduler(
-            self.programs, weights, temperature, requests, blocks, num_slots, key, carried, read
+            self.programs,
+            weights,
+            temperature,
+            requests,
+            blocks,
+            num_slots,
+            key,
+            carried,
+            read,
+            most,
         )
+
+    def compile_ahead(
+        self, params: Params, num_prompts: int, num_generations: int, num_in_flight: int
+    ) -> None:
+        """Compiles every program that `go_on` can need. num_in_flight: the completions that it
+        gets."""
+        num_slots = self.rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
+        temperature = self.generation.temperature
+        size = RolloutSize(num_prompts, num_generations, num_slots, temperature, num_in_flight)
+        weights = self.prepare(params)
+        queue, slots = compile_rollout(self.programs, weights, size)
+        if num_in_flight > num_prompts * num_generations:
+            compile_reread(self.reread, slots, queue, weights)
 
 
 def make_carry_sampler(

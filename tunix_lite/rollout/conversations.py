@@ -13,7 +13,7 @@ that the conversation has sampled before.
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import jax
@@ -22,18 +22,27 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
+from tunix_lite.rollout.compile_ahead import compile_extend, compile_rewind
 from tunix_lite.rollout.engine import (
+    OnChunk,
     RolloutArrays,
+    Sampling,
     check_kernels,
+    compile_ahead,
     make_generate,
     make_prepare,
     sampler_spec,
     whole_or_stepwise,
 )
-from tunix_lite.rollout.extend import TurnPrograms, extend_calls, make_turn_programs
+from tunix_lite.rollout.extend import (
+    EXTEND_WIDTHS,
+    TurnPrograms,
+    extend_calls,
+    make_turn_programs,
+)
 from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
 from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, make_programs
 from tunix_lite.rollout.requests import (
@@ -217,6 +226,21 @@ class ConversationScheduler:
             self.decode()
         return ended
 
+    def hand_over(
+        self,
+        ended: list[Talk],
+        on_finished: Callable[[int, list[int]], None] | None,
+        on_chunk: OnChunk | None,
+    ) -> None:
+        """Calls what make_converse was given, with the conversations that have ended."""
+        if on_finished is not None:
+            for talk in ended:
+                on_finished(talk.row, talk.last_turn)
+        if on_chunk is not None:
+            held = [talk.request for talk in self.by_slot if talk is not None]
+            alone = {talk.row: conversations_as_rollout(self, [talk]) for talk in ended}
+            on_chunk(held + [talk.request for talk in ended], alone)
+
     # ---- answers
 
     def take_replies(self) -> list[Talk]:
@@ -259,7 +283,7 @@ class ConversationScheduler:
             return
 
         request.reason = "eos" if reply.done and not reply.failure else "length"
-        request.ended = time.perf_counter() - self.engine.began
+        request.ended = self.engine.elapsed()
         self.engine.unfinished -= 1
         talk.parked = None
         if talk.slot is not None:
@@ -387,7 +411,7 @@ class ConversationScheduler:
         self.patience.chunk_seconds = min(self.patience.chunk_seconds, seconds)
         engine.num_chunks += 1
         engine.chunks_absorbed += 1
-        now = time.perf_counter() - engine.began
+        now = engine.elapsed()
 
         # of each slot, the tokens of the chunk up to a stop text; -1: it has none
         kept = np.full(engine.num_slots, -1, np.int32)
@@ -430,7 +454,7 @@ class ConversationScheduler:
         engine = self.engine
         sampled = sum(talk.num_sampled for talk in self.talks)
         steps = engine.num_chunks * engine.chunk
-        seconds = time.perf_counter() - engine.began
+        seconds = engine.elapsed()
         most_slots = engine.num_chunks * engine.num_slots
         return {
             "rollout/prefill_tokens": engine.prefill_tokens,
@@ -458,9 +482,9 @@ def make_converse(
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Callable[..., Rollout]:
+) -> Sampling:
     """converse(params, prompts, key, num_generations=1, temperature=..., partner, on_finished=None,
-    between_chunks=None, stepwise=False) -> Rollout of P * G conversations.
+    on_chunk=None, between_chunks=None, stepwise=False) -> Rollout of P * G conversations.
 
     generation.max_new_tokens bounds all that comes after a prompt, answers included.
     on_finished(row, tokens) gets the last turn of a conversation. With stepwise it returns a
@@ -483,6 +507,7 @@ def make_converse(
         *,
         partner: Partner,
         on_finished: Callable[[int, list[int]], None] | None = None,
+        on_chunk: OnChunk | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Generator[None, None, Rollout]:
         criteria.check()
@@ -497,16 +522,32 @@ def make_converse(
         most = most_parked(rollout, engine)
         talks = ConversationScheduler(engine, turn_programs, partner, asked, most, criteria)
         while not talks.is_over:
-            for talk in talks.advance():
-                if on_finished is not None:
-                    on_finished(talk.row, talk.last_turn)
+            talks.hand_over(talks.advance(), on_finished, on_chunk)
             if between_chunks is not None:
                 between_chunks()
             yield
         partner.close()
         return conversations_as_rollout(talks)
 
-    return whole_or_stepwise(in_steps)
+    ahead = partial(compile_turns_ahead, programs_of, prepare, rollout)
+    return Sampling(whole_or_stepwise(in_steps), ahead)
+
+
+def compile_turns_ahead(
+    programs_of: Callable[[int | None], tuple[Programs, TurnPrograms]],
+    prepare: Callable[[Params], Params],
+    rollout: RolloutConfig,
+    params: Params,
+    *size: int,
+    temperature: float | None = None,
+    max_turn_tokens: int | None = None,
+) -> None:
+    """As engine.compile_ahead, of conversations with turns of so many tokens."""
+    programs, turn_programs = programs_of(max_turn_tokens)
+    weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
+    compile_extend(turn_programs, slots, weights, EXTEND_WIDTHS)
+    if programs.spec.generation.stop:
+        compile_rewind(turn_programs, slots, programs.spec.chunk)
 
 
 def make_programs_of_turns(
@@ -534,9 +575,10 @@ def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
     return -(-max_turn_tokens // chunks)
 
 
-def make_generate_with_partner(*arguments: Any, **named: Any) -> Callable[..., Rollout]:
+def make_generate_with_partner(*arguments: Any, **named: Any) -> Sampling:
     """As engine.make_generate, of the same arguments; with a `partner`, generate(...) samples
-    conversations, as `make_converse` has them."""
+    conversations, as `make_converse` has them. compile_ahead gets `converses`, and the
+    `max_turn_tokens` of the partner."""
     single = make_generate(*arguments, **named)
     converse = make_converse(*arguments, **named)
 
@@ -545,7 +587,15 @@ def make_generate_with_partner(*arguments: Any, **named: Any) -> Callable[..., R
             return single(*given, **options)
         return converse(*given, partner=partner, **options)
 
-    return generate
+    def compile_ahead(
+        *given: Any, converses: bool, max_turn_tokens: int | None = None, **options: Any
+    ) -> None:
+        if converses:
+            converse.compile_ahead(*given, max_turn_tokens=max_turn_tokens, **options)
+        else:
+            single.compile_ahead(*given, **options)
+
+    return Sampling(generate, compile_ahead)
 
 
 @dataclass(frozen=True)
@@ -621,26 +671,28 @@ def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
     return memory.parking(len(engine.requests), free).most
 
 
-def conversations_as_rollout(talks: ConversationScheduler) -> Rollout:
-    """The rollout of conversations that have all ended."""
+def conversations_as_rollout(
+    talks: ConversationScheduler, some: list[Talk] | None = None
+) -> Rollout:
+    """The rollout of conversations that have all ended; some: of these alone, in this order."""
     spec = talks.engine.programs.spec
-    arrays = RolloutArrays.empty(len(talks.talks), spec.generation, spec.pad_id)
+    chosen = sorted(talks.talks, key=lambda talk: talk.row) if some is None else some
+    arrays = RolloutArrays.empty(len(chosen), spec.generation, spec.pad_id)
     width = arrays.width
     turn_ids = np.zeros(arrays.tokens.shape, np.int16)
     answered = np.zeros(arrays.tokens.shape, bool)
-    conversations = np.empty(len(talks.talks), object)
-    for talk in talks.talks:
-        row = talk.row
+    conversations = np.empty(len(chosen), object)
+    for row, talk in enumerate(chosen):
         arrays.write_completion(row, talk.request)
         turns = [SampledTurn(width + a, width + b, reply) for a, b, reply in talk.turns]
         for number, turn in enumerate(turns, start=1):
             turn_ids[row, turn.begin : turn.end] = number
-        conversations[row] = Conversation(turns, talk.ended, talks.partner.openings[row])
+        conversations[row] = Conversation(turns, talk.ended, talks.partner.openings[talk.row])
         answered[row] = arrays.completion_mask[row] & (turn_ids[row] == 0)
 
     # What an environment answered is read, and not sampled.
-    asked = talks.asked
-    rollout = arrays.rollout(asked.prompts, asked.per_prompt, talks.metrics())
+    prompts = [talks.asked.prompts[talk.request.prompt] for talk in chosen]
+    rollout = arrays.rollout(prompts, 1, talks.metrics() if some is None else {})
     return rollout.replace(
         completion_mask=rollout.completion_mask & ~answered,
         turn_ids=turn_ids,

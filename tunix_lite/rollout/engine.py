@@ -6,7 +6,7 @@ programs.py holds what runs on the devices, scheduler.py what the host does mean
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models import decode_attention, decoder
-from tunix_lite.models.decode_products import choose_products
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.models import decoder
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
 from tunix_lite.parallel.mesh import (
@@ -26,8 +26,8 @@ from tunix_lite.parallel.mesh import (
     current_platform,
     gathered_sharding,
 )
-from tunix_lite.rollout.fused_draw import choose_head
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.compile_ahead import RolloutSize, compile_rollout
+from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import (
     RolloutScheduler,
@@ -38,6 +38,26 @@ from tunix_lite.rollout.scheduler import (
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
 
+# on_chunk(requests that got tokens, those that ended by row, each as a Rollout of one row)
+OnChunk = Callable[[Sequence[Request], dict[int, Rollout]], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A function that samples, and one that compiles its programs.
+
+    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4), then
+    generate(params, prompts, key, 4), with 16 prompts, compiles nothing.
+    """
+
+    sample: Callable
+    # (params, num_prompts, num_generations, temperature=...): every program that so many prompts
+    # with so many completions can need, whatever their lengths are
+    compile_ahead: Callable[..., None]
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return self.sample(*given, **options)
+
 
 def make_sampler(
     cfg: Architecture,
@@ -47,7 +67,7 @@ def make_sampler(
     dtype: DTypeLike = jnp.float32,
     rollout: RolloutConfig | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Callable[..., Generator[list[Request], None, Metrics]]:
+) -> "Sampling":
     """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
     tokenizer=None).
 
@@ -98,20 +118,43 @@ def make_sampler(
             yield scheduler.absorb(decoded, criteria, prompts)
         return scheduler.metrics()
 
-    return sample
+    return Sampling(sample, partial(compile_ahead, programs, prepare, rollout))
+
+
+def compile_ahead(
+    programs: Programs,
+    prepare: Callable[[Params], Params],
+    rollout: RolloutConfig,
+    params: Params,
+    num_prompts: int,
+    num_generations: int,
+    temperature: float | None = None,
+) -> tuple[Params, Slots]:
+    """Compiles what `Sampling` says. temperature: None takes that of the settings. Returns the
+    weights as the programs take them, and the shapes of the slots."""
+    if temperature is None:
+        temperature = programs.spec.generation.temperature
+    num_slots = rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
+    size = RolloutSize(num_prompts, num_generations, num_slots, temperature)
+    per_layer_params = prepare(params)
+    _, slots = compile_rollout(programs, per_layer_params, size)
+    return per_layer_params, slots
 
 
 def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:
     """Raises ValueError where decoding with these weights on the current mesh cannot use the
-    kernels that `rollout.attention`, `rollout.head` and `rollout.products` ask for."""
-    platform = current_platform()
-    decode_attention.choose_decode_attention(
-        rollout.attention, spec.cfg, spec.dtype, platform, spec.int8, axis_size("tp")
-    )
-    choose_head(rollout.head, spec.cfg, spec.generation, spec.dtype, platform)
-    choose_products(
-        rollout.products, spec.cfg, spec.dtype, platform, axis_size("tp"), are_plain(params)
-    )
+    kernels that `rollout.kernels` asks for."""
+    if rollout.is_fused:
+        check_fused(
+            spec.cfg,
+            spec.dtype,
+            current_platform(),
+            axis_size("tp"),
+            spec.int8,
+            are_plain(params),
+            spec.generation.has_cutoffs,
+            spec.generation.repetition_penalty,
+        )
 
 
 def make_requests(
@@ -155,7 +198,7 @@ def sampler_spec(
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
         on_cpu=current_platform() == "cpu",
-        **rollout.kernels,
+        fused=rollout.is_fused,
     )
     return spec, ends
 
@@ -169,15 +212,17 @@ def make_generate(
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Callable[..., Rollout]:
+) -> Sampling:
     """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
-    on_finished=None, between_chunks=None, stepwise=False)
+    on_finished=None, on_chunk=None, between_chunks=None, stepwise=False)
 
     -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
     called when the host reads the chunk in which a completion ended, while others still decode.
-    between_chunks() is called after each chunk, of which all processes run the same; what it raises
-    ends the rollout. With stepwise it returns a generator that stops after each chunk, while the
-    next one is under way, and returns the Rollout. The rest is as in `make_sampler`.
+    on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
+    row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
+    which all processes run the same; what it raises ends the rollout. With stepwise it returns a
+    generator that stops after each chunk, while the next one is under way, and returns the Rollout.
+    The rest is as in `make_sampler`.
 
     Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids,
     tokenizer.pad_id)`, called with prompts as lists of token numbers.
@@ -192,6 +237,7 @@ def make_generate(
         temperature: float = generation.temperature,
         limits: Sequence[int] | None = None,
         on_finished: Callable[[int, list[int]], None] | None = None,
+        on_chunk: OnChunk | None = None,
         between_chunks: Callable[[], None] | None = None,
     ) -> Generator[None, None, Rollout]:
         metrics: Metrics = {}
@@ -208,12 +254,26 @@ def make_generate(
                     arrays.write_completion(row, request)
                     if on_finished is not None:
                         on_finished(row, request.tokens)
+            if on_chunk is not None:
+                ended = [request for request in touched if request.reason is not None]
+                on_chunk(touched, rollouts_of_one(ended, prompts, num_generations, arrays))
             if between_chunks is not None:
                 between_chunks()
             yield
         return arrays.rollout(prompts, num_generations, metrics)
 
-    return whole_or_stepwise(in_steps)
+    return Sampling(whole_or_stepwise(in_steps), sample.compile_ahead)
+
+
+def rollouts_of_one(
+    ended: list[Request], prompts: Prompts, num_generations: int, arrays: "RolloutArrays"
+) -> dict[int, Rollout]:
+    """Completions that have ended and are in the arrays, by row, each as a Rollout of one row."""
+    rows = {request.prompt * num_generations + request.generation: request for request in ended}
+    return {
+        row: arrays.only(row).rollout([prompts[request.prompt]], 1, {})
+        for row, request in rows.items()
+    }
 
 
 def whole_or_stepwise(
@@ -281,6 +341,11 @@ class RolloutArrays:
             finish=np.zeros(num_rows, np.int8),
             seconds=np.zeros((num_rows, 2), np.float32),
         )
+
+    def only(self, row: int) -> "RolloutArrays":
+        """A copy of one row."""
+        arrays = (getattr(self, part.name) for part in fields(self)[1:])
+        return RolloutArrays(self.width, *(array[row : row + 1].copy() for array in arrays))
 
     def write_completion(self, row: int, request: Request) -> None:
         """Writes a request that has ended."""

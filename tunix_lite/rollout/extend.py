@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.models import attention, decoder, rounding
+from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import axis_size, constrain
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
@@ -27,7 +27,7 @@ from tunix_lite.rollout.rewind import rewind, save
 from tunix_lite.types import Params
 
 # The widths that new tokens are padded to. Longer ones are read in pieces of the last of them.
-EXTEND_WIDTHS = (16, 32, 64, 128, 256)
+EXTEND_WIDTHS = (16, 64, 256)
 # Slots that one call extends, where the mesh does not divide the slots: these, or all.
 FEW_SLOTS = 8
 
@@ -243,7 +243,6 @@ def attend_to_cache_and_new(
     It returns what they attend to, and their keys and values in the layout of the cache.
     """
     cfg = spec.cfg
-    newest_R = lengths_R - 1
     num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, cache)}
     masks = {
         kind: mask_of_cache_and_new(
@@ -263,16 +262,6 @@ def attend_to_cache_and_new(
         old = cache[layer]
         old_mask, new_mask = masks[kind]
 
-        # Where values are rounded, sum in the order in which the trainer sums: see rounding.py.
-        is_ring = kind == "local" and num_columns[kind] == cfg.window
-        if is_ring and rounding.is_rounded(spec.dtype):
-            old, old_mask = jax.lax.platform_dependent(
-                old,
-                old_mask,
-                newest_R,
-                cpu=kv_cache.in_position_order,
-                default=lambda kv, mask, newest_R: (kv, mask),
-            )
         both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
         mask = jnp.concatenate([old_mask, new_mask], axis=2)
         return attend_in_pieces(spec, q_BTNH, both, mask), new

@@ -18,7 +18,7 @@ import numpy as np
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.live_programs import Joining, LivePrograms, SlotSampling
 from tunix_lite.rollout.programs import DecodedChunk
-from tunix_lite.rollout.scheduler import padded_width, prompt_widths
+from tunix_lite.rollout.scheduler import padded_width, widths_by_halves
 from tunix_lite.types import Params
 
 # Prompts that one prefill reads, at most. A single one is read alone.
@@ -124,7 +124,7 @@ class LiveEngine:
         self.max_waiting = max_waiting
         self.eos_ids = frozenset(eos_ids)
         self.spec = programs.spec
-        self.widths = prompt_widths(self.spec.generation.max_prompt_length)
+        self.widths = widths_by_halves(self.spec.generation.max_prompt_length)
 
         # Shared with other threads, under the lock.
         self._lock = threading.Condition()
@@ -133,6 +133,8 @@ class LiveEngine:
         self._deadline = float("inf")
         self._is_idle = True
         self.failure: BaseException | None = None
+        # Told, once they are compiled, the names of programs and the seconds they took.
+        self.on_compile: Callable[[str, float], None] | None = None
 
         # Of the engine's thread alone.
         self._owners: list[LiveSequence | None] = [None] * num_slots
@@ -188,14 +190,33 @@ class LiveEngine:
             sequence.is_cancelled = True
             self._lock.notify_all()
 
+    def warm_up(self) -> None:
+        """Samples from a prompt of one token, so that the programs of most requests are compiled.
+        Programs of longer prompts, and of cut-offs, still compile when the first request needs
+        them. Raises EngineFailed."""
+        ended = threading.Event()
+        failed: list[str] = []
+
+        def on_tokens(new: NewTokens) -> None:
+            if new.reason == "error":
+                failed.append(new.message)
+            if new.reason is not None:
+                ended.set()
+
+        self.submit([LiveSequence([0], DrawSettings(), 1, on_tokens)])
+        ended.wait()
+        if failed:
+            raise EngineFailed(failed[0])
+
     def wait_until_idle(self) -> None:
         """Waits until no sequence is left and none is on the devices, or the engine has ended."""
         with self._lock:
             while not self._is_idle and self._thread.is_alive():
                 self._lock.wait(IDLE_SECONDS)
 
-    def set_params(self, per_layer_params: Params) -> None:
-        """Samples with other weights from now on. Raises ValueError while sequences are running."""
+    def set_params(self, per_layer_params: Params | None) -> None:
+        """Samples with other weights from now on; None frees them, and nothing may be submitted
+        until there are others. Raises ValueError while sequences are running."""
         with self._lock:
             if not self._is_idle:
                 raise ValueError("the engine is sampling; wait until it is idle")
@@ -239,10 +260,15 @@ class LiveEngine:
 
     def _step(self) -> None:
         """One chunk: slots are filled, the next chunk starts, and the one before is read."""
+        compiles = dict(self.programs.compiles)
+        began = time.monotonic()
         self._drop_cancelled()
         self._fill()
         if self._by_number:
             self._start_chunk()
+        if self.on_compile is not None and compiles != self.programs.compiles:
+            new = [name for name, n in self.programs.compiles.items() if n != compiles.get(name)]
+            self.on_compile(" and ".join(new), time.monotonic() - began)
         # While sequences run, a chunk is always under way when the one before is read.
         while len(self._in_flight) > (1 if self._by_number else 0):
             self._read_chunk()

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import (
     AXES,
     axis_size,

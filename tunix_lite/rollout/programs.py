@@ -21,16 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models import attention, decode_attention, decoder, rounding
-from tunix_lite.models.decode_products import FusedProducts
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models import attention, decoder, rounding
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, JitByPlatform, OptionsByPlatform
 from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.fused_draw import fused_draw
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Params
 
@@ -74,13 +72,8 @@ class SamplerSpec:
     tp_reduce_dtype: DTypeLike = jnp.float32
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
-    # what decodes attends with: xla, or fused (models/decode_attention.py)
-    attention: str = "xla"
-    # what multiplies with the head and draws: xla, or fused (rollout/fused_draw.py)
-    head: str = "xla"
-    # what multiplies with the weights of layers while decoding: xla, or fused
-    # (models/decode_products.py)
-    products: str = "xla"
+    # whether kernels of our own decode (tunix_lite/kernels)
+    fused: bool = False
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
     on_cpu: bool = False
     # whether fused kernels are interpreted, as tests do where there is no GPU
@@ -193,6 +186,8 @@ class Programs:
     make_slots: Callable
     # (slots, columns) -> Slots with a new cache of so many columns, or all
     resize: Callable
+    # (KV, columns) -> KV: what `resize` calls for each layer; None: it calls nothing
+    resize_layer: Callable | None
     # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
     make_queue: Callable
     # (prompt cache, per_layer_params, tokens [M, T], lengths [M], first_row) -> PromptCache;
@@ -227,6 +222,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
         make_prompt_cache=compiled(make_prompt_cache, static_argnums=0),
         make_slots=compiled(make_slots, static_argnums=(0, 1)),
         resize=partial(resize, spec, resize_layer),
+        resize_layer=resize_layer,
         make_queue=counting_jit(make_queue, compiles),
         prefill=compiled(prefill, donate_argnums=0),
         refill=compiled(refill, donate_argnums=0),
@@ -545,7 +541,7 @@ def decode_step(
 ) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
     """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
     [B] each."""
-    if spec.head == "fused":
+    if spec.fused:
         token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
         full_logprobs_B = logprobs_B
     else:
@@ -576,6 +572,9 @@ def draw_fused(
     temperature: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of every slot and its log-probability, [B] each: one kernel, no logits."""
+    # Pallas is only imported where it is used.
+    from tunix_lite.kernels.fused_draw import fused_draw
+
     table_VD = rounding.stored(decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype)
     return fused_draw(
         spec.cfg,
@@ -600,8 +599,7 @@ def read_drawn(
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
 
     # Read the new token: its keys and values join the cache.
-    is_fused = spec.attention == "fused"
-    attend_fn = attend_fused(spec, slots) if is_fused else attend_to_cache(spec, slots)
+    attend_fn = attend_fused(spec, slots) if spec.fused else attend_to_cache(spec, slots)
     hidden_B1D, cache = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
@@ -609,7 +607,7 @@ def read_drawn(
         slots.lengths[:, None],
         attend_fn,
         spec.tp_reduce_dtype,
-        attend_norms=is_fused,
+        attend_norms=spec.fused,
         products=products_of(spec),
         angles=ahead.angles,
     )
@@ -636,7 +634,9 @@ def read_drawn(
 
 def products_of(spec: SamplerSpec) -> decoder.Products:
     """What multiplies with the weights of layers."""
-    if spec.products == "fused":
+    if spec.fused:
+        from tunix_lite.kernels.decode_products import FusedProducts
+
         return FusedProducts(spec.tp_reduce_dtype, spec.interpret)
     return decoder.Products(spec.tp_reduce_dtype)
 
@@ -663,21 +663,8 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         kind = cfg.kinds[layer]
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
         kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
-        attended = kv
-        mask_B1C = masks[kind]
-
-        # Where values are rounded, sum in the order in which the trainer sums: see rounding.py.
-        is_ring = kind == "local" and num_columns[kind] == cfg.window
-        if is_ring and rounding.is_rounded(spec.dtype):
-            attended, mask_B1C = jax.lax.platform_dependent(
-                kv,
-                mask_B1C,
-                newest_B,
-                cpu=kv_cache.in_position_order,
-                default=lambda kv, mask_B1C, newest_B: (kv, mask_B1C),
-            )
         attended_BTNH = attention.attend(
-            cfg, q_BTNH, attended.k, attended.v, mask_B1C, attended.k_scales, attended.v_scales
+            cfg, q_BTNH, kv.k, kv.v, masks[kind], kv.k_scales, kv.v_scales
         )
         return attended_BTNH, kv
 
@@ -687,6 +674,8 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
 def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
     """attend_fn(layer, q, k, v, weights, angles) for one new token per slot, as
     decoder.forward_by_layer takes it with attend_norms: one kernel a layer."""
+    from tunix_lite.kernels.decode_attention import fused_attend
+
     cfg = spec.cfg
 
     def attend_fn(
@@ -700,7 +689,7 @@ def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
         norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else ()
         sin, cos = angles
         old = slots.cache[layer]
-        out_BNH, k_BKCH, v_BKCH = decode_attention.fused_attend(
+        out_BNH, k_BKCH, v_BKCH = fused_attend(
             cfg,
             q_BTNH[:, 0],
             k_BTKH[:, 0],

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.plain_text import shortened
 from tunix_lite.rollout.settings import GenerationConfig
@@ -41,6 +41,8 @@ class Request:
     began: float | None = None
     # seconds from the start of the rollout until it had ended
     ended: float | None = None
+    # tokens of all prompts of the rollout that were read before its last chunk, and that were not
+    prompts_read: tuple[int, int] = (0, 0)
     # its text so far, only where stop texts are looked for
     text: TextStream | None = None
     # the end of its text so far

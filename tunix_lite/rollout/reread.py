@@ -15,7 +15,9 @@ import numpy as np
 from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import axis_size, constrain
 from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.compile_ahead import compile_extend, results
 from tunix_lite.rollout.extend import (
+    EXTEND_WIDTHS,
     FEW_SLOTS,
     TurnPrograms,
     extend_calls,
@@ -34,7 +36,7 @@ from tunix_lite.rollout.requests import Request
 from tunix_lite.types import Params, Prompts
 
 # Tokens that read_first reads of a sequence, padding included, and those of all together.
-FIRST_WIDTHS = (32, 64, 128, 256)
+FIRST_WIDTHS = (64, 128, 256)
 FIRST_TOKENS = 1024
 # And those of the pieces that follow: two of the widths of `extend`.
 PIECE_WIDTHS = (64, 256)
@@ -222,3 +224,17 @@ def pieces_of(
                 following[slot] = (tokens[width:], limit)
         yield piece
         new = following
+
+
+def compile_reread(
+    programs: RereadPrograms, slots: Slots, queue: Queue, per_layer_params: Params
+) -> None:
+    """Compiles what `read_again` can need, whatever the lengths are."""
+    num_slots = len(slots.requests)
+    empty = slots
+    slots = results(programs.place, empty, queue, np.zeros(num_slots, np.int32))
+    if axis_size("fsdp") == 1:
+        for width in FIRST_WIDTHS:
+            arrays = next(first_calls({0: ([0] * width, 1)}, num_slots))
+            slots = results(programs.read_first, slots, per_layer_params, *arrays)
+    compile_extend(programs.turns, slots, per_layer_params, EXTEND_WIDTHS)

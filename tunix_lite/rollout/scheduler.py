@@ -9,7 +9,6 @@ one runs this code and reads all tokens, so all of them decide the same.
 
 import functools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from itertools import groupby
 import jax
 import numpy as np
 
+from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.programs import DecodedChunk, Programs, Queue, SamplerSpec, Slots
@@ -132,10 +132,12 @@ class RolloutScheduler:
         key: jax.Array,
         carried: Prompts = (),
         place_carried: Callable[[Slots, Queue], Slots] | None = None,
+        most_requests: int = 0,
     ):
         """requests: in the order in which slots take them. key: the random key of the rollout, or
         one for each request. carried: the prompts of the first requests, which have tokens of an
-        earlier rollout and are not in `prompts`; place_carried puts them into the first slots."""
+        earlier rollout and are not in `prompts`; place_carried puts them into the first slots.
+        most_requests: of a rollout of this kind, if there may be fewer."""
         self.programs = programs
         self.per_layer_params = per_layer_params
         self.temperature = temperature
@@ -158,17 +160,22 @@ class RolloutScheduler:
         # prefilled; requests that slots are known to have taken, and they may have taken more; the
         # request that the host has ended, by slot (-1: none).
         self.in_flight: deque[DecodedChunk] = deque()
+        # of each of them, Request.prompts_read
+        self.read_before: deque[tuple[int, int]] = deque()
         self.num_chunks = 0
         self.chunks_absorbed = 0
         self.blocks_prefilled = 0
         self.prefill_tokens = 0
+        self.all_prompt_tokens = int(lengths.sum())
         self.num_taken = self.num_carried
         self.stopped = np.full(num_slots, -1, np.int32)
         self.unfinished = len(requests)
-        self.began = time.perf_counter()
+        self.most_requests = most_requests
+        self.elapsed = stopwatch()
 
-        # What is on the devices.
-        self.columns = self.columns_needed()
+        # What is on the devices. Carried requests are read into slots of all columns, so that few
+        # programs are compiled.
+        self.columns = self.length if carried else self.columns_needed()
         self.prompt_cache = programs.make_prompt_cache(prompts.cache_rows)
         self.queue = self._make_queue(key)
         self.slots = programs.make_slots(num_slots, self.columns)
@@ -182,9 +189,8 @@ class RolloutScheduler:
             [request.first_limit or request.limit for request in self.requests],
         )
 
-        # Few lengths of queues, so that few programs are compiled.
         count = len(self.requests)
-        padding = next_power_of_two(count, least=MIN_QUEUE) - count
+        padding = queue_length(max(count, self.most_requests)) - count
         padded = [np.pad(np.asarray(column, np.int32), (0, padding)) for column in columns]
         key_data = np.asarray(jax.random.key_data(key))
         if key_data.ndim > 1:
@@ -285,6 +291,7 @@ class RolloutScheduler:
         self.slots, decoded = decode(self.slots, self.per_layer_params, self.temperature)
         jax.tree.map(lambda x: x.copy_to_host_async(), decoded)
         self.in_flight.append(decoded)
+        self.read_before.append((self.prefill_tokens, self.all_prompt_tokens - self.prefill_tokens))
         self.num_chunks += 1
 
     def next_chunk(self) -> DecodedChunk | None:
@@ -319,8 +326,9 @@ class RolloutScheduler:
         Returns the requests that got tokens. prompts: as they were given, for messages. Raises
         FloatingPointError if a log-probability is not finite.
         """
-        now = time.perf_counter() - self.began
+        now = self.elapsed()
         self.chunks_absorbed += 1
+        prompts_read = self.read_before.popleft()
         touched = []
         for slot in np.flatnonzero(decoded.requests >= 0):
             request = self.requests[decoded.requests[slot]]
@@ -339,6 +347,7 @@ class RolloutScheduler:
                 request.reason = "stop"
                 self.stopped[slot] = decoded.requests[slot]
 
+            request.prompts_read = prompts_read
             if request.began is None:
                 request.began = now
             request.tokens += new
@@ -356,7 +365,7 @@ class RolloutScheduler:
         """Tokens, steps and seconds of the rollout."""
         tokens = sum(len(request.tokens) for request in self.requests) - self.tokens_before
         steps = self.num_chunks * self.chunk
-        seconds = time.perf_counter() - self.began
+        seconds = self.elapsed()
         return {
             "rollout/prefill_tokens": self.prefill_tokens,
             "rollout/decode_steps": steps,
@@ -389,10 +398,28 @@ def prompt_cache_blocks(
     return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
 
 
-def prompt_widths(longest: int) -> list[int]:
-    """The few widths that prompts are padded to, the widest first, by halves to MIN_PROMPT_WIDTH.
+def queue_length(count: int) -> int:
+    """The requests that a queue of `count` is padded to, so that few programs are compiled."""
+    return next_power_of_two(count, least=MIN_QUEUE)
 
-    Example: prompt_widths(512) is [512, 256, 128, 64].
+
+def prompt_widths(longest: int) -> list[int]:
+    """The widths that prompts are padded to, the widest first: three at most, as a program is
+    compiled for each.
+
+    By halves to MIN_PROMPT_WIDTH; of more than three the widest, one in the middle and the
+    narrowest. Example: prompt_widths(512) is [512, 128, 64].
+    """
+    widths = widths_by_halves(longest)
+    if len(widths) <= 3:
+        return widths
+    return [longest, widths[len(widths) // 2], widths[-1]]
+
+
+def widths_by_halves(longest: int) -> list[int]:
+    """`longest`, and its halves down to MIN_PROMPT_WIDTH.
+
+    Example: widths_by_halves(512) is [512, 256, 128, 64].
     """
     widths = [longest]
     while widths[-1] >= 2 * MIN_PROMPT_WIDTH:

@@ -6,6 +6,10 @@ from typing import Any
 
 from tunix_lite.parallel.mesh import MeshShape, as_text, check_mesh_shape
 
+# What a temperature or a top_p above 0 is at least, and a temperature at most the inverse of: the
+# devices compute in float32, where 1e-300 is 0 and logits divided by 1e-38 are infinite.
+LEAST_POSITIVE = 1e-30
+
 
 @dataclass(frozen=True)
 class GenerationConfig:
@@ -32,8 +36,8 @@ class GenerationConfig:
     stop: tuple[str, ...] = ()
     # Token ids that end a completion, besides the end-of-sequence tokens of the model.
     stop_token_ids: tuple[int, ...] = ()
-    # For a prompt that is too long: error stops, truncate keeps its last tokens, drop takes another
-    # prompt.
+    # For a row that is too long: error stops, drop takes another row, truncate keeps the last
+    # tokens of a prompt and the first of what is learned.
     long_prompts: str = "error"
 
     def __post_init__(self):
@@ -61,6 +65,13 @@ class GenerationConfig:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        for name in ("temperature", "top_p"):
+            if 0 < getattr(self, name) < LEAST_POSITIVE:
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value}; above 0 it is at least {LEAST_POSITIVE:g}")
+        if self.temperature > 1 / LEAST_POSITIVE:
+            most = 1 / LEAST_POSITIVE
+            raise ValueError(f"temperature={self.temperature}; it is at most {most:g}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} is a share, from 0 to 1")
         if self.repetition_penalty <= 0:
@@ -106,8 +117,6 @@ def _tuple_of(name: str, values: Any, kind: type) -> tuple:
 MAX_SLOTS = 256
 
 
-# The settings that choose between plain products and kernels of our own.
-KERNELS = ("attention", "head", "products")
 OVERLAPS = ("none", "carry", "one_step")
 
 
@@ -130,15 +139,9 @@ class RolloutConfig:
     # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
     # bf16.
     cache: str = "compute"
-    # What attends while decoding: xla, fused (one kernel a layer, on NVIDIA GPUs), or auto, which
-    # is xla today.
-    attention: str = "auto"
-    # What multiplies with the output head and draws the token: xla, fused (one kernel that writes
-    # no logits, on NVIDIA GPUs), or auto, which is xla today.
-    head: str = "auto"
-    # What multiplies with the weights of layers while decoding: xla, fused (kernels that write
-    # less, on NVIDIA GPUs), or auto, which is xla today.
-    products: str = "auto"
+    # What decodes: xla, fused (kernels of our own for attention, products and the draw, on NVIDIA
+    # GPUs), or auto, which is xla today.
+    kernels: str = "auto"
     # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
     # go on after the update), or one_step (the next batch is sampled beside the update).
     overlap: str = "none"
@@ -169,14 +172,13 @@ class RolloutConfig:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
         if self.mesh_shape is not None:
             _check_own_mesh(self.mesh_shape)
-        for name in KERNELS:
-            if getattr(self, name) not in ("auto", "xla", "fused"):
-                raise ValueError(f"{name}={getattr(self, name)!r}; it is auto, xla or fused")
+        if self.kernels not in ("auto", "xla", "fused"):
+            raise ValueError(f"kernels={self.kernels!r}; it is auto, xla or fused")
 
     @property
-    def kernels(self) -> dict[str, str]:
-        """xla or fused for each of KERNELS, as a SamplerSpec takes them: auto is xla today."""
-        return {name: "fused" if getattr(self, name) == "fused" else "xla" for name in KERNELS}
+    def is_fused(self) -> bool:
+        """Whether kernels of our own decode: auto is xla today."""
+        return self.kernels == "fused"
 
     @property
     def is_stale(self) -> bool:

@@ -5,7 +5,6 @@ With the state of the checkpoint, a run that goes on draws what it would have dr
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 from tunix_lite.config import RunConfig
 from tunix_lite.tasks.curriculum import (
@@ -81,21 +80,12 @@ class RunCurriculum:
         source = source_of_level(task.config.source, self.settings, level)
         train = source.train
         stream = f"{level}.{number}"
-        length = task.text.length if task.long_prompts == "drop" else None
+        look = task.look if task.leaves_out else None
 
         def take() -> tuple:
-            drawn = draw_prompts(
-                self.settings,
-                self.before,
-                train,
-                count,
-                seed,
-                stream,
-                length,
-                task.max_prompt_length,
-            )
+            drawn = draw_prompts(self.settings, self.before, train, count, seed, stream, look)
             counts = (len(drawn.examples), drawn.passed_over, drawn.refilled)
-            return drawn.examples, drawn.position, counts, drawn.too_long
+            return drawn.examples, drawn.position, counts, drawn.unfit
 
         examples, position, counts, too_long = same_on_all(task.processes, take)
         self.counts.append(counts)
@@ -105,9 +95,9 @@ class RunCurriculum:
 
     def record(self, graded: Graded) -> None:
         """Takes note of all that was graded; completions that were dropped do not count."""
-        rows = range(len(graded.examples))
-        for _, of_group in groupby(rows, key=lambda row: id(graded.examples[row])):
-            kept = [row for row in of_group if not graded.dropped[row]]
+        G = graded.num_generations
+        for first in range(0, len(graded.examples), G):
+            kept = [row for row in range(first, first + G) if not graded.dropped[row]]
             if kept:
                 right = sum(bool(graded.correct[row]) for row in kept)
                 self.groups.append((graded.examples[kept[0]], right, len(kept)))

@@ -13,6 +13,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy, who_answers
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
+from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.grading import FAILED
 from tunix_lite.tasks.task import Task
 from tunix_lite.types import Graded, Metrics, Params
@@ -43,15 +44,24 @@ def evaluate(
     num_examples: int,
     num_samples: int = 0,
     temperature: float = 1.0,
+    progress: SamplingProgress | None = None,
 ) -> Evaluated:
     """Greedy completions of the first `num_examples` of the held-out set, and `num_samples` samples
     of each at `temperature`.
 
     key: of the run's seed; every evaluation of a run draws its samples with the same numbers, so
-    two of them differ by the policy alone. Raises RunFailed if a reward fails.
+    two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing is said.
+    Raises RunFailed if a reward fails.
     """
     examples = task.held_out(num_examples)
-    return complete_held_out(policy, task, params, examples, key, num_samples, temperature)
+    return complete_held_out(
+        policy, task, params, examples, key, num_samples, temperature, progress
+    )
+
+
+def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:
+    """How many completions each rollout of an evaluation samples: greedy ones, then samples."""
+    return [num_examples, num_examples * num_samples] if num_samples else [num_examples]
 
 
 def complete_held_out(
@@ -62,14 +72,17 @@ def complete_held_out(
     key: jax.Array,
     num_samples: int,
     temperature: float,
+    progress: SamplingProgress | None = None,
 ) -> Evaluated:
     """As `evaluate`, of these examples."""
-    greedy = complete_and_grade(policy, task, params, examples, key)
+    greedy = complete_and_grade(policy, task, params, examples, key, progress=progress)
     metrics = greedy_metrics(greedy)
     if not num_samples:
         return Evaluated(metrics, greedy)
     key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), num_samples)
-    sampled = complete_and_grade(policy, task, params, examples, key, num_samples, temperature)
+    sampled = complete_and_grade(
+        policy, task, params, examples, key, num_samples, temperature, progress
+    )
     return Evaluated(metrics | sampled_metrics(sampled, num_samples), greedy, sampled)
 
 
@@ -81,14 +94,17 @@ def complete_and_grade(
     key: jax.Array,
     num_samples: int = 1,
     temperature: float = 0.0,
+    progress: SamplingProgress | None = None,
 ) -> Graded:
     """`num_samples` graded completions of each example, those of an example side by side.
 
     Raises RunFailed if a reward fails.
     """
     repeated = [example for example in examples for _ in range(num_samples)]
-    grader = task.grader(repeated)
+    grader = task.grader(repeated, num_samples)
     prompts = task.prompts(examples)
+    # An engine that is not ours may not know on_chunk.
+    watched = {} if progress is None else {"on_chunk": progress.begin(grader, temperature == 0)}
     with error_context("evaluation", RunFailed):
         rollout = policy.generate(
             params,
@@ -97,9 +113,10 @@ def complete_and_grade(
             num_samples,
             temperature=temperature,
             on_finished=grader.submit,
+            **watched,
             **who_answers(task, repeated),
         )
-        return grader.results(rollout)
+        return grader.results(rollout, None if progress is None else progress.look)
 
 
 def greedy_metrics(graded: Graded) -> Metrics:

@@ -6,15 +6,17 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import max_rounds, num_mini_batches
 from tunix_lite.algorithms.selection import chosen_completions
+from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.moving_reference import moving_reference
 from tunix_lite.runs.overlap import Drawn
+from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
 from tunix_lite.tasks.task import Task
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
 # added to the seed of the data order for each further round of prompts
 SEED_OF_NEXT_ROUND = 0x9E3779B1
@@ -43,6 +45,10 @@ class Experience:
 class ExperienceSource(Protocol):
     """Where the loop gets its experience from."""
 
+    def compile_ahead(self, state: TrainState) -> None:
+        """Compiles what sampling needs, before the first step. Nothing is sampled here."""
+        ...
+
     def take(self, step: int, params: Params) -> Experience:
         """What update number `step` (from 0) learns from. Raises RunFailed, naming the step, if
         data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
@@ -55,6 +61,15 @@ class ExperienceSource(Protocol):
     def beside_update(self) -> Metrics:
         """Call it once the update has been started. What the host and the devices can do for later
         updates meanwhile is done; metrics of it."""
+        ...
+
+    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+        """How good the policy is after `step` updates, on evaluation.num_examples held-out
+        examples. patience: seconds after which it says how far it is. Raises RunFailed if a reward
+        fails, StopRun if a signal ends it.
+
+        params: as of `take`.
+        """
         ...
 
 
@@ -71,19 +86,30 @@ class FreshExperience:
         self._algorithm = session.run.algorithm
         self._seed = session.run.seed
         self._task = session.task
-        self._long_prompts = session.task.long_prompts
-        self._mini_batches = num_mini_batches(session.run.algorithm)
-        self._rounds = max_rounds(session.run.algorithm)
+        self._leaves_out = session.task.leaves_out
+        self._mini_batches = session.run.algorithm.needs.mini_batches
+        self._rounds = session.run.algorithm.needs.rounds
         self._num_prompts = session.parts.batch.prompts * self._mini_batches
         self._rows = session.parts.rows
         self._policy = learner.policy
         self._curriculum = learner.curriculum
         self._overlap = learner.overlap
-        self._say = session.console.say
+        self._console = session.console
+        self._stopping = session.stopping
+        self._evaluation = session.run.evaluation
+        self._learner = learner
         self._moving = moving_reference(session)
         self._seed_key = learner.seed_key
         self._collected: Collected | None = None
         self._held: Experience | None = None
+
+    def compile_ahead(self, state: TrainState) -> None:
+        """See ExperienceSource."""
+        if not self._learner.resolved.has_rollouts and self._overlap is None:
+            return
+        self._console.busy("compiling the sampler…")
+        with self._stopping.uninterruptible(COMPILATION):
+            self._learner.compile_sampler(state)
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
@@ -104,12 +130,28 @@ class FreshExperience:
         """See ExperienceSource."""
         return {} if self._overlap is None else self._overlap.beside_update()
 
+    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+        """See ExperienceSource."""
+        settings = self._evaluation
+        counts = rollout_sizes(settings.num_examples, settings.num_samples)
+        with SamplingProgress(self._console, counts, patience=patience) as progress:
+            return evaluate(
+                self._learner.policy,
+                self._task.at_step(step),
+                params,
+                self._seed_key,
+                settings.num_examples,
+                settings.num_samples,
+                settings.temperature,
+                progress,
+            )
+
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
         policy, task, examples, found = self._drawn(step, rollout, params)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | self._curriculum.end(self._say) | found, graded
+        return batch, metrics | self._curriculum.end(self._console.say) | found, graded
 
     def _drawn(self, step: int, rollout: int, params: Params) -> Drawn:
         """Whom the algorithm asks for completions, of which examples, and metrics of these."""
@@ -119,8 +161,7 @@ class FreshExperience:
         return self._policy, task, *self._examples(task, rollout)
 
     def _examples(self, task: Task, rollout: int) -> tuple[list[dict], Metrics]:
-        """The examples of all rounds, and how many were passed over for their length, if any may
-        be.
+        """The examples of all rounds, and how many were passed over, if any may be.
 
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
@@ -129,10 +170,10 @@ class FreshExperience:
         dropped = 0
         for r in range(self._rounds):
             seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
-            more, too_long = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
+            more, unfit = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
             found += more
-            dropped += too_long
-        return found, {"prompts/dropped": dropped} if self._long_prompts == "drop" else {}
+            dropped += unfit
+        return found, {"prompts/dropped": dropped} if self._leaves_out else {}
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""

@@ -2,16 +2,18 @@
 checkpoint of the same run.
 
 What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
-how long and how often. Packing is kept, so that training.packing=auto goes on as the run began; it
-may differ.
+how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
+What people change on purpose in the middle of a run may differ, too, and is said (SAID).
 """
 
-import dataclasses
+import ast
+import hashlib
 import platform
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import flax
 import jax
@@ -19,18 +21,20 @@ import jaxlib
 import optax
 
 from tunix_lite import __version__
-from tunix_lite.config import RunConfig, plain, with_new_names
+from tunix_lite.config import RunConfig, plain
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
-from tunix_lite.plain_text import escaped, shown
+from tunix_lite.plain_text import escaped, shown, without_secrets
 from tunix_lite.tasks.curriculum import source_of_level
-from tunix_lite.tasks.row_files import OF_BYTES
 from tunix_lite.tasks.sources import digest_of_data
 
 # differences in a message
 SHOWN = 8
+# what may differ, and the start says both values: versions, what held-out numbers are of, the end
+# of a decaying learning rate, the dropout of adapters
+SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 # characters of a value in it
 LONGEST = 400
 
@@ -46,20 +50,28 @@ def fingerprint(
 
     prompts: of an update. shards: of the batch (fsdp). frozen_models: those of the algorithm, such
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
-    what they hold are in `data`, `weights` and `frozen_weights`.
+    what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden.
     """
     kept = source.settings_to_keep(run.model, model, run.seed)["model"]
-    return {
+    named: dict[str, Any] = {}
+    if run.model.chat_template is not None:
+        named["chat_template"] = _digest(model.tokenizer.template.text)
+    if frozen_models:
+        digests = {name: source.weights_digest(found) for name, found in frozen_models.items()}
+        named["frozen_weights"] = digests
+    on_none = {} if run.rewards.on_none == "error" else {"on_none": run.rewards.on_none}
+    found = {
         "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
         "weights": source.weights_digest(model),
-        **_frozen_weights(frozen_models),
+        "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),
+        **named,
         "algorithm": plain(run.algorithm),
         "task": _task(run),
         "data": digest_of_data(run.task.source),
         **_curriculum(run),
         "generation": plain(run.generation),
         "rollout": {"cache": run.rollout.cache} | _overlap(run, prompts, shards),
-        "rewards": {"on_error": run.rewards.on_error} | _on_none(run),
+        "rewards": {"on_error": run.rewards.on_error} | on_none,
         **_conversation(run),
         "optimizer": _optimizer(run, shards),
         "training": {
@@ -67,7 +79,10 @@ def fingerprint(
             "mixed_precision": run.training.mixed_precision,
             "packing": run.training.packing,
         }
-        | _reduced(run),
+        | _reduced(run)
+        | _decay(run),
+        "evaluation": _evaluation(run),
+        **_code(run),
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
@@ -78,16 +93,15 @@ def fingerprint(
             "python": platform.python_version(),
         },
     }
+    return without_secrets(found)
 
 
-def _frozen_weights(frozen_models: Mapping[str, FoundModel]) -> dict:
-    """Only where there are any: earlier versions kept no such digests."""
-    digests = {name: source.weights_digest(found) for name, found in frozen_models.items()}
-    return {"frozen_weights": digests} if digests else {}
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _task(run: RunConfig) -> dict:
-    """The task; `group` of a reward only where it is true: earlier versions had no such setting."""
+    """The task; `group` of a reward only where it is true."""
     task = plain(run.task)
     for reward in task["rewards"].values():
         if not reward["group"]:
@@ -109,8 +123,7 @@ def _conversation(run: RunConfig) -> dict:
 
 
 def _curriculum(run: RunConfig) -> dict:
-    """Only where there is one, with digests of the data of its levels: earlier versions had no such
-    settings."""
+    """Only where there is one, with digests of the data of its levels."""
     curriculum = run.curriculum
     if not curriculum.is_on:
         return {}
@@ -121,14 +134,9 @@ def _curriculum(run: RunConfig) -> dict:
     return {"curriculum": plain(curriculum) | {"data": data}}
 
 
-def _on_none(run: RunConfig) -> dict:
-    """Only where it is not the default: earlier versions had no such setting."""
-    return {} if run.rewards.on_none == "error" else {"on_none": run.rewards.on_none}
-
-
 def _overlap(run: RunConfig, prompts: int, shards: int) -> dict:
     """Only where updates learn from tokens of earlier weights: which ones depends on slots and
-    chunks then, and earlier versions had no such settings."""
+    chunks then."""
     rollout = run.rollout
     if not rollout.is_stale:
         return {}
@@ -145,14 +153,56 @@ def _optimizer(run: RunConfig, shards: int) -> dict:
     return settings | {"shards": shards} if run.optimizer.scale_lr_with_devices else settings
 
 
+def _decay(run: RunConfig) -> dict:
+    """The last step, only where the learning rate of the others depends on it."""
+    return {} if run.optimizer.schedule == "constant" else {"max_steps": run.training.max_steps}
+
+
+def _evaluation(run: RunConfig) -> dict:
+    """What held-out numbers, and with them the best checkpoint, are of; how often changes none."""
+    found = plain(run.evaluation)
+    del found["_target_"], found["interval_steps"]
+    return found
+
+
+def _code(run: RunConfig) -> dict:
+    """By module, digests of the user's own code that the settings name, rewards above all; only
+    where there is any. Comments and blank lines do not count."""
+    digests = {}
+    for path in _named((plain(run.algorithm), plain(run.task), plain(run.curriculum))):
+        name = path.rpartition(".")[0]
+        while name and name not in sys.modules:
+            name = name.rpartition(".")[0]
+        file = getattr(sys.modules.get(name), "__file__", None)
+        is_ours = name.partition(".")[0] == "tunix_lite"
+        # what is installed has a version
+        if file is None or is_ours or "site-packages" in Path(file).parts:
+            continue
+        if Path(file).suffix == ".py" and name not in sys.builtin_module_names:
+            tree = ast.dump(ast.parse(Path(file).read_bytes()))
+            digests[name] = _digest(tree)
+    return {"code": digests} if digests else {}
+
+
+def _named(values: Any) -> Iterator[str]:
+    """Every dotted path in plain settings."""
+    if isinstance(values, dict):
+        values = [*values.values()]
+    if isinstance(values, list | tuple):
+        for value in values:
+            yield from _named(value)
+    elif isinstance(values, str) and all(part.isidentifier() for part in values.split(".")):
+        yield values
+
+
 def _reduced(run: RunConfig) -> dict:
-    """Only what differs from the default: earlier versions had no such settings."""
+    """Only what differs from the default."""
     chosen = {name: getattr(run.training, name) for name in ("reduce_dtype", "tp_reduce_dtype")}
     return {name: dtype for name, dtype in chosen.items() if dtype != "float32"}
 
 
 def read_fingerprint(file: Path) -> dict:
-    """The fingerprint in this file, its classes by their names of today. Raises ValueError."""
+    """The fingerprint in this file. Raises ValueError."""
     unknown = "so what made its checkpoints is not known"
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
@@ -162,14 +212,14 @@ def read_fingerprint(file: Path) -> dict:
         raise ValueError(f"{error}, {unknown}") from error
     if "model" not in found:
         raise ValueError(f"{file} cannot be read (it names no model), {unknown}")
-    return with_new_names(found)
+    return without_secrets(found)
 
 
 def packing_of(theirs: dict, file: Path) -> str:
-    """How the run with this fingerprint, read from `file`, packed its sequences. Runs of earlier
-    versions kept nothing of it; their default was none. Raises ValueError."""
+    """How the run with this fingerprint, read from `file`, packed its sequences. Raises
+    ValueError."""
     kept = theirs.get("training")
-    found = kept.get("packing", "none") if isinstance(kept, dict) else "none"
+    found = kept.get("packing") if isinstance(kept, dict) else None
     if found not in PACKING:
         raise ValueError(f"{file}: packing={shown(found)} is not {', '.join(PACKING)}")
     return found
@@ -191,15 +241,12 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     """Raises ValueError, with what differs, unless the two are one run; returns what differs and
     may.
 
-    Another model cannot be forced: its checkpoint means something else. Other versions of libraries
-    only change digits. A setting that an earlier version did not have is compared with its default.
-    Of the data, of how special tokens in it are read, and of the weights of teachers, earlier
-    versions kept nothing: nothing is compared.
+    Another model cannot be forced: its checkpoint means something else. What SAID names may
+    differ.
     """
-    found = dict(differences(_known_then(ours, theirs), theirs))
-    versions = {name: found.pop(name) for name in [*found] if name.startswith("versions.")}
-    for name in ("model.lora.dropout", "training.packing"):
-        found.pop(name, None)
+    found = dict(differences(ours, theirs))
+    said = {name: found.pop(name) for name in [*found] if name.startswith(SAID)}
+    found.pop("training.packing", None)
 
     other = {name: text for name, text in found.items() if name.startswith("model.")}
     if other:
@@ -210,69 +257,7 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
             "its checkpoint all "
             "the same; resume=none with another hydra.run.dir begins anew"
         )
-    return _listed(found | versions)
-
-
-def _known_then(ours: dict, theirs: dict) -> dict:
-    """Our fingerprint without what the version that wrote theirs did not keep."""
-    kept = _without_new_defaults(ours, theirs)
-    task = theirs.get("task")
-    if isinstance(task, dict) and "special_tokens_in_data" not in task:
-        kept = kept | {"task": _without(kept.get("task", {}), "special_tokens_in_data")}
-    kept = _without_digests_of_bytes(kept, theirs)
-    # digests that earlier versions did not keep
-    for name in ("data", "frozen_weights"):
-        kept = kept if name in theirs else _without(kept, name)
-    return kept
-
-
-def _without_digests_of_bytes(ours: dict, theirs: dict) -> dict:
-    """Our fingerprint with their digest of a file of which earlier versions looked at some rows
-    alone: the two cannot be compared."""
-    here = ours.get("data")
-    there = theirs.get("data")
-    if not isinstance(here, dict) or not isinstance(there, dict):
-        return ours
-    data = {}
-    for name, value in here.items():
-        other = there.get(name)
-        is_new = value.startswith(OF_BYTES) and isinstance(other, str)
-        data[name] = other if is_new and not other.startswith(OF_BYTES) else value
-    return ours | {"data": data}
-
-
-def _without_new_defaults(ours: dict, theirs: dict) -> dict:
-    """Our settings without those that a class did not have then, where they have their default."""
-    defaults = _defaults(ours.get("_target_")) if theirs.keys() != ours.keys() else {}
-    kept = {}
-    for name, value in ours.items():
-        there = theirs.get(name)
-        is_new_default = name not in theirs and name in defaults and defaults[name] == value
-        if isinstance(value, dict) and isinstance(there, dict):
-            kept[name] = _without_new_defaults(value, there)
-        elif not is_new_default:
-            kept[name] = value
-    return kept
-
-
-def _defaults(path: str | None) -> dict:
-    """The settings of a class, which this run has built, that have a plain default."""
-    if path is None:
-        return {}
-    module, _, name = path.rpartition(".")
-    kind = getattr(sys.modules.get(module), name, None)
-    if not dataclasses.is_dataclass(kind):
-        return {}
-    fields = dataclasses.fields(kind)
-    return {
-        field.name: plain(field.default)
-        for field in fields
-        if field.default is not dataclasses.MISSING
-    }
-
-
-def _without(values: dict, left_out: str) -> dict:
-    return {name: value for name, value in values.items() if name != left_out}
+    return _listed(found | said)
 
 
 def _listed(found: dict[str, str]) -> str:

@@ -7,11 +7,14 @@ from tunix_lite.types import Metrics
 
 # steps with completions of their own that are looked at together
 WINDOW = 10
+# steps after which a hint is given where all groups of all of them agree
+CLEAR = 3
 # share of groups whose rewards are all equal, over those steps, from which on a hint is given
 MOST = 0.7
 # share of completions without an end, over those steps, from which on a hint is given
 MANY = 0.5
-# share of right completions from which on a task is too easy where groups agree
+# share of right completions from which on a task is too easy where groups agree, and from which on
+# completions that are cut lack nothing
 EASY = 0.5
 
 
@@ -41,28 +44,32 @@ class GroupsHint:
             return None
         correct = metrics.get("completions/correct", 0.0)
         self.seen.append((metrics["reward/groups_that_agree"], correct))
-        if len(self.seen) < WINDOW:
+        count = len(self.seen)
+        agree = sum(share for share, _ in self.seen) / count
+        right = sum(share for _, share in self.seen) / count
+        if count < WINDOW and not (count >= CLEAR and agree == 1.0):
             return None
-        agree = sum(share for share, _ in self.seen) / WINDOW
-        right = sum(share for _, share in self.seen) / WINDOW
         self.seen.clear()
         reason = "easy" if right >= EASY else "hard"
         if agree < MOST or reason in self.said:
             return None
         self.said.add(reason)
-        return hint_text(agree, right, num_generations)
+        return hint_text(count, agree, right, num_generations)
 
 
 @dataclass
 class CutHint:
-    """Looks at completions/truncated, and says once if it stays high.
+    """Looks at completions/truncated, and says once if it stays high while few are right.
+
+    Where half of the completions are right, those that are cut have answered: more tokens only cost
+    time.
 
     Example: after ten steps in which 60 % of the completions ran out of tokens, `line` returns
     "many completions are cut off: ... Try generation.max_new_tokens=96".
     """
 
-    # of each step since the last look or the start: completions that ran out of tokens
-    seen: list[float] = field(default_factory=list)
+    # of each step since the last look or the start: completions that ran out of tokens, and right
+    seen: list[tuple[float, float]] = field(default_factory=list)
     is_done: bool = False
 
     def line(self, metrics: Metrics, max_new_tokens: int) -> str | None:
@@ -73,12 +80,14 @@ class CutHint:
         """
         if self.is_done or "completions/truncated" not in metrics:
             return None
-        self.seen.append(metrics["completions/truncated"])
+        correct = metrics.get("completions/correct", 0.0)
+        self.seen.append((metrics["completions/truncated"], correct))
         if len(self.seen) < WINDOW:
             return None
-        cut = sum(self.seen) / WINDOW
+        cut = sum(share for share, _ in self.seen) / WINDOW
+        right = sum(share for _, share in self.seen) / WINDOW
         self.seen.clear()
-        self.is_done = cut >= MANY
+        self.is_done = cut >= MANY and right < EASY
         if not self.is_done:
             return None
         return (
@@ -88,8 +97,8 @@ class CutHint:
         )
 
 
-def hint_text(agree: float, right: float, num_generations: int) -> str:
-    """Why most groups teach nothing, and which override to try."""
+def hint_text(count: int, agree: float, right: float, num_generations: int) -> str:
+    """Why most groups teach nothing, and which override to try. count: of the steps looked at."""
     more = f"algorithm.num_generations={2 * num_generations}"
     others = (
         "algorithm.agreeing_groups=replace algorithm.max_rounds=4 to draw others in their place"
@@ -100,6 +109,6 @@ def hint_text(agree: float, right: float, num_generations: int) -> str:
         why = f"too hard ({right:.0%} right). Try easier examples, {more}, or {others}; or warm up "
         why += "with algorithm=sft"
     return (
-        f"most groups teach nothing: in the last {WINDOW} steps {agree:.0%} of them had equal "
+        f"most groups teach nothing: in the last {count} steps {agree:.0%} of them had equal "
         f"rewards; {why}"
     )

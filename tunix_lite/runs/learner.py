@@ -8,7 +8,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
 from tunix_lite.learner.policy import STORED, Policy
@@ -17,10 +16,11 @@ from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.planning.programs import optimizer_of, policy_of, train_step_of
-from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
+from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.conversations import make_generate_with_partner
+from tunix_lite.rollout.engine import Sampling
 from tunix_lite.runs import resume
 from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
@@ -28,6 +28,8 @@ from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.progress import BytesProgress
 from tunix_lite.types import Params, RowBatch, TrainState
 
 
@@ -49,6 +51,8 @@ class Learner:
     # what the run comes to on its mesh, with all its choices made
     resolved: ResolvedRun
     stopping: Stopping
+    # what the policy samples with
+    sampler: Sampling
     # the seed of sampling; every step folds its number in
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
@@ -69,6 +73,31 @@ class Learner:
         with self.stopping.uninterruptible(COMPILATION):
             return self.train_step.compile(state, self.frozen, rows)
 
+    def compile_sampler(self, state: TrainState) -> None:
+        """Compiles every program that rollouts and evaluations of the run can need, whatever the
+        lengths are. Nothing is sampled here."""
+        run = self.resolved.run
+        params = self.policy_params(state)
+        about = {"converses": self.resolved.converses}
+        if self.resolved.converses:
+            about["max_turn_tokens"] = run.conversation.max_turn_tokens
+
+        # To learn from.
+        if self.overlap is not None:
+            self.overlap.compile_ahead(self.sampler, params, **about)
+        elif not run.algorithm.needs.demonstrations:
+            num_prompts = self.resolved.batch.prompts * run.algorithm.needs.mini_batches
+            size = (num_prompts, run.algorithm.num_generations)
+            self.sampler.compile_ahead(params, *size, **about)
+
+        # To evaluate: greedy completions, and samples.
+        settings = run.evaluation
+        compile_it = partial(self.sampler.compile_ahead, params, settings.num_examples, **about)
+        if settings.num_examples:
+            compile_it(1, temperature=0.0)
+        if settings.num_examples and settings.num_samples:
+            compile_it(settings.num_samples, temperature=settings.temperature)
+
 
 def build_learner(session: Session) -> Learner:
     """Load or restore what trains, and make the policy and the update of a run.
@@ -81,15 +110,16 @@ def build_learner(session: Session) -> Learner:
     resolved = parts.resolved
     console = session.console
     check_at_rest(resolved, console.say)
-    console.busy("loading the model…")
 
     # Weights: the reference of the KL term is made of those that are loaded. Then a checkpoint, if
     # the run goes on from one, replaces them.
-    with error_context("model.weights"):
-        frozen, params = source.load_weights(model, run.seed, STORED[run.training.mixed_precision])
+    loading = BytesProgress(console, "loading", model.name, patience=0.0)
+    with error_context("model.weights"), loading as on_bytes:
+        stored = STORED[run.training.mixed_precision]
+        frozen, params = source.load_weights(model, run.seed, stored, on_bytes)
     with error_context("resume"):
         reference = reference_of(
-            session.run_dir, parts.reference, model, resolved.dtype, frozen, params
+            session.run_dir, parts.reference, model, resolved.reference_dtype, frozen, params
         )
     state, skipped = resume.state_at_start(run, parts, optimizer_of(resolved), params, console)
     curriculum = resume.restored_curriculum(run, parts, int(state.step))
@@ -97,8 +127,8 @@ def build_learner(session: Session) -> Learner:
     # The policy, which samples and scores, and the update.
     acting = acting_params(frozen, state.params, model.lora)
     resolved = _with_sampling_weights(resolved, acting, console.say)
-    generate = sampler_of_run(resolved, model.tokenizer)
-    policy = policy_of(resolved, generate, reference, _load_frozen(parts))
+    sampler = sampler_of_run(resolved, model.tokenizer)
+    policy = policy_of(resolved, sampler, reference, _load_frozen(parts, console))
     overlap = overlap_of(session, resolved, int(state.step))
     train_step = parts.train_step or train_step_of(resolved, policy)
     seconds: Counter = Counter()
@@ -109,6 +139,7 @@ def build_learner(session: Session) -> Learner:
         train_step=train_step,
         resolved=resolved,
         stopping=session.stopping,
+        sampler=sampler,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
         curriculum=curriculum,
@@ -117,17 +148,19 @@ def build_learner(session: Session) -> Learner:
     )
 
 
-def _load_frozen(parts: Parts) -> dict[str, Params]:
+def _load_frozen(parts: Parts, console: Console) -> dict[str, Params]:
     """The weights of the algorithm's frozen models, such as a teacher. Raises ConfigError."""
     weights = {}
     for name, found in parts.frozen_models.items():
         with error_context(f"algorithm.{name}"):
             storage = parts.resolved.frozen_models[name].storage
-            weights[name] = source.load_base(found, parts.resolved.run.seed, storage)
+            with BytesProgress(console, "loading", f"the {name} {found.name}") as on_bytes:
+                seed = parts.resolved.run.seed
+                weights[name] = source.load_base(found, seed, storage, on_bytes)
     return weights
 
 
-def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Generate:
+def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
     """How the run samples."""
     return make_generate_with_partner(
         resolved.cfg,

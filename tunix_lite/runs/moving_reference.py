@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, reference_every
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.models import decoder
@@ -36,7 +36,7 @@ class MovingReference:
     every: int
     # share of the policy
     mix: float
-    # params of the policy -> a copy in the type of the computation
+    # params of the policy -> a copy in the type that the reference is kept in
     copied: Callable[[Params], Params]
     # the step of the newest move
     last: int
@@ -80,7 +80,7 @@ class MovingReference:
 
 def moving_reference(session: Session) -> MovingReference:
     """That of a run; of one without a reference, or whose reference stays, it does nothing."""
-    every = reference_every(session.run.algorithm)
+    every = session.run.algorithm.needs.reference_every
     if not every:
         return MovingReference(session.run_dir, 0, 1.0, lambda params: params, 0)
     resolved = session.parts.resolved
@@ -88,6 +88,6 @@ def moving_reference(session: Session) -> MovingReference:
         run_dir=session.run_dir,
         every=every,
         mix=session.run.algorithm.reference_mix,
-        copied=partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype),
+        copied=partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.reference_dtype),
         last=session.parts.reference.kept or 0,
     )

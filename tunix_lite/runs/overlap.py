@@ -5,7 +5,6 @@ Which completions those are depends on seed, steps, chunks and tokens, never on 
 checkpoint holds them, so that a resumed run learns from what it would have learned from.
 """
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,13 +16,13 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import (
     Policy,
     TaskInterface,
-    num_mini_batches,
     who_answers,
 )
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
-from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.parallel.compiling import stopwatch
+from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.carry import (
     CarrySampler,
     OpenCompletion,
@@ -31,7 +30,7 @@ from tunix_lite.rollout.carry import (
     make_carry_sampler,
     rollout_of,
 )
-from tunix_lite.rollout.engine import to_the_end
+from tunix_lite.rollout.engine import Sampling, to_the_end
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
 from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
 from tunix_lite.runs.sampling_apart import SamplingApart, sampling_apart
@@ -55,6 +54,11 @@ class Overlap(Protocol):
     def beside_update(self) -> Metrics:
         """While the devices compute the update: sampling that was begun goes on to its end. Metrics
         of it."""
+        ...
+
+    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
+        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
+        run's conversations."""
         ...
 
     def at(self, step: int) -> dict[str, np.ndarray]:
@@ -83,9 +87,10 @@ class BatchesInFlight:
             task = self.session.task
             seed = self.session.run.seed % 2**32
             examples, dropped = task.batch(self.num_prompts, seed, step // self.updates)
+            prompts = task.prompts(examples)
             # a grader takes neighbours that are one object for one group
             examples = [dict(example) for example in examples]
-            self._found[step] = examples, task.prompts(examples), dropped
+            self._found[step] = examples, prompts, dropped
         return self._found[step]
 
     def examples(self, step: int) -> list[dict]:
@@ -95,8 +100,8 @@ class BatchesInFlight:
         return self._of(step)[1]
 
     def dropped(self, steps: Sequence[int]) -> Metrics:
-        """How many examples were passed over for their length, if any may be."""
-        if self.session.task.long_prompts != "drop":
+        """How many examples were passed over, if any may be."""
+        if not self.session.task.leaves_out:
             return {}
         return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
 
@@ -113,7 +118,7 @@ class Carry:
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
-        self._count = session.parts.batch.prompts * num_mini_batches(run.algorithm)
+        self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
         self._behind = rollouts_behind(run)
         self._batches = BatchesInFlight(session, self._count, self._updates)
         self._between_chunks = session.stopping.check_between_chunks
@@ -127,6 +132,11 @@ class Carry:
     def at(self, step: int) -> dict[str, np.ndarray]:
         """See Overlap."""
         return (self._before if step <= self._began else self._after).as_arrays()
+
+    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
+        """See Overlap."""
+        in_flight = (self._behind + 1) * self._count * self._generations
+        self._sampler.compile_ahead(params, self._count, self._generations, in_flight)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """See Overlap."""
@@ -249,7 +259,7 @@ class TaskInHand:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def grader(self, examples: list[dict]) -> Any:
+    def grader(self, examples: list[dict], num_generations: int = 1) -> Any:
         """The grader of the completions that are handed out."""
         return self._grader
 
@@ -291,9 +301,9 @@ class UnderWay:
 
     def sampled(self) -> Sampled:
         """Samples the rest."""
-        began = time.perf_counter()
+        elapsed = stopwatch()
         rollout = to_the_end(self.steps)
-        beside = time.perf_counter() - began
+        beside = elapsed()
         versions = np.where(rollout.completion_mask, self.version, -1).astype(np.int32)
         seconds = {"time/rollout": self.seconds, "time/rollout_beside_update": beside}
         rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
@@ -321,8 +331,8 @@ class OneStep:
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
         self._generation = run.generation
-        count = session.parts.batch.prompts * num_mini_batches(run.algorithm)
-        self._batches = BatchesInFlight(session, count, self._updates)
+        self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
+        self._batches = BatchesInFlight(session, self._count, self._updates)
         self._seed_key = jax.random.key(run.seed)
         self._after = self._restored(start)
         self._before = self._after
@@ -340,6 +350,11 @@ class OneStep:
             return ConversationsInFlight(held.step, held.version, held.rollout).as_arrays()
         completions = completions_of(held.rollout, held.step, held.version, self._generations)
         return InFlight(completions, held.step + self._updates).as_arrays()
+
+    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
+        """See Overlap."""
+        samples = sampler if self._apart is None else self._apart
+        samples.compile_ahead(params, self._count, self._generations, **about)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
         """See Overlap. Raises what went wrong beside the update before."""
@@ -373,7 +388,7 @@ class OneStep:
     def _begun(self, step: int, version: int, policy: Policy, params: Params) -> UnderWay:
         """The rollout of a step, begun with the weights of now: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end."""
-        began = time.perf_counter()
+        elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
         prompts = self._batches.prompts(step)
         grader = self._grader(step)
@@ -387,11 +402,11 @@ class OneStep:
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
         examples = self._batches.examples(step)
-        return UnderWay(step, version, steps, examples, grader, time.perf_counter() - began)
+        return UnderWay(step, version, steps, examples, grader, elapsed())
 
     def _grader(self, step: int) -> Any:
         """Grades completions with the weights that the rewards have in that step."""
-        return self._task.at_step(step).grader(self._repeated(step))
+        return self._task.at_step(step).grader(self._repeated(step), self._generations)
 
     def _repeated(self, step: int) -> list[dict]:
         """The example of each completion."""

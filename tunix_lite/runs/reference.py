@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import reference_every
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
@@ -56,19 +55,18 @@ def find_reference(
 
     Raises ValueError, with the remedy, if it was another one than can be had now, or is not known.
     """
-    if not run.algorithm.needs_reference:
+    if not run.algorithm.needs.reference:
         return None
     if resume_from == run_dir.checkpoints:
         if run_dir.reference.is_file():
             found = _read(run_dir)
-            follows = reference_every(run.algorithm) > 0
+            follows = run.algorithm.needs.reference_every > 0
             return _until(run, model, run_dir, resume_from) if follows else found
         if not run.resume.force:
             named = _of_the_settings(run, model).words
             raise ValueError(
-                f"{run_dir.path} has no {run_dir.reference.name}: the run had no KL term, or an "
-                "earlier version made "
-                f"it. resume.force=true takes {named} as its reference; resume={run_dir.path} "
+                f"{run_dir.path} has no {run_dir.reference.name}: the run had no KL term. "
+                f"resume.force=true takes {named} as its reference; resume={run_dir.path} "
                 "with another hydra.run.dir takes the newest checkpoint"
             )
     elif resume_from is not None:

@@ -10,27 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import error_context
-from tunix_lite.learner.comparison import with_divergence
 from tunix_lite.learner.optim import learning_rate_at, num_updates
-from tunix_lite.learner.policy import make_policy
-from tunix_lite.learner.step import TrainStep
-from tunix_lite.models.rounding import at_least_float32
-from tunix_lite.planning.programs import policy_of
 from tunix_lite.report.evidence import read_sample_file
-from tunix_lite.runs.experience import Experience, FreshExperience
-from tunix_lite.runs.learner import Learner, build_learner
+from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.runs.learner import build_learner
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.samples import advantage_metrics, advantages_of, sample_rows
 from tunix_lite.runs.session import Session
@@ -38,7 +28,6 @@ from tunix_lite.runs.setup import Parts, check_resumed, download_models, find_pa
 from tunix_lite.tracking.console import OUR_PARTS, Console
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
-from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
 # parts of metrics' names that say how long something took, or where: no step repeats them
 OF_THE_MACHINE = ("time", "perf", "memory", "eval")
@@ -49,21 +38,10 @@ QUIET = 10.0
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """The gradient of a step, arrays of the host, with the metrics of the update.
-
-    Example: `gradient_of(learner, state, experience).metrics["train/loss"]`.
-    """
-
-    grads: Params
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Replayed:
     """A step that was made again, and what the run logged of it.
 
-    Example: `replay_step(run, Path("outputs/latest"), 12, False, print).metrics["train/loss"]`.
+    Example: `replay_step(run, Path("outputs/latest"), 12, print).metrics["train/loss"]`.
     """
 
     step: int
@@ -76,23 +54,19 @@ class Replayed:
     samples: list[dict] | None
     # the file of the step; None: the run wrote none
     logged_samples: list[dict] | None
-    # in the precision of the run, and in float64 if it was asked for
-    gradient: Gradient | None = None
-    exact: Gradient | None = None
 
 
-def replay_step(
-    run: RunConfig, folder: Path, step: int, is_exact: bool, say: Callable[[str], None]
-) -> Replayed:
+def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], None]) -> Replayed:
     """Makes step number `step` (from 1) of the run in `folder` again.
 
-    run: the settings of the run, on the mesh of this machine. is_exact: compute loss and gradient
-    in float64, too. say: prints a line about what takes long. Raises ConfigError.
+    run: the settings of the run, on the mesh of this machine. say: prints a line about what takes
+    long. Raises ConfigError.
     """
     run_dir = RunDir(folder)
     parts, began = parts_of_replay(run, run_dir, step)
+    origin = f"checkpoint {began}" if began else "the weights that the run began with"
     count = "1 step" if step - began == 1 else f"{step - began} steps"
-    say(f"from {_origin(began)}: {count} to make{_duration(run_dir, began, step)}")
+    say(f"from {origin}: {count} to make{_duration(run_dir, began, step)}")
     if parts.differs:
         say(f"not as in the run: {parts.differs}")
     with open_replay(parts, run_dir) as session:
@@ -100,24 +74,16 @@ def replay_step(
         source_of = FreshExperience(session, learner)
         state = learner.state
         said_at = time.monotonic()
-        for number in range(began, step - 1):
-            state = _next(learner, source_of, state, number)[0]
-            if time.monotonic() - said_at > QUIET:
+        for number in range(began, step):
+            if number > began and time.monotonic() - said_at > QUIET:
                 said_at = time.monotonic()
-                say(f"step {number + 1} is made again, {step - 1 - number} to make")
-
-        # The step itself. Its gradients come first: the update donates the state.
-        experience = source_of.take(step - 1, learner.policy_params(state))
-        gradient = exact = None
-        if is_exact:
-            gradient = gradient_of(learner, state, experience)
-            exact = exact_gradient(learner, state, experience)
-        rate = learning_rate_at(
-            learner.resolved.optimizer,
-            learner.resolved.run.training.max_steps,
-            num_updates(state.opt_state),
-        )
-        _, learned = learner.train_step(state, learner.frozen, experience.rows)
+                say(f"step {number} is made again, {step - number} to make")
+            experience = source_of.take(number, learner.policy_params(state))
+            made = num_updates(state.opt_state)
+            updated = learner.train_step(state, learner.frozen, experience.rows)
+            state, learned = jax.block_until_ready(updated)
+    resolved = learner.resolved
+    rate = learning_rate_at(resolved.optimizer, resolved.run.training.max_steps, made)
     metrics = {name: float(value) for name, value in learned.items()}
     metrics |= {name: float(x) for name, x in experience.metrics.items()}
     metrics["train/learning_rate"] = rate
@@ -131,20 +97,7 @@ def replay_step(
         logged_metrics(run_dir, step),
         None if graded is None else sample_rows(graded, advantages_of(graded, experience.batch)),
         read_sample_file(folder, step),
-        gradient,
-        exact,
     )
-
-
-def _next(
-    learner: Learner, source_of: FreshExperience, state: TrainState, number: int
-) -> tuple[TrainState, Metrics]:
-    experience = source_of.take(number, learner.policy_params(state))
-    return jax.block_until_ready(learner.train_step(state, learner.frozen, experience.rows))
-
-
-def _origin(began: int) -> str:
-    return f"checkpoint {began}" if began else "the weights that the run began with"
 
 
 def _duration(run_dir: RunDir, began: int, step: int) -> str:
@@ -234,86 +187,6 @@ def open_replay(parts: Parts, run_dir: RunDir) -> Iterator[Session]:
         workers = parts.task.with_workers(run.rewards, console.say, conversation=run.conversation)
         session.task = closing.enter_context(workers)
         yield session
-
-
-# ---- gradients
-
-
-def gradient_of(learner: Learner, state: TrainState, experience: Experience) -> Gradient:
-    """The gradient of the step in the precision of the run."""
-    return _kept(learner, policy_of(learner.resolved), state, learner.frozen, experience.rows)
-
-
-def exact_gradient(learner: Learner, state: TrainState, experience: Experience) -> Gradient:
-    """The gradient of the same batch under the same weights, all of it computed in float64."""
-    resolved = learner.resolved
-    run = resolved.run
-    with jax.enable_x64(True):
-        params, frozen = jax.tree.map(_in_float64, (state.params, learner.frozen))
-        rows, _ = resolved.rows.lay_out(jax.tree.map(_host_in_float64, experience.batch))
-        policy = make_policy(
-            resolved.cfg,
-            None,
-            run.learning_temperature,
-            jnp.float64,
-            None,
-            resolved.rows,
-            remat=run.training.remat,
-            scan_layers=run.training.scan_layers,
-        )
-        if resolved.teacher is not None:
-            policy = replace(policy, scores=with_divergence(policy.scores, resolved.teacher))
-        return _kept(learner, policy, state.replace(params=params), frozen, rows)
-
-
-def _in_float64(x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    return jax.device_put(np.asarray(x, np.float64), x.sharding)
-
-
-def _host_in_float64(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
-
-
-def _kept(
-    learner: Learner, policy: Policy, state: TrainState, frozen: Params | None, rows: RowBatch
-) -> Gradient:
-    """One update whose optimizer keeps the gradient as its state, and moves nothing."""
-    run = learner.resolved.run
-    keep = optax.GradientTransformation(
-        init=lambda params: params,
-        update=lambda grads, kept, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
-    )
-    step = TrainStep(
-        policy,
-        run.algorithm,
-        keep,
-        learner.resolved.rows.num_parts,
-        learner.train_step.lora,
-        run.seed,
-        run.training.sync_gradients_every,
-        learner.train_step.compiler_options,
-    )
-    # Copies, because an update donates its state. The number of the step is that of dropout.
-    copied = jax.tree.map(jnp.copy, (state.step, state.params))
-    zeros = jax.tree.map(_zeros, state.params)
-    new, metrics = step(TrainState(*copied, zeros), frozen, rows)
-    grads = jax.tree.map(lambda x: np.asarray(x, np.float64), new.opt_state)
-    return Gradient(grads, {name: float(x) for name, x in metrics.items()})
-
-
-def _zeros(x: jax.Array) -> jax.Array:
-    return jax.device_put(np.zeros(x.shape, at_least_float32(x.dtype)), x.sharding)
-
-
-def relative_distance(ours: Params, exact: Params) -> float:
-    """The norm of the difference of two gradients over the norm of the second."""
-    pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True))
-    apart = sum(float(((x - y) ** 2).sum()) for x, y in pairs)
-    size = sum(float((y**2).sum()) for _, y in pairs)
-    return float(np.sqrt(apart / size)) if size else float(np.sqrt(apart))
 
 
 # ---- what the run logged

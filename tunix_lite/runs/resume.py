@@ -12,6 +12,7 @@ from tunix_lite.parallel.mesh import put
 from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum, curriculum_at_start
 from tunix_lite.runs.setup import Parts
 from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.progress import BytesProgress
 from tunix_lite.types import Params, TrainState
 
 
@@ -66,7 +67,8 @@ def _restored(
 ) -> tuple[TrainState, int]:
     # The newest checkpoint.
     checkpoints = Checkpoints(parts.resume_from)
-    with error_context("resume"):
+    loading = BytesProgress(console, "loading", f"a checkpoint of {parts.resume_from}")
+    with error_context("resume"), loading:
         state = checkpoints.restore(shapes, parts.resume_step)
         step = int(state.step)
         is_other_run = run.resume.force and parts.differs
@@ -76,9 +78,7 @@ def _restored(
     console.begin_at(step)
     console.say(f"resumed from step {step} of {parts.resume_from}")
     if not checkpoints.has_digests(step):
-        console.say(
-            "its files were not compared with digests: an earlier version wrote it, and kept none"
-        )
+        console.say("its files were not compared with digests: it has none")
     if step == run.training.max_steps:
         console.say("all its steps are made; raise training.max_steps to go on")
     if parts.damaged:

@@ -3,7 +3,6 @@
 From the rows of a file the means that the step logged can be computed again, to the bit.
 """
 
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,17 @@ def keep_samples(
     """
     rows = sample_rows(graded, advantages_of(graded, batch))
     run_dir.write_samples(step, rows)
+    console.samples(step, from_best_to_worst(rows, num_shown), rows if num_shown else ())
+    return rows
+
+
+def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[str, Any]]:
+    """So many of the rows that have a reward, evenly spread over their order by it."""
     rewarded = [row for row in rows if row["reward"] is not None]
     ranked = sorted(rewarded, key=lambda row: -row["reward"])
     count = min(num_shown, len(ranked))
     chosen = np.linspace(0, len(ranked) - 1, count).round().astype(int)
-    console.samples(step, [ranked[i] for i in chosen], rows if num_shown else ())
-    return rows
+    return [ranked[i] for i in chosen]
 
 
 def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarray]:
@@ -77,7 +81,6 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
     advantages_B: what is learned from each; None: nothing is, as in an evaluation.
     """
     rows: list[dict[str, Any]] = []
-    groups = group_numbers(graded.examples)
     for i, text in enumerate(graded.completions):
         row = {
             "prompt": graded.prompts[i],
@@ -91,7 +94,7 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
         if graded.failures:
             row["failed"] = graded.failures[i]
         if graded.examples:
-            row["group"] = groups[i]
+            row["group"] = i // graded.num_generations
             row["expected"] = graded.examples[i].get("answer")
             row["example"] = graded.examples[i]
         rows.append(row | _of_rollout(graded, i))
@@ -104,6 +107,11 @@ def evaluation_rows(found: Evaluated) -> list[dict[str, Any]]:
     if found.sampled is not None:
         rows += [{"sampled": True} | row for row in sample_rows(found.sampled)]
     return rows
+
+
+def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
+    """The line of evaluation_rows for one completion that was graded alone, of this group."""
+    return {"sampled": not is_greedy} | sample_rows(graded)[0] | {"group": group}
 
 
 def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
@@ -142,13 +150,6 @@ def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
         turns.append(row)
     tokens = np.asarray(rollout.tokens)[i, first:][token_mask_T[first:]]
     return {"turns": turns, "ended_by": one.ended, "all_tokens": tokens.tolist()}
-
-
-def group_numbers(examples: list[dict]) -> list[int]:
-    """The group of each completion, counted from 0: those of one and the same example that stand
-    side by side."""
-    runs = groupby(examples, key=id)
-    return [number for number, (_, group) in enumerate(runs) for _ in group]
 
 
 def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:

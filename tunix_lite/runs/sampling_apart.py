@@ -13,8 +13,9 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
 from tunix_lite.planning.estimate import with_sampling_weights_apart
 from tunix_lite.planning.machine import attached_machine
-from tunix_lite.planning.resolved import ResolvedRun
+from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.conversations import make_generate_with_partner
+from tunix_lite.rollout.engine import Sampling
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Params, Prompts, Rollout
 
@@ -28,7 +29,7 @@ class SamplingApart:
 
     mesh: jax.sharding.Mesh
     # of a conversations.make_generate_with_partner
-    generate: Callable
+    generate: Sampling
     # of acting parameters, on the mesh
     shardings: Params
     # whether some of the weights never change: their copies stay
@@ -68,6 +69,11 @@ class SamplingApart:
                 except StopIteration as end:
                     return end.value
             yield
+
+    def compile_ahead(self, params: Params, *size: int, **about: Any) -> None:
+        """As of `generate`."""
+        with jax.set_mesh(self.mesh):
+            self.generate.compile_ahead(self.copied(params), *size, **about)
 
     def copied(self, params: Params) -> Params:
         """The weights on the mesh. Those that have not changed since the last time are there."""

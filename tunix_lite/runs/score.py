@@ -17,7 +17,9 @@ from tunix_lite.evaluation.statistics import (
     powers_up_to,
 )
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.rewards.fields import field_of
 from tunix_lite.runs.evaluate import Evaluated, complete_held_out
+from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task
 from tunix_lite.types import Graded, Params
 
@@ -56,11 +58,11 @@ def held_out_examples(
             raise ValueError("the held-out set has no examples")
         examples = task.held_out(num_examples)
         task.prompts(examples)
-        for example in examples:
-            if reference is not None and reference not in example:
-                raise ValueError(
-                    f"evaluate.reference={reference}, but an example has {', '.join(example)}"
-                )
+        for example in examples if reference is not None else ():
+            try:
+                field_of(example, reference)
+            except ValueError as error:
+                raise ValueError(f"evaluate.reference={reference}: {error}") from error
     return HeldOut(task, examples)
 
 
@@ -72,11 +74,13 @@ def model_scores(
     num_samples: int,
     temperature: float,
     reference: str | None = None,
+    progress: SamplingProgress | None = None,
 ) -> tuple[Evaluated, dict[str, np.ndarray]]:
     """The completions of a model, and its scores by name, [E] float64 each: one number an example.
 
     A reward that failed makes nan. The completions are those of an evaluation of a run with this
-    seed. Raises RunFailed if a reward fails and rewards.on_error=raise.
+    seed. progress: None: nothing is said meanwhile. Raises RunFailed if a reward fails and
+    rewards.on_error=raise.
     """
     found = complete_held_out(
         policy,
@@ -86,6 +90,7 @@ def model_scores(
         jax.random.key(seed),
         num_samples,
         temperature,
+        progress,
     )
     scores = greedy_scores(found.greedy)
     if reference is not None:

@@ -11,19 +11,19 @@ from typing import Any
 import jax
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.config import RunConfig
-from tunix_lite.distributed import gloo
+from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import decoder, weights
+from tunix_lite.plain_text import hide_users_of_urls
 from tunix_lite.planning.at_start import (
     choose_micro_batch,
     is_out_of_memory,
     out_of_memory_lines,
 )
-from tunix_lite.planning.resolved import chooses_micro_batch
 from tunix_lite.report.write import report_at_end
+from tunix_lite.resolved.run import chooses_micro_batch
 from tunix_lite.runs.leaving import saved
 from tunix_lite.runs.setup import (
     Parts,
@@ -32,11 +32,12 @@ from tunix_lite.runs.setup import (
     startup_summary,
     write_fingerprint,
 )
-from tunix_lite.runs.toy_defaults import toy_defaults
+from tunix_lite.runs.unusual import unusual_settings
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.disk import disk_errors_explained
+from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.types import TrainState
 
@@ -56,6 +57,8 @@ class Job:
     found: Parts | None = None
     # set by open_run: a sweep asks it why the run was stopped
     stopping: Stopping | None = None
+    # set by open_run at its end: why the run ended before its last step, such as "SIGINT"
+    stopped: str | None = None
 
 
 @dataclass
@@ -99,6 +102,7 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     """
     job = job or Job()
     began = job.began or time.time()
+    hide_users_of_urls(plain(run))
 
     # Checks: whatever the settings get wrong ends here.
     run_dir = RunDir(folder, jax.process_index())
@@ -123,12 +127,13 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             workers = parts.task.with_workers(run.rewards, console.say, processes, run.conversation)
             session.task = session.closing.enter_context(workers)
             yield session
+        job.stopped = status.stopped
 
 
 def with_largest_micro_batch(parts: Parts, console: Console) -> Parts:
     """The parts with the largest micro-batch that fits, chosen by compiling updates."""
-    console.busy("compiling, to choose training.micro_batch_size…")
-    resolved, train_step = choose_micro_batch(parts.resolved, console.say)
+    with compiling(console, "updates, to choose training.micro_batch_size"):
+        resolved, train_step = choose_micro_batch(parts.resolved, console.say)
     return replace(parts, resolved=resolved, train_step=train_step)
 
 
@@ -136,13 +141,11 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
     """Say which run this is: its fingerprint in the folder, facts for status.json, a summary."""
     run = parts.resolved.run
     if not parts.overwrites_other_run(run_dir):
-        write_fingerprint(run, parts, run_dir)
+        write_fingerprint(parts, run_dir)
     status.about = run_metadata(run, parts)
     console.panel(*startup_summary(run, parts, run_dir))
-    model = parts.model
-    num_params = weights.num_params(decoder.weights(model.cfg))
-    platform = parts.mesh.devices.flat[0].platform
-    for line in toy_defaults(run, num_params, model.lora is None, platform):
+    num_params = weights.num_params(decoder.weights(parts.model.cfg))
+    for line in unusual_settings(parts.resolved, num_params):
         console.say(f"hint: {line}", style="yellow")
     if parts.failing:
         console.say(
@@ -182,7 +185,6 @@ def _processes(stopping: Stopping) -> Processes:
 def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     """Make the folder, and the console that writes its log too. Only one process shows it."""
     run_dir.make()
-    gloo.log_into(run_dir.log)
     every = run.training.log_interval_steps
     # Of several processes one may end another from compiled code: its last words stay visible.
     console = Console(
@@ -234,7 +236,7 @@ def _failed(session: Session, error: BaseException) -> None:
 
 
 def _write_report(session: Session) -> None:
-    """report.html and report.md of what the folder holds now, if they are asked for."""
+    """report.html of what the folder holds now, if it is asked for."""
     if session.run.tracking.report and session.run_dir.is_first:
         # A signal that is sent twice must not end a run that has ended already.
         with session.stopping:

@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,6 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
-from tunix_lite.algorithms.algorithm import answered_by, demonstration_fields
-from tunix_lite.algorithms.algorithm import frozen_models as frozen_models_of
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
@@ -34,9 +32,10 @@ from tunix_lite.parallel.mesh import (
     split_devices,
 )
 from tunix_lite.plain_text import device_name
-from tunix_lite.planning.batch_size import BatchPlan
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
-from tunix_lite.planning.resolved import ResolvedRun, resolve_run
+from tunix_lite.resolved.batch_size import BatchPlan
+from tunix_lite.resolved.run import ResolvedRun, resolve_run
+from tunix_lite.rewards.fields import field_of
 from tunix_lite.runs.fingerprint import (
     check_same_run,
     fingerprint,
@@ -45,11 +44,12 @@ from tunix_lite.runs.fingerprint import (
 )
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
-from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
+from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.conversations import check_length, prompt_of
 from tunix_lite.tasks.curriculum import source_of_level
+from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
-from tunix_lite.tasks.task import Task
+from tunix_lite.tasks.task import Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -135,7 +135,7 @@ def with_rewards_tried(parts: Parts) -> Parts:
     """The parts, after the first process has called the user's rewards on made-up completions of
     an example. Raises ConfigError if one fails on all of them and rewards.on_error=raise."""
     run = parts.resolved.run
-    samples = not run.algorithm.needs_demonstrations
+    samples = not run.algorithm.needs.demonstrations
     if jax.process_index() or not (samples or run.evaluation.num_examples):
         return parts
     if samples:
@@ -205,8 +205,9 @@ def find_parts(run: RunConfig) -> Parts:
         run.generation.max_prompt_length,
         run.generation.max_new_tokens,
         run.generation.long_prompts,
+        learned=run.algorithm.needs.demonstrations,
     )
-    data = check_task(run, task, resolved.batch.prompts, model.cfg.vocab_size)
+    data = check_task(run, task, resolved.batch.prompts)
     return Parts(
         model, mesh, resolved, task, data, frozen_models=frozen_models, rollout_mesh=rollout_mesh
     )
@@ -285,7 +286,7 @@ def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
     """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
     found = {}
-    for name, settings in frozen_models_of(run.algorithm).items():
+    for name, settings in run.algorithm.needs.frozen_models.items():
         with of_frozen(name):
             found[name] = source.locate_teacher(settings, model)
     comparison = getattr(run.algorithm, "comparison", None)
@@ -314,7 +315,7 @@ def of_frozen(name: str) -> Iterator[None]:
             raise ValueError(text) from error
 
 
-def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) -> str:
+def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     """What there is to know about the examples; num_prompts: of an update.
 
     Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
@@ -322,32 +323,45 @@ def check_task(run: RunConfig, task: Task, num_prompts: int, vocab_size: int) ->
     """
     with error_context("task"):
         check_rewards(run)
-        learned = demonstration_fields(run.algorithm) if run.algorithm.needs_demonstrations else ()
-        data = check_all_rows(task, learned == ("completion",), run.evaluation.num_examples)
+        data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
-        if held_out or not run.algorithm.needs_demonstrations:
+        if held_out or not run.algorithm.needs.demonstrations:
             check_fields(run, [*held_out, *first])
-        prompts = task.prompts([*held_out, *first])
-        highest = max(max(prompt) for prompt in prompts)
-        if highest >= vocab_size:
-            raise ValueError(
-                f"a prompt holds token {highest}, beyond the model's vocab_size={vocab_size}"
-            )
-        for name in learned:
-            task.demonstrations(answered_by(first, name))
-    for name, teacher in frozen_models_of(run.algorithm).items():
+        task.prompts([*held_out, *first])
+        check_embedded(task, task.learned)
+        for name in task.learned:
+            task.demonstrations(first, name)
+    for name, teacher in run.algorithm.needs.frozen_models.items():
         if teacher.prompt is not None:
             with error_context(f"algorithm.{name}"):
-                task.prompts_with(first, teacher.prompt, teacher.max_prompt_length)
+                rows = [*first, *measured_rows(task)]
+                task.prompts_with(rows, teacher.prompt, teacher.max_prompt_length)
     check_curriculum(run, task)
     return data
+
+
+def check_embedded(task: Task, learned: Sequence[str]) -> None:
+    """Raises ValueError, with the place of the row, if a row in memory needs a token that the model
+    has no embedding for. learned: the fields that are learned from.
+
+    The tokenizer finds them, so all rows are tokenised, but only where it has such tokens. Of rows
+    that are read later, each is refused when its turn comes.
+    """
+    source = task.config.source
+    if not task.tokenizer.beyond:
+        return
+    for rows in (source.train, source.held_out):
+        for row in rows if isinstance(rows, list | tuple) else ():
+            task.text.prompt(row)
+            for name in learned if rows is source.train else ():
+                task.text.demonstration(row, name)
 
 
 def check_rewards(run: RunConfig) -> None:
     """Raises ValueError if completions are sampled to learn from a reward that is for evaluation:
     it is 0 for all but one text."""
-    samples = not run.algorithm.needs_demonstrations and not frozen_models_of(run.algorithm)
+    samples = not run.algorithm.needs.demonstrations and not run.algorithm.needs.frozen_models
     functions = [reward.fn for reward in run.task.rewards.values()]
     if samples and functions and all(fn is is_chosen for fn in functions):
         raise ValueError(
@@ -365,10 +379,9 @@ def check_fields(run: RunConfig, examples: list[dict]) -> None:
         if not type(reward.fn).__module__.startswith("tunix_lite.rewards."):
             continue
         wanted = getattr(reward.fn, "field", None)
-        if isinstance(wanted, str) and not any(wanted in example for example in examples):
+        if isinstance(wanted, str) and not any(_has(example, wanted) for example in examples):
             raise ValueError(
-                f"rewards.{name}: field={wanted}, and an example has "
-                f"{', '.join(map(str, examples[0]))}"
+                f"rewards.{name}: field={wanted}, and an example has {fields_of(examples[0])}"
             )
         compares = "completions" in inspect.signature(reward.fn).parameters
         if compares != reward.group:
@@ -376,6 +389,14 @@ def check_fields(run: RunConfig, examples: list[dict]) -> None:
             raise ValueError(
                 f"rewards.{name} {what}; set task.rewards.{name}.group={str(compares).lower()}"
             )
+
+
+def _has(example: dict, name: str) -> bool:
+    try:
+        field_of(example, name)
+    except ValueError:
+        return False
+    return True
 
 
 def check_curriculum(run: RunConfig, task: Task) -> None:
@@ -489,25 +510,27 @@ def check_resumed(parts: Parts, earlier: RunDir) -> str:
                     f"{error}; resume.force=true goes on from them all the same"
                 ) from error
             return str(error)
-        ours = json.loads(json.dumps(_fingerprint_of(run, parts)))
+        ours = json.loads(json.dumps(_fingerprint_of(parts)))
         return check_same_run(ours, theirs, earlier.path, run.resume.force)
 
 
-def write_fingerprint(run: RunConfig, parts: Parts, run_dir: RunDir) -> None:
+def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
     """Write into the folder which run makes its checkpoints: fingerprint.json and model.json.
 
     Where the folder holds checkpoints of another run, call it when our first one is whole: until
     then the other run must be able to go on. A kill in between leaves our checkpoint under their
     fingerprint; both runs can still resume.
     """
-    ours = _fingerprint_of(run, parts)
-    run_dir.write_json(run_dir.fingerprint, ours)
-    run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
+    run = parts.resolved.run
+    ours = _fingerprint_of(parts)
+    with error_context(""):
+        run_dir.write_json(run_dir.fingerprint, ours)
+        run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
 
 
-def _fingerprint_of(run: RunConfig, parts: Parts) -> dict:
+def _fingerprint_of(parts: Parts) -> dict:
+    run = packed_as(parts.resolved.run, parts.rows.packing)
     batch = parts.batch
-    run = packed_as(run, parts.rows.packing)
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
@@ -530,7 +553,7 @@ def startup_summary(
         rows.append(("sampling", f"{axes} on {count} x {kind}, after those of the mesh"))
 
     # What trains, on what.
-    precision = run.training.mixed_precision
+    precision = f"{run.training.mixed_precision}{_reason(parts.resolved.precision_reason)}"
     rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
@@ -540,7 +563,7 @@ def startup_summary(
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.resolved.packing_reason:
         rows.append(("packing", parts.resolved.packing_reason))
-    if run.algorithm.needs_demonstrations and run.task.environment is not None:
+    if run.algorithm.needs.demonstrations and run.task.environment is not None:
         rows.append(("environment", "answers in evaluations; the run learns from demonstrations"))
     if parts.data:
         rows.append(("data", parts.data))
@@ -548,8 +571,7 @@ def startup_summary(
         rows.append(("curriculum", run.curriculum.words()))
     resolved = parts.resolved
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
-    prompt, new = resolved.lengths
-    rows.append(("lengths", f"prompt up to {prompt} tokens, completion up to {new}"))
+    rows.append(("lengths", _lengths(resolved)))
 
     if run.rollout.is_stale:
         rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
@@ -559,10 +581,7 @@ def startup_summary(
     rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
 
     # How long, and where to.
-    steps = f"{describe(run.optimizer, resolved.batch.fsdp)}, {run.training.max_steps} steps"
-    if parts.resume_from is not None:
-        steps += f", from the checkpoint in {parts.resume_from}"
-    rows.append(("optimizer", steps))
+    rows.append(("optimizer", _optimizer(parts)))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
     viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
@@ -571,12 +590,36 @@ def startup_summary(
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
 
 
+def _lengths(resolved: ResolvedRun) -> str:
+    prompt, new = resolved.lengths
+    usual = resolved.run.task.lengths
+    is_usual = usual == TaskLengthsConfig(prompt, new)
+    text = f"prompt up to {prompt} tokens, completion up to {new}"
+    return text + _reason("auto: those of the task" if is_usual else "")
+
+
+def _optimizer(parts: Parts) -> str:
+    resolved = parts.resolved
+    max_steps = resolved.run.training.max_steps
+    rate = describe(resolved.run.optimizer, resolved.batch.fsdp, max_steps)
+    begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
+    return f"{rate}{_reason(resolved.rate_reason)}, {max_steps} steps{begins}"
+
+
+def _reason(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
 def _packed(parts: Parts) -> str:
     rows = parts.rows
     if rows.packing == "none":
         return ""
-    at_once = f"{rows.rows_per_part} rows of {rows.width} tokens x {parts.batch.fsdp} fsdp at once"
-    return f", packed ({rows.packing}), {at_once}"
+    counts = (
+        f"{rows.rows_per_part} row{'s' if rows.rows_per_part > 1 else ''} of {rows.width} tokens"
+    )
+    where = " a shard" if parts.batch.fsdp > 1 else ""
+    times = f"{rows.num_parts} passes of " if rows.num_parts > 1 else ""
+    return f", packed ({rows.packing}): {times}{counts}{where}"
 
 
 def _size(model: FoundModel) -> str:

@@ -2,7 +2,6 @@
 
 import resource
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,8 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, Rescorer, Scorer
-from tunix_lite.models.decoder import Architecture
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, of_device
 from tunix_lite.types import Batch, Metrics, Params, RowBatch
@@ -95,9 +95,9 @@ class TimedScorer:
     seconds: Counter
 
     def __call__(self, *batches: Batch) -> Any:
-        began = time.perf_counter()
+        elapsed = stopwatch()
         scored = self.scorer(*batches)
-        self.seconds[f"time/{self.name}"] += time.perf_counter() - began
+        self.seconds[f"time/{self.name}"] += elapsed()
         return scored
 
     def compiled(self, batch: RowBatch) -> Any:
@@ -115,9 +115,9 @@ class TimedRescorer:
     seconds: Counter
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
-        began = time.perf_counter()
+        elapsed = stopwatch()
         scored = self.rescorer(params, batch)
-        self.seconds["time/rescore"] += time.perf_counter() - began
+        self.seconds["time/rescore"] += elapsed()
         return scored
 
     def compiled(self, params: Params, batch: RowBatch) -> Any:

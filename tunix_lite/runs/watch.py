@@ -20,6 +20,8 @@ from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.errors import RunFailed, SamplerFault, error_context
 from tunix_lite.learner.optim import learning_rate_at, num_updates
 from tunix_lite.models import source
+from tunix_lite.parallel.compiling import stopwatch, watching_compiler
+from tunix_lite.plain_text import without_secrets
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_fits,
@@ -28,8 +30,7 @@ from tunix_lite.planning.at_start import (
     training_programs,
 )
 from tunix_lite.runs.batch_files import arrays_of_batch
-from tunix_lite.runs.evaluate import evaluate
-from tunix_lite.runs.experience import Experience
+from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.hints import CutHint, GroupsHint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
@@ -41,15 +42,30 @@ from tunix_lite.runs.leaving import (
     unmeasured,
 )
 from tunix_lite.runs.profiler import Profile
-from tunix_lite.runs.samples import advantage_metrics, evaluation_rows, histograms, keep_samples
+from tunix_lite.runs.samples import (
+    advantage_metrics,
+    evaluation_rows,
+    from_best_to_worst,
+    histograms,
+    keep_samples,
+    sample_rows,
+)
 from tunix_lite.runs.session import Session, closed_at_end
 from tunix_lite.runs.setup import write_fingerprint
 from tunix_lite.runs.throughput import Throughput
 from tunix_lite.tracking.console import OUR_PARTS, averages_of_samples
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
+from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
 from tunix_lite.types import Graded, Metrics, TrainState
+
+# Seconds from which on a program that a step had to compile is worth a line.
+LONG_COMPILATION = 1.0
+# Seconds after which an evaluation in the middle of a run says how far it is.
+EVALUATION_PATIENCE = 10.0
+# Held-out completions that are shown before the first step, at most.
+HELD_OUT_SHOWN = 2
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,7 @@ class Watch:
 
     session: Session
     learner: Learner
+    source: ExperienceSource
     trackers: list[Tracker]
     checkpoints: Checkpoints
     profile: Profile
@@ -104,10 +121,16 @@ class Watch:
     groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
     cut_hint: CutHint = field(default_factory=CutHint, init=False)
     accuracy: float | None = field(default=None, init=False)
-    # seconds since the step began: when collecting was over, and when the update was
+    # seconds of the step, without compiling: until collecting was over, and the update; and those
+    # of compiling
     _collected: float = field(default=0.0, init=False)
     _updated: float = field(default=0.0, init=False)
-    _began: float = field(default=0.0, init=False)
+    _compiled: float = field(default=0.0, init=False)
+    # the clocks of these
+    _elapsed: Callable[[], float] = field(default=float, init=False)
+    _compiling: Callable[[], float] = field(default=float, init=False)
+    # what the step does now, for the console
+    _doing: str = field(default="", init=False)
     # optimizer updates before the one under way, which sets its learning rate
     _updates_before: int = field(default=0, init=False)
 
@@ -118,9 +141,8 @@ class Watch:
         learner = self.learner
 
         # The plan, by the programs of this run, which compile now.
-        console.busy("compiling…")
-        console.doing("compiling the update: waiting for XLA")
-        with session.stopping.uninterruptible(COMPILATION):
+        to_compile = session.stopping.uninterruptible(COMPILATION)
+        with compiling(console, "the update"), to_compile:
             programs = training_programs(
                 learner.resolved, learner.policy, learner.train_step, state, learner.frozen
             )
@@ -136,6 +158,8 @@ class Watch:
         session.stopping.may_stop = True
         # A signal that came meanwhile ends the run before the sampler is compiled.
         session.stopping.check_before_update()
+        self.source.compile_ahead(state)
+        session.stopping.check_before_update()
         if self.start == 0 or self.row_without_evaluation is not None:
             measured = self.evaluated(is_first=True)
             if measured:
@@ -145,15 +169,32 @@ class Watch:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around collecting and the update of step `number`, from 0: the clock, and the trace."""
-        self._began = time.perf_counter()
         self.learner.seconds.clear()
         console = self.session.console
         if number == self.start:
-            console.busy(f"step {number + 1}: collecting, which compiles…")
-        else:
-            console.doing(f"step {number + 1}: collecting")
-        with self.profile.step(number - self.start):
+            console.busy(f"step {number + 1}: collecting…")
+        self._do(f"step {number + 1}: collecting")
+        with (
+            watching_compiler(self.compiling) as self._compiling,
+            self.profile.step(number - self.start),
+        ):
+            self._elapsed = stopwatch()
             yield
+
+    def compiling(self, program: str, seconds: float | None) -> None:
+        """A `CompileWatcher`: names the program that a step waits for."""
+        console = self.session.console
+        if seconds is None:
+            console.doing(f"{self._doing}: compiling {program}")
+            return
+        console.doing(self._doing)
+        if seconds >= LONG_COMPILATION:
+            console.say(f"{self._doing}: compiled {program}, {seconds:.1f} s")
+
+    def _do(self, text: str) -> None:
+        """Shows what a step does now."""
+        self._doing = text
+        self.session.console.doing(text)
 
     @contextlib.contextmanager
     def updating(self, experience: Experience, update: Callable) -> Iterator[None]:
@@ -165,13 +206,14 @@ class Watch:
         if int(self.state.step) == self.start:
             self.profile.write_table(update, self.session.parts.mesh)
         stopping.check_before_update()
-        self._collected = time.perf_counter()
+        self._collected = self._elapsed()
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
-        self.session.console.doing(f"step {int(self.state.step) + 1}: updating")
+        self._do(f"step {int(self.state.step) + 1}: updating")
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
-        self._updated = time.perf_counter()
+        self._updated = self._elapsed()
+        self._compiled = self._compiling()
 
     def after(self, done: StepDone) -> str | None:
         """All that follows an update. A reason to end the run, or None.
@@ -246,9 +288,10 @@ class Watch:
             self.learner.resolved.optimizer, run.training.max_steps, self._updates_before
         )
         metrics |= dict(self.learner.seconds)
-        metrics["time/collect"] = self._collected - self._began
+        metrics["time/collect"] = self._collected
         metrics["time/update"] = self._updated - self._collected
-        metrics["time/step"] = self._updated - self._began
+        metrics["time/compile"] = self._compiled
+        metrics["time/step"] = self._updated + self._compiled
         metrics |= self.throughput.metrics(
             done.experience.batch, metrics["time/update"], metrics["time/step"]
         )
@@ -263,34 +306,28 @@ class Watch:
         return metrics
 
     def evaluated(self, is_first: bool = False) -> Metrics:
-        """Held-out accuracy now; {} if the run has no evaluation. is_first: it compiles."""
+        """Held-out accuracy now; {} if the run has no evaluation. is_first: before any step."""
         session = self.session
-        num_examples = session.run.evaluation.num_examples
-        if not num_examples:
+        if not session.run.evaluation.num_examples:
             return {}
         began = time.perf_counter()
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
-        if is_first:
-            session.console.busy("compiling the sampler, and measuring held-out accuracy…")
-        else:
-            session.console.doing("measuring held-out accuracy")
-        found = evaluate(
-            self.learner.policy,
-            session.task.at_step(int(self.state.step)),
-            self.learner.policy_params(self.state),
-            self.learner.seed_key,
-            num_examples,
-            session.run.evaluation.num_samples,
-            session.run.evaluation.temperature,
-        )
+        session.console.doing("measuring held-out accuracy")
+        step = int(self.state.step)
+        patience = 0.0 if is_first else EVALUATION_PATIENCE
+        found = self.source.evaluate(step, self.learner.policy_params(self.state), patience)
         sampled = averages_of_samples(found.metrics)
         session.status.record_accuracy(found.metrics["eval/accuracy"], sampled)
-        step = int(self.state.step)
         every = session.run.tracking.samples_interval_steps
         if every and (step == 0 or self.is_due(step, every)):
             session.run_dir.write_samples(step, evaluation_rows(found), "evaluation")
+        if every and is_first:
+            # The first completions that anybody sees: a wrong template or reward shows here.
+            shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
+            rows = from_best_to_worst(sample_rows(found.greedy), shown)
+            session.console.samples(step, rows, with_rewards=True)
         return {**found.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
@@ -361,7 +398,7 @@ class Watch:
         self.checkpoints.save(self.state, self.accuracy, self.skipped, known, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
-            write_fingerprint(session.run, session.parts, session.run_dir)
+            write_fingerprint(session.parts, session.run_dir)
         self.is_fingerprint_pending = False
         self.unfinished.on_disk = int(self.state.step)
 
@@ -385,7 +422,7 @@ class Watch:
         self.session.console.say(text, style="red")
 
 
-def open_watch(session: Session, learner: Learner) -> Watch:
+def open_watch(session: Session, learner: Learner, experience: ExperienceSource) -> Watch:
     """Whoever watches this run, with what it opens: trackers, checkpoints, the profiler.
 
     Raises FloatingPointError if the run gave up at this step before, and nothing has changed since.
@@ -420,6 +457,7 @@ def open_watch(session: Session, learner: Learner) -> Watch:
     watch = Watch(
         session=session,
         learner=learner,
+        source=experience,
         trackers=trackers,
         checkpoints=checkpoints,
         profile=profile,
@@ -477,7 +515,8 @@ def opened_plugs(session: Session, resume_at: int | None) -> list[Tracker]:
     """The trackers of the settings. Raises RunFailed, naming the one that cannot be opened."""
     run = session.run
     folder = session.run_dir.path
-    about = TrackedRun(folder, run_name(folder), run.project_name, plain(run), resume_at)
+    settings = without_secrets(plain(run))
+    about = TrackedRun(folder, run_name(folder), run.project_name, settings, resume_at)
     found: list[Tracker] = []
     for name, open_tracker in run.tracking.trackers.items():
         where = f"tracking.trackers.{name}"

@@ -1,9 +1,10 @@
-"""What a client gets: the text of each choice as its tokens come, and the API's JSON objects."""
+"""Answers for a client: the text of each choice as its tokens come, and the API's JSON objects."""
 
 import json
 import time
 import uuid
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
@@ -17,7 +18,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass
 class Piece:
-    """What one chunk added to a choice.
+    """The part of a choice that one chunk added.
 
     Example: Piece("19", [120, 1], ...) with finish_reason "stop".
     """
@@ -109,7 +110,7 @@ class ApiChoice:
         return rest
 
     def _stop_at(self) -> int | None:
-        """Where the first stop text begins in what is held."""
+        """The place at which the first stop text begins in what is held."""
         found = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         return min(found, default=None)
 
@@ -201,7 +202,13 @@ class ApiAnswer:
         if not self.call.is_chat:
             found["text"] = text
         elif of_stream:
-            found["delta"] = _delta(text, piece.calls, is_first)
+            delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+            if text or not piece.calls:
+                delta["content"] = text
+            if piece.calls:
+                # A call comes whole.
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(piece.calls)]
+            found["delta"] = delta
         else:
             found["message"] = {"role": "assistant", "content": text, "refusal": None}
             if piece.calls:
@@ -228,7 +235,8 @@ class ApiAnswer:
             "tokens": texts,
             "token_logprobs": piece.logprobs,
             "top_logprobs": top if self.call.draw.top_logprobs else None,
-            "text_offset": _offsets(texts),
+            # where each text begins when they stand side by side
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
         }
 
     def _token(self, token: int, logprob: float) -> dict:
@@ -243,26 +251,6 @@ class ApiAnswer:
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)
-
-
-def _delta(text: str, calls: list[dict], is_first: bool) -> dict:
-    """What a chunk of a stream adds to a message. A call comes whole."""
-    delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-    if text or not calls:
-        delta["content"] = text
-    if calls:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    return delta
-
-
-def _offsets(texts: list[str]) -> list[int]:
-    """Where each text begins when they stand side by side."""
-    offsets = []
-    at = 0
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
-    return offsets
 
 
 def error_body(message: str, kind: str, field: str | None = None, code: str | None = None) -> dict:

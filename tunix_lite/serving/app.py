@@ -7,13 +7,13 @@ and, where episodes of agents are recorded, the same under /episodes/ID/v1, and
 
     POST /episodes/ID/reward   {"reward": 1.0}
 
-aiohttp is imported where the server starts, as it is an extra: `pip install 'tunix_lite[serve]'`.
+aiohttp is imported where the server starts, as it is an extra: `pip install -e '.[serve]'`.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,28 +28,28 @@ from tunix_lite.rollout.live import (
 from tunix_lite.serving.answers import ApiAnswer, ApiChoice, Piece, error_body, event
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call, Limits, read_call
-from tunix_lite.serving.listen import ServerSettings, TimedOut, is_key, listen, read_json
-from tunix_lite.serving.metrics import ServerMetrics
+from tunix_lite.serving.face import Face
+from tunix_lite.serving.listen import ServerSettings, TimedOut, read_json
 from tunix_lite.serving.recording import Recorder
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-# Paths that need no key.
-OPEN = ("/healthz",)
 # Where the endpoints of one episode are.
 OF_EPISODE = "/episodes/{episode}"
 # A reward is nearer to 0 than this.
 MOST_REWARD = 1e30
-# Seconds after which a client that was refused may ask again.
-RETRY_AFTER = 1
+# Types of errors by their status; the others are of the request or of the server.
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
 
-class Server:
+class Server(Face):
     """The endpoints, and the engine that answers them.
 
     Example: asyncio.run(Server(engine, tokenizer, limits, ServerSettings()).run(print))
     """
+
+    statuses = {TooManyRequests: 429, EngineFailed: 503, TimedOut: 504}
 
     def __init__(
         self,
@@ -60,111 +60,37 @@ class Server:
         recorder: Recorder | None = None,
     ):
         """recorder: gets every call, by its episode. Then the id of the episode is the key."""
+        super().__init__(settings)
         self.engine = engine
         self.tokenizer = tokenizer
         self.limits = limits
-        self.settings = settings
         self.recorder = recorder
-        self.metrics = ServerMetrics()
         self.created = int(time.time())
-        self.is_stopping = False
 
-    # ---- start and stop
-
-    def application(self) -> "web.Application":
-        """The aiohttp application."""
-        from aiohttp import web
-
-        # aiohttp marks functions, and methods cannot be marked.
-        @web.middleware
-        async def answer_errors(request: web.Request, handler: Callable) -> web.StreamResponse:
-            return await self._answer_errors(request, handler)
-
-        @web.middleware
-        async def check_key(request: web.Request, handler: Callable) -> web.StreamResponse:
-            return await self._check_key(request, handler)
-
-        middlewares = [answer_errors, check_key]
-        app = web.Application(client_max_size=self.settings.max_body, middlewares=middlewares)
-        app.router.add_get("/healthz", self._health)
-        app.router.add_get("/metrics", self._metrics)
+    def routes(self) -> Iterator[tuple[str, str, Callable]]:
+        yield "get", "/healthz", self._health
         for at in [""] if self.recorder is None else ["", OF_EPISODE]:
-            app.router.add_get(f"{at}/v1/models", self._models)
-            app.router.add_get(f"{at}/v1/models/{{name:.+}}", self._model)
-            app.router.add_post(f"{at}/v1/completions", self._completions)
-            app.router.add_post(f"{at}/v1/chat/completions", self._chat)
+            yield "get", f"{at}/v1/models", self._models
+            yield "get", f"{at}/v1/models/{{name:.+}}", self._model
+            yield "post", f"{at}/v1/completions", self._completions
+            yield "post", f"{at}/v1/chat/completions", self._chat
         if self.recorder is not None:
-            app.router.add_post(f"{OF_EPISODE}/reward", self._reward)
-        return app
+            yield "post", f"{OF_EPISODE}/reward", self._reward
 
-    async def run(self, ready: Callable[[str], None]) -> None:
-        """Serves until SIGTERM or SIGINT, as `listen`. Raises EngineFailed."""
-        await listen(self.application(), self.settings, ready, self._check, self._stopping)
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises EngineFailed if the engine has ended."""
         if not self.engine.is_alive:
             raise EngineFailed(f"the engine failed: {self.engine.failure}")
 
-    def _stopping(self) -> None:
-        self.is_stopping = True
+    def error_body(self, error: Exception, status: int, message: str) -> dict:
+        """An error as the API writes it."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        code = "rate_limit_exceeded" if status == 429 else getattr(error, "code", None)
+        field = getattr(error, "field", None)
+        return error_body(message, ERROR_TYPES.get(status, kind), field, code)
 
-    # ---- what stands around every request
-
-    async def _answer_errors(
-        self, request: "web.Request", handler: Callable
-    ) -> "web.StreamResponse":
-        """Errors as the API writes them, with the status that its clients expect."""
-        from aiohttp import web
-
-        began = time.monotonic()
-        status = 500
-        try:
-            response = await handler(request)
-            status = response.status
-            return response
-        except BadCall as error:
-            status = error.status
-            body = error_body(str(error), "invalid_request_error", error.field, error.code)
-        except TooManyRequests as error:
-            status = 429
-            body = error_body(str(error), "rate_limit_error", code="rate_limit_exceeded")
-        except EngineFailed as error:
-            status = 503
-            body = error_body(str(error), "server_error")
-        except TimedOut as error:
-            status = 504
-            body = error_body(str(error), "timeout")
-        except web.HTTPException as error:
-            status = error.status
-            kind = "invalid_request_error" if status < 500 else "server_error"
-            body = error_body(f"{error.status} {error.reason}: {request.path}", kind)
-        finally:
-            path = request.match_info.route.resource
-            name = path.canonical if path is not None else "other"
-            first = request.get("first_token")
-            self.metrics.request(name, status, time.monotonic() - began, first)
-        headers = {"Retry-After": str(RETRY_AFTER)} if status == 429 else None
-        return web.json_response(body, status=status, headers=headers)
-
-    async def _check_key(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
-        from aiohttp import web
-
-        if request.path not in OPEN and not is_key(_key_of(request), self.settings.api_key):
-            body = error_body("the API key is wrong or missing", "authentication_error")
-            return web.json_response(body, status=401)
-        return await handler(request)
-
-    # ---- endpoints
-
-    async def _health(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
-
-        is_well = self.engine.is_alive and not self.is_stopping
-        return web.Response(text="ok" if is_well else "stopping", status=200 if is_well else 503)
-
-    async def _metrics(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
-
+    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The sequences that the engine holds, and the tokens that it has done."""
         engine = self.engine
         gauges = {
             "sequences_running": engine.num_running,
@@ -176,7 +102,15 @@ class Server:
             "prompt_tokens_total": engine.prompt_tokens,
             "chunks_total": engine.chunks,
         }
-        return web.Response(text=self.metrics.text(gauges, counters))
+        return gauges, counters
+
+    # ---- endpoints
+
+    async def _health(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        is_well = self.engine.is_alive and not self.is_stopping
+        return web.Response(text="ok" if is_well else "stopping", status=200 if is_well else 503)
 
     def _model_object(self) -> dict:
         limits = self.limits
@@ -188,28 +122,22 @@ class Server:
             "max_model_len": limits.max_length,
         }
 
-    async def _models(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
+    async def _models(self, request: "web.Request") -> dict:
+        return {"object": "list", "data": [self._model_object()]}
 
-        return web.json_response({"object": "list", "data": [self._model_object()]})
-
-    async def _model(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
-
+    async def _model(self, request: "web.Request") -> dict:
         name = request.match_info["name"]
         if name != self.limits.model_name:
             raise BadCall(f"there is no model {name!r}", "model", "model_not_found")
-        return web.json_response(self._model_object())
+        return self._model_object()
 
-    async def _completions(self, request: "web.Request") -> "web.StreamResponse":
+    async def _completions(self, request: "web.Request") -> "dict | web.StreamResponse":
         return await self._answer(request, is_chat=False)
 
-    async def _chat(self, request: "web.Request") -> "web.StreamResponse":
+    async def _chat(self, request: "web.Request") -> "dict | web.StreamResponse":
         return await self._answer(request, is_chat=True)
 
-    async def _answer(self, request: "web.Request", is_chat: bool) -> "web.StreamResponse":
-        from aiohttp import web
-
+    async def _answer(self, request: "web.Request", is_chat: bool) -> "dict | web.StreamResponse":
         body = await read_json(request)
         # Templates and tokenizers take their time, and other clients do not wait for it.
         call = await asyncio.to_thread(self._read, request, body, is_chat)
@@ -223,38 +151,40 @@ class Server:
             return await self._stream(request, answer, choices, pieces)
         async for _ in pieces:
             pass
-        return web.json_response(answer.whole(choices))
+        return answer.whole(choices)
+
+    def _episode_of(self, request: "web.Request") -> str:
+        """The id of the episode that a request is part of: from its path, or its key."""
+        return request.match_info.get("episode") or self.key_of(request)
 
     def _read(self, request: "web.Request", body: object, is_chat: bool) -> Call:
         """The call that a body asks for, as the recorder will have it. Raises BadCall."""
         call = read_call(body, is_chat, self.limits, self.tokenizer)
         if self.recorder is None:
             return call
-        return self.recorder.begin(_episode_of(request), call)
+        return self.recorder.begin(self._episode_of(request), call)
 
     def _submitting(self, request: "web.Request") -> contextlib.AbstractContextManager:
-        """What holds while sequences of a request are handed to the engine."""
+        """The context in which sequences of a request are handed to the engine."""
         if self.recorder is None:
             return contextlib.nullcontext()
-        return self.recorder.submitting(_episode_of(request))
+        return self.recorder.submitting(self._episode_of(request))
 
-    async def _reward(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
-
+    async def _reward(self, request: "web.Request") -> dict:
         body = await read_json(request)
         value = body.get("reward") if isinstance(body, dict) else None
         is_number = isinstance(value, int | float) and abs(value) < MOST_REWARD
         if not is_number:
             raise BadCall('the body is {"reward": a number}', "reward")
-        self.recorder.reward(_episode_of(request), float(value))
-        return web.json_response({"reward": float(value)})
+        self.recorder.reward(self._episode_of(request), float(value))
+        return {"reward": float(value)}
 
     async def _stream(
         self,
         request: "web.Request",
         answer: ApiAnswer,
         choices: list[ApiChoice],
-        pieces: AsyncIterator[tuple[int, Piece]],
+        pieces: AsyncGenerator[tuple[int, Piece]],
     ) -> "web.StreamResponse":
         """Server-sent events, one for each piece. An error after the first one is an event, too."""
         from aiohttp import web
@@ -262,14 +192,16 @@ class Server:
         response = None
         seen: set[int] = set()
         try:
-            async for index, piece in pieces:
-                if response is None:
-                    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-                    response = web.StreamResponse(headers=headers)
-                    await response.prepare(request)
-                is_first = index not in seen
-                seen.add(index)
-                await response.write(event(answer.piece(index, piece, is_first)))
+            # If the client has left, its sequences end now, and not when somebody tidies up.
+            async with contextlib.aclosing(pieces):
+                async for index, piece in pieces:
+                    if response is None:
+                        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                        response = web.StreamResponse(headers=headers)
+                        await response.prepare(request)
+                    is_first = index not in seen
+                    seen.add(index)
+                    await response.write(event(answer.piece(index, piece, is_first)))
         except (EngineFailed, TimedOut) as error:
             if response is None:
                 raise
@@ -283,7 +215,7 @@ class Server:
 
     async def _pieces(
         self, request: "web.Request", call: Call, choices: list[ApiChoice]
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    ) -> AsyncGenerator[tuple[int, Piece]]:
         """The pieces of all choices as they come. When the caller leaves, their slots are free."""
         arrived: asyncio.Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -309,6 +241,8 @@ class Server:
             for choice in choices
         ]
         left = len(sequences)
+        read = sum(map(len, call.prompts))
+        sampled = 0
         try:
             with self._submitting(request):
                 self.engine.submit(sequences)
@@ -324,25 +258,17 @@ class Server:
                     raise EngineFailed(new.message)
                 request.setdefault("first_token", time.monotonic() - began)
                 piece = choices[index].add(new)
+                sampled += len(piece.tokens)
+                request["counts"] = f"{read} + {sampled} tokens"
                 if piece.finish_reason is not None:
                     left -= 1
                     self.engine.cancel(sequences[index])
                 # The next call of an agent may come as soon as it has the last piece.
                 if self.recorder is not None and not left:
                     wholes = [choice.whole for choice in choices]
-                    self.recorder.record(_episode_of(request), call, wholes)
+                    self.recorder.record(self._episode_of(request), call, wholes)
                 yield index, piece
         finally:
             timer.cancel()
             for sequence in sequences:
                 self.engine.cancel(sequence)
-
-
-def _key_of(request: "web.Request") -> str:
-    """What the client sent as its key; "" if nothing."""
-    return request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-
-def _episode_of(request: "web.Request") -> str:
-    """The id of the episode that a request is part of: from its path, or its key."""
-    return request.match_info.get("episode") or _key_of(request)

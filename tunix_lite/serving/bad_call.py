@@ -1,7 +1,14 @@
 """The error of a request that cannot be answered."""
 
 # Codes of errors whose status is not 400.
-STATUS_OF_CODE = {"model_not_found": 404, "episode_is_over": 410}
+STATUS_OF_CODE = {
+    "invalid_api_key": 401,
+    "model_not_found": 404,
+    "not_found": 404,
+    "episode_is_over": 410,
+    "session_is_over": 410,
+    "rate_limit_exceeded": 429,
+}
 
 
 class BadCall(ValueError):

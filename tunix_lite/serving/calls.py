@@ -1,13 +1,12 @@
-"""What a client asks for: the JSON bodies of /v1/completions and /v1/chat/completions, checked.
+"""Requests of a client: the JSON bodies of /v1/completions and /v1/chat/completions, checked.
 
 Every field of the protocol is either used, or without effect here and listed in IGNORED, or an
 error that names it. Field names are those of the OpenAI API; `top_k`, `min_p` and
 `return_token_ids` are additions that vLLM has, too.
 """
 
-import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tunix_lite.models.tokenizer import Tokenizer
@@ -15,6 +14,7 @@ from tunix_lite.plain_text import shown
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.rollout.live_programs import MOST_TOP
 from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages
 
 # Fields that describe the caller, not the answer.
@@ -34,11 +34,14 @@ ONLY = {
 }
 MOST_STOPS = 4
 MOST_CHOICES = 128
+# Bytes of a prompt that are read whatever the server takes: they cost nothing, and where prompts
+# are short, roles and names of messages count.
+FREE_BYTES = 2**14
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """The bounds of one request.
 
     Example: Limits("bundled", max_prompt_length=2048, max_new_tokens=512, max_length=2560).
     """
@@ -48,6 +51,8 @@ class Limits:
     max_prompt_length: int
     max_new_tokens: int
     max_length: int
+    # completions of one request, over all its prompts: what may run and wait at once
+    max_sequences: int = 288
     # for agents written for another model: any name of a model will do, and max_tokens above what
     # there is room for is what there is room for
     is_lenient: bool = False
@@ -86,137 +91,184 @@ class Call:
     reads_calls: bool = False
 
 
-class _Fields:
-    """The fields of a body, each taken once."""
+@dataclass(frozen=True)
+class CompletionBody:
+    """The fields that both endpoints have. What needs the limits of the server is checked later.
 
-    def __init__(self, body: Any):
-        if not isinstance(body, dict):
-            raise BadCall(f"the body is {shown(body)}, not a JSON object")
-        self._left = dict(body)
+    Example: read(ChatBody, {"messages": [], "temperature": 0}).temperature is 0.0.
+    """
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """The field, or the default where it is missing or null."""
-        value = self._left.pop(name, None)
-        return default if value is None else value
+    model: Any = None
+    n: int = between(1, MOST_CHOICES, 1)
+    max_tokens: Any = None
+    temperature: float = between(0.0, 2.0, 1.0)
+    top_p: float = between(0.0, 1.0, 1.0)
+    top_k: int = between(0, 2**31 - 1, 0)
+    min_p: float = between(0.0, 1.0, 0.0)
+    seed: int | None = between(0, 2**32 - 1, None)
+    stop: Any = ()
+    stream: bool = False
+    stream_options: dict = field(default_factory=dict)
+    return_token_ids: bool = False
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self.take(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise BadCall(f"{name}={shown(value)}; it is a number from {low:g} to {high:g}", name)
-        return float(value)
+    def __post_init__(self):
+        if self.top_p == 0:
+            raise BadCall("top_p=0; it is above 0, and temperature=0 is greedy", "top_p")
 
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.take(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise BadCall(f"{name}={shown(value)}; it is a whole number from {low} to {high}", name)
-        return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise BadCall(f"{name}={shown(value)}; it is true or false", name)
-        return value
+@dataclass(frozen=True)
+class TextBody(CompletionBody):
+    """The body of /v1/completions.
 
-    def end(self) -> None:
-        """Raises BadCall for a field that nothing has taken."""
-        for name, value in self._left.items():
-            if name in IGNORED or value is None:
-                continue
-            if name in ONLY and value == ONLY[name]:
-                continue
-            if name in ONLY:
-                raise BadCall(f"{name}={shown(value)} is not supported; leave it out", name)
-            raise BadCall(f"{name} is no field that this server knows; leave it out", name)
+    Example: read(TextBody, {"prompt": "2 + 2 ="}).echo is False.
+    """
+
+    prompt: Any = None
+    echo: bool = False
+    # of how many of the likeliest tokens besides
+    logprobs: int | None = between(0, MOST_TOP, None)
+
+
+@dataclass(frozen=True)
+class ChatBody(CompletionBody):
+    """The body of /v1/chat/completions.
+
+    Example: read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]}).n is 1.
+    """
+
+    messages: Any = None
+    max_completion_tokens: Any = None
+    logprobs: bool = False
+    top_logprobs: int = between(0, MOST_TOP, 0)
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    chat_template_kwargs: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise BadCall("top_logprobs needs logprobs=true", "top_logprobs")
 
 
 def read_call(body: Any, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
     """The request in a body. Raises BadCall, naming the field."""
-    fields = _Fields(body)
-    model = fields.take("model", limits.model_name)
+    asked = read(ChatBody if is_chat else TextBody, body)
+    model = limits.model_name if asked.model is None else asked.model
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
         raise BadCall(message, "model", "model_not_found")
 
-    # The prompt.
+    # How many completions there are is known before anything is made of the prompt.
     is_text = True
     reads_calls = False
     if is_chat:
-        prompt, reads_calls = _chat_prompt(fields, tokenizer)
+        _check_count(1, asked.n, limits)
+        prompt, reads_calls = _chat_prompt(asked, tokenizer, limits)
         prompts = [prompt]
     else:
-        prompts, is_text = _text_prompts(fields, tokenizer)
-    _check_lengths(prompts, limits, "messages" if is_chat else "prompt")
-
-    # What is sampled.
-    choices = fields.integer("n", 1, 1, MOST_CHOICES)
-    max_tokens = _max_tokens(fields, is_chat, limits, max(map(len, prompts)))
-    logprobs, top_logprobs = _logprobs(fields, is_chat)
+        prompts, is_text = _text_prompts(asked, tokenizer, limits)
+    if (longest := max(map(len, prompts))) > limits.max_prompt_length:
+        message = (
+            f"the prompt has {longest} tokens; this server takes up to {limits.max_prompt_length}: "
+            f"start it with generation.max_prompt_length={longest}"
+        )
+        raise BadCall(message, "messages" if is_chat else "prompt", "context_length_exceeded")
+    top_logprobs = asked.top_logprobs if is_chat else asked.logprobs or 0
     draw = DrawSettings(
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=_top_p(fields),
-        top_k=fields.integer("top_k", 0, 0, 2**31 - 1),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        seed=fields.integer("seed", secrets.randbits(31), 0, 2**32 - 1),
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        seed=secrets.randbits(31) if asked.seed is None else asked.seed,
         top_logprobs=top_logprobs,
     )
-
-    # How it is answered.
-    stream = fields.flag("stream")
-    options = fields.take("stream_options", {})
-    if not isinstance(options, dict):
-        raise BadCall(f"stream_options={shown(options)}; it is an object", "stream_options")
     call = Call(
         is_chat=is_chat,
         model=model,
         prompts=prompts,
-        choices=choices,
+        choices=asked.n,
         draw=draw,
-        max_tokens=max_tokens,
-        stop=_stop(fields),
-        stream=stream,
-        include_usage=stream and bool(options.get("include_usage")),
-        logprobs=logprobs,
-        token_ids=fields.flag("return_token_ids"),
-        echo=not is_chat and fields.flag("echo"),
+        max_tokens=_max_tokens(asked, limits, longest),
+        stop=_stop(asked.stop),
+        stream=asked.stream,
+        include_usage=asked.stream and bool(asked.stream_options.get("include_usage")),
+        logprobs=asked.logprobs if is_chat else asked.logprobs is not None,
+        token_ids=asked.return_token_ids,
+        echo=not is_chat and asked.echo,
         is_text=is_text,
         reads_calls=reads_calls,
     )
-    fields.end()
+    known = {*IGNORED, *(one.name for one in fields(asked))}
+    for name, value in body.items():
+        if name in known or value is None or (name in ONLY and value == ONLY[name]):
+            continue
+        if name in ONLY:
+            raise BadCall(f"{name}={shown(value)} is not supported; leave it out", name)
+        raise BadCall(f"{name} is no field that this server knows; leave it out", name)
     return call
 
 
-def _check_lengths(prompts: list[list[int]], limits: Limits, field: str) -> None:
-    """Raises BadCall for a prompt with more tokens than the server takes."""
-    for prompt in prompts:
-        if len(prompt) > limits.max_prompt_length:
-            message = (
-                f"the prompt has {len(prompt)} tokens; this server takes up to "
-                f"{limits.max_prompt_length}: start it with generation.max_prompt_length="
-                f"{len(prompt)}"
-            )
-            raise BadCall(message, field, "context_length_exceeded")
+def _check_count(prompts: int, choices: int, limits: Limits) -> None:
+    """Raises BadCall for more completions than the server ever holds."""
+    count = prompts * choices
+    if count > limits.max_sequences:
+        message = (
+            f"n={choices} for each of {prompts} prompts is {count} completions; this server takes "
+            f"up to {limits.max_sequences} in one request: send several"
+        )
+        raise BadCall(message, "n" if prompts == 1 else "prompt")
 
 
-def _chat_prompt(fields: _Fields, tokenizer: Tokenizer) -> tuple[list[int], bool]:
+def _check_bytes(asked: Any, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
+    """Raises BadCall for texts, names of fields included, that cannot be short enough: a tokenizer
+    takes long to read them."""
+    most = max(limits.max_prompt_length * tokenizer.longest_token, FREE_BYTES)
+    size = 0
+    left = [asked]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            size += len(one.encode(errors="surrogatepass"))
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
+    if size > most:
+        message = (
+            f"the prompt has {size} bytes; this server reads up to {most}, as it takes "
+            f"{limits.max_prompt_length} tokens and no token has more than "
+            f"{tokenizer.longest_token} bytes"
+        )
+        raise BadCall(message, field, "context_length_exceeded")
+
+
+def _chat_prompt(asked: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[list[int], bool]:
     """The tokens of a conversation, and whether the model may call tools."""
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
-    messages = fields.take("messages")
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(asked.messages, list) or not asked.messages:
         raise BadCall("messages is a list of at least one message", "messages")
-    variables = fields.take("chat_template_kwargs", {})
-    if not isinstance(variables, dict):
-        raise BadCall("chat_template_kwargs is an object", "chat_template_kwargs")
-    asked = (fields.take(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
-    tools = tools_of(*asked, tokenizer)
+    variables = asked.chat_template_kwargs
+    for name in variables:
+        if name.endswith("_token"):
+            message = f"chat_template_kwargs: {shown(name)} is of the tokenizer; leave it out"
+            raise BadCall(message, "chat_template_kwargs")
+    of_tools = [asked.tools, asked.tool_choice, asked.parallel_tool_calls]
+    _check_bytes([asked.messages, variables, of_tools], limits, tokenizer, "messages")
+    tools = tools_of(*of_tools, tokenizer)
     if tools:
         variables = {**variables, "tools": tools}
-    messages = with_tool_messages([_message(one) for one in messages], tokenizer)
+    messages = with_tool_messages([_message(one) for one in asked.messages], tokenizer)
     try:
         return tokenizer.prompt(messages, **variables), bool(tools)
     except (ValueError, TypeError) as error:
-        raise BadCall(str(error), "messages") from error
+        raise BadCall(_for_clients(error, tokenizer), "messages") from error
+
+
+def _for_clients(error: Exception, tokenizer: Tokenizer) -> str:
+    """The message of an error, without the server's folders."""
+    return str(error).replace(f"{tokenizer.folder}/", "")
 
 
 def _message(message: Any) -> dict:
@@ -238,33 +290,34 @@ def _message(message: Any) -> dict:
     return message | {"content": "".join(texts)}
 
 
-def _text_prompts(fields: _Fields, tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
+def _text_prompts(
+    body: TextBody, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[list[int]], bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""
-    asked = fields.take("prompt")
-    if isinstance(asked, str):
-        asked = [asked]
+    asked = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(asked, list) or not asked:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
     if all(_is_token(one) for one in asked):
         asked = [asked]
+    _check_count(len(asked), body.n, limits)
     is_text = all(isinstance(one, str) for one in asked)
     prompts = []
     for one in asked:
         if isinstance(one, str):
+            _check_bytes(one, limits, tokenizer, "prompt")
             try:
                 # As the model was trained to see a text: with the tokens it starts with.
                 one = [*tokenizer.start_ids, *tokenizer.encode(one)]
             except ValueError as error:
-                raise BadCall(str(error), "prompt") from error
+                raise BadCall(_for_clients(error, tokenizer), "prompt") from error
         is_tokens = isinstance(one, list) and all(_is_token(token) for token in one)
         if not is_tokens:
             raise BadCall(f"prompt holds {shown(one)}, neither text nor token ids", "prompt")
         if not one:
             raise BadCall("a prompt has at least one token", "prompt")
-        most = len(tokenizer.vocabulary)
-        if not all(0 <= token < most for token in one):
-            raise BadCall(f"prompt: token ids are 0 to {most - 1}", "prompt")
+        if not all(0 <= token < tokenizer.num_tokens for token in one):
+            raise BadCall(f"prompt: token ids are 0 to {tokenizer.num_tokens - 1}", "prompt")
         prompts.append(one)
     return prompts, is_text
 
@@ -273,44 +326,21 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _max_tokens(fields: _Fields, is_chat: bool, limits: Limits, longest_prompt: int) -> int:
+def _max_tokens(asked: CompletionBody, limits: Limits, longest_prompt: int) -> int:
     """The most tokens of a completion, after a prompt of this length."""
     most = min(limits.max_new_tokens, limits.max_length - longest_prompt)
-    default = most if is_chat else min(16, most)
     high = 2**31 - 1 if limits.is_lenient else most
-    found = fields.integer("max_tokens", default, 1, high)
-    if is_chat:
-        found = fields.integer("max_completion_tokens", found, 1, high)
+    found = most if isinstance(asked, ChatBody) else min(16, most)
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(asked, name, None)
+        if value is not None:
+            found = checked_number(name, value, int, 1, high)
     return min(found, most)
 
 
-def _logprobs(fields: _Fields, is_chat: bool) -> tuple[bool, int]:
-    """Whether log-probabilities are asked for, and of how many of the likeliest tokens."""
-    if not is_chat:
-        asked = fields.take("logprobs")
-        if asked is None:
-            return False, 0
-        if not _is_token(asked) or not 0 <= asked <= MOST_TOP:
-            raise BadCall(f"logprobs={shown(asked)}; it is 0 to {MOST_TOP}", "logprobs")
-        return True, asked
-    logprobs = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, 0, MOST_TOP)
-    if top and not logprobs:
-        raise BadCall("top_logprobs needs logprobs=true", "top_logprobs")
-    return logprobs, top
-
-
-def _top_p(fields: _Fields) -> float:
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
-        raise BadCall("top_p=0; it is above 0, and temperature=0 is greedy", "top_p")
-    return top_p
-
-
-def _stop(fields: _Fields) -> tuple[str, ...]:
-    stop = fields.take("stop", [])
+def _stop(stop: Any) -> tuple[str, ...]:
     stop = [stop] if isinstance(stop, str) else stop
-    is_list = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
+    is_list = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
     if not is_list or len(stop) > MOST_STOPS:
         raise BadCall(f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop")
     return tuple(stop)

@@ -1,14 +1,19 @@
-"""What every server of this package does: it listens until a signal, and checks keys."""
+"""Listening until a signal, and reading of keys and bodies, for every server of this package."""
 
 import asyncio
 import hmac
 import json
+import re
 import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tunix_lite.plain_text import escaped
 from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.connections import Connections
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -17,6 +22,10 @@ if TYPE_CHECKING:
 BODY_SECONDS = 30.0
 # Seconds between two looks at whether the server should end.
 LOOK_SECONDS = 0.5
+# Lists and objects of a body stand in one another so deep, at most: what reads them recurses.
+MOST_DEPTH = 100
+# A whole number with so many digits is no float, and takes long to write.
+LONG_NUMBER = re.compile("(?<![0-9])[0-9]{300}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,8 @@ class ServerSettings:
     request_seconds: float = 600.0
     # seconds that requests under way may take after SIGTERM
     stop_seconds: float = 30.0
+    # a line on stderr for each request
+    log_requests: bool = False
 
 
 class TimedOut(Exception):
@@ -67,28 +78,43 @@ async def listen(
         access_log=None,
         shutdown_timeout=settings.stop_seconds,
     )
+    connections = Connections()
+    app.middlewares.insert(0, connections.middleware())
     await runner.setup()
     try:
-        site = web.TCPSite(runner, settings.host, settings.port)
-        await site.start()
-        host, port = runner.addresses[0][:2]
+        listening = await connections.listen(runner.server, settings.host, settings.port)
+        host, port = listening.sockets[0].getsockname()[:2]
         ready(f"http://{host}:{port}")
         while not stop.is_set():
             check()
+            connections.close_silent()
             try:
                 await asyncio.wait_for(stop.wait(), timeout=LOOK_SECONDS)
             except TimeoutError:
                 continue
         stopping()
-        await site.stop()
+        listening.close()
     finally:
         # waits for the requests under way
         await runner.cleanup()
 
 
+async def check_port(host: str, port: int) -> None:
+    """Raises OSError if nothing can listen there now: it is known before a model is loaded."""
+    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    server.close()
+
+
+def log_request(request: "web.Request", status: int, seconds: float, more: str = "") -> None:
+    """The line of one answered request."""
+    what = f"{request.method} {escaped(request.path)} {status} {seconds:.2f} s"
+    print(f"{time.strftime('%H:%M:%S')} {what} {more}".rstrip(), file=sys.stderr, flush=True)
+
+
 def is_key(given: str, key: str | None) -> bool:
     """Whether a client may ask: in constant time, so that the time tells nothing of the key."""
-    return key is None or hmac.compare_digest(given.encode(), key.encode())
+    # aiohttp reads bytes of a header that are no UTF-8 as halves of characters.
+    return key is None or hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
 
 
 async def read_body(request: "web.Request") -> bytes:
@@ -101,9 +127,42 @@ async def read_body(request: "web.Request") -> bytes:
 
 
 async def read_json(request: "web.Request") -> object:
-    """The body of a request. Raises BadCall if it is no JSON, TimedOut."""
+    """The body of a request: JSON of texts that are UTF-8, of numbers that a float holds, and
+    nested no deeper than MOST_DEPTH. Raises BadCall, TimedOut."""
     raw = await read_body(request)
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        text = raw.decode()
+        value = json.loads(text, parse_int=_whole if LONG_NUMBER.search(text) else None)
+    except (ValueError, OverflowError, RecursionError) as error:
         raise BadCall(f"the body is no JSON: {error}") from error
+    # Brackets are counted first, as most bodies have few.
+    if text.count("[") + text.count("{") > MOST_DEPTH and _is_deep(value):
+        raise BadCall(f"the body is nested deeper than {MOST_DEPTH} lists and objects")
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            message = "the body holds half of a character (a lone surrogate), which is no text"
+            raise BadCall(message) from error
+    return value
+
+
+def _whole(digits: str) -> int:
+    value = int(digits)
+    float(value)  # raises OverflowError
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+        if not inner:
+            return False
+        level = inner
+    return True

@@ -1,4 +1,4 @@
-"""What a server asks of one who records the calls of its clients, by episode."""
+"""The recorder that a server tells of the calls of its clients, by episode."""
 
 from contextlib import AbstractContextManager
 from typing import Protocol

@@ -10,6 +10,7 @@ import secrets
 from typing import Any
 
 from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
+from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
@@ -88,20 +89,10 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
 
 def _call(call: Any) -> dict:
     """A call that the model made earlier, with its arguments as an object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadCall(
-            f"a call in tool_calls has a function with a name; this is {shown(call)}", "messages"
-        )
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise BadCall(
-                f"arguments of the call of {function['name']!r} are no JSON: {error}", "messages"
-            ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    try:
+        return with_read_arguments({"function": None} | call if isinstance(call, dict) else call)
+    except ValueError as error:
+        raise BadCall(f"tool_calls: {error}", "messages") from error
 
 
 class CallReader:
@@ -145,7 +136,7 @@ class CallReader:
         ]
 
     def _free(self) -> int:
-        """Where the text ends that is no part of a call. White space before a call belongs to the
+        """The end of the text that is no part of a call. White space before a call belongs to the
         call: templates write their own."""
         text = self._text
         if text.lstrip().startswith(BRACKETS):

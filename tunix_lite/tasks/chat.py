@@ -1,7 +1,7 @@
 """Rewards for conversations: how near is a completion to the answer in the data."""
 
 from tunix_lite.rewards.similarity import RougeL
-from tunix_lite.tasks.prompt_text import conversation_of
+from tunix_lite.tasks.messages import conversation_of
 
 ROUGE_L = RougeL(field="reference")
 
@@ -17,7 +17,9 @@ def same_as_answer(completion: str, example: dict, turn: str = "first") -> float
 
 
 def _answer(example: dict, turn: str) -> str:
-    answers = [said.content for said in conversation_of(example) if said.role == "assistant"]
-    if not answers:
+    turns = [said for said in conversation_of(example) if said.role == "assistant"]
+    if not turns:
         raise ValueError("the conversation has no assistant turn to compare with")
-    return answers[0 if turn == "first" else -1]
+    # a turn of tool calls alone says nothing
+    texts = [said.text for said in turns if said.text] or [""]
+    return texts[0 if turn == "first" else -1]

@@ -219,7 +219,7 @@ def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) ->
         begins = text.template.with_system([], example)
         observation = [{"role": "system", "content": begins[0].content}, *observation]
     is_text = len(observation) == 1 and observation[0]["role"] == "user"
-    return text.turn_tokens.prompt(observation[0]["content"] if is_text else observation)
+    return text.opened_with(observation[0]["content"] if is_text else observation, example)
 
 
 def answer_from(reply: Reply) -> Answer:

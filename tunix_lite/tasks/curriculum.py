@@ -5,12 +5,13 @@ position in the data. Its state is kept with each checkpoint (runs/curriculum.py
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from tunix_lite.tasks.fitting import Look
 from tunix_lite.tasks.sources import Walk, digest, order_of
 from tunix_lite.types import Metrics
 
@@ -51,10 +52,8 @@ class CurriculumConfig:
         for name in ("min_completions", "over_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        self._check_idle()
 
-    def _check_idle(self) -> None:
-        """Raises ValueError for a setting that would change nothing."""
+        # A setting that would change nothing is refused.
         needs = {
             "outside": ("band", bool(self.band)),
             "min_completions": ("drop_at or band", self.judges_prompts),
@@ -170,10 +169,10 @@ class Draw:
     # where the next draw begins
     position: int
     # examples not asked for their pass rate, those among them that are asked all the same since
-    # there are no others, and examples that are too long
+    # there are no others, and examples that cannot be taken
     passed_over: int
     refilled: int
-    too_long: int
+    unfit: int
 
 
 def draw_prompts(
@@ -183,23 +182,22 @@ def draw_prompts(
     count: int,
     seed: int,
     stream: str,
-    length: Any = None,
-    limit: int = 0,
+    look: Callable[[dict], Look] | None = None,
 ) -> Draw:
     """The next `count` examples in the order of `seed`, without those that are not asked now.
 
-    stream: the key in state.positions. length: example -> tokens, of which `limit` are allowed;
-    None: all fit. A batch looks at each example at most once. If too few are asked, the first that
-    were passed over are asked all the same. Raises ValueError if too few are short enough.
+    stream: the key in state.positions. look: whether an example is taken; None: all are. A batch
+    looks at each example at most once. If too few are asked, the first that were passed over are
+    asked all the same. Raises ValueError if too few are taken.
     """
     walk = Walk(order_of(examples, seed), state.positions.get(stream, 0), len(examples), count)
     chosen: list[dict] = []
     passed: list[dict] = []
-    too_long = 0
+    unfit: list[Look] = []
     for position, place in walk:
         example = examples[place]
-        if length is not None and length(example) > limit:
-            too_long += 1
+        if look is not None and not (found := look(example)).fits:
+            unfit.append(found)
         elif is_asked(settings, state, example, seed, position):
             chosen.append(example)
         else:
@@ -209,10 +207,10 @@ def draw_prompts(
     refilled = passed[: count - len(chosen)]
     if len(chosen) + len(refilled) < count:
         raise ValueError(
-            f"of {len(examples):,} training prompts too few fit generation.max_prompt_length="
-            f"{limit}, and a batch takes {count}; raise it, or set generation.long_prompts=truncate"
+            f"of {len(examples):,} training prompts too few can be taken, and a batch takes "
+            f"{count}; the first that cannot: {unfit[0].why}"
         )
-    return Draw(chosen + refilled, walk.position, len(passed), len(refilled), too_long)
+    return Draw(chosen + refilled, walk.position, len(passed), len(refilled), len(unfit))
 
 
 def is_asked(

@@ -6,21 +6,34 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from tunix_lite.tasks.chat import same_as_answer
 from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import (
     KINDS,
     Rows,
     RowsOnDisk,
+    RowStream,
     check_is_file,
     check_on_error,
     rows_of,
     rows_on_disk,
 )
-from tunix_lite.tasks.row_stream import RowStream
 from tunix_lite.tasks.task import Reward, TaskConfig
 
+NO_TRAIN = "train is missing: give task.train=FILE"
 # of the rows of one file, every so many-th is held out
 HELD_OUT_EVERY = 10
+
+
+def same_as_demonstration(completion: str, example: dict) -> float:
+    """1 if the completion is what sft learns from the row, its `completion` or else the first
+    assistant turn of `messages`, but for white space around it, else 0."""
+    demonstration = example.get("completion")
+    if isinstance(demonstration, str):
+        return float(completion.strip() == demonstration.strip())
+    if demonstration is not None:
+        example = {"messages": demonstration}
+    return same_as_answer(completion, example)
 
 
 def whole_text(completion: str) -> str:
@@ -35,7 +48,7 @@ class FileRows:
     Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt.
     """
 
-    train_file: str
+    train_file: str | None  # None: there is nothing to train on, such as in an evaluation
     held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file
     format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
@@ -45,7 +58,9 @@ class FileRows:
 
     @cached_property
     def train(self) -> Rows | RowsOnDisk | RowStream:
-        """The rows to train on."""
+        """The rows to train on. Raises ValueError without a file."""
+        if self.train_file is None:
+            raise ValueError(NO_TRAIN)
         if self.shuffle_buffer is not None:
             return RowStream(
                 self.train_file, self.shuffle_buffer, self.format, self.on_error, self.template
@@ -54,31 +69,27 @@ class FileRows:
             check_is_file(self.train_file)
             modified = os.stat(self.train_file).st_mtime_ns
             return rows_on_disk(self.train_file, modified, self.on_error, self.template)
-        return self._whole if self.held_out_file else self._part(is_held_out=False)
+        if self.held_out_file:
+            return self._whole
+        part = self._whole.part([i for i in range(len(self._whole)) if not _is_held_out(i)])
+        part.skipped, part.first_skipped = self._whole.skipped, self._whole.first_skipped
+        return part
 
     @cached_property
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
-        return self._read(self.held_out_file) if self.held_out_file else self._part(True)
+        if self.held_out_file:
+            return rows_of(self.held_out_file, self.format, self.on_error, self.template)
+        return self._whole.part([i for i in range(len(self._whole)) if _is_held_out(i)])
 
     @cached_property
     def _whole(self) -> Rows:
-        return self._read(self.train_file)
-
-    def _read(self, file: str) -> Rows:
         # a row that makes no prompt is malformed, too
-        return rows_of(file, self.format, self.on_error, self.template)
+        return rows_of(self.train_file, self.format, self.on_error, self.template)
 
-    def _part(self, is_held_out: bool) -> Rows:
-        places = [
-            i
-            for i in range(len(self._whole))
-            if (i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == is_held_out
-        ]
-        part = self._whole.part(places)
-        if not is_held_out:
-            part.skipped, part.first_skipped = self._whole.skipped, self._whole.first_skipped
-        return part
+
+def _is_held_out(place: int) -> bool:
+    return place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
 
 @dataclass(frozen=True)
@@ -99,16 +110,17 @@ class FilesTaskConfig(TaskConfig):
     correct: Callable | None = None
     # Function that reads the answer out of a completion, for display and votes.
     extract: Callable = whole_text
-    # File to train on. A run needs it.
+    # File to train on. A run needs it, an evaluation does not.
     train: str | None = None
     # File to evaluate with. null holds out every tenth row of `train`.
     held_out: str | None = None
-    # Function (completion, row) -> number by its dotted path. Its row holds all columns.
+    # Function (completion, row) -> number by its dotted path. Its row holds all columns. sft and
+    # dpo need none.
     reward: Callable | None = None
     # Format of both files: jsonl, csv or parquet.
     format: str = "jsonl"
-    # For a row that cannot be read or makes no prompt: raise stops, skip leaves it out and counts
-    # it.
+    # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
+    # raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
     # false reads rows ahead of the run instead of all at once. Needs format=jsonl and a held_out
     # file.
@@ -118,8 +130,8 @@ class FilesTaskConfig(TaskConfig):
     shuffle_buffer: int | None = None
 
     def __post_init__(self):
-        if self.train is None:
-            raise ValueError("train is missing: give task.train=FILE")
+        if self.train is None and self.held_out is None:
+            raise ValueError(NO_TRAIN)
         if self.format not in KINDS:
             raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
         check_on_error(self.on_error)
@@ -128,19 +140,32 @@ class FilesTaskConfig(TaskConfig):
                 "in_memory=false is for format=jsonl, and takes the held-out rows from a file of "
                 "their own: give task.held_out=FILE"
             )
-        self._check_stream()
+        if self.shuffle_buffer is not None:
+            if self.shuffle_buffer < 1:
+                raise ValueError(
+                    f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null"
+                )
+            if not self.in_memory:
+                raise ValueError(
+                    "shuffle_buffer reads the files in order, and in_memory=false reads rows from "
+                    "all over one; leave one of the two out"
+                )
+            if self.held_out is None:
+                raise ValueError(
+                    "shuffle_buffer takes the held-out rows from a file of their own: give "
+                    "task.held_out=FILE"
+                )
         rewards = dict(self.rewards)
         if self.reward is not None:
-            name = _name_of(self.reward)
+            # logged by the name of the function, or of its class
+            fn = self.reward.func if isinstance(self.reward, partial) else self.reward
+            name = getattr(fn, "__name__", type(fn).__name__)
             if rewards.get(name, Reward(self.reward)) != Reward(self.reward):
                 raise ValueError(f"reward and rewards.{name} have the same name; rename the latter")
             rewards = {name: Reward(self.reward)} | rewards
         if not rewards and self.environment is None:
-            raise ValueError(
-                "reward is missing: give task.reward=module.function, which gets (completion, row) "
-                "and returns a number, or a ready one, such as "
-                "tunix_lite.rewards.answers.NumericAnswer where the column `answer` is a number"
-            )
+            # `check_algorithm` refuses it where completions are to be learned from
+            rewards = {"same_as_demonstration": Reward(same_as_demonstration)}
         # the dataclass is frozen for everybody else
         settle = partial(object.__setattr__, self)
         settle("rewards", rewards)
@@ -148,32 +173,24 @@ class FilesTaskConfig(TaskConfig):
         if self.correct is None and not single and rewards:
             raise ValueError("correct is missing: rewards of a group do not say what is right")
         settle("correct", self.correct or next(iter(single), TaskConfig.correct))
-        settle("source", FileRows(*self._files, self.template, self.in_memory, self.shuffle_buffer))
+        source = FileRows(
+            self.train,
+            self.held_out,
+            self.format,
+            self.on_error,
+            self.template,
+            self.in_memory,
+            self.shuffle_buffer,
+        )
+        settle("source", source)
         super().__post_init__()
 
-    def _check_stream(self) -> None:
-        """Raises ValueError if the files cannot be read in order."""
-        if self.shuffle_buffer is None:
-            return
-        if self.shuffle_buffer < 1:
-            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null")
-        if not self.in_memory:
+    def check_algorithm(self, needs_demonstrations: bool) -> None:
+        """See TaskConfig. Without a reward there is something to evaluate by, no more."""
+        is_default = self.reward is None and [*self.rewards] == ["same_as_demonstration"]
+        if is_default and not needs_demonstrations:
             raise ValueError(
-                "shuffle_buffer reads the files in order, and in_memory=false reads rows from all "
-                "over one; leave one of the two out"
+                "reward is missing: give task.reward=module.function, which gets (completion, row) "
+                "and returns a number, or a ready one, such as "
+                "tunix_lite.rewards.answers.NumericAnswer where the column `answer` is a number"
             )
-        if self.held_out is None:
-            raise ValueError(
-                "shuffle_buffer takes the held-out rows from a file of their own: give "
-                "task.held_out=FILE"
-            )
-
-    @property
-    def _files(self) -> tuple[str, str | None, str, str]:
-        return self.train, self.held_out, self.format, self.on_error
-
-
-def _name_of(fn: Callable) -> str:
-    """The name under which a reward is logged: that of the function or of its class."""
-    fn = fn.func if isinstance(fn, partial) else fn
-    return getattr(fn, "__name__", type(fn).__name__)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tunix_lite.rewards.pool import Outcome
 from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.tasks.reward_calls import RewardCalls
 from tunix_lite.types import FINISH, Graded, Metrics, Rollout
+from tunix_lite.workers.process import Outcome
 
 # a metric -> the kind of failure of which it counts the calls
 FAILED = {
@@ -148,7 +148,10 @@ def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
     return metrics
 
 
-def with_full_prompts(examples: list[dict], rollout: Rollout) -> list[dict]:
-    """The examples whose prompt fills its row: only such a prompt can have been cut."""
-    full_B = np.asarray(rollout.token_mask)[:, 0]
-    return [example for example, is_full in zip(examples, full_B) if is_full]
+def with_full_prompts(
+    examples: list[dict], rollout: Rollout, num_generations: int = 1
+) -> list[dict]:
+    """The examples whose prompt fills its row, one of each group: only such a prompt can have been
+    cut."""
+    full_P = np.asarray(rollout.token_mask)[::num_generations, 0]
+    return [example for example, is_full in zip(examples[::num_generations], full_P) if is_full]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tunix_lite.models.hub import dataset_folder
 from tunix_lite.rewards.numbers import last_number, number_of
+from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
 
 # of the reference code of the paper: the first one counts
@@ -30,7 +31,7 @@ class Solutions:
         for name in ("question", "answer"):
             if not isinstance(row.get(name), str):
                 raise ValueError(
-                    f"a row of GSM8K has a text `{name}`; this one has {', '.join(row)}"
+                    f"a row of GSM8K has a text `{name}`; this one has {fields_of(row)}"
                 )
         _, found, number = row["answer"].rpartition("####")
         if not found or number_of(number.strip()) is None:
@@ -51,7 +52,7 @@ class Gsm8k:
     held_out_file: str | None = None
     # Data set on the hub, as org/name or org/name@revision.
     hub: str = "openai/gsm8k"
-    # For a malformed row: raise stops, skip leaves it out and counts it.
+    # For a row that is malformed or does not fit: raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
 
     def __post_init__(self):
@@ -95,18 +96,16 @@ def strict(completion: str, example: dict) -> float:
     """1 if the number after the first `####` and a space equals `answer`, as in the paper's own
     code, else 0."""
     found = HASHES.search(completion)
-    return 0.0 if found is None else _is_same(found[1].rstrip("."), example)
+    number = None if found is None else number_of(found[1].rstrip("."))
+    return float(number is not None and number == number_of(example["answer"]))
 
 
 def flexible(completion: str, example: dict) -> float:
     """1 if the number after the first `####`, or without one the last number of the completion,
-    equals `answer`, else 0."""
+    equals `answer`, else 0. A completion that ends in `####` was cut off and gave no answer."""
     if HASHES.search(completion):
         return strict(completion, example)
+    if completion.rstrip().endswith("####"):
+        return 0.0
     found = last_number(completion)
     return 0.0 if found is None else float(found[1] == number_of(example["answer"]))
-
-
-def _is_same(text: str, example: dict) -> float:
-    found = number_of(text)
-    return float(found is not None and found == number_of(example["answer"]))

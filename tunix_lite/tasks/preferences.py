@@ -5,7 +5,8 @@ from typing import Any
 
 from tunix_lite.plain_text import shortened
 from tunix_lite.tasks.files import FileRows, FilesTaskConfig
-from tunix_lite.tasks.prompt_text import PromptTemplate, conversation_of
+from tunix_lite.tasks.messages import Message, conversation_of, fields_of, messages_in
+from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import Rows
 
 FIELDS = ("chosen", "rejected")
@@ -24,31 +25,61 @@ class PairTemplate(PromptTemplate):
         super().check(self.pair(example))
 
     def pair(self, row: dict) -> dict:
-        """The row with `chosen` and `rejected` as texts; where there is no prompt but what the two
-        conversations have in common, with that as `messages`."""
-        answers = {}
-        asked: dict[str, Any] = {}
+        """The row with `chosen` and `rejected` as texts, or as messages where an answer is more
+        than a text. Where there is no prompt but what the two conversations have in common, with
+        that as `messages`."""
         for name in FIELDS:
-            if name not in row:
-                raise ValueError(f"a preference needs `{name}`; this one has {', '.join(row)}")
-            answers[name] = row[name]
-            if not isinstance(row[name], str):
-                *before, last = conversation_of({"messages": row[name]})
-                if last.role != "assistant":
-                    raise ValueError(f"`{name}` does not end with the assistant")
-                answers[name] = last.content
-                asked[name] = [{"role": turn.role, "content": turn.content} for turn in before]
-        if answers["chosen"] == answers["rejected"]:
-            raise ValueError(f"`chosen` and `rejected` are the same: {shortened(row['chosen'])}")
-        pair = {**row, **answers, "completion": answers["chosen"]}
-        if self.prompt is None and "prompt" not in row and "messages" not in row:
-            if len(asked) != 2 or asked["chosen"] != asked["rejected"]:
+            if row.get(name) is None:
+                raise ValueError(f"a preference needs `{name}`; this one has {fields_of(row)}")
+        turns = {name: _turns(name, row[name]) for name in FIELDS}
+        pair = dict(row)
+        if self.prompt is None and row.get("prompt") is None and row.get("messages") is None:
+            before = {name: found[:-1] for name, found in turns.items()}
+            if not before["chosen"] or before["chosen"] != before["rejected"]:
                 raise ValueError(
                     "a preference needs a `prompt`, or `chosen` and `rejected` as conversations "
                     "that differ in the last turn alone"
                 )
-            pair["messages"] = asked["chosen"]
-        return pair
+            pair["messages"] = list(row["chosen"][:-1])
+            begins = dict.fromkeys(FIELDS, len(before["chosen"]))
+        else:
+            begins = {name: self._answer_begins(name, turns[name], row) for name in FIELDS}
+        answers = {name: turns[name][begins[name] :] for name in FIELDS}
+        if answers["chosen"] == answers["rejected"]:
+            raise ValueError(f"`chosen` and `rejected` are the same: {shortened(row['chosen'])}")
+        for name, answer in answers.items():
+            is_text = len(answer) == 1 and answer[0].more is None
+            pair[name] = answer[0].content if is_text else list(row[name][begins[name] :])
+        return pair | {"completion": pair["chosen"]}
+
+    def _answer_begins(self, name: str, turns: list[Message], row: dict) -> int:
+        """The turn with which an answer begins, whose conversation may begin with the prompt."""
+        if turns[0].role == "assistant":
+            return 0
+        if self.prompt is not None:
+            return len(turns) - 1
+        asked = conversation_of(row)
+        if [_stripped(turn) for turn in turns[: len(asked)]] != list(map(_stripped, asked)):
+            raise ValueError(
+                f"`{name}` begins with other messages than the prompt of the row; leave "
+                "`prompt` or `messages` out of the row, or let `chosen` and `rejected` hold the "
+                "answers alone"
+            )
+        return len(asked)
+
+
+def _turns(name: str, answer: Any) -> list[Message]:
+    """An answer as messages. Raises ValueError for one that does not end with the assistant."""
+    if isinstance(answer, str):
+        return [Message("assistant", answer)]
+    turns = messages_in(name, answer)
+    if turns[-1].role != "assistant":
+        raise ValueError(f"`{name}` does not end with the assistant")
+    return turns
+
+
+def _stripped(turn: Message) -> Message:
+    return turn._replace(content=turn.text.strip())
 
 
 @dataclass(frozen=True)
@@ -90,4 +121,5 @@ class PreferencesTaskConfig(FilesTaskConfig):
 
 def is_chosen(completion: str, example: dict) -> float:
     """1 if the completion is the chosen one, but for white space around it, else 0."""
-    return float(completion.strip() == example["chosen"].strip())
+    [*_, last] = _turns("chosen", example["chosen"])
+    return float(completion.strip() == last.text.strip())

@@ -1,35 +1,29 @@
 """A row of data as text and as tokens, and which special tokens in it are only text."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from tunix_lite.models.chat_template import REASONING
 from tunix_lite.models.tokenizer import Quoted, Tokenizer
 from tunix_lite.models.turns import TurnTokens
-from tunix_lite.plain_text import SHOWN, shortened
-from tunix_lite.tasks.row_files import Rows
+from tunix_lite.plain_text import shortened
+from tunix_lite.tasks.messages import (
+    FREE,
+    Message,
+    conversation_of,
+    fields_of,
+    messages_in,
+    tools_in,
+)
+from tunix_lite.tasks.row_files import place_of
 
 NO_TEXT = "half of a character (a lone surrogate), which is no text"
 # letters, one of which marks what the fields of an example put into a prompt
 FILLERS = range(0x4E00, 0x9FA5)
-ROLES = ("system", "user", "assistant", "tool")
-
-
-class Message(NamedTuple):
-    """A turn of a conversation.
-
-    Example: Message("user", "What is 1 + 2?").
-    """
-
-    role: str
-    content: str | Quoted
-    # what made the content of the example's fields; None: the content is data as a whole
-    template: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,9 +54,20 @@ class PromptTemplate:
         system = self._filled_in("system", self.system, example)
         return [Message("system", system, self.system), *asked]
 
+    def tools(self, example: dict) -> list[dict] | None:
+        """The tools of the row for the chat template; None: it has none, or task.prompt or
+        task.system writes that column. Raises ValueError for what is no list of tools."""
+        written = [*_fields_of(self.prompt or ""), *_fields_of(self.system or "")]
+        return None if "tools" in written else tools_in(example)
+
+    def hash(self, example: dict) -> int:
+        """Of what is asked, 64 bits; the same within one process."""
+        return hash(repr((self.messages(example), self.tools(example))))
+
     def check(self, example: dict) -> None:
         """Raises ValueError if the example makes no messages, or none that are text."""
-        text = "\n".join(message.content for message in self.messages(example))
+        text = "\n".join(message.text for message in self.messages(example))
+        self.tools(example)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -99,46 +104,16 @@ class PromptTemplate:
             raise ValueError(_misfit(name, template, example, error)) from error
 
 
-def conversation_of(example: dict) -> list[Message]:
-    """The messages in the field `messages`, or in `prompt`: a text, or a list of {role, content}.
-
-    Raises ValueError for anything else.
-    """
-    name = "messages" if "messages" in example else "prompt"
-    if name not in example:
-        raise ValueError(
-            "an example needs a field `prompt` or `messages`, or give "
-            f"task.prompt='...{{column}}...'; this one has {_fields(example)}"
-        )
-    turns = example[name]
-    if isinstance(turns, str) and name == "prompt":
-        return [Message("user", turns)]
-    if not isinstance(turns, list | tuple) or not turns:
-        raise ValueError(f"`{name}` is {shortened(turns)}; it is a list of {{role, content}}")
-    found = []
-    for turn in turns:
-        is_message = isinstance(turn, Mapping) and {"role", "content"} <= turn.keys()
-        if not is_message or not isinstance(turn["content"], str) or turn["role"] not in ROLES:
-            raise ValueError(
-                f"`{name}` holds {shortened(turn)}; a message has a role ({', '.join(ROLES)}) and "
-                "a content, which is text"
-            )
-        found.append(Message(turn["role"], turn["content"]))
-    return found
-
-
 @dataclass(frozen=True)
 class PromptText:
     """How the examples of a task become text and tokens.
 
-    Example: PromptText(PromptTemplate("{q}?"), "text", tokenizer, source).ask({"q": "1 + 2"}) is "1
-    + 2?".
+    Example: PromptText(PromptTemplate("{q}?"), "text", tokenizer).ask({"q": "1 + 2"}) is "1 + 2?".
     """
 
     template: PromptTemplate
     special_tokens_in_data: str  # of TaskConfig
     tokenizer: Tokenizer
-    source: Any  # messages say where in it an example stands
     variables: dict = field(default_factory=dict)  # for the chat template, such as `tools`
 
     @cached_property
@@ -146,36 +121,45 @@ class PromptText:
         """How what is answered to a turn becomes tokens."""
         return TurnTokens(self.tokenizer, self.special_tokens_in_data, self.variables)
 
+    def opened_with(self, asked: str | list[dict], example: dict) -> list[int]:
+        """The tokens of other messages with which the conversation of an example begins."""
+        variables = self.variables_of(example)
+        return replace(self.turn_tokens, variables=variables).prompt(asked)
+
     def ask(self, example: dict) -> str:
         """The user's message for an example, the last one if there are several. Raises ValueError
         if the example does not fit."""
-        return self.template.messages(example)[-1].content
+        return self.template.messages(example)[-1].text
 
     def prompt(self, example: dict) -> list[int]:
         """The tokens of the prompt, however many. ValueError, with the place of the example, if
         there are none."""
         with self._naming(example):
-            row = self.tokenizer.prompt(self._asked(example), **self.variables)
+            row = self.tokenizer.prompt(self._asked(example), **self.variables_of(example))
         if not row:
-            raise ValueError(self._empty(example))
+            raise ValueError(
+                f"{self.place(example)}the prompt of the example {shortened(example)} has no "
+                f"tokens; task.prompt={shortened(self.template.prompt)}"
+            )
         return row
 
-    def demonstration(self, example: dict) -> tuple[list[int], list[bool]]:
-        """The tokens of the answer to learn from, and which of them are learned: of an answer in
-        several turns only those of the assistant. Each turn ends with the token that ends it."""
+    def demonstration(
+        self, example: dict, name: str = "completion"
+    ) -> tuple[list[int], list[bool]]:
+        """The tokens of the answer to learn from, in the field `name`, and which of them are
+        learned: of an answer in several turns only those of the assistant. Each turn ends with the
+        token that ends it."""
         with self._naming(example):
             asked = self._asked(example)
-            turns = [
-                Message(role, self._as_data(content, self.tokenizer.special_in(content)))
-                for role, content, _ in self.completion(example)
-            ]
+            turns = [self._written(turn, example) for turn in self.completion(example, name)]
+            variables = self.variables_of(example)
             if len(turns) > 1:
-                return self._answered(asked, turns)
-            answer = self.tokenizer.demonstration(asked, turns[0].content, **self.variables)
+                return self._answered(asked, turns, variables)
+            answer = self.tokenizer.demonstration(asked, turns[0], **variables)
             return answer, [True] * len(answer)
 
     def _answered(
-        self, asked: str | Quoted | list[dict], turns: list[Message]
+        self, asked: str | Quoted | list[dict], turns: list[dict], variables: dict
     ) -> tuple[list[int], list[bool]]:
         """The tokens of several turns that follow a prompt, and which are the assistant's."""
         history = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
@@ -183,47 +167,62 @@ class PromptText:
         tokens: list[int] = []
         learned: list[bool] = []
         for turn in turns:
-            if turn.role == "assistant":
+            if turn["role"] == "assistant":
                 # what was asked since the last answer; the prompt holds what was before the first
                 if tokens:
-                    tokens += self.tokenizer.between(
-                        history[:num_answered], history, **self.variables
-                    )
+                    tokens += self.tokenizer.between(history[:num_answered], history, **variables)
                     learned += [False] * (len(tokens) - len(learned))
-                tokens += self.tokenizer.demonstration(history, turn.content, **self.variables)
+                tokens += self.tokenizer.demonstration(history, turn, **variables)
                 learned += [True] * (len(tokens) - len(learned))
                 num_answered = len(history) + 1
-            history = [*history, {"role": turn.role, "content": turn.content}]
+            history = [*history, turn]
         return tokens, learned
 
     def length(self, example: dict) -> int:
         """Tokens of the prompt."""
         return len(self.prompt(example))
 
-    def completion(self, example: dict) -> list[Message]:
-        """The turns to learn from: the text `completion`, or what answers in `messages`. Raises
-        ValueError if there is none."""
-        if "completion" not in example and self.template.prompt is None:
-            _, turns = self.template.split(example)
-            if turns:
-                return turns
-        if "completion" not in example:
+    def completion(self, example: dict, name: str = "completion") -> list[Message]:
+        """The turns to learn from: the field `name`, a text or messages; without a `completion`
+        what answers in `messages`. Raises ValueError if there is none."""
+        completion = example.get(name)
+        if completion is None:
+            turns = []
+            if name == "completion" and self.template.prompt is None:
+                _, turns = self.template.split(example)
+            if not turns:
+                raise ValueError(self._nothing_to_learn(example, name))
+            return turns
+        if isinstance(completion, str):
+            return [Message("assistant", completion)]
+        if not isinstance(completion, list | tuple):
             raise ValueError(
-                "an example for sft needs a `completion`; this one has "
-                f"{', '.join(map(str, example))[:SHOWN]}"
+                f"a `{name}` is a text, or a list of messages; this one is {shortened(completion)}"
             )
-        if not isinstance(completion := example["completion"], str):
-            raise ValueError(f"a `completion` is a text; this one is {shortened(completion)}")
-        return [Message("assistant", completion)]
+        turns = messages_in(name, completion)
+        if turns[0].role != "assistant" or turns[-1].role != "assistant":
+            raise ValueError(f"`{name}` begins and ends with the assistant")
+        return turns
+
+    def _nothing_to_learn(self, example: dict, name: str) -> str:
+        is_conversation = example.get("messages") is not None and self.template.prompt is None
+        if name != "completion" or not is_conversation:
+            return f"an example for sft needs a `{name}`; this one has {fields_of(example)}"
+        last = self.template.split(example)[0][-1].role
+        if self.template.answered == "last" and any(
+            turn.role == "assistant" for turn in conversation_of(example)
+        ):
+            return (
+                f"`messages` end with a turn of the {last}, and task.learned_turns=last learns "
+                "from the assistant's turn at the end; leave that turn out of the row, or set "
+                "task.learned_turns=all, which learns from the assistant's turns before it"
+            )
+        return "`messages` have no turn of the assistant to learn from"
 
     def place(self, example: dict) -> str:
         """File, line and a colon, of an example that comes from a file; else nothing."""
-        for rows in (getattr(self.source, name, None) for name in ("train", "held_out")):
-            if isinstance(rows, Rows):
-                for index, row in enumerate(rows):
-                    if row is example:
-                        return f"{rows.where(index)}: "
-        return ""
+        place = place_of(example)
+        return f"{place}: " if place else ""
 
     @contextlib.contextmanager
     def _naming(self, example: dict) -> Iterator[None]:
@@ -232,40 +231,84 @@ class PromptText:
         except ValueError as error:
             raise ValueError(f"{self.place(example)}{error}") from error
 
-    def _empty(self, example: dict) -> str:
-        wrong = f"the prompt of the example {shortened(example)} has no tokens"
-        return f"{self.place(example)}{wrong}; task.prompt={shortened(self.template.prompt)}"
-
     def _asked(self, example: dict) -> str | Quoted | list[dict]:
         """What the tokenizer makes a prompt of: a message, or a conversation."""
-        messages = self.template.messages(example)
-        contents = [
-            self._as_data(message.content, self._special_in(message, example))
-            for message in messages
-        ]
-        if len(messages) == 1 and messages[0].role == "user":
-            return contents[0]
-        return [
-            {"role": message.role, "content": content}
-            for message, content in zip(messages, contents)
-        ]
+        messages = [self._written(message, example) for message in self.template.messages(example)]
+        first = messages[0]
+        is_text = len(messages) == 1 and first.keys() == {"role", "content"}
+        return first["content"] if is_text and first["role"] == "user" else messages
+
+    def variables_of(self, example: dict) -> dict:
+        """What the chat template gets beside the messages of an example."""
+        tools = self.template.tools(example)
+        if tools is None:
+            return self.variables
+        if "tools" in self.variables:
+            raise ValueError(
+                "the row has `tools`, and task.environment brings tools of its own; leave that "
+                "column out, or give it another name"
+            )
+        if tools and not self.tokenizer.writes_tools:
+            raise ValueError(
+                f"the row has `tools`, and {self._reader} has no form for them; leave that column "
+                "out and say in task.system which tools there are, or name it in task.prompt"
+            )
+        return self.variables | {"tools": self._quoted(tools)}
+
+    def _written(self, message: Message, example: dict) -> dict:
+        """The message as the tokenizer shall take it. Raises ValueError for a key that the chat
+        template does not read."""
+        self._check_keys(message)
+        content = self._as_data(message.text, self._special_in(message, example))
+        return message.as_template_reads(content, self._quoted)
+
+    def _check_keys(self, message: Message) -> None:
+        template = self.tokenizer.template if message.more else None
+        for key, value in (message.more or {}).items():
+            names = REASONING if key in REASONING else (key,)
+            is_read = template is not None and any(map(template.names, names))
+            if key not in FREE and value not in ("", [], {}) and not is_read:
+                raise ValueError(
+                    f"a message of the {message.role} has the key {shortened(key)}, which "
+                    f"{self._reader} does not read; leave it out of the file, or give a model "
+                    "whose template reads it"
+                )
+
+    @property
+    def _reader(self) -> str:
+        if not self.tokenizer.has_chat_template:
+            return f"{self.tokenizer.folder}, a model without a chat template,"
+        return f"the chat template of {self.tokenizer.folder}"
 
     # ---- special tokens in data
 
-    def spells_special(self, example: dict, demonstrates: bool) -> bool:
-        """Whether data spells a special token in the prompt of the example or, if `demonstrates`,
-        in what is learned."""
-        messages = self.template.messages(example)
-        spells = [bool(self._special_in(message, example)) for message in messages]
-        if demonstrates:
-            turns = self.completion(example)
-            spells += [bool(self.tokenizer.special_in(turn.content)) for turn in turns]
-        return any(spells)
+    def spells_special(self, example: dict, names: Sequence[str] = ()) -> bool:
+        """Whether data spells a special token in the prompt of the example, or in what is learned
+        from these fields. Raises ValueError for what the tokenizer cannot take."""
+        messages = list(self.template.messages(example))
+        for name in names:
+            messages += self.completion(example, name)
+        # keys and tools that the template does not read
+        for message in messages:
+            self._check_keys(message)
+        self.variables_of(example)
+        others = [self.template.tools(example), *(message.more for message in messages)]
+        return any(self._special_in(message, example) for message in messages) or any(
+            map(self.tokenizer.special_in, _texts_in(others))
+        )
+
+    def _quoted(self, value: Any) -> Any:
+        """A value of a row, with the special tokens in all of its texts as data."""
+        if isinstance(value, str):
+            return self._as_data(value, self.tokenizer.special_in(value))
+        if isinstance(value, Mapping):
+            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
+        return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
     def _special_in(self, message: Message, example: dict) -> list[tuple[int, int]]:
         """Where fields of the example spell special tokens in a message, [start, end) each; those
         of task.prompt and task.system themselves are meant."""
-        text, template = message.content, message.template
+        text, template = message.text, message.template
         if not (spelled := self.tokenizer.special_in(text)) or template is None:
             return spelled
         filler = next(c for c in map(chr, FILLERS) if c not in text and c not in template)
@@ -309,16 +352,20 @@ def _fields_of(template: str) -> tuple[str, ...]:
 
 def _misfit(name: str, template: str, example: dict, error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"task.{name} names {error}, but an example has {_fields(example)}"
+        return f"task.{name} names {error}, but an example has {fields_of(example)}"
     wrong = (
         f"task.{name}={shortened(template)} does not fit the example {shortened(example)} ({error})"
     )
     return f"{wrong}; write {{name}} for a field, {{{{ for a brace"
 
 
-def _fields(example: dict) -> str:
-    fields = ", ".join(map(str, example))
-    return fields if len(fields) <= SHOWN else f"{fields[:SHOWN]}…"
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+        for item in items:
+            yield from _texts_in(item)
 
 
 def _filled(value: Any, filler: str) -> Any:
@@ -328,71 +375,3 @@ def _filled(value: Any, filler: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _filled(item, filler) for key, item in value.items()}
     return [_filled(item, filler) for item in value] if isinstance(value, list | tuple) else value
-
-
-# ---- tokens of a batch
-
-
-def fitted_prompts(
-    text: PromptText, examples: list[dict], width: int, truncates: bool
-) -> list[list[int]]:
-    """The tokens of each prompt, at most `width` of them. A longer one keeps its last tokens if
-    `truncates`, or is a ValueError naming it."""
-    rows = [text.prompt(example) for example in examples]
-    if truncates:
-        rows = [row[-width:] for row in rows]
-    for example, row in zip(examples, rows):
-        if len(row) > width:
-            raise ValueError(_too_long(text, example, len(row), width))
-    return rows
-
-
-def _too_long(text: PromptText, example: dict, length: int, width: int) -> str:
-    return (
-        f"{text.place(example)}the prompt {shortened(text.ask(example))} has "
-        f"{length} tokens, more than "
-        f"generation.max_prompt_length={width}; raise it to at least {length}, "
-        "or set generation.long_prompts=truncate or drop"
-    )
-
-
-def fitted_completions(
-    text: PromptText, examples: list[dict], max_new_tokens: int
-) -> list[tuple[list[int], list[bool]]]:
-    """The tokens of each demonstration, and which of them are learned. Raises ValueError for one of
-    more than `max_new_tokens`."""
-    rows = []
-    for example in examples:
-        row, learned = text.demonstration(example)
-        if len(row) > max_new_tokens:
-            shown = shortened(text.completion(example)[0].content)
-            raise ValueError(
-                f"{text.place(example)}the completion {shown} has "
-                f"{len(row)} tokens, "
-                f"more than generation.max_new_tokens={max_new_tokens}; raise it to at "
-                f"least {len(row)}"
-            )
-        rows.append((row, learned))
-    return rows
-
-
-def side_by_side(
-    prompts: list[list[int]],
-    completions: list[tuple[list[int], list[bool]]],
-    widths: tuple[int, int],
-    pad_id: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then right-padded
-    completions. widths: columns of prompts and of completions."""
-    middle = widths[0]
-    shape = (len(prompts), sum(widths))
-    tokens = np.full(shape, pad_id, np.int32)
-    token_mask = np.zeros(shape, bool)
-    completion_mask = np.zeros(shape, bool)
-    for i, (prompt, (completion, learned)) in enumerate(zip(prompts, completions)):
-        begin = middle - len(prompt)
-        end = middle + len(completion)
-        tokens[i, begin:end] = [*prompt, *completion]
-        token_mask[i, begin:end] = True
-        completion_mask[i, middle:end] = learned
-    return tokens, token_mask, completion_mask

@@ -95,19 +95,15 @@ def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
     has no such task, or refuses the settings."""
     if reasoning_gym is None:
         raise ValueError(
-            f"task=reasoning_gym needs reasoning-gym ({WHY_NOT}): pip install 'tunix_lite[gym]'; "
+            f"task=reasoning_gym needs reasoning-gym ({WHY_NOT}): pip install -e '.[gym]'; "
             "one of its dependencies, pycosat, is built by a C compiler"
         )
     try:
-        return reasoning_gym.create_dataset(
-            name, seed=seed, size=size, **_with_tuples(json.loads(settings))
-        )
+        given = json.loads(settings)
+        given = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items()}
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **given)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"reasoning-gym refuses {name} with {settings}: {error}") from error
-
-
-def _with_tuples(value: Any) -> Any:
-    return {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from itertools import groupby
 
 import numpy as np
 
 from tunix_lite.rewards.completion import CompletionText
-from tunix_lite.rewards.pool import FAILURES, Outcome, Pool
-from tunix_lite.rewards.scores import Score, from_json, to_json
-from tunix_lite.rewards.worker import IS_NONE
+from tunix_lite.rewards.scores import Score, from_json
 from tunix_lite.tasks.processes import Processes, SharedError, unlike_the_first
 from tunix_lite.tasks.sources import digest
+from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool
+from tunix_lite.workers.process import Outcome
 
 # seconds between two checks whether the run is to end, while grades are waited for
 LOOK_SECONDS = 0.2
@@ -20,13 +19,18 @@ LOOK_SECONDS = 0.2
 class RewardCalls:
     """Calls the functions of `pool` on completions as they end; `examples` has one entry each.
 
-    There is a call for each completion and, for functions of a group, one for each group: its
-    completions stand side by side, and belong to one and the same example. Calls are numbered in
-    this order, and divided over the processes of the run.
+    There is a call for each completion and, for functions of a group, one for each group of
+    `num_generations` that stand side by side. Calls are numbered in this order, and divided over
+    the processes of the run.
     """
 
     def __init__(
-        self, pool: Pool, group_names: list[str], examples: list[dict], processes: Processes
+        self,
+        pool: Pool,
+        group_names: list[str],
+        examples: list[dict],
+        processes: Processes,
+        num_generations: int = 1,
     ):
         self.pool = pool
         self.examples = examples
@@ -35,10 +39,11 @@ class RewardCalls:
         self._processes = processes
         self._group_names = group_names
         self._names = [name for name in pool.functions if name not in group_names]
-        # the rows of each group, and the group of each row
-        runs = groupby(range(len(examples)), key=lambda row: id(examples[row]))
-        self.groups = [list(rows) for _, rows in runs]
-        self._group_of = {row: g for g, rows in enumerate(self.groups) for row in rows}
+        self.num_generations = num_generations
+        # the rows of each group
+        rows = list(range(len(examples)))
+        firsts = rows[::num_generations]
+        self.groups = [rows[first : first + num_generations] for first in firsts]
         # number of a call -> its outcomes; None: another process makes it
         self._futures: dict[int, Future | None] = {}
 
@@ -46,7 +51,7 @@ class RewardCalls:
         """Calls the functions on a completion and, if it is the last of its group, on the group."""
         self.completions[row] = completion
         self._call(row, completion, row, self._names)
-        group = self._group_of[row]
+        group = row // self.num_generations
         rows = self.groups[group]
         if self._group_names and all(other in self.completions for other in rows):
             completions = [self.completions[other] for other in rows]
@@ -57,29 +62,50 @@ class RewardCalls:
         example = self.examples[row]
         self._futures[number] = self.pool.submit(completion, example, names) if is_ours else None
 
-    def outcomes(self) -> list[dict[str, Outcome]]:
+    def outcome_now(self, row: int) -> dict[str, Outcome] | None:
+        """The outcomes for a completion, by function, if they have come; None: they have not, or
+        another process calls its functions, or one failed in a way that ends the run."""
+        group = row // self.num_generations
+        numbers = [row, len(self.examples) + group] if self._group_names else [row]
+        futures = [self._futures.get(number) for number in numbers]
+        if any(future is None or not future.done() or future.exception() for future in futures):
+            return None
+        found = _read_values(futures[0].result())
+        of_group = _read_values(futures[1].result()) if self._group_names else {}
+        return found | self._of_member(of_group, self.groups[group].index(row))
+
+    def outcomes(self, look: Callable[[], None] | None = None) -> list[dict[str, Outcome]]:
         """Waits for all calls of all processes. Returns the outcomes of each call, by function.
 
-        Raises SharedError if a reward failed and rewards.on_error=raise, or if processes graded
-        other completions; StopRun if the run was asked to stop while it waited.
+        look: called now and then while it waits. Raises SharedError if a reward failed and
+        rewards.on_error=raise, or if processes graded other completions; StopRun if the run was
+        asked to stop while it waited.
         """
         completions = [self.completions[row] for row in range(len(self.examples))]
         futures = tuple(self._futures[number] for number in sorted(self._futures))
-        return shared_outcomes(futures, digest([self.examples, completions]), self._processes)
+        graded = digest([self.examples, completions])
+        return shared_outcomes(futures, graded, self._processes, look)
 
     def of_completions(self, outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
         """The outcomes for each completion; of a group's call, what it says of that completion."""
         count = len(self.examples)
         found = [dict(one) for one in outcomes[:count]]
         for rows, of_group in zip(self.groups, outcomes[count:]):
-            for name, (kind, values) in of_group.items():
-                for place, row in enumerate(rows):
-                    found[row][name] = (kind, values) if kind else self._of_one(values[place])
+            for place, row in enumerate(rows):
+                found[row] |= self._of_member(of_group, place)
         return found
 
-    def _of_one(self, value: float | None) -> Outcome:
-        """What a call for a group says of one completion."""
-        return (self.pool.settings.on_none, IS_NONE) if value is None else ("", value)
+    def _of_member(self, of_group: dict[str, Outcome], place: int) -> dict[str, Outcome]:
+        """What a call for a group says of the completion at this place in it."""
+        found = {}
+        for name, (kind, values) in of_group.items():
+            if kind:
+                found[name] = (kind, values)
+            elif values[place] is None:
+                found[name] = (self.pool.settings.on_none, IS_NONE)
+            else:
+                found[name] = ("", values[place])
+        return found
 
     def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
         """In words: `reward 'short' is nan for the completion '...'`. If nothing failed, the first
@@ -98,16 +124,24 @@ class RewardCalls:
 
 
 def shared_outcomes(
-    futures: tuple[Future | None, ...], graded: str, processes: Processes
+    futures: tuple[Future | None, ...],
+    graded: str,
+    processes: Processes,
+    look: Callable[[], None] | None = None,
 ) -> list[dict[str, Outcome]]:
     """What came out of each call, by whichever process. Raises ValueError on all if one of them
     does.
 
     graded: a digest of it, which must be the same everywhere; held-out examples are compared
-    nowhere else.
+    nowhere else. look: called now and then while it waits.
     """
     stopping = processes.stopping
-    gives_up = (lambda: False) if stopping is None else stopping.is_requested
+
+    def gives_up() -> bool:
+        if look is not None:
+            look()
+        return stopping is not None and stopping.is_requested()
+
     own: list | None = []
     error = None
     try:
@@ -116,7 +150,7 @@ def shared_outcomes(
         error = str(failed)
 
     # every process raises, or stops, or none does
-    everyone = processes.share([None if own is None else _as_json(own), error, graded])
+    everyone = processes.share([own, error, graded])
     if stopping is not None:
         stopping.stop_if(any(theirs is None for theirs, *_ in everyone))
     errors = [error for _, error, _ in everyone if error is not None]
@@ -129,16 +163,11 @@ def shared_outcomes(
             "same data files and the same tokenizer?"
         )
     count = len(everyone)
-    found = (everyone[call % count][0][call // count] for call in range(len(futures)))
-    return [
-        {name: (kind, from_json(value)) for name, (kind, value) in one.items()} for one in found
-    ]
+    return [_read_values(everyone[call % count][0][call // count]) for call in range(len(futures))]
 
 
-def _as_json(outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
-    return [
-        {name: (kind, to_json(value)) for name, (kind, value) in one.items()} for one in outcomes
-    ]
+def _read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    return {name: (kind, from_json(value)) for name, (kind, value) in outcomes.items()}
 
 
 def _results(

@@ -1,4 +1,10 @@
-"""Files of rows, a dict a row: JSON lines, CSV and Parquet."""
+"""Files of rows, a dict a row: JSON lines, CSV and Parquet; in memory, on disk, or read in order.
+
+Row number p of the endless stream of files that are read in order is a function of the files, the
+seed and p: epochs stand one after the other, and each buffer full of rows is put into an order
+drawn from seed, epoch and the number of the buffer. So a run that goes on needs no state: it passes
+over the rows it has had.
+"""
 
 import codecs
 import csv
@@ -7,14 +13,20 @@ import hashlib
 import json
 import os
 import sys
+import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache, partial
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import numpy as np
 
 from tunix_lite.files.addresses import NO_ADDRESSES, is_address
+from tunix_lite.files.untrusted import is_deeper
 from tunix_lite.plain_text import shortened
 
 ON_ERROR = ("raise", "skip")
@@ -31,8 +43,69 @@ def check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error={on_error!r}; it is raise or skip")
 
 
+# ---- a row and its place
+
+
+class PlacedRow(dict):
+    """A row of a file, which knows its place. What another process gets is a plain dict.
+
+    Example: PlacedRow({"prompt": "hi"}, "train.jsonl, line", 250).place is "train.jsonl, line 250".
+    """
+
+    __slots__ = ("_file", "_number")
+
+    def __init__(self, values: Mapping, file: str, number: int):
+        """file: with the word for what is counted, `line` or `row`."""
+        super().__init__(values)
+        self._file = file
+        self._number = number
+
+    @property
+    def place(self) -> str:
+        """File and line."""
+        return f"{self._file} {self._number}"
+
+    def changed(self, values: Mapping) -> "PlacedRow":
+        """Other values of the same place."""
+        return PlacedRow(values, self._file, self._number)
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+def place_of(example: Mapping) -> str:
+    """File and line of an example; "" for one that is not of a file."""
+    return example.place if isinstance(example, PlacedRow) else ""
+
+
+def where(examples: Sequence[dict], index: int) -> str:
+    """Where example `index` stands: file and line, or its number."""
+    return place_of(examples[index]) or f"example {index}"
+
+
+def _counted(file: str, kind: str) -> str:
+    """The file with the word for what is counted in it."""
+    return f"{file}, {'row' if kind == 'parquet' else 'line'}"
+
+
+def _row(read: Callable[[str], dict], file: str, number: int, checker: Any) -> PlacedRow:
+    """The row at a place. Raises ValueError that begins with the place, for one that cannot be
+    read, and for one for which checker.check(row) raises ValueError. file: as of PlacedRow."""
+    at = f"{file} {number}"
+    row = PlacedRow(read(at), file, number)
+    if checker is not None:
+        try:
+            checker.check(row)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}") from error
+    return row
+
+
+# ---- in memory
+
+
 class Rows(list):
-    """The rows of a file, and in which of its lines each stands.
+    """The rows of a file, each of which knows its line.
 
     Example: rows = Rows("train.jsonl"); rows[0] is a dict, rows.where(0) is "train.jsonl, line 1".
     """
@@ -50,8 +123,6 @@ class Rows(list):
         kind: one of KINDS.
         """
         self.file = file
-        self.lines = array("q")
-        self.word = "row" if kind == "parquet" else "line"
         # how many rows were left out, and why the first of them
         self.skipped = 0
         self.first_skipped = ""
@@ -59,32 +130,28 @@ class Rows(list):
         self.known: dict = {}
         for number, read in KINDS[kind](file):
             try:
-                row = read(self._at(number))
-                if checker is not None:
-                    check_row(row, self._at(number), checker.check)
+                self.append(_row(read, _counted(file, kind), number, checker))
             except ValueError as error:
                 if on_error == "raise":
                     raise
                 self.skipped += 1
                 self.first_skipped = self.first_skipped or str(error)
-                continue
-            self.append(row)
-            self.lines.append(number)
         if not self:
             left_out = f"; all {self.skipped} rows were left out, the first: {self.first_skipped}"
             raise ValueError(f"{file} holds no examples{left_out if self.skipped else ''}")
 
     def where(self, index: int) -> str:
         """`train.jsonl, line 250`."""
-        return self._at(self.lines[index])
+        return self[index].place
 
     def part(self, places: Sequence[int]) -> "Rows":
         """Some of the rows, which keep their lines; `skipped` stays with the whole."""
-        rows = Rows.__new__(Rows, ())
-        list.__init__(rows, [self[i] for i in places])
-        rows.file, rows.word = self.file, self.word
-        rows.lines = array("q", [self.lines[i] for i in places])
-        rows.skipped, rows.first_skipped, rows.known = 0, "", {}
+        rows = Rows.__new__(Rows)
+        rows.extend(self[i] for i in places)
+        rows.file = self.file
+        rows.skipped = 0
+        rows.first_skipped = ""
+        rows.known = {}
         return rows
 
     def changed(self, change: Callable[[dict], dict], key: Any) -> "Rows":
@@ -94,13 +161,42 @@ class Rows(list):
         """
         if key not in self.known:
             rows = self.part(range(len(self)))
-            rows[:] = [change(row) for row in self]
+            rows[:] = [row.changed(change(row)) for row in self]
             rows.skipped, rows.first_skipped = self.skipped, self.first_skipped
             self.known[key] = rows
         return self.known[key]
 
-    def _at(self, number: int) -> str:
-        return f"{self.file}, {self.word} {number}"
+
+def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) -> Rows:
+    """As the file is now: a start reads it twice, once to check the settings, and the second time
+    finds it here. checker: see Rows; one that does the same must compare equal."""
+    check_is_file(file)
+    with open(file, "rb") as opened:
+        content = hashlib.file_digest(opened, "blake2b").digest()
+    return _rows_with(file, content, kind, on_error, checker)
+
+
+@lru_cache(maxsize=FILES_KEPT)
+def _rows_with(file: str, content: bytes, kind: str, on_error: str, checker: Any) -> Rows:
+    return Rows(file, kind, on_error, checker)
+
+
+def check_is_file(file: str) -> None:
+    """Raises ValueError for a path that is no file, with what stands for several."""
+    if Path(file).is_file():
+        return
+    if is_address(file):
+        raise ValueError(f"{file}: {NO_ADDRESSES}")
+    if "*" in file:
+        matches = len(glob.glob(file))
+        raise ValueError(
+            f"{file}: only files that are read in order may be several (this one matches "
+            f"{matches}); set task.shuffle_buffer=10000 and task.held_out=FILE"
+        )
+    raise ValueError(f"{file} is not a file")
+
+
+# ---- on disk
 
 
 class RowsOnDisk(Sequence):
@@ -113,62 +209,46 @@ class RowsOnDisk(Sequence):
     def __init__(self, file: str, on_error: str = "raise", checker: Any = None):
         """Reads the file once, and raises or skips as Rows does."""
         self.file = file
-        self.lines = array("q")
         self.skipped = 0
         self.first_skipped = ""
         # what was made of these rows, such as a reader that is ahead
         self.known: dict = {}
         # a hash of each prompt, if a checker says what the prompt is
         self.prompts = array("q")
+        self._numbers = array("q")
         self._begins = array("q")
         self._sizes = array("q")
-        with open(file, "rb") as opened:
-            self._find(opened, on_error, checker)
-        if not self.lines:
-            raise ValueError(f"{file} holds no examples")
-        self._opened = os.open(file, os.O_RDONLY)
-
-    def _find(self, opened: BinaryIO, on_error: str, checker: Any) -> None:
-        begin = 0
-        for number, line in enumerate(opened, start=1):
-            place = begin
-            begin += len(line)
-            if number == 1:
-                mark = mark_at_start(line, self.file)
-                place += mark
-                line = line[mark:]
-            if not line.strip():
-                continue
-            at = f"{self.file}, line {number}"
+        for number, begin, line in _raw_lines(file):
             try:
-                row = _json_row(line, at)
-                if checker is not None:
-                    check_row(row, at, checker.check)
+                row = _row(partial(_json_row, line), f"{file}, line", number, checker)
             except ValueError as error:
                 if on_error == "raise":
                     raise
                 self.skipped += 1
                 self.first_skipped = self.first_skipped or str(error)
                 continue
-            self.lines.append(number)
-            if checker is not None:
-                self.prompts.append(hash_of(checker.messages(row)))
-            self._begins.append(place)
+            self._numbers.append(number)
+            self._begins.append(begin)
             self._sizes.append(len(line))
+            if checker is not None:
+                self.prompts.append(checker.hash(row))
+        if not self._numbers:
+            raise ValueError(f"{file} holds no examples")
+        self._opened = os.open(file, os.O_RDONLY)
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self._numbers)
 
     def __getitem__(self, index: int) -> dict:
         if not 0 <= index < len(self):
             raise IndexError(index)
         # several threads may read at once: each says from where
         line = os.pread(self._opened, self._sizes[index], self._begins[index])
-        return _json_row(line, self.where(index))
+        return _row(partial(_json_row, line), f"{self.file}, line", self._numbers[index], None)
 
     def where(self, index: int) -> str:
         """`train.jsonl, line 250`."""
-        return f"{self.file}, line {self.lines[index]}"
+        return f"{self.file}, line {self._numbers[index]}"
 
 
 @lru_cache(maxsize=FILES_KEPT)
@@ -179,59 +259,170 @@ def rows_on_disk(
     return RowsOnDisk(file, on_error, checker)
 
 
-def mark_at_start(line: bytes, file: str) -> int:
-    """Bytes of the mark that editors on Windows put before UTF-8; it is no part of the first row.
-    Raises ValueError for the mark of UTF-16."""
-    if line.startswith(UTF_16):
-        raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
-    return len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
+# ---- in order
 
 
-def hash_of(messages: Iterable) -> int:
-    """Of a prompt, 64 bits; the same within one process."""
-    return hash(tuple(messages))
+class RowStream:
+    """The rows of one or several files, in the order of the files. Memory holds a buffer of rows,
+    and those that are read ahead.
+
+    Example: RowStream("parts/*.jsonl", 10_000).batch(16, seed=0, step=3) is the fourth batch.
+    """
+
+    def __init__(
+        self,
+        files: str,
+        buffer: int,
+        kind: str = "jsonl",
+        on_error: str = "raise",
+        checker: Any = None,
+    ):
+        """files: a path, in which * stands for anything; the names are sorted. Raises ValueError if
+        there is no such file."""
+        self.files = sorted(glob.glob(files)) if "*" in files else [files]
+        if not self.files:
+            raise ValueError(f"{files}: no file has such a name")
+        for file in self.files:
+            check_is_file(file)
+        self.buffer = buffer
+        # malformed rows that were passed over, by where they stand; and why the first of them
+        self.skipped: set[str] = set()
+        self.first_skipped = ""
+        self._said = 0
+        # what was found out about the files, by what was asked
+        self.known: dict = {}
+        # rows of an epoch, once one has been read to its end
+        self.num_rows: int | None = None
+        self._kind = kind
+        self._on_error = on_error
+        self._checker = checker
+        self._ahead: dict[tuple[int, int], ReadAhead] = {}
+
+    def first(self, most: int) -> list[dict]:
+        """The first rows of the first file. Raises ValueError if there is none."""
+        rows = list(islice((read() for read in self._epoch()), most))
+        if not rows:
+            raise ValueError(self._empty())
+        return rows
+
+    def news(self) -> str:
+        """What is new of malformed rows since it was asked last; "" if nothing is."""
+        found = len(self.skipped)
+        if found == self._said:
+            return ""
+        self._said = found
+        return f"{found:,} malformed rows left out so far, the first: {self.first_skipped}"
+
+    def batch(
+        self,
+        batch_size: int,
+        seed: int,
+        step: int,
+        why_not: Callable[[dict], str] | None = None,
+    ) -> list[dict]:
+        """Batch number `step`; the one after it is read meanwhile. Raises ValueError, with file and
+        line, for a malformed row.
+
+        why_not: why a row is not taken, or "", the same for all batches of a stream; None: all are.
+        One that is not is left out as a malformed row is.
+        """
+
+        def batches_from(first: int) -> Iterator[list[dict]]:
+            rows = self.rows_from(seed, first * batch_size, why_not)
+            return (list(islice(rows, batch_size)) for _ in count())
+
+        ahead = self._ahead.setdefault((batch_size, seed), ReadAhead())
+        return ahead.batch(step, batches_from)
+
+    def rows_from(
+        self, seed: int, position: int, why_not: Callable[[dict], str] | None = None
+    ) -> Iterator[dict]:
+        """The endless stream of a seed, from a position on. why_not: as of `batch`."""
+        left = position
+        for epoch in count():
+            # an epoch that was read before need not be read to be passed over
+            if self.num_rows is not None and left >= self.num_rows:
+                left -= self.num_rows
+                continue
+            rows = self._epoch(why_not)
+            found = 0
+            for number in count():
+                block = list(islice(rows, self.buffer))
+                found += len(block)
+                # what was had before is not even read
+                if left >= len(block):
+                    left -= len(block)
+                else:
+                    order = np.random.default_rng((seed, epoch, number)).permutation(len(block))
+                    block = [read() for read in block]
+                    yield from (block[i] for i in order[left:])
+                    left = 0
+                if len(block) < self.buffer:
+                    break
+            if not found:
+                raise ValueError(self._empty())
+            self.num_rows = found
+
+    def _epoch(self, why_not: Callable[[dict], str] | None = None) -> Iterator[Callable[[], dict]]:
+        """A function that reads it, for each row of all files. Where malformed rows are left out,
+        a row must be read to know whether it counts."""
+        for file in self.files:
+            counted = _counted(file, self._kind)
+            for number, read in KINDS[self._kind](file):
+                reads = partial(_row, read, counted, number, self._checker)
+                if self._on_error == "raise":
+                    yield reads
+                    continue
+                try:
+                    row = reads()
+                    if why_not is not None and (why := why_not(row)):
+                        raise ValueError(why)
+                except ValueError as error:
+                    self.skipped.add(f"{counted} {number}")
+                    self.first_skipped = self.first_skipped or str(error)
+                    continue
+                yield lambda row=row: row
+
+    def _empty(self) -> str:
+        why = f"; the first row left out: {self.first_skipped}" if self.skipped else ""
+        return f"{', '.join(self.files)[:400]} holds no examples{why}"
 
 
-def check_row(row: dict, at: str, check: Callable[[dict], Any]) -> None:
-    """Calls check(row). Its ValueError begins with `at`, file and line, then."""
-    try:
-        check(row)
-    except ValueError as error:
-        raise ValueError(f"{at}: {error}") from error
+class ReadAhead:
+    """Reads batches in their order: a thread reads the next one while the run makes a step.
 
+    Example: ReadAhead().batch(3, batches_from) is next(batches_from(3)).
+    """
 
-def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) -> Rows:
-    """As the file is now: a start reads it twice, once to check the settings, and the second time
-    finds it here. checker: see Rows; one that does the same must compare equal."""
-    check_is_file(file)
-    with open(file, "rb") as opened:
-        content = hashlib.file_digest(opened, "blake2b").digest()
-    return _rows_with(file, content, kind, on_error, checker)
+    def __init__(self):
+        # the step of the batch that is being read, the batches, and where it will be
+        self._next: tuple[int, Iterator, Future] | None = None
 
+    def batch(self, step: int, batches_from: Callable[[int], Iterator[list[dict]]]) -> list[dict]:
+        """Batch number `step`. batches_from(step): the batches from there on; it is asked at the
+        start, and for a step out of order. What reading raises is raised here."""
+        # None until all went well: what failed is read again when it is asked for again
+        known, self._next = self._next, None
+        if known is None or known[0] != step:
+            batches = batches_from(step)
+            known = (step, batches, self._read(batches))
+        _, batches, future = known
+        batch = future.result()
+        self._next = (step + 1, batches, self._read(batches))
+        return batch
 
-def check_is_file(file: str) -> None:
-    """Raises ValueError for a path that is no file, with what stands for several."""
-    if Path(file).is_file():
-        return
-    if is_address(file):
-        raise ValueError(f"{file}: {NO_ADDRESSES}")
-    if "*" in file:
-        count = len(glob.glob(file))
-        raise ValueError(
-            f"{file}: only files that are read in order may be several (this one matches {count}); "
-            "set task.shuffle_buffer=10000 and task.held_out=FILE"
-        )
-    raise ValueError(f"{file} is not a file")
+    def _read(self, batches: Iterator[list[dict]]) -> Future:
+        future: Future = Future()
 
+        def read() -> None:
+            try:
+                future.set_result(next(batches))
+            except BaseException as error:
+                future.set_exception(error)
 
-@lru_cache(maxsize=FILES_KEPT)
-def _rows_with(file: str, content: bytes, kind: str, on_error: str, checker: Any) -> Rows:
-    return Rows(file, kind, on_error, checker)
-
-
-def where(examples: Sequence[dict], index: int) -> str:
-    """Where example `index` stands: file and line, or its number."""
-    return examples.where(index) if isinstance(examples, Rows | RowsOnDisk) else f"example {index}"
+        # A daemon: a file system that hangs must not keep the run from ending.
+        threading.Thread(target=read, daemon=True).start()
+        return future
 
 
 # ---- is it the same data
@@ -241,8 +432,6 @@ READ_WHOLE = 2**32
 READ_BLOCKS = 4096
 # bytes
 BLOCK = 2**20
-# how the digest of files begins, beside those that earlier versions made of some of the rows
-OF_BYTES = "bytes "
 
 
 def digest_of_files(files: Sequence[str]) -> str:
@@ -280,7 +469,7 @@ def _digest_of_files(files: tuple[tuple[str, int, int, int], ...]) -> str:
                     opened.seek(first - begin)
                     digest.update(opened.read(last - first))
         begin += size
-    return OF_BYTES + digest.hexdigest()[:16]
+    return "bytes " + digest.hexdigest()[:16]
 
 
 # ---- JSON lines
@@ -293,18 +482,24 @@ def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
     A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028,
     U+0085).
     """
-    for number, line in _raw_lines(file):
+    for number, _, line in _raw_lines(file):
         yield number, _decoded(line, f"{file}, line {number}")
 
 
-def _raw_lines(file: str | Path) -> Iterator[tuple[int, bytes]]:
+def _raw_lines(file: str | Path) -> Iterator[tuple[int, int, bytes]]:
+    """(number, where it begins, bytes) of each line that is not blank."""
+    end = 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
+            end += len(line)
+            if number == 1 and line.startswith(UTF_16):
+                raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
             if number == 1:
-                line = line[mark_at_start(line, str(file)) :]
+                # the mark that editors on Windows put before UTF-8 is no part of the first row
+                line = line.removeprefix(codecs.BOM_UTF8)
             # what is no ASCII may be white space, too
             if line.strip() and (not line.isspace() or line.decode(errors="replace").strip()):
-                yield number, line
+                yield number, end - len(line), line
 
 
 def _decoded(line: bytes, at: str) -> str:
@@ -317,32 +512,17 @@ def _decoded(line: bytes, at: str) -> str:
 
 def json_of(line: str, at: str) -> Any:
     """The value in a line of JSON. Raises ValueError that begins with `at`, file and line."""
+    too_deep = f"{at}: nested too deep: more than {DEEPEST} lists and objects in one another"
     try:
         value = json.loads(line)
     except ValueError as error:
         # JSONDecodeError, or an integer of more than 4300 digits
         raise ValueError(f"{at}: not JSON ({error})") from error
     except RecursionError as error:
-        raise ValueError(
-            f"{at}: nested too deep: more than {DEEPEST} lists and objects in one another"
-        ) from error
-    if line.count("[") + line.count("{") > DEEPEST and _is_deeper(value, DEEPEST):
-        raise ValueError(
-            f"{at}: nested too deep: more than {DEEPEST} lists and objects in one another"
-        )
+        raise ValueError(too_deep) from error
+    if line.count("[") + line.count("{") > DEEPEST and is_deeper(value, DEEPEST):
+        raise ValueError(too_deep)
     return value
-
-
-def _is_deeper(value, depth: int) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth < 0 or any(
-        _is_deeper(item, depth - 1) for item in inside if isinstance(item, dict | list)
-    )
-
-
-def _json_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
-    for number, line in _raw_lines(file):
-        yield number, lambda at, line=line: _json_row(line, at)
 
 
 def _json_row(line: bytes, at: str) -> dict:
@@ -353,6 +533,11 @@ def _json_row(line: bytes, at: str) -> dict:
             '{"question": "1 + 2", "answer": "3"}'
         )
     return row
+
+
+def _json_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
+    for number, _, line in _raw_lines(file):
+        yield number, partial(_json_row, line)
 
 
 # ---- CSV
@@ -380,7 +565,7 @@ def _csv_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
             number = reader.line_num + 1
             for values in reader:
                 if values:
-                    yield number, lambda at, values=values: _csv_row(names, values, at)
+                    yield number, partial(_csv_row, names, values)
                 # a value in quotes may go on over several lines
                 number = reader.line_num + 1
         except csv.Error as error:
@@ -405,7 +590,7 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ValueError(
-            f"{file}: a Parquet file needs pyarrow: pip install 'tunix_lite[data]'"
+            f"{file}: a Parquet file needs pyarrow: pip install -e '.[data]'"
         ) from error
     number = 0
     try:

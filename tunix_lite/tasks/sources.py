@@ -8,30 +8,32 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import count
 from typing import Any
 
 import grain
 import numpy as np
 
+from tunix_lite.tasks.fitting import Look
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.row_files import (
+    ReadAhead,
     Rows,
     RowsOnDisk,
+    RowStream,
     check_on_error,
     digest_of_files,
     rows_of,
 )
-from tunix_lite.tasks.row_stream import RowStream
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
-# threads that read examples ahead of the run
-READ_THREADS = 2
+# of a source
+SPLITS = ("train", "held_out")
 # examples that become text together
 AT_ONCE = 1000
 
@@ -41,106 +43,155 @@ def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) ->
     its own."""
     if isinstance(examples, RowStream):
         return examples.batch(batch_size, seed, step)
+    order = order_of(examples, seed)
+
+    def batch(number: int) -> list[dict]:
+        places = range(number * batch_size, (number + 1) * batch_size)
+        return [examples[int(order[place])] for place in places]
+
     if isinstance(examples, RowsOnDisk):
-        key = ("ahead", batch_size, seed)
-        if key not in examples.known:
-            examples.known[key] = ReadAhead(examples, batch_size, seed)
-        return examples.known[key].batch(step)
-    order = order_of(examples, seed)
-    return [examples[order[step * batch_size + i]] for i in range(batch_size)]
+        ahead = examples.known.setdefault(("ahead", batch_size, seed), ReadAhead())
+        return ahead.batch(step, lambda first: map(batch, count(first)))
+    return batch(step)
 
 
-def news_of(examples: Sequence[dict]) -> str:
-    """What is new of malformed rows since it was asked last; "" if nothing is."""
-    return examples.news() if isinstance(examples, RowStream) else ""
+class FittingOrders:
+    """The batches of examples that fit, in the orders of all seeds: each example is looked at once.
 
+    In the endless shuffled order of a seed each example that fits comes once an epoch. Batch number
+    `step` is the same whatever was asked before.
 
-class ReadAhead:
-    """The batches of examples that must be read first: threads of grain read those that come next,
-    while the run makes a step. Any other batch can be asked for, too."""
-
-    def __init__(self, examples: Sequence[dict], batch_size: int, seed: int):
-        self._dataset = order_of(examples, seed).map(lambda i: examples[int(i)])
-        self._batch_size = batch_size
-        self._next_step: int | None = None
-        self._iterator: Any = None
-
-    def batch(self, step: int) -> list[dict]:
-        """The same as `batch_at` of examples in memory."""
-        # a start, a resumed run, or one that asks for a step again
-        if step != self._next_step:
-            if self._iterator is not None:
-                self._iterator.close()
-            options = grain.ReadOptions(
-                num_threads=READ_THREADS, prefetch_buffer_size=2 * self._batch_size
-            )
-            rest = self._dataset[step * self._batch_size :]
-            self._iterator = iter(rest.to_iter_dataset(options))
-        self._next_step = step + 1
-        return [next(self._iterator) for _ in range(self._batch_size)]
-
-
-def fitting_batch_at(
-    examples: Sequence[dict],
-    batch_size: int,
-    seed: int,
-    step: int,
-    length: Callable[[dict], int],
-    limit: int,
-) -> tuple[list[dict], int]:
-    """`batch_at` with no prompt longer than `limit`, and how many examples were passed over for
-    being longer. ValueError for a stream, whose rows come in one order.
-
-    An example that does not fit gives its place to the next in the order, from the end of this
-    batch on, that fits and that the batch does not hold. `length` is example -> tokens. Raises
-    ValueError if too few fit, of all examples or of the first that are looked at.
+    Example: FittingOrders(rows, look, 48).batch(16, seed=0, step=3) is the fourth batch, and how
+    many examples were passed over on the way to it.
     """
-    if isinstance(examples, RowStream):
-        raise ValueError(
-            "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads them in "
-            "order; set generation.long_prompts=truncate"
+
+    def __init__(self, examples: Sequence[dict], look: Callable[[dict], Look], limit: int):
+        """limit: of the tokens of a prompt, for messages."""
+        self.examples = examples
+        self.limit = limit
+        self._look = look
+        # by number of the example
+        self._looks: dict[int, Look] = {}
+        self._num_fitting: int | None = None
+        # by batch size and seed: where the batch after the last one begins
+        self._places: dict[tuple[int, int], _Place] = {}
+
+    def are_of(self, examples: Sequence[dict]) -> bool:
+        """Whether they are of these very examples, or of others that are made in the same way."""
+        is_equal = is_dataclass(examples) and self.examples == examples
+        return self.examples is examples or is_equal
+
+    def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
+        """Raises ValueError if too few fit, of all examples or of the first that are looked at."""
+        order = order_of(self.examples, seed)
+        place = self._places.pop((batch_size, seed), _Place())
+        if step < place.step:
+            place = _Place()
+        # of so many, examples wait for one batch at most: so the batch after this place is right
+        if (self.num_fitting or 0) >= 2 * batch_size and step - place.step > 1:
+            epoch, left = divmod((step - 1) * batch_size, self.num_fitting)
+            place = _Place(step - 1, epoch * len(self.examples))
+            while left:
+                left -= self.fits(int(order[place.position]))
+                place.position += 1
+        while True:
+            chosen, passed_over = self._take(order, place, batch_size)
+            if place.step > step:
+                break
+        self._places[batch_size, seed] = place
+        return [self.examples[i] for i in chosen], passed_over
+
+    def _take(
+        self, order: Sequence[int], place: "_Place", batch_size: int
+    ) -> tuple[list[int], int]:
+        """The numbers of the next examples, and how many were passed over; moves the place on."""
+        count = len(self.examples)
+        chosen, place.waiting = place.waiting, []
+        place.step += 1
+        passed_over = 0
+        while len(chosen) < batch_size:
+            i = int(order[place.position])
+            place.position += 1
+            # where none is left out, the batches are those of `batch_at`
+            fits = self.fits(i)
+            if fits and i in chosen and self.num_fitting != count:
+                place.waiting.append(i)
+            elif fits:
+                chosen.append(i)
+            else:
+                passed_over += 1
+            is_given_up = passed_over >= max(LOOKED_AT, 100 * batch_size)
+            num_fitting = self.num_fitting
+            if is_given_up or (num_fitting is not None and num_fitting < min(batch_size, count)):
+                raise ValueError(self._too_few(batch_size))
+        return chosen, passed_over
+
+    def fits(self, i: int) -> bool:
+        """Whether example number i is taken."""
+        if i not in self._looks:
+            self._looks[i] = self._look(self.examples[i])
+        return self._looks[i].fits
+
+    @property
+    def num_fitting(self) -> int | None:
+        """How many of all examples are taken; None: not all were looked at."""
+        if self._num_fitting is None and len(self._looks) == len(self.examples):
+            self._num_fitting = sum(look.fits for look in self._looks.values())
+        return self._num_fitting
+
+    def _too_few(self, batch_size: int) -> str:
+        """What is said where a batch cannot be filled."""
+        looks = self._looks.values()
+        fit = sum(look.fits for look in looks)
+        others = [look.why for look in looks if look.prompt_length is None]
+        if others:
+            return (
+                f"only {fit} of the {len(looks)} training examples looked at can be taken, and a "
+                f"batch takes {batch_size}; the first that cannot: {others[0]}"
+            )
+        few = "no training prompt fits"
+        if fit:
+            few = f"only {fit} of the {len(looks)} training prompts looked at fit"
+        lengths = sorted(look.prompt_length for look in looks)
+        enough = lengths[min(batch_size, len(lengths)) - 1]
+        return (
+            f"{few} generation.max_prompt_length={self.limit}, and a batch takes {batch_size}; the "
+            f"shortest has {lengths[0]} tokens; raise generation.max_prompt_length to at least "
+            f"{enough}, or set generation.long_prompts=truncate"
         )
-    order = order_of(examples, seed)
-    at = (step + 1) * batch_size
-    chosen = [order[i] for i in range(at - batch_size, at)]
-    # of all examples looked at, each once
-    lengths = {i: length(examples[i]) for i in set(chosen)}
-    gaps = [place for place, i in enumerate(chosen) if lengths[i] > limit]
-    most = min(len(examples), max(LOOKED_AT, 100 * batch_size))
-    while gaps:
-        # of few examples, at the latest when the next epoch ends
-        if len(lengths) >= most:
-            raise ValueError(_too_few_fit(sorted(lengths.values()), batch_size, limit))
-        i = order[at]
-        at += 1
-        # else the batch holds it, or it is too long
-        if i not in lengths:
-            lengths[i] = length(examples[i])
-            if lengths[i] <= limit:
-                chosen[gaps.pop(0)] = i
-    return [examples[i] for i in chosen], sum(n > limit for n in lengths.values())
+
+
+@dataclass
+class _Place:
+    """Where a batch begins: its number, the position in the order, and the numbers of examples that
+    the batch before it held already, which this one takes."""
+
+    step: int = 0
+    position: int = 0
+    waiting: list[int] = field(default_factory=list)
 
 
 def first_fitting(
-    examples: Sequence[dict], count: int, length: Callable[[dict], int] | None, limit: int
+    examples: Sequence[dict], count: int, look: Callable[[dict], Look] | None
 ) -> list[dict]:
-    """The first `count` held-out examples, or all if there are fewer, with no prompt longer than
-    `limit`. Raises ValueError if too few fit.
-
-    length: example -> tokens; None: all fit.
-    """
-    enough = min(count, len(examples))
-    if length is None:
-        return [examples[i] for i in range(enough)]
+    """The first `count` held-out examples that fit, or all that do if there are no more than
+    `count`. Raises ValueError if too few fit. look: None: all fit."""
+    if look is None:
+        return [examples[i] for i in range(min(count, len(examples)))]
+    fitting = []
+    first_unfit = ""
     # examples are made one by one, so no more of them than needed
-    everything = (examples[i] for i in range(len(examples)))
-    fitting = list(islice((e for e in everything if length(e) <= limit), count))
-    if len(fitting) < enough:
+    for i in range(len(examples)):
+        if len(fitting) == count:
+            break
+        example = examples[i]
+        if (why := look(example).why) == "":
+            fitting.append(example)
+        first_unfit = first_unfit or why
+    if len(fitting) < min(count, len(examples)) and (count < len(examples) or not fitting):
         raise ValueError(
             f"evaluation.num_examples={count}, but of {len(examples)} held-out prompts "
-            f"{len(fitting)} fit "
-            f"generation.max_prompt_length={limit}; lower num_examples or raise "
-            "max_prompt_length"
+            f"{len(fitting)} fit (the first that does not: {first_unfit}); lower num_examples"
         )
     return fitting
 
@@ -178,54 +229,33 @@ def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
     return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
 
 
-def _too_few_fit(lengths: list[int], batch_size: int, limit: int) -> str:
-    fit = sum(n <= limit for n in lengths)
-    few = (
-        f"only {fit} of the {len(lengths)} training prompts looked at fit"
-        if fit
-        else "no training prompt fits"
-    )
-    enough = lengths[min(batch_size, len(lengths)) - 1]
-    return (
-        f"{few} generation.max_prompt_length={limit}, and a batch takes {batch_size}; the shortest "
-        f"has {lengths[0]} "
-        f"tokens; raise generation.max_prompt_length to at least {enough}, or set "
-        "generation.long_prompts=truncate"
-    )
-
-
 # ---- digests: is it the same data
 
 
-def digest_of_data(source: Any) -> dict[str, str]:
-    """A digest of each split, the same in every process: of all examples if they are a list, else
-    see SAMPLED; of files that are not held in memory, see row_files.digest_of_files."""
-    return {name: _digest_of_split(getattr(source, name)) for name in ("train", "held_out")}
+def digest_of_data(source: Any, splits: Sequence[str] = SPLITS) -> dict[str, str]:
+    """A digest of each of these splits, the same in every process: of all examples if they are a
+    list, else see SAMPLED; of files that are not held in memory, see row_files.digest_of_files."""
+    return {name: _digest_of_split(getattr(source, name)) for name in splits}
 
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
-    if isinstance(examples, Rows):
-        if "digest" not in examples.known:
-            examples.known["digest"] = _digest_of_examples(examples)
-        return examples.known["digest"]
+    known = examples.known if isinstance(examples, Rows | RowsOnDisk | RowStream) else {}
+    if "digest" in known:
+        return known["digest"]
     if isinstance(examples, RowStream | RowsOnDisk):
-        if "digest" not in examples.known:
-            files = examples.files if isinstance(examples, RowStream) else [examples.file]
-            examples.known["digest"] = digest_of_files(files)
-        return examples.known["digest"]
-    return _digest_of_examples(examples)
-
-
-def _digest_of_examples(examples: Sequence[dict]) -> str:
-    count = len(examples)
-    places = range(count)
+        files = examples.files if isinstance(examples, RowStream) else [examples.file]
+        known["digest"] = digest_of_files(files)
+        return known["digest"]
+    num_examples = len(examples)
+    places = range(num_examples)
     # made or read one by one, and perhaps very many
-    if not isinstance(examples, list | tuple) and count > SAMPLED:
-        places = [i * (count - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
-    parts = [str(count)]
+    if not isinstance(examples, list | tuple) and num_examples > SAMPLED:
+        places = [i * (num_examples - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
+    parts = [str(num_examples)]
     for start in range(0, len(places), AT_ONCE):
         parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
-    return digest(parts)
+    known["digest"] = digest(parts)
+    return known["digest"]
 
 
 def digest(value: Any) -> str:

@@ -4,10 +4,9 @@ import contextlib
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig
-from tunix_lite.rewards.worker import number, numbers, text
+from tunix_lite.rewards.scores import number, numbers, text
 from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,
@@ -30,6 +28,13 @@ from tunix_lite.tasks.conversations import (
     with_openings,
     won,
 )
+from tunix_lite.tasks.fitting import (
+    Look,
+    RowLimits,
+    fitted_completions,
+    fitted_prompts,
+    side_by_side,
+)
 from tunix_lite.tasks.grading import (
     completion_metrics,
     grade_metrics,
@@ -37,13 +42,7 @@ from tunix_lite.tasks.grading import (
     with_full_prompts,
 )
 from tunix_lite.tasks.processes import ALONE, Processes, raises_shared_error, same_on_all
-from tunix_lite.tasks.prompt_text import (
-    PromptTemplate,
-    PromptText,
-    fitted_completions,
-    fitted_prompts,
-    side_by_side,
-)
+from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.reward_calls import (
     RewardCalls,
     dropped_of,
@@ -52,15 +51,18 @@ from tunix_lite.tasks.reward_calls import (
     texts_of,
     values_of,
 )
+from tunix_lite.tasks.row_files import RowStream
 from tunix_lite.tasks.sources import (
+    SPLITS,
+    FittingOrders,
     batch_at,
     digest,
     digest_of_data,
     first_fitting,
-    fitting_batch_at,
-    news_of,
 )
 from tunix_lite.types import Graded, Metrics, Prompts, Rollout
+from tunix_lite.workers.pool import Pool, RewardsConfig
+from tunix_lite.workers.process import Outcome
 
 SPECIAL_TOKENS = ("text", "control", "error")
 LEARNED_TURNS = ("last", "all")
@@ -95,6 +97,20 @@ TAKEN = {
 
 
 @dataclass(frozen=True)
+class TaskLengthsConfig:
+    """How long the prompts and the completions of a task usually are, in tokens: what
+    generation.max_prompt_length and max_new_tokens are where nobody sets them.
+
+    Example: `TaskLengthsConfig(256, 512)` for GSM8K.
+    """
+
+    # Longest prompt, in tokens.
+    max_prompt_length: int
+    # Longest completion, in tokens.
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
 class TaskConfig:
     """A task as YAML writes it: plain functions and texts, no tokenizer yet.
 
@@ -119,6 +135,9 @@ class TaskConfig:
     # What answers the model between its turns, an environment such as
     # tunix_lite.environments.guessing.GuessingGame. null has single turns.
     environment: Callable | None = None
+    # Usual lengths of this task: generation.max_prompt_length and max_new_tokens, unless you set
+    # them. null has none.
+    lengths: TaskLengthsConfig | None = None
 
     def __post_init__(self):
         if self.special_tokens_in_data not in SPECIAL_TOKENS:
@@ -150,6 +169,10 @@ class TaskConfig:
         _check_call("correct", self.correct, "(completion, example)")
         _check_call("extract", self.extract, "(completion)")
 
+    def check_algorithm(self, needs_demonstrations: bool) -> None:
+        """Raises ValueError if the algorithm cannot learn from this task. needs_demonstrations: it
+        learns from rows; else from completions that it samples."""
+
     @property
     def template(self) -> PromptTemplate:
         """How an example becomes messages."""
@@ -162,7 +185,8 @@ class TaskConfig:
             _of(name): partial(numbers if reward.group else number, reward.fn)
             for name, reward in self.rewards.items()
         }
-        if self.correct_is == "correct":
+        # without rewards the environment says what is right
+        if self.rewards and self.correct_is == "correct":
             called["correct"] = partial(number, self.correct)
         return called | {"extract": partial(text, self.extract)}
 
@@ -252,7 +276,8 @@ class Task:
     tokenizer: Tokenizer
     max_prompt_length: int
     max_new_tokens: int
-    # a longer prompt: error; truncate: keep its last tokens; drop: take another example
+    # what is too long: error; truncate: a prompt keeps its last tokens, and what is learned its
+    # first; drop: take another example
     long_prompts: str = "error"
     pool: Pool | None = None  # where rewards are called; None: where they are asked for
     # gets a line where rewards fail; None: only the metrics have it
@@ -265,6 +290,10 @@ class Task:
     conversation: ConversationConfig = ConversationConfig()
     # where environments answer; None: completions are single turns, or nobody has begun yet
     environments: EnvironmentPool | None = None
+    # the fields of an example that the algorithm learns from; (): completions are sampled
+    learned: tuple[str, ...] = ()
+    # the orders of examples that fit, by what they depend on; all that `replace` makes share it
+    orders: dict = field(default_factory=dict, compare=False, repr=False)
 
     def at_step(self, step: int) -> "Task":
         """The task as it grades for update number `step` (from 0): with the weights of then."""
@@ -306,7 +335,6 @@ class Task:
             config.template,
             config.special_tokens_in_data,
             self.tokenizer,
-            config.source,
             dict(getattr(config.environment, "template_variables", {})),
         )
 
@@ -317,22 +345,54 @@ class Task:
         one has others, or finds too few.
         """
 
-        def take() -> tuple[list[dict], int]:
-            place = (self.config.source.train, batch_size, seed, step)
-            if self.long_prompts != "drop":
-                return batch_at(*place), 0
-            return fitting_batch_at(*place, self.text.length, self.max_prompt_length)
-
-        taken = same_on_all(self.processes, take)
-        if self.say is not None and (news := news_of(self.config.source.train)):
+        taken = same_on_all(self.processes, lambda: self._batch(batch_size, seed, step))
+        train = self.config.source.train
+        if self.say is not None and isinstance(train, RowStream) and (news := train.news()):
             self.say(news)
         return taken
 
+    def _batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
+        train = self.config.source.train
+        if not self.leaves_out:
+            return batch_at(train, batch_size, seed, step), 0
+        if isinstance(train, RowStream):
+            if not self.limits.skips:
+                raise ValueError(
+                    "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads "
+                    "them in order; set generation.long_prompts=truncate, or task.on_error=skip, "
+                    "which leaves them out of the stream"
+                )
+            return train.batch(batch_size, seed, step, lambda row: self.look(row).why), 0
+        key = self.limits, self.config.template, self.config.special_tokens_in_data
+        orders = self.orders.get(key)
+        if orders is None or not orders.are_of(train):
+            orders = FittingOrders(train, self.look, self.max_prompt_length)
+            self.orders[key] = orders
+        return orders.batch(batch_size, seed, step)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some examples may be left out; else one that cannot be taken is an error."""
+        return self.limits.leaves_out
+
+    @property
+    def limits(self) -> RowLimits:
+        """What an example must be to be taken."""
+        skips = getattr(self.config.source, "on_error", "raise") == "skip"
+        return RowLimits(
+            self.max_prompt_length, self.max_new_tokens, self.long_prompts, self.learned, skips
+        )
+
+    def look(self, example: dict) -> Look:
+        """Whether a training example is taken. Raises ValueError for one that is an error."""
+        return self.limits.look(self.text, example)
+
     def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples, of those that fit if others are dropped. ValueError
+        """The first `count` held-out examples, of those that fit if others are left out. ValueError
         if too few."""
-        length = self.text.length if self.long_prompts == "drop" else None
-        return first_fitting(self.config.source.held_out, count, length, self.max_prompt_length)
+        asked = replace(self.limits, learned=())
+        look = partial(asked.look, self.text) if asked.leaves_out else None
+        return first_fitting(self.config.source.held_out, count, look)
 
     @raises_shared_error
     def prompts(self, examples: list[dict]) -> Prompts:
@@ -346,26 +406,27 @@ class Task:
         """The token ids of each prompt with another message, {names} in which are fields of the
         example. Raises ValueError, naming the example, if it has no such field, or for more tokens
         than max_length; None: max_prompt_length."""
-        config = self.config
-        template = replace(config.template, prompt=prompt)
-        special = config.special_tokens_in_data
-        text = PromptText(template, special, self.tokenizer, config.source)
+        text = replace(self.text, template=replace(self.config.template, prompt=prompt))
         limit = self.max_prompt_length if max_length is None else max_length
         rows = [text.prompt(example) for example in examples]
         longest = max(map(len, rows))
         if longest > limit:
+            place = text.place(examples[[*map(len, rows)].index(longest)])
             raise ValueError(
-                f"a prompt with it has {longest} tokens, more than {limit}; "
+                f"{place}a prompt with it has {longest} tokens, more than {limit}; "
                 f"set max_prompt_length={longest} beside it"
             )
         return rows
 
     @raises_shared_error
-    def demonstrations(self, examples: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then the
-        right-padded `completion` of each example."""
+    def demonstrations(
+        self, examples: list[dict], name: str = "completion"
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then what each
+        example has in the field `name`, right-padded."""
         prompts = self.prompts(examples)
-        completions = fitted_completions(self.text, examples, self.max_new_tokens)
+        truncates = self.long_prompts == "truncate"
+        completions = fitted_completions(self.text, examples, name, self.max_new_tokens, truncates)
         widths = (self.max_prompt_length, self.max_new_tokens)
         return side_by_side(prompts, completions, widths, self.tokenizer.pad_id)
 
@@ -388,39 +449,49 @@ class Task:
             self.max_prompt_length,
         )
 
-    def grader(self, examples: list[dict]) -> "Grader":
-        """Grades the completions of `examples`, one of each, as they come."""
-        return Grader(self, examples)
+    def grader(self, examples: list[dict], num_generations: int = 1) -> "Grader":
+        """Grades the completions of `examples`, one of each, as they come. num_generations: of a
+        group, which stands side by side."""
+        return Grader(self, examples, num_generations)
 
-    def grade(self, examples: list[dict], rollout: Rollout) -> Graded:
+    def grade(self, examples: list[dict], rollout: Rollout, num_generations: int = 1) -> Graded:
         """Every completion as text, its rewards, and their metrics."""
-        return self.grader(examples).results(rollout)
+        return self.grader(examples, num_generations).results(rollout)
 
     def truncated(self, examples: list[dict]) -> int:
-        """How many prompts are longer than `max_prompt_length`. The repeats of an example, a group,
-        are one prompt."""
-        once = (next(group) for _, group in groupby(examples, key=id))
-        return sum(self.text.length(example) > self.max_prompt_length for example in once)
+        """How many prompts are longer than `max_prompt_length`."""
+        return sum(self.text.length(example) > self.max_prompt_length for example in examples)
 
-    def digest(self, examples: list[dict]) -> str:
-        """What another host has otherwise, if its data files or its tokenizer are not the same."""
+    def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
+        """What another host has otherwise, if its data files or its tokenizer are not the same.
+        splits: of the data that are compared."""
         tokens = [self.text.prompt(example) for example in examples]
-        return digest([digest_of_data(self.config.source), examples, tokens])
+        return digest([digest_of_data(self.config.source, splits), examples, tokens])
+
+
+class _Found(NamedTuple):
+    """Grades without metrics; the kinds of the outcomes [B, rewards], and which completions no
+    reward scored [B]."""
+
+    graded: Graded
+    kinds_BN: np.ndarray
+    unscorable_B: np.ndarray
 
 
 class Grader:
     """Grades completions one by one, while others are still sampled; `examples` has one entry per
-    completion.
+    completion, and `num_generations` of them that stand side by side are a group.
 
-    Completions of one and the same example that stand side by side are a group. A reward of the
-    whole group is called when the last of them has ended.
+    A reward of the whole group is called when the last of them has ended.
     """
 
-    def __init__(self, task: Task, examples: list[dict]):
+    def __init__(self, task: Task, examples: list[dict], num_generations: int = 1):
         self.task = task
         self.examples = examples
+        self.num_generations = num_generations
         pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
-        self._calls = RewardCalls(pool, task.config.group_names, examples, task.processes)
+        names = task.config.group_names
+        self._calls = RewardCalls(pool, names, examples, task.processes, num_generations)
         # for which the run waited
         self.seconds = 0.0
 
@@ -431,12 +502,27 @@ class Grader:
         self._calls.submit(row, completion)
         self.seconds += time.perf_counter() - began
 
-    def results(self, rollout: Rollout) -> Graded:
+    def group_of(self, row: int) -> int:
+        """The number of the group that a completion belongs to."""
+        return row // self.num_generations
+
+    def grade_now(self, row: int, rollout: Rollout) -> Graded | None:
+        """The grade of one completion that was submitted, if it has come; without metrics.
+
+        rollout: of this completion alone.
+        """
+        outcome = self._calls.outcome_now(row)
+        if outcome is None:
+            return None
+        text = str(self._calls.completions[row])
+        return self._graded([self.examples[row]], [text], [outcome], rollout).graded
+
+    def results(self, rollout: Rollout, look: Callable[[], None] | None = None) -> Graded:
         """Waits for all grades. Completions that were not submitted are graded now.
 
-        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
-        dropped, or if processes graded other completions; StopRun if the run was asked to stop
-        while it waited.
+        look: called now and then while it waits. Raises ValueError if a reward failed and
+        rewards.on_error=raise, if all completions were dropped, or if processes graded other
+        completions; StopRun if the run was asked to stop while it waited.
         """
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
@@ -446,14 +532,38 @@ class Grader:
 
         # wait for the workers of all processes
         began = time.perf_counter()
-        of_calls = self._calls.outcomes()
+        of_calls = self._calls.outcomes(look)
+        if look is not None:
+            look()
         self.seconds += time.perf_counter() - began
 
+        outcomes = self._calls.of_completions(of_calls)
+        texts = [str(self._calls.completions[row]) for row in range(len(self.examples))]
+        found = self._graded(self.examples, texts, outcomes, rollout)
+        metrics = self._metrics(found.graded, of_calls, found.kinds_BN, found.unscorable_B)
+        graded = replace(found.graded, metrics=metrics)
+        if self.task.on_graded is not None:
+            self.task.on_graded(graded)
+        return graded
+
+    def _graded(
+        self,
+        examples: list[dict],
+        texts: list[str],
+        outcomes: list[dict[str, Outcome]],
+        rollout: Rollout,
+    ) -> "_Found":
+        """The grades of these completions, without metrics."""
         # rewards, weighted; one that failed counts 0, or drops its completion
         config = self.task.config
-        outcomes = self._calls.of_completions(of_calls)
         weights = config.weights(self.task.step)
-        each, kinds_BN, by_turn = self._rewards(outcomes, rollout)
+        each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
+        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
+        by_turn: list[list[float]] = []
+        if rollout.conversations is not None:
+            # what environments gave each turn of each completion
+            by_turn = turn_rewards(rollout, self.task.conversation)
+            each, kinds_BN = with_environment(each, kinds_BN, by_turn)
         if by_turn:
             weights[ENVIRONMENT] = 1.0
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
@@ -462,53 +572,31 @@ class Grader:
             total_B, dropped_B = of_conversations(
                 rollout, self.task.conversation, total_B, dropped_B, by_turn
             )
+
+        # Where the environment alone gives rewards, right is what it calls won or, if it calls none
+        # so, what it gave any.
+        if config.rewards:
+            correct_B = values_of(outcomes, config.correct_is) > 0
+        elif (correct_B := won(rollout)) is None:
+            correct_B = each[ENVIRONMENT] > 0
         graded = Graded(
-            prompts=with_openings(
-                [self.task.text.ask(example) for example in self.examples], rollout
-            ),
-            completions=[str(self._calls.completions[row]) for row in range(len(self.examples))],
+            prompts=with_openings([self.task.text.ask(example) for example in examples], rollout),
+            completions=texts,
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
-            correct=self._correct(outcomes, each, rollout),
+            correct=correct_B,
             extracted=texts_of(outcomes, "extract"),
             metrics={},
             dropped=dropped_B,
             each=each,
             weights=weights,
-            examples=self.examples,
+            examples=examples,
+            num_generations=self.num_generations,
             rollout=rollout,
             turn_rewards=by_turn,
             failures=[reasons_of(one) for one in outcomes],
         )
-
-        metrics = self._metrics(graded, of_calls, kinds_BN, unscorable_B)
-        graded = replace(graded, metrics=metrics)
-        if self.task.on_graded is not None:
-            self.task.on_graded(graded)
-        return graded
-
-    def _correct(
-        self, outcomes: list[dict], each: dict[str, np.ndarray], rollout: Rollout
-    ) -> np.ndarray:
-        """[B] bool: which completions are right. Where the environment alone gives rewards, those
-        that it calls won or, if it calls none so, to which it gave any."""
-        if not self.task.config.rewards:
-            if (won_B := won(rollout)) is not None:
-                return won_B
-            return each[ENVIRONMENT] > 0
-        return values_of(outcomes, self.task.config.correct_is) > 0
-
-    def _rewards(
-        self, outcomes: list[dict], rollout: Rollout
-    ) -> tuple[dict[str, np.ndarray], np.ndarray, list[list[float]]]:
-        """Each reward by name, the kinds of their outcomes, [B, rewards], and what environments
-        gave each turn of each completion; [] where there is none."""
-        each = {name: values_of(outcomes, _of(name)) for name in self.task.config.rewards}
-        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
-        if rollout.conversations is None:
-            return each, kinds_BN, []
-        by_turn = turn_rewards(rollout, self.task.conversation)
-        return *with_environment(each, kinds_BN, by_turn), by_turn
+        return _Found(graded, kinds_BN, unscorable_B)
 
     def _metrics(
         self,
@@ -533,6 +621,6 @@ class Grader:
         if rollout.conversations is not None:
             metrics |= conversation_metrics(rollout)
         if task.long_prompts == "truncate":
-            full = with_full_prompts(self.examples, rollout)
+            full = with_full_prompts(self.examples, rollout, self.num_generations)
             metrics["prompts/truncated"] = task.truncated(full)
         return metrics

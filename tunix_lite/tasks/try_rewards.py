@@ -13,8 +13,9 @@ from dataclasses import replace
 from functools import partial
 
 from tunix_lite.rewards.completion import CompletionText
-from tunix_lite.rewards.pool import Outcome, Pool, RewardsConfig, check_portable
 from tunix_lite.tasks.task import TaskConfig
+from tunix_lite.workers.pool import Pool, RewardsConfig, check_portable
+from tunix_lite.workers.process import Outcome
 
 # The second one has the marks that rewards look for. A function that fails on both fails on all.
 COMPLETIONS = (
@@ -56,16 +57,12 @@ def failing_functions(
             ]
             for name, future in asked:
                 found[name].append(future.result(SECONDS)[name])
-        failed = [name for name, outcomes in found.items() if _fails_always(outcomes)]
+        failed = [name for name in found if all(kind in FOR_GOOD for kind, _ in found[name])]
         shown = {name: [texts[0]] * group if name in groups else texts[0] for name in failed}
         return "; ".join(
             pool.describe_failure(name, found[name][0], shown[name]) for name in failed
         )
     return ""
-
-
-def _fails_always(outcomes: list[Outcome]) -> bool:
-    return all(kind in FOR_GOOD for kind, _ in outcomes)
 
 
 def _functions_to_try(config: TaskConfig) -> dict[str, Callable]:

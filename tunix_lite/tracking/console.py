@@ -23,7 +23,6 @@ import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
 from tunix_lite.tracking.dashboard import BARS, Dashboard, minutes, sample_panel
-from tunix_lite.tracking.rewrapped import Rewrapped
 from tunix_lite.types import Metrics
 
 # The metrics in the line of a step, in this order, and how each is written.
@@ -104,7 +103,6 @@ class Console:
         self._noise = Noise(log_file) if self._is_live and hides_noise else None
         self._log = log_file.open("a", encoding="utf-8")
         self._live: rich.live.Live | None = None
-        self._rewrapped = Rewrapped(self._terminal)
         self._board = Dashboard(max_steps, time.perf_counter, evaluates_every=evaluates_every)
         self._max_steps = max_steps
         self._every = every
@@ -138,18 +136,26 @@ class Console:
 
         On a terminal it stands in the live region with a running clock, until the next step.
         """
-        if self._is_live:
-            self._board.busy(text)
-            self._show()
-        else:
-            self._print(text)
-        self._write(text)
+        self.doing(text)
+        self.note(text)
 
     def doing(self, text: str) -> None:
         """What is done now, for the live region alone: neither printed nor logged."""
         self._board.busy(text)
-        if self._is_live:
-            self._show()
+        self._show()
+
+    # ---- a tracking.progress.Output: work that takes long
+
+    def show(self, text: str) -> None:
+        """What is done now and how far it is, for the live region."""
+        self._board.busy(text, has_clock=False)
+        self._show()
+
+    def note(self, text: str) -> None:
+        """Prints how far it is as a line, where there is no live region; train.log has it too."""
+        if not self._is_live:
+            self._print(text)
+        self._write(text)
 
     def begin_at(self, step: int) -> None:
         """The step that a run goes on from: the live region shows it until the next is made."""
@@ -162,18 +168,22 @@ class Console:
         self._board.log(step, metrics)
         line = step_line(step, self._max_steps, metrics, self._board.seconds_left())
         self._write(line)
-        if self._is_live:
-            self._show()
-            if "eval/accuracy" in metrics:
-                self._print(line)
-        elif step % self._every == 0 or step == self._max_steps or "eval/accuracy" in metrics:
+        self._show()
+        is_due = step % self._every == 0 or step == self._max_steps
+        if "eval/accuracy" in metrics or (is_due and not self._is_live):
             self._print(line)
 
-    def samples(self, step: int, rows: list[dict], all_rows: Sequence[dict] = ()) -> None:
+    def samples(
+        self,
+        step: int,
+        rows: list[dict],
+        all_rows: Sequence[dict] = (),
+        with_rewards: bool = False,
+    ) -> None:
         """Prints completions, each with its extracted answer, marked right or wrong.
 
-        all_rows: of the step; on a terminal the best, the middle and the worst of a group of them
-        are shown instead, each with its rewards and its advantage.
+        with_rewards: and with its reward. all_rows: of the step; on a terminal the best, the middle
+        and the worst of a group of them are shown instead, each with its rewards and its advantage.
         """
         panel = sample_panel(step, list(all_rows), self._terminal.width) if self._is_live else None
         if panel is not None:
@@ -182,8 +192,10 @@ class Console:
             mark = "right" if row["correct"] else "wrong"
             style = "green" if row["correct"] else "red"
             answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
-            text = row["completion"][: SHOWN + 1].replace("\n", " ⏎ ")
-            line = f"  {mark}  {_cut(row['prompt'])}  →  {_cut(text)}  [{answer}]"
+            prompt = _one_line(row["prompt"])
+            line = f"  {mark}  {prompt}  →  {_one_line(row['completion'])}  [{answer}]"
+            if with_rewards:
+                line += f"  reward {row['reward']:g}"
             lines = conversation_lines(row, mark) if row.get("turns") else [line]
             for line in lines:
                 if panel is None:
@@ -191,8 +203,10 @@ class Console:
                 self._write(line)
 
     def close(self) -> None:
-        """Ends the live line, and closes the log."""
-        self._hide()
+        """Ends the live region, and closes the log."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
         if self._noise is not None:
             self._noise.close()
         self._log.close()
@@ -213,25 +227,14 @@ class Console:
 
         A thread of rich draws it four times a second, whatever a step does meanwhile.
         """
-        if self._live is None:
+        if self._is_live and self._live is None:
             self._live = rich.live.Live(
                 console=self._terminal,
-                get_renderable=self._drawn,
+                get_renderable=lambda: self._board.drawn(*self._terminal.size),
                 refresh_per_second=4,
                 transient=True,
             )
-            # before the hook that rich pushes
-            self._terminal.push_render_hook(self._rewrapped)
             self._live.start()
-
-    def _drawn(self) -> rich.console.RenderableType:
-        return self._rewrapped.measured(self._board.drawn(*self._terminal.size))
-
-    def _hide(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._terminal.pop_render_hook()
-            self._live = None
 
     def _write(self, *lines: str) -> None:
         self._log.write("".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines))
@@ -267,16 +270,11 @@ def is_live(mode: str, terminal: rich.console.Console) -> bool:
     """Whether there is a live region on this terminal."""
     if mode in ("plain", "quiet"):
         return False
-    can_draw = not terminal.is_dumb_terminal and _can_write(BARS, terminal)
-    return mode == "rich" or can_draw
-
-
-def _can_write(text: str, terminal: rich.console.Console) -> bool:
     try:
-        text.encode(terminal.encoding)
+        BARS.encode(terminal.encoding)
     except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+        return mode == "rich"
+    return mode == "rich" or not terminal.is_dumb_terminal
 
 
 class Noise:
@@ -307,19 +305,19 @@ class Noise:
 
 def conversation_lines(row: dict, mark: str) -> list[str]:
     """A conversation of a samples file, a line for each turn and one for each answer."""
-    lines = [f"  {mark}  {_cut(_one_line(row['prompt']))}"]
+    lines = [f"  {mark}  {_one_line(row['prompt'])}"]
     for turn in row["turns"]:
         reward = f"  (reward {turn['reward']:g})" if turn["reward"] else ""
-        lines.append(f"         model:  {_cut(_one_line(turn['completion']))}{reward}")
+        lines.append(f"         model:  {_one_line(turn['completion'])}{reward}")
         if turn.get("failed"):
-            lines.append(f"         failed: {_cut(_one_line(turn['failed']))}")
+            lines.append(f"         failed: {_one_line(turn['failed'])}")
         elif turn["observation"]:
-            lines.append(f"         answer: {_cut(_one_line(turn['observation']))}")
+            lines.append(f"         answer: {_one_line(turn['observation'])}")
     return [*lines, f"         ended by {row['ended_by']}, {len(row['turns'])} turns"]
 
 
 def _one_line(text: str) -> str:
-    return text[: SHOWN + 1].replace("\n", " ⏎ ")
+    return _cut(text[: SHOWN + 1].replace("\n", " ⏎ "))
 
 
 def _cut(text: str) -> str:
@@ -376,7 +374,8 @@ class Screen:
             action()
         except OSError as error:
             if error.errno not in GONE:
-                raise
+                # Without a name it would be taken for a file of the run.
+                raise OSError(error.errno, error.strerror, "standard output") from error
             with contextlib.suppress(OSError, ValueError):
                 redirect_to_null(self._stream.fileno())
             self._stream = open(os.devnull, "w")  # noqa: SIM115

@@ -6,7 +6,7 @@ It is drawn from metrics alone, so `tunix-lite watch` draws the same from the fi
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import rich.console
@@ -15,6 +15,7 @@ import rich.table
 import rich.text
 
 from tunix_lite.plain_text import visible
+from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -32,22 +33,22 @@ SHARE = 0.6
 class Row:
     """One number of the region: its name, the metric, and how it is written.
 
-    Example: `Row("reward", "reward/mean", "{:.3f}", "up")`.
+    Example: `Row("reward", "reward/mean", "{:.3f}", has_best=True)`.
     """
 
     name: str
     metric: str
     text: str
-    # up or down: which way is better, so that the best is shown; "": neither
-    better: str = ""
+    # whether the highest value is shown, and the step of it
+    has_best: bool = False
     has_course: bool = True
 
 
 LEARNING = (
-    Row("reward", "reward/mean", "{:.3f}", "up"),
+    Row("reward", "reward/mean", "{:.3f}", has_best=True),
     Row("loss", "train/loss", "{:.4f}"),
-    Row("right", "completions/correct", "{:.0%}", "up"),
-    Row("held-out", "eval/accuracy", "{:.1%}", "up"),
+    Row("right", "completions/correct", "{:.0%}", has_best=True),
+    Row("held-out", "eval/accuracy", "{:.1%}", has_best=True),
     Row("kl", "train/kl", "{:.4f}"),
     Row("entropy", "train/entropy", "{:.3f}"),
     Row("length", "completions/mean_length", "{:.1f}"),
@@ -56,20 +57,18 @@ LEARNING = (
     Row("grad norm", "train/grad_norm", "{:.2f}"),
     Row("rate", "train/learning_rate", "{:.1e}", has_course=False),
 )
+# And below the speed the parts of a step, in their order.
 SPEED = (
     Row("s/step", "time/step", "{:.2f}"),
     Row("tokens/s/device", "perf/tokens_per_second_per_device", "{:,.0f}", has_course=False),
     Row("MFU", "perf/mfu", "{:.1%}", has_course=False),
     Row("memory", "memory/peak_gb", "{:.2f} GB", has_course=False),
+    Row("  rollout", "time/rollout", "{:.2f} s", has_course=False),
+    Row("  rewards", "time/rewards", "{:.2f} s", has_course=False),
+    Row("  scoring", "time/reference", "{:.2f} s", has_course=False),
+    Row("  update", "time/update", "{:.2f} s", has_course=False),
+    Row("  evaluation", "time/eval", "{:.2f} s", has_course=False),
 )
-# Parts of a step, in their order, as far as they have a metric.
-PHASES = {
-    "rollout": "time/rollout",
-    "rewards": "time/rewards",
-    "scoring": "time/reference",
-    "update": "time/update",
-    "evaluation": "time/eval",
-}
 
 
 class Dashboard:
@@ -93,19 +92,21 @@ class Dashboard:
         self.step = 0
         self._clock = clock
         self._is_here = is_here
-        # metric -> its (step, value), the newest last; and (step, value) of the best
+        # metric -> its (step, value), the newest last; and (step, value) of the highest
         self._course: dict[str, deque[tuple[int, float]]] = {}
-        self._best: dict[tuple[str, str], tuple[int, float]] = {}
-        self._busy: tuple[str, float] | None = None
+        self._best: dict[str, tuple[int, float]] = {}
+        self._busy: tuple[str, float | None] | None = None
         # the clock at the end of the first step, which compiles, and that step
         self._began: tuple[float, int] | None = None
         # seconds of all evaluations since then, and of the last one
         self._evaluating = 0.0
         self._last_evaluation = 0.0
 
-    def busy(self, text: str, since: float | None = None) -> None:
-        """What is done now, with a clock until the next step. since: by the clock; None: now."""
-        self._busy = (text, self._clock() if since is None else since)
+    def busy(self, text: str, since: float | None = None, has_clock: bool = True) -> None:
+        """What is done now, until the next step; "": nothing. since: when it began, by the clock;
+        None: now. has_clock: False where the text itself says how long it takes."""
+        since = self._clock() if since is None else since
+        self._busy = (text, since if has_clock else None) if text else None
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of a step; what is no finite number is left out."""
@@ -116,18 +117,14 @@ class Dashboard:
             self._began = (self._clock(), step)
         for name, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
+                # First the best: another thread may draw what has a course.
+                if name not in self._best or value > self._best[name][1]:
+                    self._best[name] = (step, float(value))
                 self._course.setdefault(name, deque(maxlen=KEPT)).append((step, float(value)))
-                self._keep_best(name, step, float(value))
         if course := self._course.get("time/eval"):
             step_of_last, self._last_evaluation = course[-1]
             if step_of_last == step and has_begun:
                 self._evaluating += self._last_evaluation
-
-    def _keep_best(self, name: str, step: int, value: float) -> None:
-        for better, sign in (("up", 1), ("down", -1)):
-            best = self._best.get((name, better))
-            if best is None or sign * value > sign * best[1]:
-                self._best[name, better] = (step, value)
 
     def seconds_left(self) -> float | None:
         """By the pace since the first step, which compiles, and the evaluations that are still to
@@ -140,16 +137,13 @@ class Dashboard:
         else:
             steps = [value for _, value in list(self._course["time/step"])[1:]]
             pace = sum(steps) / len(steps)
-        evaluating = self._evaluations_left() * self._last_evaluation
-        return pace * (self.max_steps - self.step) + evaluating
 
-    def _evaluations_left(self) -> int:
-        """How many are still to come: every so many steps, and after the last one."""
-        if self.step >= self.max_steps:
-            return 0
+        # Evaluations are every so many steps, and after the last one.
         every = self._evaluates_every
-        before_last = (self.max_steps - 1) // every - self.step // every if every else 0
-        return before_last + 1
+        num_evaluations = int(self.step < self.max_steps)
+        if every:
+            num_evaluations += (self.max_steps - 1) // every - self.step // every
+        return pace * (self.max_steps - self.step) + num_evaluations * self._last_evaluation
 
     # ---- drawing
 
@@ -162,14 +156,9 @@ class Dashboard:
         left = self._table(LEARNING, rows, with_course=width >= 60)
         room = rows if is_wide else max(0, rows - left.row_count)
         right = self._table(SPEED, room, with_course=is_wide)
-        self._add_phases(right, room)
-
         both = rich.table.Table.grid(padding=(0, 3))
-        if is_wide:
-            both.add_row(left, right)
-        else:
-            both.add_row(left)
-            both.add_row(right)
+        for tables in [(left, right)] if is_wide else [(left,), (right,)]:
+            both.add_row(*tables)
         title = rich.text.Text(self.headline(), no_wrap=True, overflow="ellipsis")
         return rich.panel.Panel(both, title=title, title_align="left", width=width)
 
@@ -183,7 +172,8 @@ class Dashboard:
             parts.append(f"eta {minutes(left)}")
         if self._busy is not None:
             text, since = self._busy
-            parts.append(f"{visible(text)} {minutes(self._clock() - since)}")
+            clock = "" if since is None else f" {minutes(self._clock() - since)}"
+            parts.append(f"{visible(text)}{clock}")
         return " | ".join(parts)
 
     def _table(self, rows: tuple[Row, ...], most: int, with_course: bool) -> rich.table.Table:
@@ -197,8 +187,11 @@ class Dashboard:
             cells = [row.name, row.text.format(values[-1])]
             cells.append(trend(values) if row.has_course else "")
             if with_course:
+                best = self._best[row.metric]
                 cells.append(spark_bars(values) if row.has_course else "")
-                cells.append(self._best_of(row))
+                cells.append(
+                    f"best {row.text.format(best[1])} at {best[0]}" if row.has_best else ""
+                )
             found.append(cells)
 
         # rich would shorten names in favour of empty columns.
@@ -209,23 +202,6 @@ class Dashboard:
         for cells in found:
             table.add_row(*map(rich.text.Text, cells))
         return table
-
-    def _best_of(self, row: Row) -> str:
-        best = self._best.get((row.metric, row.better))
-        return "" if best is None else f"best {row.text.format(best[1])} at {best[0]}"
-
-    def _add_phases(self, table: rich.table.Table, most: int) -> None:
-        """Where the seconds of the last step went."""
-        for name, metric in PHASES.items():
-            course = self._course.get(metric)
-            if course is None or table.row_count >= most:
-                continue
-            at, seconds = course[-1]
-            suffix = f" s at {at}" if at != self.step else " s"
-            table.add_row(
-                rich.text.Text(f"  {name}", style="cyan", no_wrap=True),
-                rich.text.Text(f"{seconds:.2f}{suffix}", no_wrap=True),
-            )
 
 
 def spark_bars(values: list[float], width: int = SPARK) -> str:
@@ -258,69 +234,46 @@ def sample_panel(step: int, rows: list[dict], width: int) -> rich.console.Render
     rows: of samples/*.jsonl. The group whose rewards differ most is shown. All text is the model's,
     so it is no markup, and characters that act on a terminal are escaped.
     """
-    group = _most_mixed(rows)
-    if not group:
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        if is_number(row.get("reward")) and "group" in row:
+            groups.setdefault(str(row["group"]), []).append(row)
+    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in groups.values()]
+    several = [group for group in ranked if len(group) > 1]
+    if not several:
         return None
-    ranked = sorted(group, key=lambda row: -row["reward"])
-    picked = [ranked[i] for i in sorted({0, len(ranked) // 2, len(ranked) - 1})]
+    group = max(several, key=lambda group: group[0]["reward"] - group[-1]["reward"])
+    picked = [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
     names = ["best", "middle", "worst"] if len(picked) == 3 else ["best", "worst"]
     table = rich.table.Table.grid(padding=(0, 1))
-    lines = 2 if width < WIDE else 3
+    most = (2 if width < WIDE else 3) * max(20, width - 14)
     for name, row in zip(names, picked):
-        style = "green" if row.get("correct") else "red"
-        table.add_row(rich.text.Text(name, style=style), _shown(row, width - 14, lines))
-    prompt = rich.text.Text(f"step {step} · {_one_line(row_text(group[0], 'prompt'), width - 24)}")
+        text = rich.text.Text(_one_line(row.get("completion"), most))
+        text.append(f"\n{' · '.join(_facts(row))}", style="dim")
+        table.add_row(rich.text.Text(name, style="green" if row.get("correct") else "red"), text)
+    prompt = rich.text.Text(f"step {step} · {_one_line(group[0].get('prompt'), width - 24)}")
     return rich.panel.Panel(table, title=prompt, title_align="left", width=width)
 
 
-def _most_mixed(rows: list[dict]) -> list[dict]:
-    groups: dict[object, list[dict]] = {}
-    for row in rows:
-        if is_finite_number(row.get("reward")) and "group" in row:
-            groups.setdefault(str(row["group"]), []).append(row)
-    several = [group for group in groups.values() if len(group) > 1]
-
-    def spread(group: list[dict]) -> float:
-        rewards = [row["reward"] for row in group]
-        return max(rewards) - min(rewards)
-
-    return max(several, key=spread, default=[])
-
-
-def is_finite_number(value: object) -> bool:
-    """Whether it is a finite number, as the files of somebody else may not hold one."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def row_text(row: dict, name: str) -> str:
-    """A text of a row, with what acts on a terminal escaped; "" where there is none."""
-    value = row.get(name)
-    return visible(value) if isinstance(value, str) else ""
-
-
-def _one_line(text: str, most: int) -> str:
+def _one_line(value: object, most: int) -> str:
+    """A text of a row in one line; "" where there is none."""
+    text = visible(value) if isinstance(value, str) else ""
     text = text.replace("\n", " ⏎ ").replace("\t", " ")
     return text if len(text) <= most else f"{text[: max(1, most - 1)]}…"
 
 
-def _shown(row: dict, width: int, lines: int) -> rich.text.Text:
-    """A completion, and below it its answer, what was expected, its rewards and its advantage."""
-    answer = row_text(row, "extracted") or "none"
-    facts = [f"answer {_one_line(answer, 30)}"]
-    expected = row.get("expected")
-    if expected is not None:
-        facts.append(f"expected {_one_line(visible(str(expected)), 30)}")
-    facts.append(f"reward {row['reward']:.3g}")
+def _facts(row: dict) -> Iterator[str]:
+    """The answer of a completion, what was expected, its rewards and its advantage."""
+    yield f"answer {_one_line(row.get('extracted'), 30) or 'none'}"
+    if row.get("expected") is not None:
+        yield f"expected {_one_line(str(row['expected']), 30)}"
+    yield f"reward {row['reward']:.3g}"
     each = row.get("rewards")
     if isinstance(each, dict) and len(each) > 1:
-        named = [f"{visible(str(k))} {v:.3g}" for k, v in each.items() if is_finite_number(v)]
-        facts.append(f"({', '.join(named)})")
-    if is_finite_number(row.get("advantage")):
-        facts.append(f"advantage {row['advantage']:+.2f}")
-    text = _one_line(row_text(row, "completion"), lines * max(20, width))
-    shown = rich.text.Text(text)
-    shown.append(f"\n{' · '.join(facts)}", style="dim")
-    return shown
+        named = [f"{visible(str(name))} {x:.3g}" for name, x in each.items() if is_number(x)]
+        yield f"({', '.join(named)})"
+    if is_number(row.get("advantage")):
+        yield f"advantage {row['advantage']:+.2f}"
 
 
 def minutes(seconds: float) -> str:

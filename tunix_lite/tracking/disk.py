@@ -46,24 +46,23 @@ def disk_errors_explained(
         what = trouble(error, folder)
         if what is None:
             raise
-        raise DiskError(f"{what}. The run ended {when()}; {_resume_hint(folder, whole)}") from error
 
-
-def _resume_hint(folder: Path, whole: Callable[[], list[int]]) -> str:
-    """What the same command will find, by what is in the folder now."""
-    again = f"the same command with hydra.run.dir={folder} goes on from"
-    steps = []
-    with contextlib.suppress(OSError):
-        steps = whole()
-    if steps and not (folder / "fingerprint.json").is_file():
-        unknown = "fingerprint.json, which says what made it, is gone"
-        return f"checkpoint {steps[-1]} is whole, but {unknown}: with resume.force=true {again} it"
-    if steps:
-        return f"checkpoint {steps[-1]} is whole: when the disk can be written, {again} it"
-    return (
-        f"no whole checkpoint can be seen: when the disk can be written, {again} what is there, or "
-        "anew"
-    )
+        # The same command will find what is in the folder now.
+        again = f"the same command with hydra.run.dir={folder} goes on from"
+        hint = (
+            f"no whole checkpoint can be seen: when the disk can be written, {again} what is "
+            "there, or anew"
+        )
+        steps = []
+        with contextlib.suppress(OSError):
+            steps = whole()
+        if steps and not (folder / "fingerprint.json").is_file():
+            unknown = "fingerprint.json, which says what made it, is gone"
+            force = f"with resume.force=true {again} it"
+            hint = f"checkpoint {steps[-1]} is whole, but {unknown}: {force}"
+        elif steps:
+            hint = f"checkpoint {steps[-1]} is whole: when the disk can be written, {again} it"
+        raise DiskError(f"{what}. The run ended {when()}; {hint}") from error
 
 
 def trouble(error: BaseException, folder: Path) -> str | None:

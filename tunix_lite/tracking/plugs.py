@@ -48,7 +48,7 @@ def check_installed(package: str) -> None:
     """Raises ValueError, with what to install, if the package is not there. Its extra has its
     name."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{package} is not installed: pip install 'tunix_lite[{package}]'")
+        raise ValueError(f"{package} is not installed: pip install -e '.[{package}]'")
 
 
 def kept_id(folder: Path, tracker: str) -> str | None:
@@ -77,14 +77,8 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
         own = [row.get(name) for name in plain]
         own += [(row.get("rewards") or {}).get(name) for name in rewards]
         own.append(row.get("advantage"))
-        cells.append([_cell(value) for value in own])
+        cells.append([visible(x[:MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own])
     return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, str):
-        return visible(value[:MOST_TEXT])
-    return json_value(value)
 
 
 def flat_texts(settings: dict, most: int, prefix: str = "") -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Reads metrics.jsonl back, and checks that it holds every step of a run once and in order."""
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -24,17 +25,12 @@ def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
     if not file.is_file():
         return
     for number, (line, is_whole) in enumerate(read_lines(file), 1):
-        yield number, line, _row(line) if is_whole else None
-
-
-def _row(line: bytes) -> dict | None:
-    """The metrics of a step in a line; None if it holds something else."""
-    # ValueError: the line is no UTF-8, or no JSON object.
-    try:
-        row = parse_object(line.decode("utf-8"), "the line")
-    except ValueError:
-        return None
-    return row if type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS else None
+        # ValueError: the line is no UTF-8, or no JSON object.
+        row = {}
+        with contextlib.suppress(ValueError):
+            row = parse_object(line.decode("utf-8"), "the line") if is_whole else {}
+        is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
+        yield number, line, row if is_step else None
 
 
 def is_number(value: object) -> bool:
@@ -84,7 +80,9 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
                 raise ValueError(f"line {number} of {file} is not the metrics of a step")
             continue
         step = row["step"]
-        if before is None and not _may_be_first(step, began):
+        # With an evaluation before the first step the run has a row of it.
+        first = {0, 1} if began == 0 else {step if began is None else began + 1}
+        if before is None and step not in first:
             raise ValueError(f"{file} begins with step {step}, and the run with step {began + 1}")
         if before is not None and step != before + 1:
             raise ValueError(
@@ -98,12 +96,3 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
         if before is None:
             there = "holds no step" if file.is_file() else "is not there"
         raise ValueError(f"{file} {there}, and the newest checkpoint is of step {last}")
-
-
-def _may_be_first(step: int, began: int | None) -> bool:
-    """Whether the metrics of a run that began from step `began` may begin with this step."""
-    if began is None:
-        return True
-    if began == 0:
-        return step in (0, 1)
-    return step == began + 1

@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.files.untrusted import (
+    MOST_BYTES,
+    MOST_DEPTH,
+    MOST_SAMPLE_LINE,
+    parse_object,
+    read_object,
+)
 from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import as_words, averages_of_samples, minutes
@@ -88,6 +94,12 @@ class RunDir:
         or a file where a run has a folder. Writes a temporary file of 64 KiB.
         """
         parents = (self.path.absolute(), *self.path.absolute().parents)
+        lost = next((path for path in parents if path.is_symlink() and not path.exists()), None)
+        if lost is not None:
+            raise ValueError(
+                f"{lost} is a link to {os.readlink(lost)}, which is not there: make that folder, "
+                "or remove the link"
+            )
         there = next(path for path in parents if path.exists())
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
@@ -159,11 +171,19 @@ class RunDir:
     def write_json(self, file: Path, values: dict) -> None:
         """Writes a JSON file, which replaces the old one at once: a reader never sees half of it.
 
-        Processes other than the first write nothing. Raises OSError.
+        Processes other than the first write nothing. Raises ValueError for what the run could not
+        read again, and OSError.
         """
         if self.is_first:
+            text = json.dumps(values, indent=2) + "\n"
+            if len(text) > MOST_BYTES:
+                raise ValueError(
+                    f"{file} would have {len(text):,} bytes, and a run reads {MOST_BYTES:,} of it "
+                    "at most: shorten the longest texts and lists of the settings"
+                )
+            parse_object(text, str(file))
             fresh = file.with_suffix(".json.tmp")
-            fresh.write_text(json.dumps(values, indent=2) + "\n")
+            fresh.write_text(text)
             fresh.replace(file)
 
     def read_model(self) -> dict:
@@ -246,29 +266,60 @@ class RunDir:
 
 
 def json_lines(rows: list[dict]) -> str:
-    """One JSON object a line; `json_value` says how values are written."""
-    return "".join(json.dumps(json_value(row), allow_nan=False) + "\n" for row in rows)
+    """One JSON object a line; `json_value` says how values are written.
+
+    Readers take MOST_SAMPLE_LINE bytes of a line. In a row of more, the longest texts and lists are
+    cut, and it has `"shortened": true`.
+    """
+    lines = []
+    for row in map(json_value, rows):
+        line = json.dumps(row, allow_nan=False)
+        most = MOST_SAMPLE_LINE
+        while len(line) > MOST_SAMPLE_LINE:
+            most //= 4
+            line = json.dumps(_cut(row, most) | {"shortened": True}, allow_nan=False)
+        lines.append(f"{line}\n")
+    return "".join(lines)
 
 
-def json_value(value: Any) -> Any:
+def _cut(value: Any, most: int) -> Any:
+    """A JSON value with at most so many characters in each text and items in each list."""
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[:most]}… ({len(value) - most:,} more characters)"
+    if isinstance(value, dict):
+        items = list(value.items())[: max(most, 64)]
+        return {_cut(key, max(most, 64)): _cut(item, most) for key, item in items}
+    if isinstance(value, list):
+        return [_cut(item, most) for item in value[:most]]
+    return value
+
+
+def json_value(value: Any, depth: int = MOST_DEPTH) -> Any:
     """A value of a user's data as JSON can hold it: what JSON does not know becomes text.
 
     JSON escapes control characters, but not the half characters that a model may produce. Numbers
-    that are not finite become null.
+    that are not finite become null. depth: of lists and objects in one another; readers take no
+    more than MOST_DEPTH, and what lies deeper becomes a text that says so.
     """
+    if depth == 0 and isinstance(value, dict | list | tuple | np.ndarray):
+        return f"(nested deeper than {MOST_DEPTH})"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
-        return {encodable(str(key)): json_value(item) for key, item in value.items()}
+        return {encodable(str(key)): json_value(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [json_value(item) for item in value]
+        return [json_value(item, depth - 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, bool | int | float):
         return value
     return encodable(str(value))
+
+
+# Characters of an error that status.json keeps.
+MOST_ERROR = 100_000
 
 
 class Status:
@@ -339,7 +390,7 @@ class Status:
         if self.stopped:
             more["stopped"] = self.stopped
         more = {
-            name: visible(value) if isinstance(value, str) else value
+            name: visible(value[:MOST_ERROR]) if isinstance(value, str) else value
             for name, value in more.items()
         }
         status = {
@@ -378,6 +429,23 @@ class Status:
         return lines
 
 
+def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
+    """The settings as Hydra kept them, with the values of the fingerprint where they say auto or
+    refer to another setting.
+
+    Example: `optimizer.learning_rate` is 4e-05 in place of "auto".
+    """
+    found = {}
+    for name, value in settings.items():
+        there = fingerprint.get(name)
+        if isinstance(value, dict):
+            value = with_chosen_values(value, there if isinstance(there, dict) else {})
+        elif isinstance(value, str) and (value == "auto" or "${" in value) and there is not None:
+            value = there
+        found[name] = value
+    return found
+
+
 def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     """Reads a status.json: (eval, seconds, began_from, what is wrong with it).
 
@@ -395,7 +463,12 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
 
     wrong = []
     accuracies = status.get("eval", {})
-    if not _is_eval(accuracies):
+    # {}, or a first and a last accuracy
+    if not (
+        isinstance(accuracies, dict)
+        and set(accuracies) in (set(), {"first", "last"})
+        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in accuracies.values())
+    ):
         wrong.append("eval")
         accuracies = {}
     seconds = status.get("seconds", 0.0)
@@ -408,12 +481,3 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
         began = None
     problem = f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
     return accuracies, seconds, began, problem
-
-
-def _is_eval(value: object) -> bool:
-    """Whether a value of status.json is {} or has a first and a last accuracy."""
-    if not isinstance(value, dict) or set(value) not in (set(), {"first", "last"}):
-        return False
-    return all(
-        isinstance(found, dict) and is_number(found.get("accuracy")) for found in value.values()
-    )

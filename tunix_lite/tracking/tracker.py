@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tunix_lite.files.untrusted import MOST_LINE
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.rows import drops_rows, rows_until
 from tunix_lite.types import Metrics
@@ -60,11 +61,19 @@ class JsonLines:
         self._file = file.open("a" if resume_at is not None else "w")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes the row of a step. NaN and infinity become null: JSON has no such numbers."""
+        """Writes the row of a step. NaN and infinity become null: JSON has no such numbers.
+
+        Readers take MOST_LINE bytes of a line. From a longer one, the metrics with the longest
+        names are left out; `train/metrics_left_out` counts them.
+        """
         row = {"step": step}
         for name, value in sorted(metrics.items()):
-            row[name] = None if _is_not_finite(value) else value
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            row[name] = value if is_finite else None
+        line = json.dumps(row, allow_nan=False)
+        if len(line) > MOST_LINE:
+            line = json.dumps(_shortest_names(row), allow_nan=False)
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -72,8 +81,18 @@ class JsonLines:
         self._file.close()
 
 
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _shortest_names(row: dict) -> dict:
+    """The part of a row that a line can hold: `step`, and metrics by the length of their names."""
+    # The number, its separators, and the count.
+    left = MOST_LINE - 100
+    kept = set()
+    for name in sorted(row, key=lambda name: (name != "step", len(name))):
+        left -= len(json.dumps({name: row[name]}))
+        if left < 0:
+            break
+        kept.add(name)
+    found = {name: value for name, value in row.items() if name in kept}
+    return found | {"train/metrics_left_out": len(row) - len(kept)}
 
 
 def damaged_copy(file: Path) -> Path:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +17,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import (
     Algorithm,
     Policy,
-    batch_fields,
-    comparison_of,
-    frozen_models,
-    max_rounds,
-    num_mini_batches,
-    reference_every,
-    stream_names,
 )
-from tunix_lite.commands.program import compose
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.learner.apart import gradient_program
 from tunix_lite.learner.policy import STORED, make_policy
@@ -34,16 +26,14 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, source
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import update_options
-from tunix_lite.planning.programs import policy_of
+from tunix_lite.resolved.parts import policy_of
 from tunix_lite.runs.learner import sampler_of_run
 from tunix_lite.runs.setup import find_parts
+from tunix_lite.settings.compose import compose
 from tunix_lite.trainer.data import TOKENS_AT_ONCE
+from tunix_lite.trainer.home import TrainedWeights, TrainerHome
 from tunix_lite.trainer.programs import shardings_of
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
-
-if TYPE_CHECKING:
-    from tunix_lite.trainer.client import TrainingClient
-    from tunix_lite.trainer.trainer import Trainer
 
 
 class Collecting:
@@ -52,7 +42,7 @@ class Collecting:
     Example: batch, metrics, graded = trainer.collecting.collect(client, step=0).
     """
 
-    def __init__(self, trainer: "Trainer"):
+    def __init__(self, trainer: TrainerHome):
         self.trainer = trainer
         run = trainer.run
         self.algorithm = run.algorithm
@@ -70,16 +60,16 @@ class Collecting:
         """Of the batches: sequences, tokens of each."""
         return self.resolved.batch.sequences, sum(self.resolved.lengths)
 
-    def policy(self, client: "TrainingClient") -> Policy:
+    def policy(self, client: TrainedWeights) -> Policy:
         """The policy of clients with these adapters; its reference is where their training
         starts."""
         if client.lora not in self._policies:
-            reference = self._reference(client) if self.algorithm.needs_reference else None
+            reference = self._reference(client) if self.algorithm.needs.reference else None
             resolved = replace(self.resolved, lora=client.lora)
             self._policies[client.lora] = policy_of(resolved, self._generate, reference)
         return self._policies[client.lora]
 
-    def _reference(self, client: "TrainingClient") -> Params:
+    def _reference(self, client: TrainedWeights) -> Params:
         if client.lora is not None:
             return client.frozen
         run = self.trainer.run
@@ -87,7 +77,7 @@ class Collecting:
         params = source.load_base(self.trainer.found, run.seed, storage)
         return decoder.copy_to_score(params, self.trainer.cfg, self.resolved.dtype)
 
-    def collect(self, client: "TrainingClient", step: int) -> tuple[Batch, Metrics, Graded | None]:
+    def collect(self, client: TrainedWeights, step: int) -> tuple[Batch, Metrics, Graded | None]:
         """See TrainingClient.collect."""
         seed = self.trainer.run.seed
         acting = acting_params(client.frozen, client.params, client.lora)
@@ -106,18 +96,18 @@ def _say_nothing(text: str) -> None:
     """A run would say it on the console."""
 
 
-def _check_collects(trainer: "Trainer") -> None:
+def _check_collects(trainer: TrainerHome) -> None:
     """Raises ConfigError for settings that only a run can follow."""
     run = trainer.run
     algorithm = run.algorithm
     needs_run = {
         f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
         "curriculum": run.curriculum.is_on,
-        "algorithm.mini_batches above 1": num_mini_batches(algorithm) > 1,
-        "algorithm.agreeing_groups=replace": max_rounds(algorithm) > 1,
-        "algorithm.reference_every above 0": reference_every(algorithm) > 0,
+        "algorithm.mini_batches above 1": algorithm.needs.mini_batches > 1,
+        "algorithm.agreeing_groups=replace": algorithm.needs.rounds > 1,
+        "algorithm.reference_every above 0": algorithm.needs.reference_every > 0,
         "training.micro_batch_size=auto": run.training.micro_batch_size == "auto",
-        "an algorithm with a teacher": bool(frozen_models(algorithm)),
+        "an algorithm with a teacher": bool(algorithm.needs.frozen_models),
     }
     for name, is_on in needs_run.items():
         if is_on:
@@ -125,8 +115,8 @@ def _check_collects(trainer: "Trainer") -> None:
 
 
 def gradient_of_batch(
-    trainer: "Trainer",
-    client: "TrainingClient",
+    trainer: TrainerHome,
+    client: TrainedWeights,
     loss: str | Algorithm,
     settings: Mapping[str, Any],
     batch: Batch,
@@ -155,7 +145,6 @@ def gradient_of_batch(
             policy,
             algorithm,
             None,
-            rows.num_parts,
             client.lora,
             trainer.run.seed,
             every,
@@ -189,7 +178,7 @@ def layout_of(num_sequences: int, length: int, shards: int) -> RowLayout:
 
 def check_batch(batch: Batch, algorithm: Algorithm, vocab_size: int, max_length: int) -> None:
     """Raises ValueError for a batch that the model or the algorithm cannot take."""
-    if comparison_of(algorithm) is not None:
+    if algorithm.needs.comparison is not None:
         raise ValueError(
             f"{type(algorithm).__name__} compares with a teacher, which only a run loads"
         )
@@ -204,10 +193,10 @@ def check_batch(batch: Batch, algorithm: Algorithm, vocab_size: int, max_length:
     longest = int(np.asarray(batch.token_mask).sum(axis=1).max())
     if longest > max_length:
         raise ValueError(f"a sequence has {longest} tokens; the model takes up to {max_length}")
-    for name in stream_names(algorithm):
+    for name in algorithm.needs.streams:
         if name not in batch.streams:
             raise ValueError(f"batch.streams[{name!r}] is missing; this loss needs it")
-    for name in ("loss_weight", *batch_fields(algorithm)):
+    for name in ("loss_weight", *algorithm.needs.batch_fields):
         values = getattr(batch, name)
         if values is None:
             raise ValueError(f"batch.{name} is missing; this loss needs it")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +21,9 @@ from tunix_lite.learner.optim import (
 )
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
-from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.trainer.batches import gradient_of_batch
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
+from tunix_lite.trainer.home import TrainerHome
 from tunix_lite.trainer.losses import TokenLoss, token_loss
 from tunix_lite.trainer.sampling import (
     Sample,
@@ -34,9 +34,6 @@ from tunix_lite.trainer.sampling import (
 )
 from tunix_lite.trainer.saved import kind_of, load_state, save_state
 from tunix_lite.types import Batch, Graded, Metrics, Params, TrainState
-
-if TYPE_CHECKING:
-    from tunix_lite.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Weights:
     Example: client.snapshot().sample([[5, 6]], settings={"max_tokens": 8}).
     """
 
-    def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
+    def __init__(self, trainer: TrainerHome, params: Params, lora: LoraConfig | None, seed: int):
         self.trainer = trainer
         self.lora = lora
         self.seed = seed
@@ -124,14 +121,6 @@ class Weights:
         self._use_engine()
         engine = self.trainer.engine
         return engine.sample(prompts, num_samples, with_seeds(each, self.seed, self._calls))
-
-    @locked
-    def prepare_sampling(self) -> LiveEngine:
-        """The engine, which samples with the weights as they are now, for those who hand it
-        sequences themselves. They are done when the next update or another client's sample
-        begins."""
-        self._use_engine()
-        return self.trainer.engine.live
 
     def _use_engine(self) -> None:
         engine = self.trainer.engine
@@ -198,7 +187,7 @@ class TrainingClient(Weights):
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: TrainerHome,
         params: Params,
         lora: LoraConfig | None,
         seed: int,

@@ -1,7 +1,8 @@
 """Token losses, as the Tinker SDK names them: each is a plain sum over tokens.
 
 p are log-probabilities of the targets now, q those of the policy that sampled (`logprobs`), A
-advantages, w weights (1 where none are given), and r = exp(p - q):
+advantages, w weights (1 where none are given), and r = exp(p - q), where p - q is kept within -20
+and 20:
 
   cross_entropy         - sum w p
   importance_sampling   - sum w r A
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.types import Metrics, RowBatch, TokenScores
 
 RATIO_INPUTS = ("logprobs", "advantages")
@@ -111,7 +113,7 @@ class DROLoss:
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The sum, and the log-probabilities [R, W]."""
-        distance = scores.logprobs - batch.streams["logprobs"]
+        distance = _gap(scores, batch)
         gain = scores.logprobs * batch.streams["advantages"] - 0.5 * self.beta * distance**2
         return _summed(gain, scores, batch)
 
@@ -156,11 +158,21 @@ def _check_thresholds(low: float, high: float) -> None:
         )
 
 
+def _gap(scores: TokenScores, batch: RowBatch) -> jax.Array:
+    """p - q; 0 at tokens without weight, whatever fills their q."""
+    gap_RW = scores.logprobs - batch.streams["logprobs"]
+    return jnp.where(_counts(batch), gap_RW, 0.0)
+
+
 def _ratio(scores: TokenScores, batch: RowBatch) -> jax.Array:
-    return jnp.exp(scores.logprobs - batch.streams["logprobs"])
+    return jnp.exp(jnp.clip(_gap(scores, batch), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _counts(batch: RowBatch) -> jax.Array:
+    return batch.token_mask & (batch.streams["weights"] != 0)
 
 
 def _summed(gain_RW: jax.Array, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
     """Minus the weighted sum over the tokens of the rows."""
-    weighted = jnp.where(batch.token_mask, batch.streams["weights"] * gain_RW, 0.0)
+    weighted = jnp.where(_counts(batch), batch.streams["weights"] * gain_RW, 0.0)
     return -jnp.sum(weighted), {"logprobs": scores.logprobs}

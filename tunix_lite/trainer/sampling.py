@@ -5,7 +5,6 @@ base lie on the devices once as sampling reads them, and each client attaches it
 """
 
 import queue
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -21,8 +20,8 @@ from tunix_lite.models.weights import Lora
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout.engine import make_prepare
 from tunix_lite.rollout.live import DrawSettings, LiveEngine, LiveSequence, NewTokens
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.seeds import check_seed
+from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
+from tunix_lite.seeds import check_seed, seed_of_call
 from tunix_lite.trainer.data import check_tokens
 from tunix_lite.types import Params
 
@@ -70,7 +69,7 @@ def _check_numbers(settings: SampleSettings) -> None:
     if most is not None and not (isinstance(most, int) and most >= 1):
         raise ValueError(f"max_tokens={shown(most)}; it is 1 or more")
     limits = {
-        "temperature": (0.0, float("inf")),
+        "temperature": (0.0, 1 / LEAST_POSITIVE),
         "top_k": (-1, 2**31 - 1),
         "top_p": (0.0, 1.0),
         "min_p": (0.0, 1.0),
@@ -78,8 +77,10 @@ def _check_numbers(settings: SampleSettings) -> None:
     for name, (low, high) in limits.items():
         value = getattr(settings, name)
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or value == float("inf"):
+        if not is_number or not low <= value <= high:
             raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
+        if 0 < value < LEAST_POSITIVE:
+            raise ValueError(f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}")
     if settings.top_p == 0:
         raise ValueError("top_p=0 leaves no token; use temperature=0 for the likeliest")
     if settings.top_k != int(settings.top_k):
@@ -162,11 +163,6 @@ class SamplingEngine:
             )
         self._engine.set_params(prepared)
         self._holds = owner
-
-    @property
-    def live(self) -> LiveEngine:
-        """The engine itself, after `use`."""
-        return self._engine
 
     def _prepared(
         self, frozen: Params | None, params: Params | None, lora: LoraConfig | None
@@ -295,11 +291,6 @@ class _Watcher:
             return False
         self.text += self.stream.feed([token])
         return any(text in self.text for text in self.stop_texts)
-
-
-def seed_of_call(base: int, call: int, prompt: int) -> int:
-    """A seed for a prompt of a call that gave none: another one for each of them."""
-    return zlib.crc32(f"{base} {call} {prompt}".encode())
 
 
 def with_seeds(settings: Sequence[SampleSettings], base: int, call: int) -> list[SampleSettings]:

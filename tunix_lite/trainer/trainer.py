@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.commands.program import compose
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.inference.language_model import LanguageModel
@@ -33,7 +32,9 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, set_rules
+from tunix_lite.resolved.run import with_defaults
 from tunix_lite.seeds import check_seed
+from tunix_lite.settings.compose import compose
 from tunix_lite.trainer.batches import Collecting
 from tunix_lite.trainer.client import TrainingClient, Weights
 from tunix_lite.trainer.programs import TrainerPrograms, target_scores
@@ -76,6 +77,8 @@ class Trainer:
             set_rules(self.run.sharding)
             source.check_mesh(self.found, self.mesh)
         self.cfg = self.found.cfg
+        platform = self.mesh.devices.flat[0].platform
+        self.run, _ = with_defaults(self.run, self.cfg, self.found.lora, platform)
         self.tokenizer = self.found.tokenizer
         self.dtype = DTYPES[self.run.training.mixed_precision]
         self._lock = threading.RLock()

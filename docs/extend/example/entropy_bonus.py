@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.advantages import standardise
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 
@@ -17,7 +18,7 @@ class EntropyBonus:
     num_generations: int = 8
     entropy_coef: float = 0.01  # per nat of the distribution that a token is drawn from
     updates_per_rollout = 1
-    needs_reference = needs_demonstrations = False
+    needs = Needs()
     loss_reduction = "tokens"
 
     def collect(self, policy, task, params, examples, key):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from tunix_lite.algorithms.advantages import standardise
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.sequences import sequence_mean
 from tunix_lite.algorithms.weighting import per_sequence
@@ -16,7 +17,7 @@ class GSPO:
     updates_per_rollout: int = 1
     clip_low: float = 3e-4  # a mean over tokens hardly moves: these are the paper's
     clip_high: float = 4e-4
-    needs_reference = needs_demonstrations = False
+    needs = Needs()
     loss_reduction = "sequences"
 
     def collect(self, policy, task, params, examples, key):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 
@@ -18,7 +19,7 @@ def beyond_the_others(rewards_PG):
 class LeaveOneOut:
     num_generations: int = 8
     updates_per_rollout = 1
-    needs_reference = needs_demonstrations = False
+    needs = Needs()
     loss_reduction = "tokens"
 
     def collect(self, policy, task, params, examples, key):

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch
 
 
 @dataclass(frozen=True)
 class BestOfGroup:
-    """Settings are fields; what a run must know of any algorithm are the other four."""
+    """Settings are fields; what a run must know of any algorithm are the other three."""
 
     num_generations: int = 8  # completions per prompt, the group
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
 
     # optimizer updates made from one batch
     updates_per_rollout = 1
-    # no KL term, so no second copy of the model
-    needs_reference = False
-    # it samples; sft is what learns from given completions
-    needs_demonstrations = False
+    # nothing special: no KL term, so no second copy of the model, and completions are sampled. Its
+    # loss reads neither advantages nor old log-probabilities.
+    needs = Needs(fields=())
     # how the loss adds up: over tokens alone, so that they may be packed into rows
     loss_reduction = "tokens"
 
@@ -31,7 +31,7 @@ class BestOfGroup:
         """Examples -> (batch to learn from, metrics, graded completions for the samples files)."""
         rollout = policy.generate(params, task.prompts(examples), key, self.num_generations)
         group = [example for example in examples for _ in range(self.num_generations)]
-        graded = task.grade(group, rollout)
+        graded = task.grade(group, rollout, self.num_generations)
         rewards_PG = graded.rewards.reshape(-1, self.num_generations)
         best_PG = (rewards_PG == rewards_PG.max(axis=1, keepdims=True)) & (
             rewards_PG > rewards_PG.min(axis=1)[:, None]

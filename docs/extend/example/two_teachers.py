@@ -1,11 +1,11 @@
 """Distillation from two frozen teachers, of whom the more pleased one counts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.models.source import TeacherConfig
@@ -18,12 +18,11 @@ class TwoTeachers:
     num_generations: int = 4  # completions per prompt
 
     updates_per_rollout = 1
-    needs_reference = needs_demonstrations = False
     loss_reduction = "tokens"
 
     @property
-    def frozen_models(self) -> Mapping[str, TeacherConfig]:
-        return {"first": self.first, "second": self.second}
+    def needs(self) -> Needs:
+        return Needs(frozen_models={"first": self.first, "second": self.second})
 
     def collect(self, policy, task, params, examples, key):
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)

@@ -1,70 +1,76 @@
-"""What a client can look up: sessions, training runs, samplers, checkpoints."""
+"""Lookups of a client: sessions, training runs, samplers, checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tunix_lite.serving.tinker.store import Checkpoint, Model, Store
+from tunix_lite.serving.tinker.bodies import TinkerLimits
+from tunix_lite.serving.tinker.store import Checkpoint, Model, Sampler, Store, TinkerSession
 
-if TYPE_CHECKING:
-    from tunix_lite.serving.tinker.app import TinkerLimits
-
-CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{folder}/{name}"
 # Entries of an answer where the client does not say how many.
 PAGE = 20
-OWNER = "local"
+# Digits of a number of entries; int() refuses thousands of them.
+MOST_DIGITS = 18
 
 
-def checkpoint_path(where: dict[str, str]) -> str:
-    return f"tinker://{where['run']}/{where['folder']}/{where['name']}"
+Find = Callable[[Store, TinkerLimits, Mapping[str, str]], dict]
+View = Callable[[Store, TinkerLimits, Any], Any]
+
+
+def _lora(record: Model | Checkpoint) -> dict:
+    adapters = record.adapters
+    return {"is_lora": adapters is not None, "lora_rank": adapters and adapters.rank}
+
+
+def model_info(model: Model, limits: TinkerLimits) -> dict:
+    name = limits.model_name
+    return _lora(model) | {
+        "type": "get_info",
+        "model_data": {"arch": "decoder", "model_name": name, "tokenizer_id": name},
+        "model_id": model.id,
+        "model_name": name,
+    }
+
+
+def weights_info(checkpoint: Checkpoint, limits: TinkerLimits) -> dict:
+    adapters = checkpoint.adapters
+    return _lora(checkpoint) | {
+        "base_model": limits.model_name,
+        "train_unembed": False,
+        "train_mlp": adapters is None or adapters.mlp,
+        "train_attn": adapters is None or adapters.attention,
+    }
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _checkpoint(checkpoint: Checkpoint) -> dict:
-    folder, name = checkpoint.id.split("/")[-2:]
-    expires = checkpoint.expires
+def _checkpoint(store: Store, limits: TinkerLimits, checkpoint: Checkpoint) -> dict:
     return {
-        "checkpoint_id": f"{folder}/{name}",
+        "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
         "checkpoint_type": checkpoint.kind,
         "time": _time(checkpoint.created),
         "tinker_path": checkpoint.id,
         "size_bytes": checkpoint.size,
         "public": False,
         "user_metadata": checkpoint.metadata,
-        "expires_at": None if expires is None else _time(expires),
+        "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
     }
 
 
-def rank_of(weights: Model | Checkpoint) -> int | None:
-    return None if weights.adapters is None else weights.adapters["rank"]
+def _checkpoints(store: Store, limits: TinkerLimits, model: Model) -> dict:
+    mine = [one for one in store.all("checkpoint") if one.model == model.id]
+    return {"checkpoints": [_checkpoint(store, limits, one) for one in mine]}
 
 
-def weights_info(checkpoint: Checkpoint, limits: "TinkerLimits") -> dict:
-    adapters = checkpoint.adapters
-    return {
-        "base_model": limits.model_name,
-        "is_lora": adapters is not None,
-        "lora_rank": rank_of(checkpoint),
-        "train_unembed": False,
-        "train_mlp": adapters is None or adapters["mlp"],
-        "train_attn": adapters is None or adapters["attention"],
-    }
-
-
-def _run(store: Store, model: Model, limits: "TinkerLimits") -> dict:
-    newest: dict[str, dict] = {}
-    for checkpoint in store.all("checkpoint"):
-        if checkpoint.model == model.id:
-            newest[checkpoint.kind] = _checkpoint(checkpoint)
-    return {
+def _run(store: Store, limits: TinkerLimits, model: Model) -> dict:
+    mine = _checkpoints(store, limits, model)["checkpoints"]
+    newest = {one["checkpoint_type"]: one for one in mine}
+    return _lora(model) | {
         "training_run_id": model.id,
         "base_model": limits.model_name,
-        "model_owner": OWNER,
-        "is_lora": model.adapters is not None,
-        "lora_rank": rank_of(model),
+        "model_owner": "local",
         "last_request_time": _time(model.last_request),
         "last_checkpoint": newest.get("training"),
         "last_sampler_checkpoint": newest.get("sampler"),
@@ -72,66 +78,12 @@ def _run(store: Store, model: Model, limits: "TinkerLimits") -> dict:
     }
 
 
-def _page(entries: Sequence[Any], asked: dict[str, str]) -> tuple[list[Any], dict]:
-    """The entries that were asked for, and the cursor."""
-    limit = int(asked.get("limit", PAGE)) if asked.get("limit", "1").isdecimal() else PAGE
-    offset = int(asked["offset"]) if asked.get("offset", "").isdecimal() else 0
-    cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
-    return list(entries[offset : offset + limit]), cursor
+def _sampler(store: Store, limits: TinkerLimits, sampler: Sampler) -> dict:
+    where = {"base_model": limits.model_name, "model_path": sampler.model_path}
+    return {"sampler_id": sampler.id} | where
 
 
-def _capabilities(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict:
-    names = (limits.model_name, f"{limits.model_name}:full")
-    models = [
-        {
-            "model_name": name,
-            "max_context_length": limits.max_length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        for name in names
-    ]
-    return {"supported_models": models}
-
-
-def _runs(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict:
-    newest = sorted(store.all("model"), key=lambda model: -model.created)
-    models, cursor = _page(newest, asked)
-    return {"training_runs": [_run(store, one, limits) for one in models], "cursor": cursor}
-
-
-def _one_run(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict | None:
-    model = store.get("model", asked["run"])
-    return None if model is None else _run(store, model, limits)
-
-
-def _checkpoints(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict | None:
-    """Those of one training run, or all of them."""
-    run = asked.get("run")
-    if run is not None and store.get("model", run) is None:
-        return None
-    found = [one for one in store.all("checkpoint") if run in (None, one.model)]
-    if run is not None:
-        return {"checkpoints": [_checkpoint(one) for one in found]}
-    some, cursor = _page(sorted(found, key=lambda one: -one.created), asked)
-    return {"checkpoints": [_checkpoint(one) for one in some], "cursor": cursor}
-
-
-def _sampler(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict | None:
-    sampler = store.get("sampler", asked["sampler"])
-    if sampler is None:
-        return None
-    return {
-        "sampler_id": sampler.id,
-        "base_model": limits.model_name,
-        "model_path": sampler.model_path,
-    }
-
-
-def _session(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict | None:
-    session = store.get("session", asked["session"])
-    if session is None:
-        return None
+def _session(store: Store, limits: TinkerLimits, session: TinkerSession) -> dict:
     return {
         "training_run_ids": [m.id for m in store.all("model") if m.session == session.id],
         "sampler_ids": [s.id for s in store.all("sampler") if s.session == session.id],
@@ -140,19 +92,40 @@ def _session(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dic
     }
 
 
-def _sessions(store: Store, limits: "TinkerLimits", asked: dict[str, str]) -> dict:
-    names = [one.id for one in sorted(store.all("session"), key=lambda one: -one.created)]
-    return {"sessions": _page(names, asked)[0]}
+def _capabilities(store: Store, limits: TinkerLimits, asked: Mapping[str, str]) -> dict:
+    length = limits.max_length
+    can = {"max_context_length": length, "trainable": True, "sampleable": True}
+    names = (limits.model_name, f"{limits.model_name}:full")
+    return {"supported_models": [{"model_name": name} | can for name in names]}
 
 
-# What answers a GET: a JSON object, or None if there is nothing of this name.
-PATHS: dict[str, Callable[[Store, "TinkerLimits", dict[str, str]], dict | None]] = {
-    "/api/v1/get_server_capabilities": _capabilities,
-    "/api/v1/training_runs": _runs,
-    "/api/v1/training_runs/{run}": _one_run,
-    "/api/v1/training_runs/{run}/checkpoints": _checkpoints,
-    "/api/v1/checkpoints": _checkpoints,
-    "/api/v1/samplers/{sampler}": _sampler,
-    "/api/v1/sessions": _sessions,
-    "/api/v1/sessions/{session}": _session,
+def _one(kind: str, view: View) -> Find:
+    return lambda store, limits, asked: view(store, limits, store.found(kind, asked["id"]))
+
+
+def _page(kind: str, key: str, view: View) -> Find:
+    """The newest records of a kind, as many as the client asks for."""
+
+    def find(store: Store, limits: TinkerLimits, asked: Mapping[str, str]) -> dict:
+        newest = sorted(store.all(kind), key=lambda one: -one.created)
+        cursor = {"total_count": len(newest)}
+        for name, default in (("offset", 0), ("limit", PAGE)):
+            text = asked.get(name, "")
+            cursor[name] = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+        some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
+        return {key: [view(store, limits, one) for one in some], "cursor": cursor}
+
+    return find
+
+
+# What answers a GET below /api/v1.
+PATHS: dict[str, Find] = {
+    "get_server_capabilities": _capabilities,
+    "training_runs": _page("model", "training_runs", _run),
+    "training_runs/{id}": _one("model", _run),
+    "training_runs/{id}/checkpoints": _one("model", _checkpoints),
+    "checkpoints": _page("checkpoint", "checkpoints", _checkpoint),
+    "samplers/{id}": _one("sampler", _sampler),
+    "sessions": _page("session", "sessions", lambda store, limits, session: session.id),
+    "sessions/{id}": _one("session", _session),
 }

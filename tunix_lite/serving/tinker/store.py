@@ -1,4 +1,4 @@
-"""What the server must not forget, in one folder: a journal in SQLite, and weights in files.
+"""The memory of the server, in one folder: a journal in SQLite, and weights in files.
 
 A request is in the journal before the client hears that it was accepted, and its result is there
 before the client can read it. So a server that was killed goes on where it was: it does again what
@@ -10,32 +10,55 @@ was accepted and has no result.
   checkpoints/       what clients saved under a name
 """
 
+import errno
+import hashlib
 import json
 import os
 import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from tunix_lite.plain_text import shown
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.fields import between, read
 
 JOURNAL = "journal.sqlite"
 WAITING = 0
 DONE = 1
 FAILED = 2
 
+# A second server on the same folder is refused. What is committed outlives a kill.
 TABLES = """
+PRAGMA locking_mode=EXCLUSIVE;
+PRAGMA journal_mode=WAL;
+PRAGMA synchronous=NORMAL;
 CREATE TABLE IF NOT EXISTS records (
   kind TEXT, id TEXT, session TEXT, value TEXT, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS requests (
   arrival INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, seq INTEGER, kind TEXT,
-  body BLOB, state INTEGER DEFAULT 0, result BLOB, attempts INTEGER DEFAULT 0, ended REAL);
+  body BLOB, state INTEGER DEFAULT 0, result BLOB, attempts INTEGER DEFAULT 0, ended REAL,
+  digest BLOB);
 CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
+CREATE INDEX IF NOT EXISTS waiting ON requests (arrival, owner) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS with_body ON requests (owner, seq) WHERE body != x'';
 """
+COLUMNS = ("arrival", "id", "owner", "seq", "kind", "body", "state", "result", "attempts", "ended")
+# Folders of weights, and what a message calls the files in them.
+ROOMS = {"models": "models", "samplers": "samplers", "checkpoints": "saved checkpoints"}
+# Names of files that a message shows.
+MOST_SHOWN = 5
+OTHER_VERSION = (
+    "it is damaged, or of another version of this server: start that version, or take another "
+    "folder (state_folder=)"
+)
+# Errors of a disk that cannot be written, in whatever file.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @dataclass
@@ -55,6 +78,19 @@ class TinkerSession:
 
 
 @dataclass
+class Adapters:
+    """The adapters of a model.
+
+    Example: Adapters(rank=8, seed=3, attention=True, mlp=True).
+    """
+
+    rank: int
+    seed: int
+    attention: bool
+    mlp: bool
+
+
+@dataclass
 class Model:
     """A model in training: what it was made with, and how far it is.
 
@@ -64,13 +100,13 @@ class Model:
     id: str
     session: str
     created: float = field(default_factory=time.time)
-    # rank, seed, attention and mlp; None trains all weights
-    adapters: dict[str, int] | None = None
+    # None trains all weights
+    adapters: Adapters | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     # the request that is next
     next_seq: int = 0
     # the last request that the file of weights holds, and that file
-    saved_seq: int = -1
+    saved_seq: int = between(-1, 2**62, -1)
     saved: str | None = None
     # whether gradients since the last step are incomplete
     has_failed: bool = False
@@ -105,11 +141,11 @@ class Checkpoint:
     kind: str
     file: str
     # as of its model
-    adapters: dict[str, int] | None
+    adapters: Adapters | None
     created: float = field(default_factory=time.time)
     size: int = 0
     expires: float | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +161,14 @@ class TinkerRequest:
     seq: int
     kind: str
 
+    @property
+    def session(self) -> str:
+        return session_of(self.owner)
+
+
+class StoreDamaged(ValueError):
+    """The folder does not hold what a server of this version left there."""
+
 
 RECORDS = {"session": TinkerSession, "model": Model, "sampler": Sampler, "checkpoint": Checkpoint}
 Record = TinkerSession | Model | Sampler | Checkpoint
@@ -137,22 +181,57 @@ class Store:
     """
 
     def __init__(self, folder: Path):
-        """Raises OSError or sqlite3.Error if the folder cannot be written."""
+        """Raises OSError or sqlite3.Error if the folder cannot be written, StoreDamaged."""
         self.folder = folder
-        for name in ("models", "samplers", "checkpoints"):
+        for name in ROOMS:
             (folder / name).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._db = sqlite3.connect(
             folder / JOURNAL, check_same_thread=False, isolation_level=None, timeout=1.0
         )
-        # A second server on the same folder is refused here. What is committed outlives a kill.
-        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(TABLES)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
+        # what stands in the folder and not in the journal, or the other way round
+        self.differences: list[str] = []
+        try:
+            self._read()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _read(self) -> None:
+        """Takes over what the server before has left."""
+        self._db.executescript(TABLES)
+        columns = [row[1] for row in self._db.execute("PRAGMA table_info(requests)")]
+        if missing := [name for name in COLUMNS if name not in columns]:
+            raise StoreDamaged(f"{JOURNAL}: requests have no {missing[0]}; {OTHER_VERSION}")
+        if "digest" not in columns:
+            # a journal of the version before
+            self._db.execute("ALTER TABLE requests ADD COLUMN digest BLOB")
         for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
-            self._records[kind][name] = RECORDS[kind](**json.loads(value))
+            self._records.setdefault(kind, {})[name] = _record(kind, name, value)
+
+        # Without its newest part, which is a file of its own, SQLite opens an older journal.
+        named = {one.saved for one in self.all("model")} - {None}
+        named |= {one.file for kind in ("sampler", "checkpoint") for one in self.all(kind)} - {None}
+        files: dict[str, set[str]] = {}
+        for room in ROOMS:
+            paths = (self.folder / room).glob("*/*/*" if room == "checkpoints" else "*")
+            kept = [path for path in paths if path.name[:1] != "."]
+            files[room] = {path.relative_to(self.folder).as_posix() for path in kept}
+            if lost := sorted(files[room] - named):
+                # one may be left by a server that was killed while it saved
+                names = ", ".join(lost[:MOST_SHOWN])
+                line = f"{len(lost)} {ROOMS[room]} here are in no journal: {names}"
+                self.differences.append(line)
+        if any(files.values()) and not any(self._records.values()):
+            found = " and ".join(f"{len(files[room])} {ROOMS[room]}" for room in ROOMS)
+            raise StoreDamaged(
+                f"{JOURNAL} is empty, and {found} lie beside it: it was damaged, or deleted. Take "
+                "another folder (state_folder=), or move these files away"
+            )
+        if gone := sorted(named.difference(*files.values())):
+            names = ", ".join(gone[:MOST_SHOWN])
+            self.differences.append(f"{len(gone)} files of the journal are not here: {names}")
 
     def close(self) -> None:
         with self._lock:
@@ -161,23 +240,32 @@ class Store:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All that is written inside is written, or nothing."""
-        with self._lock:
-            if self._db.in_transaction:
-                yield
-                return
+        # The connection commits at the end, or rolls back.
+        with self._lock, self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+            yield
+
+    def _rows(self, query: str, *values: Any) -> list[tuple]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def settle(self) -> None:
+        """Moves what is committed into the main file of the journal, on the disk. Until then it
+        stands in a file beside it."""
+        self._rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ---- records
 
     def get(self, kind: str, name: str) -> Any:
         """The record of this name, or None."""
         return self._records[kind].get(name)
+
+    def found(self, kind: str, name: str) -> Any:
+        """The record of this name. Raises BadCall if there is none."""
+        record = self.get(kind, name)
+        if record is None:
+            raise BadCall(f"there is no {kind} {shown(name)}", code="not_found")
+        return record
 
     def all(self, kind: str) -> list[Any]:
         with self._lock:
@@ -186,39 +274,48 @@ class Store:
     def put(self, record: Record) -> None:
         """Writes a record, new or changed."""
         [kind] = [kind for kind, made in RECORDS.items() if isinstance(record, made)]
-        value = json.dumps(asdict(record))
-        session = getattr(record, "session", "")
+        values = (kind, record.id, getattr(record, "session", ""), json.dumps(asdict(record)))
         with self._lock:
-            self._db.execute(
-                "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)",
-                (kind, record.id, session, value),
-            )
+            self._rows("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", *values)
             self._records[kind][record.id] = record
 
     def remove(self, kind: str, name: str) -> None:
         with self._lock:
-            self._db.execute("DELETE FROM records WHERE kind = ? AND id = ?", (kind, name))
+            self._rows("DELETE FROM records WHERE kind = ? AND id = ?", kind, name)
             self._records[kind].pop(name, None)
 
     # ---- requests
 
-    def accept(self, owner: str, seq: int, kind: str, body: bytes) -> tuple[TinkerRequest, bool]:
-        """Writes a request into the journal, and whether it is new. A client that sends one again,
-        as it did not hear the answer, gets the first one."""
-        name = f"{owner}:{seq}"
-        with self._lock:
-            cursor = self._db.execute(
-                "INSERT OR IGNORE INTO requests (id, owner, seq, kind, body) "
-                "VALUES (?, ?, ?, ?, ?)",
-                (name, owner, seq, kind, body),
-            )
-            is_new = cursor.rowcount == 1
-            [found] = self._requests("id = ?", name)
-        return found, is_new
+    def accept(
+        self, owner: str, seq: int | None, kind: str, body: bytes, least: int = 0
+    ) -> TinkerRequest:
+        """Writes a request into the journal. A client that sends one again, as it did not hear the
+        answer, gets the first one.
 
-    def waiting(self) -> list[TinkerRequest]:
-        """All that have no result, in the order in which they came."""
-        return self._requests("state = ? ORDER BY arrival", WAITING)
+        seq: its number; None: the first free one from `least` on. Raises BadCall if the number was
+        that of another request.
+        """
+        digest = hashlib.sha256(kind.encode() + b" " + body).digest()
+        with self._lock:
+            if seq is None:
+                query = "SELECT seq FROM requests WHERE owner = ? AND seq >= ?"
+                taken = {row[0] for row in self._rows(query, owner, least)}
+                seq = next(number for number in range(least, 2**62) if number not in taken)
+            columns = "(id, owner, seq, kind, body, digest)"
+            query = f"INSERT OR IGNORE INTO requests {columns} VALUES (?, ?, ?, ?, ?, ?)"
+            self._rows(query, f"{owner}:{seq}", owner, seq, kind, body, digest)
+            [request] = self._requests("owner = ? AND seq = ?", owner, seq)
+            [(first,)] = self._rows("SELECT digest FROM requests WHERE id = ?", request.id)
+        if request.kind != kind:
+            raise BadCall(f"request {seq} of {owner} was {request.kind}, not {kind}", "seq_id")
+        if first not in (None, digest):
+            raise BadCall(f"request {seq} of {owner} was {kind} with other data", "seq_id")
+        return request
+
+    def waiting(self, session: str = "") -> list[TinkerRequest]:
+        """All that have no result, of one session or of all, in the order in which they came."""
+        where = f"state = {WAITING} AND owner LIKE ? ORDER BY arrival"
+        return self._requests(where, f"{session}:%" if session else "%")
 
     def done_after(self, owner: str, seq: int, kind: str) -> list[TinkerRequest]:
         """Requests of this kind after seq that have a result, in their order."""
@@ -226,85 +323,104 @@ class Store:
         return self._requests(where, owner, seq, kind, DONE)
 
     def _requests(self, where: str, *values: Any) -> list[TinkerRequest]:
-        columns = "arrival, id, owner, seq, kind"
-        with self._lock:
-            rows = self._db.execute(f"SELECT {columns} FROM requests WHERE {where}", values)
-            return [TinkerRequest(*row) for row in rows]
+        query = f"SELECT arrival, id, owner, seq, kind FROM requests WHERE {where}"
+        return [TinkerRequest(*row) for row in self._rows(query, *values)]
 
     def body(self, request: TinkerRequest) -> bytes:
-        with self._lock:
-            query = "SELECT body FROM requests WHERE arrival = ?"
-            return self._db.execute(query, (request.arrival,)).fetchone()[0]
+        [(body,)] = self._rows("SELECT body FROM requests WHERE arrival = ?", request.arrival)
+        return body
 
-    def begin(self, request: TinkerRequest) -> int:
+    def begin(self, request: TinkerRequest, attempts: int = 1) -> int:
         """Counts an attempt; returns how many there are. A request that kills the server again
-        and again is told apart by it."""
-        with self._lock:
-            query = "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ?"
-            self._db.execute(query, (request.arrival,))
-            query = "SELECT attempts FROM requests WHERE arrival = ?"
-            return self._db.execute(query, (request.arrival,)).fetchone()[0]
+        and again is told apart by it. attempts: as how many this one counts."""
+        query = "UPDATE requests SET attempts = attempts + ? WHERE arrival = ?"
+        self._rows(query, attempts, request.arrival)
+        query = "SELECT attempts FROM requests WHERE arrival = ?"
+        [(count,)] = self._rows(query, request.arrival)
+        return count
 
     def end(self, request: TinkerRequest, state: int, result: bytes) -> None:
         """Writes the result."""
-        with self._lock:
-            self._db.execute(
-                "UPDATE requests SET state = ?, result = ?, ended = ? WHERE arrival = ?",
-                (state, result, time.time(), request.arrival),
-            )
+        query = "UPDATE requests SET state = ?, result = ?, ended = ? WHERE arrival = ?"
+        self._rows(query, state, result, time.time(), request.arrival)
 
     def result(self, name: str) -> tuple[int, str, bytes | None] | None:
         """State, kind and result of a request; None if there is no such request."""
-        with self._lock:
-            query = "SELECT state, kind, result FROM requests WHERE id = ?"
-            return self._db.execute(query, (name,)).fetchone()
+        rows = self._rows("SELECT state, kind, result FROM requests WHERE id = ?", name)
+        return rows[0] if rows else None
 
     def forget_bodies(self, owner: str, seq: int) -> None:
         """Drops the bodies of requests up to seq: saved weights hold what they did."""
-        with self._lock:
-            # The index with_body holds these few of them, so a long run does not become slow.
-            where = "owner = ? AND seq <= ? AND state > 0 AND body != x''"
-            self._db.execute(f"UPDATE requests SET body = x'' WHERE {where}", (owner, seq))
+        # The index with_body holds these few of them, so a long run does not become slow.
+        where = "owner = ? AND seq <= ? AND state > 0 AND body != x''"
+        self._rows(f"UPDATE requests SET body = x'' WHERE {where}", owner, seq)
 
     def forget_results(self, before: float) -> None:
         """Drops requests that ended before this time and are in no weights' way."""
-        with self._lock:
-            query = "DELETE FROM requests WHERE state > 0 AND ended < ? AND body = x''"
-            self._db.execute(query, (before,))
+        where = "state > 0 AND ended < ? AND body = x''"
+        self._rows(f"DELETE FROM requests WHERE {where}", before)
 
     # ---- files
 
-    def new_file(self, room: str, name: str) -> tuple[Path, Path]:
-        """A path to write to, and the one that it gets by `keep`. Raises ValueError for a name
-        that leads out of the folder."""
+    def write(self, room: str, name: str, save: Callable[[Path], None]) -> str:
+        """Lets `save` write a file, which gets its name once it is complete; returns the path as
+        records write it. Raises ValueError for a name that leads out of the folder."""
         final = self.folder / room / name.replace(":", "_")
         if (self.folder / room).resolve() not in final.resolve().parents:
             raise ValueError(f"{name!r} is no name for a file")
         final.parent.mkdir(parents=True, exist_ok=True)
         draft = final.with_name(f".{final.name}.new")
-        delete(draft)
-        return draft, final
-
-    def keep(self, draft: Path, final: Path) -> str:
-        """Gives a complete file its name; returns it as records write it."""
-        delete(final)
+        self.delete(draft)
+        save(draft)
+        self.delete(final)
         os.replace(draft, final)
         return final.relative_to(self.folder).as_posix()
 
-    def path(self, file: str) -> Path:
-        return self.folder / file
+    def delete(self, file: str | Path | None) -> None:
+        """Removes a file or a folder, if it is there."""
+        if file is None:
+            return
+        path = self.folder / file
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def delete(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def session_of(owner: str) -> str:
+    """The session that a model or a sampler belongs to: `4f2a` of `4f2a:train:0`."""
+    return owner.partition(":")[0]
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file or of all files of a folder."""
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def _record(kind: str, name: str, value: Any) -> Record:
+    """A record as the journal holds it. Raises StoreDamaged for one that is not as expected."""
+    where = f"{JOURNAL}: the record {shown(kind)} {shown(name)}"
+    if kind not in RECORDS:
+        raise StoreDamaged(f"{where} is of no kind that this server knows; {OTHER_VERSION}")
+    try:
+        values = json.loads(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StoreDamaged(f"{where} is no JSON; {OTHER_VERSION}") from error
+    try:
+        record = read(RECORDS[kind], values)
+        wrong = sorted(set(values) - {one.name for one in fields(record)})
+        wrong += [] if record.id == name else ["id"]
+    except BadCall as error:
+        wrong = [error.field or "the record itself"]
+    if wrong:
+        message = f"{where} is not as expected ({shown(', '.join(wrong))}); {OTHER_VERSION}"
+        raise StoreDamaged(message)
+    return record
+
+
+def disk_trouble(error: BaseException | None) -> str | None:
+    """The reason that the journal or a file beside it cannot be written; None if neither the error
+    nor its causes say one."""
+    while error is not None:
+        is_of_disk = isinstance(error, OSError) and error.errno in DISK
+        if is_of_disk or isinstance(error, sqlite3.Error):
+            return str(error)
+        if "No space left on device" in str(error):
+            return "no space left on the device"
+        error = error.__cause__ or error.__context__
+    return None

@@ -8,105 +8,156 @@ weights are drawn together.
 import json
 import sys
 import threading
+import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tunix_lite.plain_text import visible
 from tunix_lite.serving.tinker import bodies, wire
-from tunix_lite.serving.tinker.live_models import LiveModels
+from tunix_lite.serving.tinker.bodies import TinkerBody
 from tunix_lite.serving.tinker.store import (
     DONE,
     FAILED,
+    Adapters,
     Checkpoint,
     Model,
     Sampler,
     Store,
     TinkerRequest,
-    delete,
-    size_of,
+    disk_trouble,
 )
 
+if TYPE_CHECKING:
+    from tunix_lite.trainer.trainer import Trainer
+
+# Weights that get adapters, as paths name them.
+ATTENTION = ("q", "k", "v", "o")
+MLP = ("gate", "up", "down")
 # Sequences that are drawn in one turn, at most.
 SEQUENCES_PER_TURN = 256
-# Times that a request may end with the end of the server before it is given up.
-MOST_ATTEMPTS = 3
+# Times that a request may end with the end of the server before it is given up. Somebody else may
+# have ended the server each time, so a short attempt counts one, and one that took LONG_SECONDS
+# counts LONG_ATTEMPT: three of them are too many.
+MOST_ATTEMPTS = 20
+LONG_SECONDS = 30.0
+LONG_ATTEMPT = 7
 
 
-class Waiting:
-    """The requests that have no result: whose turn is next.
+class WorkerFailed(Exception):
+    """The worker's thread has ended, and the server with it."""
 
-    Example: waiting.add(request, session="4f2a"); waiting.take(next_seq) is [request].
+
+class LiveModels:
+    """The trainer's clients and samplers on the devices, the ones used last. What is not there is
+    made again from the store. One thread calls it.
+
+    Example: LiveModels(trainer, store, most=16).client(model).optim_step(learning_rate=1e-4).
     """
 
-    def __init__(self) -> None:
-        # session -> owner -> number of the request -> request; the first session is next
-        self.sessions: OrderedDict[str, dict[str, dict[int, TinkerRequest]]] = OrderedDict()
-        self.count = 0
+    def __init__(self, trainer: "Trainer", store: Store, most: int = 16):
+        """most: models, and samplers, that stay on the devices."""
+        self.trainer = trainer
+        self.store = store
+        self.most = most
+        # the one used last is the last
+        self._clients: dict[str, Any] = {}
+        self._samplers: dict[str, Any] = {}
 
-    def add(self, request: TinkerRequest, session: str) -> None:
-        owners = self.sessions.setdefault(session, {})
-        owners.setdefault(request.owner, {})[request.seq] = request
-        self.count += 1
+    def forget(self, name: str) -> None:
+        """Takes a model from the devices; the store has it."""
+        client = self._clients.pop(name, None)
+        if client is not None:
+            client.close()
 
-    def remove(self, name: str) -> TinkerRequest | None:
-        """Takes out one request, wherever it stands; None if it does not wait."""
-        for session, owners in self.sessions.items():
-            for owner, requests in owners.items():
-                for request in requests.values():
-                    if request.id == name:
-                        self._take(session, owner, [request])
-                        return request
-        return None
+    def client(self, model: Model) -> Any:
+        """The trainer's client of a model, with all that it was asked to do. Raises ValueError for
+        adapters that cannot be."""
+        client = self._clients.pop(model.id, None)
+        if client is not None:
+            self._clients[model.id] = client
+            return client
+        client = self._made(model.adapters)
+        if model.saved is not None:
+            client.load(self.store.folder / model.saved, optimizer=True)
+        self._keep(self._clients, model.id, client)
+        # Gradients since then are in no file.
+        for done in self.store.done_after(model.id, model.saved_seq, "forward_backward"):
+            self.forward_backward(model, self.store.body(done))
+        return client
 
-    def remove_all(self, session: str) -> list[TinkerRequest]:
-        """Takes out all requests of a session."""
-        owners = self.sessions.pop(session, {})
-        requests = [request for waiting in owners.values() for request in waiting.values()]
-        self.count -= len(requests)
-        return requests
+    def _made(self, adapters: Adapters | None) -> Any:
+        if adapters is None:
+            # There is room for one of them. Another one comes back when its client asks again.
+            for name in [name for name, one in self._clients.items() if one.lora is None]:
+                self.forget(name)
+            return self.trainer.full()
+        parts = ATTENTION * adapters.attention + MLP * adapters.mlp
+        if not parts:
+            raise ValueError("train_attn and train_mlp are both off: nothing would train")
+        targets = f".*/({'|'.join(parts)})"
+        return self.trainer.adapter(rank=adapters.rank, seed=adapters.seed, targets=targets)
 
-    def take(self, next_seq: Callable[[str], int]) -> list[TinkerRequest]:
-        """The next turn: one request of a model, or sample requests of one sampler; [] if nothing
-        can be done. next_seq: the number that a model's next request must have."""
-        for session, owners in list(self.sessions.items()):
-            ready = []
-            for owner, requests in owners.items():
-                first = min(requests.values(), key=lambda request: request.arrival)
-                if first.kind != "sample":
-                    first = requests.get(next_seq(owner))
-                if first is not None:
-                    ready.append(first)
-            if ready:
-                self.sessions.move_to_end(session)
-                chosen = min(ready, key=lambda request: request.arrival)
-                taken = [chosen]
-                if chosen.kind == "sample":
-                    same = owners[chosen.owner].values()
-                    taken = sorted(same, key=lambda request: request.arrival)
-                    taken = taken[:SEQUENCES_PER_TURN]
-                self._take(session, chosen.owner, taken)
-                return taken
+    def _keep(self, live: dict[str, Any], name: str, made: Any) -> None:
+        live[name] = made
+        while len(live) > self.most:
+            live.pop(next(iter(live))).close()
+
+    def forward_backward(self, model: Model, body: bytes) -> Any:
+        """The trainer's result, of forward if the request says so. Raises ValueError."""
+        asked = wire.wire_message("Request", body)
+        data = wire.data_of(asked)
+        client = self.client(model)
+        call = client.forward if asked.forward_only else client.forward_backward
+        return call(data, loss=asked.loss, settings=wire.loss_settings(asked))
+
+    def sample(self, asked: list[tuple[TinkerRequest, TinkerBody]]) -> list[bytes]:
+        """The results of sample requests of one sampler, each with as many samples."""
+        file = self.store.found("sampler", asked[0][0].owner).file or ""
+        sampler = self._samplers.pop(file, None)
+        if sampler is None:
+            sampler = self.trainer.sampler(self.store.folder / file if file else None)
+        self._keep(self._samplers, file, sampler)
+        count = asked[0][1].num_samples
+        prompts = [bodies.prompt_tokens(body.prompt) for _, body in asked]
+        settings = [bodies.sample_settings(body.sampling_params, one.id) for one, body in asked]
+        drawn = sampler.sample(prompts, count, settings)
+        results = []
+        for i, (_, body) in enumerate(asked):
+            scores = sampler.logprobs([prompts[i]])[0] if body.prompt_logprobs else None
+            results.append(wire.write_samples(drawn[i * count : (i + 1) * count], scores))
+        return results
+
+
+def next_turn(
+    waiting: list[TinkerRequest], turns: dict[str, int], next_seq: Callable[[str], int]
+) -> list[TinkerRequest]:
+    """One request of a model, or sample requests of one sampler, of the session whose last turn is
+    longest ago; [] if nothing can be done.
+
+    waiting: in the order in which they came. turns: session -> number of its last turn. next_seq:
+    the number that a model's next request must have.
+    """
+    ready: dict[str, list[TinkerRequest]] = {}
+    for one in waiting:
+        if one.kind == "sample" or one.seq == next_seq(one.owner):
+            ready.setdefault(one.session, []).append(one)
+    if not ready:
         return []
-
-    def _take(self, session: str, owner: str, requests: list[TinkerRequest]) -> None:
-        owners = self.sessions[session]
-        for request in requests:
-            del owners[owner][request.seq]
-            self.count -= 1
-        if not owners[owner]:
-            del owners[owner]
-        if not owners:
-            del self.sessions[session]
+    session = min(ready, key=lambda name: turns.get(name, 0))
+    turns[session] = max(turns.values(), default=0) + 1
+    first = ready[session][0]
+    same = [one for one in ready[session] if one.owner == first.owner]
+    return same[: SEQUENCES_PER_TURN if first.kind == "sample" else 1]
 
 
 class Worker:
-    """The thread. Other threads hand it requests that are in the journal.
+    """The thread. What it has to do is in the journal; `wake` says that there is more.
 
-    Example: worker = Worker(live, store, print); worker.submit(request, "4f2a"); worker.close().
+    Example: worker = Worker(live, store, print); worker.wake(); worker.close().
     """
 
     def __init__(self, live: LiveModels, store: Store, on_end: Callable[[str], None]):
@@ -116,11 +167,15 @@ class Worker:
         self.on_end = on_end
         self.failure: BaseException | None = None
         self.done = 0
-        self._waiting = Waiting()
         self._lock = threading.Condition()
         self._is_closing = False
-        for request in store.waiting():
-            self._waiting.add(request, session_of(request.owner))
+        self._turns: dict[str, int] = {}
+        # what is under way, and since when; 0.0 once a long attempt is counted
+        self._current: list[TinkerRequest] = []
+        self._since = 0.0
+        for session in store.all("session"):
+            if session.is_finished:
+                self.give_up(session.id)
         self._thread = threading.Thread(target=self._run, name="tinker", daemon=True)
         self._thread.start()
 
@@ -128,30 +183,37 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_closing
 
-    @property
-    def num_waiting(self) -> int:
-        return self._waiting.count
+    def check(self) -> None:
+        """Counts an attempt that takes long as more than one. Raises WorkerFailed if the thread has
+        ended."""
+        if not self.is_alive:
+            raise WorkerFailed(f"the worker failed: {self.failure}")
+        if self._since and time.monotonic() > self._since + LONG_SECONDS:
+            self._since = 0.0
+            for request in self._current:
+                self.store.begin(request, LONG_ATTEMPT - 1)
 
-    def submit(self, request: TinkerRequest) -> None:
+    def wake(self) -> None:
         with self._lock:
-            self._waiting.add(request, session_of(request.owner))
             self._lock.notify()
 
     def cancel(self, name: str) -> None:
         """Gives up a sample request that nobody has begun."""
-        with self._lock:
-            found = self._waiting.remove(name) if ":sample:" in name else None
-        if found is not None:
-            self.store.end(found, FAILED, failure("the client cancelled it", "user"))
-            self.on_end(name)
+        if ":sample:" in name:
+            self._give_up(name.partition(":")[0], "the client cancelled it", name)
 
     def give_up(self, session: str) -> None:
         """Ends what still waits of a session: nobody will ask for it."""
+        self._give_up(session, "the session has ended")
+        self._turns.pop(session, None)
+
+    def _give_up(self, session: str, why: str, name: str | None = None) -> None:
         with self._lock:
-            requests = self._waiting.remove_all(session)
-        for request in requests:
-            self.store.end(request, FAILED, failure("the session has ended", "user"))
-            self.on_end(request.id)
+            waiting = [one for one in self.store.waiting(session) if one not in self._current]
+            for request in waiting:
+                if name in (None, request.id):
+                    self.store.end(request, FAILED, failure(why, "user"))
+                    self.on_end(request.id)
 
     def close(self) -> None:
         """Ends after the request that is under way; the others stay in the journal."""
@@ -166,17 +228,19 @@ class Worker:
         try:
             while True:
                 with self._lock:
-                    while not (taken := self._next()) and not self._is_closing:
-                        self._lock.wait()
-                    if self._is_closing:
-                        return
-                self._turn(taken)
+                    while not self._is_closing and not self._current:
+                        waiting = self.store.waiting()
+                        self._current = next_turn(waiting, self._turns, self._next_seq)
+                        if not self._current:
+                            self._lock.wait()
+                if self._is_closing:
+                    return
+                self._turn(self._current)
+                self._current = []
         except BaseException as error:
             self.failure = error
-            traceback.print_exc()
-
-    def _next(self) -> list[TinkerRequest]:
-        return [] if self._is_closing else self._waiting.take(self._next_seq)
+            if disk_trouble(error) is None:
+                traceback.print_exc()
 
     def _next_seq(self, owner: str) -> int:
         model = self.store.get("model", owner)
@@ -185,6 +249,7 @@ class Worker:
     def _turn(self, requests: list[TinkerRequest]) -> None:
         """Does these requests and writes their results."""
         tried = [one for one in requests if self.store.begin(one) <= MOST_ATTEMPTS]
+        self._since = time.monotonic()
         for request in requests:
             if request not in tried:
                 self._fail(request, "the server ended each time that it did this", "server")
@@ -192,20 +257,36 @@ class Worker:
             self._sample(tried)
         elif tried:
             self._train(tried[0])
+        self._since = 0.0
         self.done += len(requests)
         for request in requests:
             self.on_end(request.id)
 
     def _train(self, request: TinkerRequest) -> None:
         try:
-            OPERATIONS[request.kind](self, request, self.store.body(request))
-        except ValueError as error:
-            self._fail(request, str(error), "user")
+            if request.kind not in OPERATIONS:
+                message = f"this server knows no {request.kind}; another version has accepted it"
+                raise ValueError(message)
+            asked = self._body(request)
+            model = self.store.get("model", request.owner)
+            if model is None:
+                adapters = bodies.adapters(asked)
+                if asked.path is not None:
+                    adapters = self.store.found("checkpoint", asked.path).adapters
+                model = Model(request.owner, request.session, adapters=adapters)
+                model.metadata = asked.user_metadata
+            OPERATIONS[request.kind](self, request, model, asked)
         except Exception as error:
-            traceback.print_exc()
-            # The devices may hold half of it; what the journal holds is whole.
-            self.live.forget(request.owner)
-            self._fail(request, f"{type(error).__name__}: {error}", "server")
+            message, category = told(error)
+            if category == "server":
+                # The devices may hold half of it; what the journal holds is whole.
+                self.live.forget(request.owner)
+            self._fail(request, message, category)
+
+    def _body(self, request: TinkerRequest) -> TinkerBody:
+        if request.kind == "forward_backward":
+            return TinkerBody()
+        return bodies.body_of(json.loads(self.store.body(request)))
 
     def _fail(self, request: TinkerRequest, message: str, category: str) -> None:
         with self.store.transaction():
@@ -214,6 +295,8 @@ class Worker:
                 model.next_seq = request.seq + 1
                 model.has_failed |= request.kind == "forward_backward"
                 self.store.put(model)
+            # Clients need not know where the server keeps its files.
+            message = message.replace(f"{self.store.folder}/", "")
             self.store.end(request, FAILED, failure(message, category))
         line = f"{request.id} {request.kind}: {message}"
         print(visible(line), file=sys.stderr, flush=True)
@@ -224,8 +307,10 @@ class Worker:
         model: Model,
         result: bytes | dict,
         made: Checkpoint | Sampler | None = None,
+        old: str | None = None,
     ) -> None:
-        """The result, how far the model is, and what the request made: all of it, or nothing."""
+        """The result, how far the model is, and what the request made: all of it, or nothing. Then
+        the file that it replaces is deleted."""
         raw = result if isinstance(result, bytes) else json.dumps(result).encode()
         with self.store.transaction():
             model.next_seq = request.seq + 1
@@ -234,52 +319,31 @@ class Worker:
                 self.store.put(made)
             self.store.end(request, DONE, raw)
             self.store.forget_bodies(model.id, model.saved_seq)
+        if isinstance(made, Checkpoint):
+            self.store.settle()
+        self.store.delete(old)
 
     # ---- operations: each ends its request, or raises
 
-    def _create(self, request: TinkerRequest, body: bytes) -> None:
-        given = json.loads(body)
-        model = made_model(request.owner, given)
-        self.live.create(model)
+    def _create(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+        self.live.client(model)
         self._end(request, model, {"model_id": model.id, "type": "create_model"})
 
-    def _create_from(self, request: TinkerRequest, body: bytes) -> None:
-        """A new model that begins with the weights of a checkpoint."""
-        given = json.loads(body)
-        checkpoint = self.live.checkpoint(given["path"])
-        model = Model(
-            request.owner,
-            session_of(request.owner),
-            adapters=checkpoint.adapters,
-            metadata=given.get("user_metadata") or {},
-        )
-        self._load_into(request, model, checkpoint, bool(given.get("optimizer")))
-
-    def _load(self, request: TinkerRequest, body: bytes) -> None:
-        given = json.loads(body)
-        checkpoint = self.live.checkpoint(given["path"])
-        model = self.store.get("model", request.owner)
-        self._load_into(request, model, checkpoint, bool(given.get("optimizer")))
-
-    def _load_into(
-        self, request: TinkerRequest, model: Model, checkpoint: Checkpoint, optimizer: bool
-    ) -> None:
+    def _load(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+        """The weights of a checkpoint, for a model that exists or for a new one."""
+        checkpoint = self.store.found("checkpoint", asked.path)
         client = self.live.client(model)
-        client.load(self.store.path(checkpoint.file), optimizer=optimizer)
+        client.load(self.store.folder / checkpoint.file, optimizer=asked.optimizer)
         old = self._save(model, request.seq)
         answer = {"path": checkpoint.id, "model_id": model.id, "type": "load_weights"}
-        self._end(request, model, answer)
-        self._delete(old)
+        self._end(request, model, answer, old=old)
 
-    def _forward_backward(self, request: TinkerRequest, body: bytes) -> None:
-        asked = wire.read_forward_backward(body)
-        model = self.store.get("model", request.owner)
-        out = self.live.forward_backward(model, asked)
+    def _learn(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+        out = self.live.forward_backward(model, self.store.body(request))
         logprobs = [np.asarray(row) for row in out.logprobs]
         self._end(request, model, wire.write_forward_backward(logprobs, {"loss:sum": out.loss}))
 
-    def _optim_step(self, request: TinkerRequest, body: bytes) -> None:
-        model = self.store.get("model", request.owner)
+    def _step(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
         if model.has_failed:
             # Half of the gradients would be another step than the one that was meant.
             model.has_failed = False
@@ -287,98 +351,72 @@ class Worker:
             self.live.forget(model.id)
             message = "a forward_backward since the last step failed: nothing was changed, and "
             raise ValueError(message + "all gradients since then are dropped")
-        metrics = self.live.client(model).optim_step(**bodies.adam(json.loads(body)))
+        metrics = self.live.client(model).optim_step(**bodies.adam(asked))
         old = self._save(model, request.seq)
         named = {name: float(value) for name, value in (metrics or {}).items()}
-        self._end(request, model, {"metrics": named})
-        self._delete(old)
+        self._end(request, model, {"metrics": named}, old=old)
 
     def _save(self, model: Model, seq: int) -> str | None:
         """Writes the weights and the optimizer of a model; returns the file that they replace."""
-        draft, final = self.store.new_file("models", f"{model.id}.{seq}")
-        self.live.client(model).save(draft, optimizer=True)
+        save = partial(self.live.client(model).save, optimizer=True)
         old = model.saved
-        model.saved = self.store.keep(draft, final)
+        model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
         model.has_failed = False
         return old
 
-    def _delete(self, file: str | None) -> None:
-        if file is not None:
-            delete(self.store.path(file))
-
-    def _save_weights(self, request: TinkerRequest, body: bytes) -> None:
-        given = json.loads(body)
-        model = self.store.get("model", request.owner)
-        checkpoint, old = self._write_checkpoint(request, model, given, "training")
-        answer = {"path": checkpoint.id, "type": "save_weights"}
-        self._end(request, model, answer, checkpoint)
-        self._delete(old)
-
-    def _save_for_sampler(self, request: TinkerRequest, body: bytes) -> None:
-        given = json.loads(body)
-        model = self.store.get("model", request.owner)
-        old = None
-        if given.get("path") is not None:
-            record, old = self._write_checkpoint(request, model, given, "sampler")
-            answer = {"path": record.id}
-        else:
-            number = bodies.whole_field(given, "sampling_session_seq_id")
-            name = f"{model.session}:sample:{number}"
-            draft, final = self.store.new_file("samplers", name)
-            self.live.client(model).save(draft, optimizer=False)
-            record = Sampler(name, model.session, self.store.keep(draft, final))
-            answer = {"sampling_session_id": name}
-        self._end(request, model, answer | {"type": "save_weights_for_sampler"}, record)
-        self._delete(old)
-
-    def _write_checkpoint(
-        self, request: TinkerRequest, model: Model, given: dict[str, Any], kind: str
-    ) -> tuple[Checkpoint, str | None]:
-        """The checkpoint, on disk, and the file that it replaces."""
-        folder = "weights" if kind == "training" else "sampler_weights"
-        name = bodies.file_name(given, "path")
-        path = f"tinker://{model.id}/{folder}/{name}"
+    def _keep(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+        """Weights under a name, or those of a sampler without one."""
+        is_training = request.kind == "save_weights"
+        save = partial(self.live.client(model).save, optimizer=is_training)
+        if asked.path is None:
+            name = f"{model.session}:sample:{asked.sampling_session_seq_id}"
+            made = Sampler(name, model.session, self.store.write("samplers", name, save))
+            answer = {"sampling_session_id": name, "type": request.kind}
+            self._end(request, model, answer, made)
+            return
+        folder = "weights" if is_training else "sampler_weights"
+        path = f"tinker://{model.id}/{folder}/{asked.path}"
         old = self.store.get("checkpoint", path)
-        if old is not None and kind == "training" and not given.get("overwrite"):
+        if old is not None and is_training and not asked.overwrite:
             raise ValueError(f"{path} exists; overwrite=True replaces it")
-        draft, final = self.store.new_file(
-            "checkpoints", f"{model.id}/{folder}/{name}.{request.seq}"
-        )
-        self.live.client(model).save(draft, optimizer=kind == "training")
-        file = self.store.keep(draft, final)
-        checkpoint = Checkpoint(path, model.id, kind, file, model.adapters)
-        checkpoint.size = size_of(final)
-        checkpoint.metadata = given.get("user_metadata")
-        if given.get("ttl_seconds") is not None:
-            checkpoint.expires = checkpoint.created + given["ttl_seconds"]
-        return checkpoint, None if old is None or old.file == file else old.file
+        name = f"{model.id}/{folder}/{asked.path}.{request.seq}"
+        kind = "training" if is_training else "sampler"
+        file = self.store.write("checkpoints", name, save)
+        made = Checkpoint(path, model.id, kind, file, model.adapters)
+        written = self.store.folder / file
+        files = [one for one in (written, *written.rglob("*")) if one.is_file()]
+        made.size = sum(one.stat().st_size for one in files)
+        made.metadata = asked.user_metadata or None
+        if asked.ttl_seconds is not None:
+            made.expires = made.created + asked.ttl_seconds
+        replaced = None if old is None or old.file == file else old.file
+        self._end(request, model, {"path": path, "type": request.kind}, made, replaced)
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
         """Sample requests of one sampler, those with as many samples together."""
-        by_count: dict[int, list[tuple[TinkerRequest, dict]]] = {}
+        by_count: dict[int, list[tuple[TinkerRequest, TinkerBody]]] = {}
         for request in requests:
-            body = json.loads(self.store.body(request))
-            by_count.setdefault(body.get("num_samples", 1), []).append((request, body))
+            try:
+                body = self._body(request)
+                by_count.setdefault(body.num_samples, []).append((request, body))
+            except ValueError as error:
+                self._fail(request, *told(error))
         for count, asked in by_count.items():
             most = max(1, SEQUENCES_PER_TURN // count)
             for start in range(0, len(asked), most):
-                self._draw(count, asked[start : start + most])
+                self._draw(asked[start : start + most])
 
-    def _draw(self, count: int, asked: list[tuple[TinkerRequest, dict]]) -> None:
+    def _draw(self, asked: list[tuple[TinkerRequest, TinkerBody]]) -> None:
         try:
-            results = self.live.sample(count, asked)
+            results = self.live.sample(asked)
         except Exception as error:
-            if len(asked) > 1:
+            if len(asked) > 1 and disk_trouble(error) is None:
                 # One of them may be wrong, and the others are not to fail with it.
                 for one in asked:
-                    self._draw(count, [one])
+                    self._draw([one])
                 return
-            is_user = isinstance(error, ValueError)
-            if not is_user:
-                traceback.print_exc()
-            message = str(error) if is_user else f"{type(error).__name__}: {error}"
-            self._fail(asked[0][0], message, "user" if is_user else "server")
+            self._fail(asked[0][0], *told(error))
             return
         with self.store.transaction():
             for (request, _), result in zip(asked, results):
@@ -389,26 +427,26 @@ class Worker:
 
 OPERATIONS = {
     "create_model": Worker._create,
-    "create_from": Worker._create_from,
+    "create_from": Worker._load,
     "load_weights": Worker._load,
-    "forward_backward": Worker._forward_backward,
-    "optim_step": Worker._optim_step,
-    "save_weights": Worker._save_weights,
-    "save_weights_for_sampler": Worker._save_for_sampler,
+    "forward_backward": Worker._learn,
+    "optim_step": Worker._step,
+    "save_weights": Worker._keep,
+    "save_weights_for_sampler": Worker._keep,
 }
 
 
-def session_of(owner: str) -> str:
-    """The session that a model or a sampler belongs to: `4f2a` of `4f2a:train:0`."""
-    return owner.partition(":")[0]
+def told(error: Exception) -> tuple[str, str]:
+    """The message of a failed request, and whose fault it is: user or server. An error of the disk
+    is raised again: the request stays in the journal, and is done when it can be written."""
+    if disk_trouble(error) is not None:
+        raise error
+    if isinstance(error, ValueError):
+        return str(error), "user"
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}", "server"
 
 
 def failure(message: str, category: str) -> bytes:
     """A failed request, as the SDK reads it. category: user or server."""
     return json.dumps({"error": message, "category": category}).encode()
-
-
-def made_model(name: str, given: dict[str, Any]) -> Model:
-    """The record of a new model. Raises BadCall."""
-    metadata = bodies.metadata_field(given)
-    return Model(name, session_of(name), adapters=bodies.adapters(given), metadata=metadata)

@@ -1,0 +1,187 @@
+"""The table of variants as text and as a page: green, red or grey for each."""
+
+import textwrap
+from dataclasses import dataclass
+
+from conformance import adapters
+from conformance.fixtures import FIXTURES
+from conformance.rows import READ, Variant
+from conformance.variants import VARIANTS
+
+GREEN = "🟩"
+RED = "🟥"
+GREY = "⬜"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variant, whether our settings give its numbers, and whether the framework's own function
+    does.
+
+    Example: `make conformance ARGS=cispo` prints a cell for each framework's CISPO.
+    """
+
+    variant: Variant
+    ours: str  # GREEN, RED or GREY
+    differs: str  # by fixture, where they should be equal and are not
+    own: str  # "": there is no adapter
+    own_says: str
+
+
+def cells(names: list[str] | None = None) -> list[Cell]:
+    """All of them, or those whose name contains one of `names`. Runs our algorithms."""
+    chosen = [variant for name, variant in VARIANTS.items() if not names or any(part in name for part in names)]
+    return [_cell(variant) for variant in chosen]
+
+
+def _cell(variant: Variant) -> Cell:
+    own, own_says = _own(variant)
+    if variant.ours is None:
+        return Cell(variant, RED, "", own, own_says)
+    # jax is only imported where it is used
+    from conformance import ours
+
+    found = ours.differs(variant)
+    # one reason may hold for several fixtures
+    wheres: dict[str, list[str]] = {}
+    for fixture, words in found.items():
+        if words:
+            wheres.setdefault(words, []).append(fixture)
+    differs = "; ".join(f"{words} ({', '.join(names)})" for words, names in wheres.items())
+    return Cell(variant, RED if differs else GREEN, differs, own, own_says)
+
+
+def _own(variant: Variant) -> tuple[str, str]:
+    """What the framework's own function gave when it was last run, and of which version."""
+    if variant.name not in adapters.ADAPTERS:
+        return "", ""
+    # as they were when somebody had the framework
+    known = adapters.recorded().get(variant.by, {})
+    if variant.name not in known.get("cells", {}):
+        return GREY, f"not run; {adapters.INSTALL[variant.by][2]}"
+    away = known["cells"][variant.name]
+    return (RED, f"departs on {away}") if away else (GREEN, known["version"])
+
+
+def settings_text(settings: dict) -> str:
+    """Settings of ours as overrides, without what stands at its default."""
+    words = []
+    for key, value in settings.items():
+        if key == "_target_":
+            words.append(value.rpartition(".")[2])
+        elif isinstance(value, dict):
+            function = value["_target_"].rpartition(".")[2]
+            bound = ", ".join(f"{name}={item}" for name, item in value.items() if name[0] != "_")
+            words.append(f"{key}={function}" + (f"({bound})" if bound else ""))
+        else:
+            words.append(f"{key}={'null' if value is None else value}")
+    return " ".join(words)
+
+
+def for_terminal(found: list[Cell], with_formulas: bool = False) -> str:
+    """For a terminal: a line for each, or three."""
+    lines = []
+    for cell in found:
+        # why it is not green, if it is not
+        variant = cell.variant
+        word = {GREEN: "green", RED: "red", GREY: "grey"}[cell.ours]
+        reason = cell.differs or (variant.why if cell.ours == RED else "")
+        own = f"; own function {cell.own_says}" if cell.own else ""
+        lines.append(f"{variant.name:<28} {word:<6} {reason}{own}".rstrip())
+        if with_formulas:
+            lines.append(f"    {variant.formula}")
+            if variant.ours is not None:
+                lines.append(f"    ours: {settings_text(variant.ours)}")
+    return "\n".join(lines)
+
+
+HEAD = """\
+# What each framework means by a name
+
+The same name means different mathematics in different frameworks. This page is written by
+`tests/conformance`; a test holds it equal to what the module gives. A row is an objective as
+one framework defines it. It has the formula, and says whether settings of ours give the same
+numbers. These are the loss and its gradient by every token's log-probability. Both are compared
+with a float64 numpy version of that formula, within 1e-4.
+
+| | ours | own function |
+| --- | --- | --- |
+| 🟩 | our settings give these numbers on every fixture | the framework's own code gives them, too |
+| 🟥 | none of our settings do; the row says why | it departs from the formula |
+| ⬜ | not checked | it was not run |
+
+`lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled,
+`sampler` that of the sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is
+exp(old - sampler). A is the advantage, and sg is a value without gradient. "Token mean" is 1 / all
+tokens of the batch. Settings
+that a row does not name are `advantages=centre`, `weighting=per_token`, and the defaults.
+
+An entropy or a divergence needs the whole distribution of a token. Here the distribution is over
+four tokens: the policy has the logits (lp, 0, -1, -2), the teacher has (ref, 0, -1, -2).
+`tests/test_comparison.py` checks divergences of whole models, on meshes and in packed rows.
+
+```bash
+make conformance
+make conformance ARGS=cispo
+```
+
+The first prints this table, the second the variants of one name with their formulas.
+"""
+
+
+def page(found: list[Cell]) -> str:
+    """docs/references/conformance.md, of all cells."""
+    parts = [HEAD, _summary(found), _fixtures()]
+    for objective in dict.fromkeys(cell.variant.objective for cell in found):
+        rows = [cell for cell in found if cell.variant.objective == objective]
+        parts.append("\n".join([f"## {objective}", "", *_rows(rows)]))
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _summary(found: list[Cell]) -> str:
+    # counts of the table below
+    green = sum(cell.ours == GREEN for cell in found)
+    frameworks = sorted({cell.variant.by for cell in found} - {"paper"})
+    objectives = len({cell.variant.objective for cell in found})
+    own = [cell for cell in found if cell.own in (GREEN, RED)]
+    versions = ", ".join(
+        f"{adapters.INSTALL[name][1]} {known['version']}" for name, known in adapters.recorded().items()
+    )
+    words = (
+        f"{len(found)} variants of {objectives} names in {len(frameworks)} frameworks; "
+        f"{green} of them are settings of ours. Own functions were run for {len(own)} "
+        f"({versions}): {sum(cell.own == GREEN for cell in own)} give their formula."
+    )
+    lines = [*_wrapped(words), "", "Read in:", ""]
+    return "\n".join(lines + [f"- `{name}`: {READ[name]}" for name in READ])
+
+
+def _fixtures() -> str:
+    lines = ["## The fixtures", ""]
+    return "\n".join(lines + [f"- `{x.name}`: {x.about}" for x in FIXTURES.values()])
+
+
+def _rows(rows: list[Cell]) -> list[str]:
+    """The colours as a table, then each formula, our settings, and why not."""
+    lines = ["| framework | ours | own function |", "| --- | --- | --- |"]
+    lines += [f"| {cell.variant.by} | {cell.ours} | {f'{cell.own} {cell.own_says}'.strip()} |" for cell in rows]
+    lines.append("")
+    for cell in rows:
+        # settings first, then what differs and why
+        variant = cell.variant
+        settings = "" if variant.ours is None else f"`{settings_text(variant.ours)}`"
+        remark = "; ".join(part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part)
+        entry = f"**{variant.by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
+        lines += _wrapped(f"- {entry}", "  ")
+    return lines
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _escaped(formula: str) -> str:
+    """As Markdown; a minus sign that begins a line would begin a list."""
+    for plain, written in (("*", "\\*"), ("_", "\\_"), ("<", "\\<"), ("- ", "\N{MINUS SIGN} ")):
+        formula = formula.replace(plain, written)
+    return formula

@@ -1,0 +1,174 @@
+"""A run has few programs: rows, prompts and caches have few widths, and all are compiled before the second step ends."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.parallel.compiling import stopwatch, watching_compiler
+from tunix_lite.resolved import run as resolved
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout import scheduler
+from tunix_lite.runs import watch
+from tunix_lite.runs.experience import FreshExperience
+from tunix_lite.settings.compose import compose
+from tunix_lite.train import train
+
+TINY = [
+    *("model=random", "model.architecture.num_layers=1", "model.architecture.pattern=[global]"),
+    *("model.architecture.vocab_size=512", "model.architecture.embed_dim=16", "model.architecture.mlp_dim=16"),
+    *("task=jsonl", "task.prompt='{question}'", "task.reward=tunix_lite.rewards.text.brevity"),
+    *("training.prompts_per_step=1", "algorithm.num_generations=4", "training.max_steps=6"),
+    *("evaluation.num_examples=3", "evaluation.num_samples=2", "evaluation.interval_steps=3"),
+    *("generation.max_prompt_length=64", "generation.max_new_tokens=64", "rollout.chunk=4", "rollout.num_slots=4"),
+    *("model.mesh_shape=[[1,1],[fsdp,tp]]", "tracking.samples_interval_steps=0"),
+]
+STALE = "rollout.max_staleness=1"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Questions whose lengths are spread as those of GSM8K are, a third to two thirds of the longest most of them: the
+    first two prompts that a run takes have the least width."""
+    lengths = np.random.default_rng(0).lognormal(2.0, 0.5, 40).clip(2, 24).astype(int)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": " ".join("7" * n), "answer": "1"}) + "\n" for n in lengths))
+    return [f"task.train={file}"]
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Widths of real models, for a model whose prompts have up to 64 tokens."""
+    monkeypatch.setattr(scheduler, "MIN_PROMPT_WIDTH", 8)
+    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
+    monkeypatch.setattr(resolved, "LARGE_HEAD", 1)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """By step, the programs that were compiled in it."""
+    by_step, at, is_open = {}, [0], [True]
+
+    def listen(event: str, _: float, fun_name: str = "", **__) -> None:
+        # Slices of sharded arrays are those of orbax, when it writes the last step.
+        if is_open[0] and event == "/jax/core/compile/backend_compile_duration" and fun_name != "jit(slice)":
+            by_step.setdefault(at[0], []).append(fun_name)
+
+    take = FreshExperience.take
+
+    def noting(self, step, params):
+        at[0] = step + 1
+        return take(self, step, params)
+
+    monkeypatch.setattr(FreshExperience, "take", noting)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield by_step, at
+    is_open[0] = False
+
+
+def wide(*settings: str):
+    return pytest.param(settings, marks=pytest.mark.wide, id=" ".join(settings))
+
+
+@pytest.mark.parametrize("settings", [
+    pytest.param(("training.packing=sequences",), id="sequences"),
+    wide("training.packing=prefix", "algorithm.kl_coef=0.04"),
+    wide("training.packing=none"),
+    wide("training.packing=none", "rollout.overlap=carry", STALE),
+    wide("training.packing=none", "rollout.overlap=one_step", STALE),
+    wide("training.packing=sequences", "model.lora.rank=2", "algorithm.old_logprobs=rescored"),
+    wide("training.packing=none", "algorithm=dapo", "algorithm.num_generations=4"),
+    wide("training.packing=prefix", "model.mesh_shape=[[2,2],[fsdp,tp]]"),
+])  # fmt: skip
+def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled, monkeypatch, settings):
+    """Prompts of several widths, caches of several sizes, an evaluation in the middle. Later steps take widths that
+    the first two did not."""
+    by_step, at = compiled
+    taken = {name: {} for name in ("prompts", "columns")}
+    start_chunk, padded_width = scheduler.RolloutScheduler.start_chunk, scheduler.padded_width
+
+    def watched_chunk(self):
+        start_chunk(self)
+        taken["columns"].setdefault(self.columns, at[0])
+
+    def watched_width(length, widths):
+        width = padded_width(length, widths)
+        taken["prompts"].setdefault(width, at[0])
+        return width
+
+    monkeypatch.setattr(scheduler.RolloutScheduler, "start_chunk", watched_chunk)
+    monkeypatch.setattr(scheduler, "padded_width", watched_width)
+    train(compose([*TINY, *rows, *settings]), tmp_path / "run")
+    assert at[0] == 6 and by_step[0]
+    assert {step: names for step, names in by_step.items() if step > 2} == {}
+    assert len(taken["prompts"]) > 1 and len(taken["columns"]) > 1, "one width proves nothing"
+
+
+def test_a_late_compilation_is_named_and_is_no_part_of_collecting(tmp_path, rows, monkeypatch, capsys):
+    """A program that step 2 compiles takes 0.3 s in a model of a compiler."""
+    take = FreshExperience.take
+
+    def slow(x):
+        time.sleep(0.3)
+        return x + 1
+
+    def late(self, step, params):
+        if step == 1:
+            jax.jit(slow)(1.0)
+        return take(self, step, params)
+
+    monkeypatch.setattr(FreshExperience, "take", late)
+    monkeypatch.setattr(watch, "LONG_COMPILATION", 0.0)
+    settings = ["evaluation.num_examples=0", "training.max_steps=3", "generation.max_new_tokens=4"]
+    train(compose([*TINY, *rows, *settings]), tmp_path / "run")
+    assert "step 2: collecting: compiled slow, " in capsys.readouterr().out
+    of_step = {row["step"]: row for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())}
+    assert of_step[2]["time/compile"] >= 0.3
+    for row in of_step.values():
+        parts = sum(row[f"time/{name}"] for name in ("collect", "update", "compile"))
+        assert row["time/step"] == pytest.approx(parts)
+        assert row["time/rollout"] <= row["time/collect"]
+
+
+def test_a_stopwatch_leaves_out_the_compiler_and_counts_what_is_traced_inside_once():
+    def inner(x):
+        time.sleep(0.1)
+        return x * 2
+
+    def outer(x):
+        return jax.jit(inner)(x) + 1
+
+    seen = []
+    began = time.perf_counter()
+    elapsed = stopwatch()
+    with watching_compiler(lambda *told: seen.append(told)) as compiling:
+        jax.jit(outer)(1.0)
+    whole = time.perf_counter() - began
+    assert 0.1 <= compiling() <= whole and elapsed() <= whole - 0.1 + 0.05
+    assert [name for name, seconds in seen if seconds is None] == ["outer"]
+    assert seen[-1][0] == "outer" and seen[-1][1] > 0
+
+
+def test_rows_with_a_large_head_have_two_numbers_of_scored_tokens_and_others_one():
+    """Three quarters of 8 columns are 6."""
+    assert [RowShape(4, 2, 3, narrows=True).num_scored(n) for n in (0, 6, 7, 8)] == [6, 6, 8, 8]
+    assert [RowShape(4, 2, 3).num_scored(n) for n in (0, 6, 8)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("length, sizes", [
+    (96, [96]), (341, [341]), (342, [342, 256]), (768, [768, 512, 256]), (2560, [2560, 1024, 256]),
+    (9216, [9216, 4096, 1024]), (16640, [16640, 8192, 2048]),
+])  # fmt: skip
+def test_a_cache_has_at_most_three_sizes(length, sizes):
+    assert kv_cache.column_sizes(length) == sizes
+
+
+@pytest.mark.parametrize("longest, widths", [
+    (64, [64]), (128, [128, 64]), (256, [256, 128, 64]), (300, [300, 150, 75]), (512, [512, 128, 64]),
+    (1024, [1024, 256, 64]), (2048, [2048, 256, 64]),
+])  # fmt: skip
+def test_prompts_have_at_most_three_widths(longest, widths):
+    assert scheduler.prompt_widths(longest) == widths

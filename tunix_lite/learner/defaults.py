@@ -1,0 +1,54 @@
+"""What `auto` stands for in optimizer.learning_rate and training.mixed_precision: the rate follows
+what trains, the precision follows the device.
+
+docs/guide/training.md gives the source of each number.
+"""
+
+from dataclasses import replace
+
+from tunix_lite.learner.optim import Optimizer
+
+AUTO = "auto"
+# Parameters from which on a model is a real one: the bundled model has 0.5 million, the smallest
+# that people load has 135 million.
+REAL = 100_000_000
+# Platforms on which bfloat16 is several times as fast as float32.
+ACCELERATORS = ("gpu", "cuda", "rocm", "tpu")
+# Rates of AdamW by what trains, and by what the algorithm learns from.
+RATES = {
+    "all weights of a real model": {"rewards": 1e-6, "demonstrations": 1e-5, "preferences": 1e-6},
+    "adapters of a real model": {"rewards": 1e-4, "demonstrations": 2e-4, "preferences": 1e-5},
+    "all weights of a small model": {"rewards": 4e-5, "demonstrations": 4e-5, "preferences": 4e-5},
+    "adapters of a small model": {"rewards": 2e-3, "demonstrations": 2e-3, "preferences": 2e-3},
+}
+# A rate of the user's that is so many times the usual one gets a hint.
+HIGH = 10
+
+
+def what_trains(has_adapters: bool, num_params: int) -> str:
+    """The row of RATES. num_params: of the whole model.
+
+    Example: `what_trains(False, 600_000_000)` is "all weights of a real model".
+    """
+    size = "real" if num_params >= REAL else "small"
+    return f"{'adapters' if has_adapters else 'all weights'} of a {size} model"
+
+
+def usual_rate(optimizer: Optimizer, trains: str, learns_from: str) -> float:
+    """The learning rate for what trains. learns_from: a column of RATES."""
+    return RATES[trains][learns_from] * optimizer.TIMES_ADAMW
+
+
+def with_rate(optimizer: Optimizer, trains: str, learns_from: str) -> Optimizer:
+    """The optimizer with a number for learning_rate=auto."""
+    if optimizer.learning_rate != AUTO:
+        return optimizer
+    return replace(optimizer, learning_rate=usual_rate(optimizer, trains, learns_from))
+
+
+def precision(asked: str, num_params: int, platform: str) -> str:
+    """training.mixed_precision with a type for auto: bf16 for a real model on an accelerator, else
+    fp32."""
+    if asked != AUTO:
+        return asked
+    return "bf16" if num_params >= REAL and platform in ACCELERATORS else "fp32"

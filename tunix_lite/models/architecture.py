@@ -1,0 +1,137 @@
+"""The shape of a model: what families do differently, as flags and numbers of one dataclass."""
+
+from dataclasses import dataclass, fields
+
+from tunix_lite.models.activations import ACTIVATIONS
+
+# Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
+MOST_LAYERS = 1024
+# Elements of one dim of a weight, and every other number of an architecture, such as
+# max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
+MOST_OF_A_DIM = 2**26
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Longer rotary wavelengths, for sequences beyond those of pretraining.
+
+    With `factor` alone all wavelengths grow by it (linear). With the rest it is as in Llama 3.1:
+    wavelengths up to original_positions / high_freq_factor stay, those beyond original_positions /
+    low_freq_factor grow by `factor`, and those between grow by a factor between 1 and that one.
+
+    Example: RopeScaling(8.0) for Gemma 3; RopeScaling(8.0, 1.0, 4.0, 8192) for Llama 3.1.
+    """
+
+    # Long wavelengths are multiplied by this.
+    factor: float
+    # Wavelengths above original_positions / low_freq_factor tokens are long.
+    low_freq_factor: float | None = None
+    # Wavelengths below original_positions / high_freq_factor tokens stay as they are.
+    high_freq_factor: float | None = None
+    # Longest sequence of the pretraining, in tokens.
+    original_positions: int | None = None
+
+    def __post_init__(self):
+        rest = (self.low_freq_factor, self.high_freq_factor, self.original_positions)
+        num_given = sum(x is not None for x in rest)
+        if num_given not in (0, 3):
+            raise ValueError(
+                "give low_freq_factor, high_freq_factor and original_positions, or none of the "
+                "three"
+            )
+        in_order = num_given == 0 or 0 < self.low_freq_factor < self.high_freq_factor
+        if self.factor <= 0 or not in_order:
+            raise ValueError(
+                "factor must be above 0, and low_freq_factor between 0 and high_freq_factor"
+            )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes and flags of a decoder. Sizes count elements unless their comment says otherwise;
+    the defaults are Gemma 3's.
+
+    Example: Architecture(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2,
+    head_dim=8, mlp_dim=64). Raises ValueError for sizes that no model has or that contradict each
+    other.
+    """
+
+    # Tokens in the vocabulary.
+    vocab_size: int
+    num_layers: int  # blocks of attention and feed-forward
+    embed_dim: int  # width of the residual stream
+    num_heads: int  # query heads
+    # Key/value heads, a divisor of num_heads.
+    num_kv_heads: int
+    # Width of one attention head.
+    head_dim: int
+    mlp_dim: int  # hidden width of the gated feed-forward
+    # Attention of each layer, repeated over the depth.
+    pattern: tuple[str, ...] = (
+        "local",
+        "local",
+        "local",
+        "local",
+        "local",
+        "global",
+    )
+    # Tokens that a local layer attends to, the current one included. null has no local layers.
+    window: int | None = 512
+    # Attention scores are divided by the square root of this.
+    query_scale: int = 256
+    # Base of the rotary wavelengths of local layers, in tokens.
+    rope_theta_local: float = 10_000.0
+    # Base of the rotary wavelengths of global layers, in tokens.
+    rope_theta_global: float = 1_000_000.0
+    # Stretching of rotary wavelengths for long contexts. null stretches none.
+    rope_scaling: RopeScaling | None = None
+    # Added to the mean square before its root is taken.
+    norm_eps: float = 1e-6
+    # Activation of the gated feed-forward: silu, or gelu in its tanh form.
+    activation: str = "gelu"
+    # true multiplies embeddings by sqrt(embed_dim).
+    embed_scale: bool = True
+    # true multiplies by 1 + scale in a norm, false by scale.
+    norm_plus_one: bool = True
+    # true adds norms after attention and after the feed-forward.
+    post_norms: bool = True
+    # true normalises queries and keys per head.
+    qk_norm: bool = True
+    # true adds biases to queries, keys and values.
+    qkv_bias: bool = False
+    # true uses the embedding as the head. false has a separate matrix.
+    tied: bool = True
+    # tanh keeps attention scores between -x and x. null does not limit them.
+    attn_softcap: float | None = None
+    # tanh keeps logits between -x and x. null does not limit them.
+    final_softcap: float | None = None
+    # Longest sequence, in tokens.
+    max_positions: int = 131_072
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"{field.name}={value} must be above 0")
+            most = MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
+        if "local" in self.pattern and self.window is None:
+            raise ValueError(
+                f"pattern={list(self.pattern)} has local layers, and window is not given"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even one")
+        if not self.pattern or set(self.pattern) - {"local", "global"}:
+            raise ValueError(f"pattern={list(self.pattern)}: its entries are 'local' and 'global'")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer, in order."""
+        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))

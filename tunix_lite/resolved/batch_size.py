@@ -1,0 +1,279 @@
+"""How many sequences an update has and how they lie, by arithmetic on the settings: before any
+device is touched.
+
+    prompts x num_generations = micro_batch_size x fsdp x accumulation
+
+What is not given of it is derived. Packed sequences fill rows instead, and a micro-batch is the
+rows that its tokens make. Where a group shares its prompt, a row is the prompt and k lanes of new
+tokens: a prompt stands ceil(G / k) times and not G times. The larger k, the fewer tokens, and the
+coarser are the rows to divide over shards and micro-batches: of those that fit, the k whose rows
+make the fewest tokens for a shard, empty rows counted.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from tunix_lite.config import RunConfig, TrainingConfig
+from tunix_lite.errors import ConfigError
+from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
+from tunix_lite.learner.rows import RowLayout
+
+# of packed rows in a micro-batch of a shard, where nobody says
+TOKENS_AT_ONCE = 2048
+# that a row of shared prompts may have in any case: then most of what can be shared is
+LANES = 4
+# of a row's width that room for further prompts may add to it
+MORE_PROMPTS_SHARE = 1 / 32
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the sequences of one update are made up: all numbers of the identity, which holds.
+
+    Example: `plan_batch(run, fsdp=4).sequences`.
+    Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers
+    are 0.
+    """
+
+    prompts: int
+    num_generations: int
+    fsdp: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.num_generations
+
+    def __str__(self) -> str:
+        sequences = (
+            f"{self.prompts} prompts x {self.num_generations} generations = {self.sequences} "
+            "sequences"
+        )
+        if not self.num_micro_batches:
+            return sequences
+        return (
+            f"{sequences} = "
+            f"{self.micro_batch_size} micro_batch_size x {self.fsdp} fsdp x "
+            f"{self.num_micro_batches} accumulation"
+        )
+
+
+def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
+    """Derives what is not given of: prompts x generations = micro_batch_size x fsdp x accumulation.
+
+    packing=auto counts as none here: packing_choice.with_packing asks for each packing by name.
+    Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
+    """
+    settings = run.training
+    G = run.algorithm.num_generations
+    prompts = settings.prompts_per_step
+    micro = settings.micro_batch_size
+    accumulation = settings.gradient_accumulation_steps
+    _check_given(settings)
+    if _is_packed(settings):
+        return BatchPlan(prompts, G, fsdp, 0, 0)
+
+    # A micro-batch that is still to be chosen: as large as the batch allows.
+    if micro == "auto":
+        micro = None
+        accumulation = settings.sync_gradients_every
+
+    # What is derived.
+    if prompts is None:
+        accumulation = accumulation or 1
+        prompts = micro * fsdp * accumulation // G
+    per_shard = prompts * G // fsdp
+    micro = micro or per_shard // (accumulation or 1)
+    accumulation = accumulation or per_shard // max(micro, 1)
+    batch = BatchPlan(prompts, G, fsdp, micro, accumulation)
+    _check_identity(settings, batch)
+    return batch
+
+
+def _is_packed(settings: TrainingConfig) -> bool:
+    return settings.packing in ("sequences", "prefix")
+
+
+def _check_given(settings: TrainingConfig) -> None:
+    """Raises ConfigError unless enough is given to derive the rest from."""
+    is_packed = _is_packed(settings)
+    is_auto = settings.micro_batch_size == "auto"
+    if settings.prompts_per_step is None and (is_packed or is_auto):
+        asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+        raise ConfigError(f"training: {asked} needs prompts_per_step: training.prompts_per_step=16")
+    if is_auto and not is_packed and settings.gradient_accumulation_steps:
+        raise ConfigError(
+            "training: micro_batch_size=auto derives gradient_accumulation_steps: "
+            "training.gradient_accumulation_steps=null"
+        )
+    if settings.prompts_per_step is None and settings.micro_batch_size is None:
+        raise ConfigError(
+            "training: give prompts_per_step or micro_batch_size; the rest is derived: "
+            "training.prompts_per_step=16"
+        )
+
+
+def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
+    """Raises ConfigError, with the arithmetic, where the numbers of a batch do not fit together."""
+    G = batch.num_generations
+    fsdp = batch.fsdp
+    accumulation = batch.num_micro_batches
+    made = batch.micro_batch_size * fsdp * accumulation
+    if settings.prompts_per_step is None and made % G:
+        raise ConfigError(
+            f"training: micro_batch_size={batch.micro_batch_size} x fsdp={fsdp} x "
+            f"gradient_accumulation_steps={accumulation} = "
+            f"{made} sequences, not a multiple of algorithm.num_generations={G}; "
+            f"{_nearest_micro_batch(G, fsdp, accumulation, batch.micro_batch_size)} would do"
+        )
+    total = (
+        f"prompts_per_step={batch.prompts} x num_generations={G} = {batch.sequences} sequences per "
+        "update"
+    )
+    if batch.sequences % fsdp:
+        raise ConfigError(
+            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of "
+            f"{_least_prompts(G, fsdp)} prompts: training.prompts_per_step="
+            f"{_nearest_multiple(batch.prompts, _least_prompts(G, fsdp))}"
+        )
+    if made != batch.sequences:
+        raise ConfigError(
+            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x "
+            f"fsdp={fsdp} x "
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} "
+            f"cannot make {batch.sequences}: each of the {fsdp} shards has "
+            f"{batch.sequences // fsdp} sequences. Set one of the three to null to have it "
+            f"derived: {_derived(settings, batch)}"
+        )
+    if accumulation % settings.sync_gradients_every:
+        raise ConfigError(
+            f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the "
+            f"{accumulation} "
+            f"micro-batches of an update ({total}); training.sync_gradients_every="
+            f"{_largest_divisor(accumulation, settings.sync_gradients_every)} does"
+        )
+
+
+def _derived(settings: TrainingConfig, batch: BatchPlan) -> str:
+    """The override that leaves one of three numbers to be derived from the others, the one that
+    changes least first; of the micro-batch alone if none of them can be."""
+    micro = settings.micro_batch_size
+    accumulation = settings.gradient_accumulation_steps
+    per_shard = batch.sequences // batch.fsdp
+    if micro not in (None, "auto") and per_shard % micro == 0:
+        return f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
+    if accumulation and per_shard % accumulation == 0:
+        return f"training.micro_batch_size=null makes it {per_shard // accumulation}"
+    size = _largest_divisor(per_shard, micro if isinstance(micro, int) else per_shard)
+    rest = " training.gradient_accumulation_steps=null" if accumulation else ""
+    return f"training.micro_batch_size={size}{rest} does"
+
+
+def _nearest_micro_batch(
+    num_generations: int,
+    fsdp: int,
+    accumulation: int,
+    wanted: int,
+) -> str:
+    """The override with the size of a micro-batch nearest to the one that is wanted, with which an
+    update is whole groups."""
+    step = num_generations // math.gcd(num_generations, fsdp * accumulation)
+    return f"training.micro_batch_size={_nearest_multiple(wanted, step)}"
+
+
+def _nearest_multiple(wanted: int, step: int) -> int:
+    """The multiple of `step` nearest to `wanted`, and at least one."""
+    return max(1, round(wanted / step)) * step
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
+
+
+def _least_prompts(G: int, fsdp: int) -> int:
+    return next(p for p in range(1, fsdp + 1) if p * G % fsdp == 0)
+
+
+def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) -> RowLayout:
+    """How the sequences of a batch are laid out. has_large_head: whether scoring fewer tokens saves
+    so much that it is worth programs of its own (resolved.has_large_head). Raises ConfigError if
+    the longest does not fit into a micro-batch."""
+    if not _is_packed(run.training):
+        return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
+    return _plan_packed_rows(run, batch, has_large_head)
+
+
+def _plan_packed_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool) -> RowLayout:
+    settings = run.training
+    longest = sum(lengths_of(run))
+    if (settings.micro_batch_tokens or longest) < longest:
+        raise ConfigError(
+            f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest "
+            "sequence: "
+            f"max_prompt_length={run.generation.max_prompt_length} + "
+            f"max_new_tokens={run.generation.max_new_tokens} = "
+            f"{longest}; training.micro_batch_tokens={longest} is the least that does"
+        )
+    if settings.packing == "sequences":
+        shape = RowShape(longest + longest % 2)
+        most = rows_needed_at_most(batch.sequences, longest, shape.width)
+    else:
+        shape = shared_row(run, batch)
+        most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
+    parts, rows_per_part = _parts(run, batch, shape, most)
+    shape = replace(shape, narrows=has_large_head)
+    return RowLayout(settings.packing, parts, None, shape, rows_per_part)
+
+
+def row_width(run: RunConfig, rows: RowLayout) -> int:
+    """Tokens of a row, padding included."""
+    return rows.width or sum(lengths_of(run))
+
+
+def lengths_of(run: RunConfig) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest completion."""
+    return run.generation.max_prompt_length, run.generation.max_new_tokens
+
+
+def check_residual(run: RunConfig, rows: RowLayout, tp: int) -> None:
+    """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
+    width = row_width(run, rows)
+    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
+        raise ValueError(
+            f"train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
+            "generation.max_prompt_length and "
+            f"max_new_tokens in multiples of {tp} would do"
+        )
+
+
+def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> tuple[int, int]:
+    """Micro-batches for so many rows, and how many rows a shard has in each: as few as do."""
+    at_once = max(1, (run.training.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
+    every = run.training.sync_gradients_every
+    parts = -(-num_rows // (at_once * batch.fsdp * every)) * every
+    return parts, -(-num_rows // (parts * batch.fsdp))
+
+
+def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
+    """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that
+    shares more. With room for further prompts where they are short beside the lanes."""
+    # even: cuDNN wants it
+    prompt, new = (length + length % 2 for length in lengths_of(run))
+    shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
+    tokens_given = run.training.micro_batch_tokens
+    most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)
+
+    def tokens(shape: RowShape) -> int:
+        rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
+        return math.prod(_parts(run, batch, shape, rows)) * shape.width
+
+    # rounded, it may be a token too wide
+    fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
+    shape = min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))
+
+    added = MORE_PROMPTS_SHARE * shape.width
+    if tokens_given:
+        added = min(added, max(0, tokens_given - shape.width))
+    more_prompts = min(int(added // prompt), batch.prompts - 1)
+    return replace(shape, prefix_columns=prompt * (1 + more_prompts))

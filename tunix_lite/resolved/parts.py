@@ -1,0 +1,212 @@
+"""What a resolved run is made of: its state in shapes, its batch in rows, its policy, its optimizer
+and its update. A plan and a run make them alike."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tunix_lite.algorithms.algorithm import Generate
+from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
+from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
+from tunix_lite.learner.policy import STORED, Policy, make_policy
+from tunix_lite.learner.rows import row_shapes
+from tunix_lite.learner.scoring import on_every_device
+from tunix_lite.learner.step import TrainStep
+from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models.lora import acting_params, adapter_weights
+from tunix_lite.models.quantize import STORAGE, stored_table
+from tunix_lite.parallel.compiler_options import update_options
+from tunix_lite.parallel.compiling import compiled_once
+from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
+from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.resolved.sizes import tables
+from tunix_lite.types import Params, RowBatch, TrainState
+
+# ---- shapes, placed on the current mesh
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a run holds between its programs, as ShapeDtypeStructs with shardings.
+
+    Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params.
+    """
+
+    state: TrainState
+    # the base under adapters; None: all weights train
+    frozen: Params | None
+    # what the KL term is taken to, under LoRA the frozen base itself; None: no KL term
+    reference: Params | None
+    # by name, those of the algorithm that score
+    frozen_models: dict[str, Params]
+
+    def acting(self, resolved: ResolvedRun) -> Params:
+        """What the policy samples with."""
+        return acting_params(self.frozen, self.state.params, resolved.lora)
+
+
+@contextlib.contextmanager
+def mesh_of_run(resolved: ResolvedRun, devices: list) -> Iterator[None]:
+    """Inside, the run's mesh over these devices is the current one. The run's sharding rules become
+    those of the process, and stay so."""
+    set_rules(resolved.run.sharding)
+    mesh_shape = resolved.mesh_shape
+    with jax.set_mesh(make_mesh((tuple(mesh_shape.values()), tuple(mesh_shape)), devices)):
+        yield
+
+
+def abstract(resolved: ResolvedRun) -> Shapes:
+    """The state of a run, its frozen base and its reference, on the current mesh."""
+    # What is stored of the weights.
+    table = decoder.weights(resolved.cfg)
+    storage = STORED[resolved.run.training.mixed_precision]
+    if resolved.lora is None:
+        frozen = None
+        params = weights.shapes(stored_table(table, storage))
+    else:
+        frozen = weights.shapes(stored_table(table, resolved.lora.base))
+        params = weights.shapes(adapter_weights(table, resolved.lora), STORAGE[storage])
+
+    # The reference: a copy in the type of the computation, or the base.
+    reference = None
+    if resolved.run.algorithm.needs.reference:
+        reference = _copy_to_score(params, resolved) if frozen is None else frozen
+        if resolved.copies_adapters:
+            reference = acting_params(frozen, params, resolved.lora)
+
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding((), ()))
+    opt_state = opt_state_shapes(optimizer_of(resolved), params)
+    frozen_models = {
+        name: weights.shapes(stored_table(decoder.weights(model.cfg), model.storage))
+        for name, model in resolved.frozen_models.items()
+    }
+    return Shapes(TrainState(step, params, opt_state), frozen, reference, frozen_models)
+
+
+def _copy_to_score(params: Params, resolved: ResolvedRun) -> Params:
+    copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.reference_dtype)
+    return placed(jax.eval_shape(copy, params), jax.tree.map(lambda x: x.sharding, params))
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with the shardings of another tree like it."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def batch_shapes(resolved: ResolvedRun) -> RowBatch:
+    """The batch in rows of an update; of packed rows as many, and as wide, as could ever come."""
+    algorithm = resolved.run.algorithm
+    values = ["loss_weight", *algorithm.needs.batch_fields]
+    rows = _row_shapes(resolved, values, algorithm.needs.streams)
+    # what comparing adds to it
+    teacher = resolved.teacher
+    if teacher is None:
+        return rows
+    theirs = resolved.frozen_models[teacher.comparison.model]
+    table = stored_table(decoder.weights(theirs.cfg), theirs.storage)
+    return teacher.shapes(rows, decoder.output_table(table, theirs.cfg), resolved.dtype)
+
+
+def scored_batch_shapes(resolved: ResolvedRun) -> RowBatch:
+    """The batch in rows that scorers read: of its values only the weights of tokens."""
+    return _row_shapes(resolved, ["loss_weight"])
+
+
+def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowBatch:
+    longest = sum(resolved.lengths)
+    return row_shapes(resolved.rows, resolved.batch.sequences, longest, values, *streams)
+
+
+# ---- the policy and the update of a run, in a plan and when it trains
+
+
+def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
+    """The run's optimizer."""
+    max_steps = resolved.run.training.max_steps
+    return make_optimizer(resolved.optimizer, max_steps, tables(resolved).trained)
+
+
+def policy_of(
+    resolved: ResolvedRun,
+    generate: Generate | None = None,
+    reference: Params | None = None,
+    frozen_models: dict[str, Params] | None = None,
+) -> Policy:
+    """The run's policy. generate: how it samples, None where it only scores. reference: the frozen
+    params of the KL term, None where there is none or it is not loaded. frozen_models: those of the
+    algorithm, which become scorers by their names; None where they are not loaded."""
+    training = resolved.run.training
+    policy = make_policy(
+        resolved.cfg,
+        generate,
+        resolved.run.learning_temperature,
+        resolved.dtype,
+        reference,
+        resolved.rows,
+        remat=training.remat,
+        attend=attention.IMPLEMENTATIONS[resolved.attention],
+        reduce_dtype=jnp.dtype(training.reduce_dtype),
+        tp_reduce_dtype=jnp.dtype(training.tp_reduce_dtype),
+        scan_layers=training.scan_layers,
+    )
+    others = {
+        name: policy_of(resolved.as_scorer(name), reference=params).scorers["reference"]
+        for name, params in (frozen_models or {}).items()
+    }
+    policy = replace(policy, scorers={**policy.scorers, **others})
+    return policy if resolved.teacher is None else _comparing(policy, resolved, frozen_models)
+
+
+def _comparing(
+    policy: Policy, resolved: ResolvedRun, frozen_models: dict[str, Params] | None
+) -> Policy:
+    """The policy that is compared with its teacher: by `scores`, and by `compare` if the teacher is
+    loaded."""
+    # the update needs no more than what travels with the batch
+    teacher = resolved.teacher
+    name = teacher.comparison.model
+    policy = replace(policy, scores=with_divergence(policy.scores, teacher))
+    if frozen_models is None:
+        return policy
+    # the table stays where it is, on the mesh
+    params = frozen_models[name]
+    table = None
+    if not teacher.comparison.top_k:
+        cfg = resolved.frozen_models[name].cfg
+        table = teacher.vocabulary_of(decoder.output_table(params, cfg))
+    describe = description_of(resolved, name)
+    comparer = FrozenComparer(
+        params, table, policy.scorers[name].rows, compiled_once(describe.lower)
+    )
+    return replace(policy, compare=comparer)
+
+
+def description_of(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
+    """What is kept of the teacher's distributions, of a batch in rows."""
+    theirs = resolved.as_scorer(name)
+    describe = description_program(policy_of(theirs).scores, resolved.teacher)
+    return on_every_device(describe, theirs.rows)
+
+
+def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainStep:
+    """The run's update; policy: None means one that only scores."""
+    training = resolved.run.training
+    return TrainStep(
+        policy_of(resolved) if policy is None else policy,
+        resolved.run.algorithm,
+        optimizer_of(resolved),
+        resolved.lora,
+        resolved.run.seed,
+        training.sync_gradients_every,
+        update_options(training.scan_layers),
+    )

@@ -1,0 +1,563 @@
+"""Values derived from the settings and the mesh: batch, rows, slots and choices, by arithmetic.
+Needs no device and no weights.
+
+`resolve_run` decides all of it once, for a run (runs/setup.py) and for a plan of one (plan.py)
+alike.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.learner.comparison import Teacher
+from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with_rate
+from tunix_lite.learner.optim import Optimizer, scaled_for
+from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.models import (
+    attention,
+    decoder,
+    families,
+    hub,
+    peft,
+    weights,
+)
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.quantize import BLOCKS, stored_table
+from tunix_lite.models.source import BUNDLED, ModelConfig, TeacherConfig
+from tunix_lite.parallel.mesh import AXES, elements_on_device
+from tunix_lite.resolved.batch_size import (
+    BatchPlan,
+    check_residual,
+    lengths_of,
+    plan_batch,
+    plan_rows,
+    row_width,
+)
+from tunix_lite.rollout.memory import SamplingMemory
+from tunix_lite.rollout.settings import RolloutConfig
+
+# Weights of an output embedding, and their share of all, from which on a batch that scores fewer
+# tokens is worth programs of its own.
+LARGE_HEAD = 2**22
+LARGE_HEAD_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that only scores, beside the one that trains.
+
+    Example: FrozenModel(cfg, "int8", "xla").
+    """
+
+    cfg: Architecture
+    storage: str  # fp32, bf16, int8 or nf4
+    attention: str  # one of attention.IMPLEMENTATIONS
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """One run on one mesh, everything derived that follows from the two. Nothing here lives on a
+    device.
+
+    Example: `resolve_run(run, *find_model(run.model), {"fsdp": 4, "tp": 1}, "cpu").batch`.
+    """
+
+    run: RunConfig
+    cfg: Architecture
+    # None: all weights train
+    lora: LoraConfig | None
+    # sizes by axis name
+    mesh_shape: dict[str, int]
+    batch: BatchPlan
+    # how the sequences of a batch are laid out
+    rows: RowLayout
+    # sequences decoded at once, a multiple of fsdp
+    slots: int
+    # one of attention.IMPLEMENTATIONS, and why it was chosen
+    attention: str
+    attention_reason: str = ""
+    # why rows are packed as they are, where the run chose it
+    packing_reason: str = ""
+    # why the learning rate and the precision are what they are, where they were auto
+    rate_reason: str = ""
+    precision_reason: str = ""
+    # Whether sampling uses weights gathered over fsdp, or sharded. Where rollout.weights is auto,
+    # "gathered" stands here until a plan chooses by the memory of its machine, or a run by the
+    # memory that is free once it is loaded.
+    sampling_weights: str = "gathered"
+    # models of the algorithm that score, by name, such as a teacher
+    frozen_models: dict[str, FrozenModel] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> type:
+        """The dtype of the computation."""
+        return DTYPES[self.run.training.mixed_precision]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's settings, with the learning rate that this mesh gets."""
+        return scaled_for(self.run.optimizer, self.mesh_shape["fsdp"])
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and the longest completion."""
+        return lengths_of(self.run)
+
+    @property
+    def train_rules(self) -> dict[str, str | None]:
+        """The sharding rules while scoring and updating, and where weights live."""
+        return self.run.sharding.table("train")
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How the run samples, with the number of slots and the sampling weights filled in."""
+        return replace(self.run.rollout, num_slots=self.slots, weights=self.sampling_weights)
+
+    @property
+    def rollouts(self) -> tuple[tuple[int, int], ...]:
+        """(prompts, completions of each) of what is sampled on the mesh: to learn from, unless that
+        has devices of its own, and to evaluate."""
+        found = []
+        if not self.run.algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
+            prompts = self.batch.prompts * self.run.algorithm.needs.mini_batches
+            found.append((prompts, self.run.algorithm.num_generations))
+        if self.run.evaluation.num_examples:
+            found.append((self.run.evaluation.num_examples, 1))
+        if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
+            found.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
+        return tuple(found)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether anything is sampled: to learn from, or to evaluate."""
+        return bool(self.rollouts)
+
+    @property
+    def carries(self) -> bool:
+        """Whether completions go on over an update, and are read again after it."""
+        rollout = self.run.rollout
+        return rollout.overlap == "carry" and rollout.is_stale
+
+    @property
+    def converses(self) -> bool:
+        """Whether an environment answers what is sampled, so that slots are appended to."""
+        return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
+
+    @property
+    def num_conversations(self) -> int:
+        """Of the largest rollout."""
+        return max((prompts * each for prompts, each in self.rollouts), default=0)
+
+    @property
+    def may_park(self) -> bool:
+        """Whether a conversation that waits for its environment may leave its slot."""
+        waits_for_slots = self.num_conversations > self.slots
+        return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"
+
+    @property
+    def samples_beside_update(self) -> bool:
+        """Whether the devices hold what sampling needs and what the update needs at once."""
+        rollout = self.run.rollout
+        is_beside = rollout.overlap == "one_step" and rollout.is_stale
+        return is_beside and rollout.mesh_shape is None
+
+    @property
+    def apart(self) -> "ResolvedRun | None":
+        """The same run as the devices see it on which nothing but sampling is done
+        (rollout.mesh_shape); None: there are none."""
+        shape = self.run.rollout.mesh_shape
+        if shape is None:
+            return None
+        sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+        rollout = replace(self.run.rollout, mesh_shape=None)
+        evaluation = replace(self.run.evaluation, num_examples=0)
+        run = replace(self.run, rollout=rollout, evaluation=evaluation)
+        slots = rollout.slots(self.batch.sequences, sizes["fsdp"])
+        return replace(self, run=run, mesh_shape=sizes, slots=slots)
+
+    @property
+    def sampling_memory(self) -> SamplingMemory:
+        """What sampling holds on a device, weights apart."""
+        return SamplingMemory(
+            self.cfg,
+            self.dtype,
+            self.run.generation,
+            self.run.rollout,
+            self.slots,
+            self.rollouts,
+            self.mesh_shape,
+            self.run.sharding.table("rollout"),
+        )
+
+    @property
+    def scores(self) -> bool:
+        """Whether collecting scores the batch: under the reference, or under today's weights."""
+        return self.run.algorithm.needs.reference or self.run.algorithm.needs.rescore
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """What the policy is compared with at each token; None: it is not compared."""
+        comparison = self.run.algorithm.needs.comparison
+        if comparison is None or comparison.model not in self.frozen_models:
+            return None
+        cfg = self.frozen_models[comparison.model].cfg
+        return Teacher(comparison, cfg.final_softcap, cfg.embed_dim, self.cfg.vocab_size)
+
+    def compares(self, name: str) -> bool:
+        """Whether the policy is compared with this frozen model, which does not score then."""
+        return self.teacher is not None and self.teacher.comparison.model == name
+
+    def as_scorer(self, name: str) -> "ResolvedRun":
+        """The same run as one of its frozen models sees it: with that architecture, all of it in
+        place of the reference."""
+        model = self.frozen_models[name]
+        run = read_by(self.run, self.run.algorithm.needs.frozen_models[name])
+        # a longer prompt needs longer rows, and the head is another
+        rows = plan_rows(run, self.batch, has_large_head(model.cfg))
+        changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
+        return replace(self, run=run, rows=rows, frozen_models={}, **changed)
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base
+        serves."""
+        return self.run.algorithm.needs.reference and self.lora is None
+
+    @property
+    def reference_dtype(self) -> DTypeLike:
+        """The type that the reference is kept in: that of the computation. One that is a mean of
+        policies is kept in float32, where a small step of it is not rounded away."""
+        is_mean = self.run.algorithm.needs.reference_mix < 1
+        return jnp.promote_types(self.dtype, jnp.float32) if is_mean else self.dtype
+
+    @property
+    def copies_adapters(self) -> bool:
+        """Whether the reference has adapters of its own beside the frozen base: those that training
+        starts from."""
+        has_adapter = self.run.model.lora.adapter is not None
+        has_checkpoint = self.run.resume.folder not in ("auto", "none")
+        needs_them = self.run.algorithm.needs.reference and self.lora is not None
+        return needs_them and (has_adapter or has_checkpoint)
+
+    def elements(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        is_gathered: bool = False,
+        rules: dict[str, str | None] | None = None,
+    ) -> int:
+        """Elements of an array on one device, whose dims carry these logical axes.
+
+        is_gathered: whole over fsdp. rules: None means those of training.
+        """
+        mesh_shape = self.mesh_shape | ({"fsdp": 1} if is_gathered else {})
+        rules = self.train_rules if rules is None else rules
+        return elements_on_device(shape, axes, mesh_shape, rules)
+
+    def micro_batches_to_try(self) -> list[int]:
+        """The values of micro_batch_size that this batch allows, the largest first."""
+        return micro_batches_to_try(self.run, self.mesh_shape["fsdp"])
+
+    def with_micro_batch(self, size: int) -> "ResolvedRun":
+        """The same with micro-batches of `size` sequences per fsdp shard."""
+        run = with_micro_batch(self.run, size)
+        batch = plan_batch(run, self.mesh_shape["fsdp"])
+        rows = plan_rows(run, batch, has_large_head(self.cfg))
+        return replace(self, run=run, batch=batch, rows=rows)
+
+
+def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
+    """The architecture and the adapters, from settings and files of this machine: no weights,
+    nothing from the hub.
+
+    Raises ConfigError.
+    """
+    with error_context("model"):
+        cfg = model.architecture
+        family = None if model.family is None else families.find_family(model.family)
+        if cfg is None:
+            if hub.is_hub_name(model.weights):
+                raise ValueError(
+                    "architecture is not given, and a plan does not ask the hub for that of "
+                    f"{model.weights}; choose "
+                    "one with model=NAME, or give model.weights as a folder"
+                )
+            folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
+            cfg, family = families.read_config(folder, family)
+        lora = (
+            model.lora
+            if model.lora.adapter is None
+            else peft.read_adapter_config(model.lora, cfg, family)
+        )
+    return cfg, lora if lora.rank else None
+
+
+def resolve_run(
+    run: RunConfig,
+    cfg: Architecture,
+    lora: LoraConfig | None,
+    mesh_shape: dict[str, int],
+    platform: str,
+    is_attached: bool = False,
+    frozen_cfgs: dict[str, Architecture] | None = None,
+) -> ResolvedRun:
+    """The values derived from the settings on a mesh of this shape. Raises ConfigError where they
+    do not fit together, such as where the mesh does not divide the model or the batch.
+
+    run: with a packing that is chosen, not auto (packing_choice.with_packing).
+    is_attached: whether devices of this platform are there, so that a kernel which is asked for by
+    name must work now. frozen_cfgs: the architectures of the algorithm's frozen models, by name;
+    None: as settings and files of this machine have them.
+    """
+    if run.training.packing == "auto":
+        raise ValueError("packing=auto: packing_choice.with_packing chooses it for resolve_run")
+    run, reasons = with_defaults(run, cfg, lora, platform)
+
+    # The model on the mesh, and what is sampled of it.
+    with error_context("model.mesh_shape"):
+        check_model_divides(run, cfg, lora, mesh_shape)
+    check_base(run, lora)
+    check_apart(run, cfg, lora, platform)
+    with error_context("generation"):
+        check_generation(run, cfg)
+
+    # The batch of an update.
+    batch = plan_batch(run, mesh_shape["fsdp"])
+    rows = plan_rows(run, batch, has_large_head(cfg))
+    with error_context("sharding"):
+        check_residual(run, rows, mesh_shape["tp"])
+
+    # The choices.
+    slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
+    with error_context("training"):
+        implementation, reason = choose_attention(run, cfg, rows, platform, is_attached)
+    with error_context("rollout"):
+        check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
+    resolved = ResolvedRun(
+        run,
+        cfg,
+        lora,
+        mesh_shape,
+        batch,
+        rows,
+        slots,
+        implementation,
+        attention_reason=reason,
+        **reasons,
+    )
+    frozen = {
+        name: _frozen_model(resolved, name, settings, platform, is_attached, frozen_cfgs)
+        for name, settings in run.algorithm.needs.frozen_models.items()
+    }
+    return replace(resolved, frozen_models=frozen)
+
+
+def has_large_head(cfg: Architecture) -> bool:
+    """Whether products with the output embedding are so much of an update that scoring a quarter
+    fewer tokens is worth the time to compile another program."""
+    head = cfg.vocab_size * cfg.embed_dim
+    return head >= max(LARGE_HEAD, LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg)))
+
+
+def with_defaults(
+    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
+) -> tuple[RunConfig, dict[str, str]]:
+    """The run with values for optimizer.learning_rate=auto and training.mixed_precision=auto, and
+    why, as the fields of a ResolvedRun.
+
+    Raises ConfigError where another setting does not go with the precision.
+    """
+    num_params = weights.num_params(decoder.weights(cfg))
+    trains = what_trains(lora is not None, num_params)
+    reasons = {}
+    if run.optimizer.learning_rate == AUTO:
+        reasons["rate_reason"] = f"auto: {trains}, from {learns_from(run)}"
+    if run.training.mixed_precision == AUTO:
+        size = "a real model" if num_params >= REAL else "a small model"
+        reasons["precision_reason"] = f"auto: {size} on {platform}"
+    optimizer = with_rate(run.optimizer, trains, learns_from(run))
+    with error_context("training"):
+        name = precision(run.training.mixed_precision, num_params, platform)
+        training = replace(run.training, mixed_precision=name)
+    return replace(run, optimizer=optimizer, training=training), reasons
+
+
+def learns_from(run: RunConfig) -> str:
+    """A column of learner.defaults.RATES: what the algorithm learns from."""
+    if not run.algorithm.needs.demonstrations:
+        return "rewards"
+    is_one = run.algorithm.needs.demonstrations == ("completion",)
+    return "demonstrations" if is_one else "preferences"
+
+
+def read_by(run: RunConfig, teacher: TeacherConfig) -> RunConfig:
+    """The run with prompts as long as those that a teacher reads."""
+    if teacher.max_prompt_length is None:
+        return run
+    generation = replace(run.generation, max_prompt_length=teacher.max_prompt_length)
+    return replace(run, generation=generation)
+
+
+def _frozen_model(
+    resolved: ResolvedRun,
+    name: str,
+    settings: TeacherConfig,
+    platform: str,
+    is_attached: bool,
+    cfgs: dict[str, Architecture] | None,
+) -> FrozenModel:
+    """Raises ConfigError where it does not go with the mesh or with the lengths of the run."""
+    run = resolved.run
+    with error_context(f"algorithm.{name}"):
+        cfg = find_model(settings.as_model())[0] if cfgs is None else cfgs[name]
+        table = stored_table(decoder.weights(cfg), settings.storage)
+        shape = SimpleNamespace(shape=resolved.mesh_shape)
+        weights.check_divisible(table, shape, run.sharding.table("train"))
+        total = sum(lengths_of(read_by(run, settings)))
+        if total > cfg.max_positions:
+            raise ValueError(
+                f"weights={settings.weights} was made for {cfg.max_positions} tokens, and "
+                f"max_prompt_length + generation.max_new_tokens is {total}"
+            )
+        chosen, _ = choose_attention(run, cfg, resolved.rows, platform, is_attached)
+    return FrozenModel(cfg, settings.storage, chosen)
+
+
+def check_model_divides(
+    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
+) -> None:
+    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
+    adapters."""
+    table = decoder.weights(cfg)
+    tables = [table]
+    if lora is not None:
+        tables = [stored_table(table, lora.base), adapter_weights(table, lora)]
+    for part in tables:
+        weights.check_divisible(
+            part, SimpleNamespace(shape=mesh_shape), run.sharding.table("train")
+        )
+
+
+def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str) -> None:
+    """Raises ConfigError if the mesh that only samples does not divide the model."""
+    shape = run.rollout.mesh_shape
+    if shape is None:
+        return
+    sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
+    with error_context("rollout.mesh_shape"):
+        try:
+            check_model_divides(run, cfg, lora, sizes)
+        except ValueError as error:
+            text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
+            raise ValueError(text) from error
+    with error_context("rollout"):
+        check_decode_kernels(run, cfg, platform, sizes["tp"])
+
+
+def check_generation(run: RunConfig, cfg: Architecture) -> None:
+    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
+    settings = run.generation
+    total = settings.max_prompt_length + settings.max_new_tokens
+    if total > cfg.max_positions:
+        raise ValueError(
+            f"max_prompt_length={settings.max_prompt_length} + "
+            f"max_new_tokens={settings.max_new_tokens} = {total} "
+            f"tokens, and the model was made for {cfg.max_positions}"
+        )
+    settings.check_fits(cfg.vocab_size)
+    if settings.top_k >= cfg.vocab_size:
+        raise ValueError(
+            f"top_k={settings.top_k} would change nothing: it leaves no token out of "
+            f"vocab_size={cfg.vocab_size}; generation.top_k=0 draws from all tokens"
+        )
+    if settings.temperature == 0 and not run.algorithm.needs.demonstrations:
+        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
+
+
+def choose_attention(
+    run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
+) -> tuple[str, str]:
+    """The implementation of attention that training uses, and why. Raises ValueError.
+
+    Where the devices are not attached, cuDNN that is asked for by name is assumed to work there.
+    """
+    asked = run.training.attention
+    dtype = DTYPES[run.training.mixed_precision]
+    shares_prompts = rows.packing == "prefix"
+    try:
+        return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
+    except attention.CannotCompile:
+        if is_attached:
+            raise
+        return asked, "as training.attention says"
+
+
+def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+    """Raises ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
+    if run.rollout.is_fused:
+        check_fused(
+            cfg,
+            DTYPES[run.training.mixed_precision],
+            platform,
+            tp,
+            run.rollout.cache == "int8",
+            not run.model.lora.rank and run.model.lora.adapter is None,
+            run.generation.has_cutoffs,
+            run.generation.repetition_penalty,
+        )
+
+
+def check_base(run: RunConfig, lora: LoraConfig | None) -> None:
+    """Raises ConfigError for a quantised base without adapters, which nothing would use."""
+    base = run.model.lora.base
+    if lora is None and base in BLOCKS:
+        raise ConfigError(
+            f"model.lora: base={base} is for the frozen weights under adapters, and rank=0 trains "
+            "all weights; set model.lora.rank=16, or leave base out"
+        )
+
+
+def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
+    """Raises ConfigError for a kernel that only a machine which has its library can put into a
+    program."""
+    if (resolved.attention, platform) != ("cudnn", "cuda"):
+        return
+    width = row_width(resolved.run, resolved.rows)
+    if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
+        raise ConfigError(
+            "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
+            "installed, and here it is not; training.attention=xla would do, or an estimate: "
+            "analytic=true"
+        )
+
+
+# ---- micro_batch_size=auto
+
+
+def chooses_micro_batch(run: RunConfig) -> bool:
+    """Whether the size of a micro-batch is still to be found."""
+    return run.training.micro_batch_size == "auto"
+
+
+def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:
+    """The values of micro_batch_size that this batch allows, the largest first."""
+    per_shard = plan_batch(with_micro_batch(run, None), fsdp).sequences // fsdp
+    every = run.training.sync_gradients_every
+    divisors = [size for size in range(per_shard, 0, -1) if per_shard % size == 0]
+    return [size for size in divisors if (per_shard // size) % every == 0]
+
+
+def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
+    """The run with micro-batches of this size, and the number of micro-batches derived from it.
+    None: the fewest micro-batches allowed, which is sync_gradients_every."""
+    accumulation = run.training.sync_gradients_every if size is None else None
+    changed = replace(run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation)
+    return replace(run, training=changed)

@@ -1,0 +1,148 @@
+"""Compiles all programs that the rollouts of one size can need, before the first of them begins.
+
+A rollout pads its prompts to one of a few widths, and its cache has one of a few numbers of
+columns. Which of them a batch takes depends on its lengths. A run compiles them all at its start,
+so that none of its steps waits for the compiler.
+
+A program is lowered for shapes alone, with the shardings that the programs before it give their
+results. A later call of the program finds it compiled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_lite.parallel.mesh import axis_size
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.extend import TurnPrograms, extend_calls
+from tunix_lite.rollout.programs import Programs, Queue, Slots
+from tunix_lite.rollout.scheduler import (
+    prompt_cache_blocks,
+    prompt_widths,
+    queue_length,
+)
+from tunix_lite.types import Params
+
+
+@dataclass(frozen=True)
+class RolloutSize:
+    """What the shapes of a rollout depend on, beside the lengths of its sequences.
+
+    Example: RolloutSize(num_prompts=16, num_generations=4, num_slots=64).
+    """
+
+    num_prompts: int
+    num_generations: int
+    num_slots: int
+    temperature: float = 1.0
+    # requests of the queue, if each has a random key of its own; None: all have that of the rollout
+    num_keys: int | None = None
+
+
+def compile_rollout(
+    programs: Programs, per_layer_params: Params, size: RolloutSize
+) -> tuple[Queue, Slots]:
+    """Compiles all programs of rollouts of this size, for these weights. Returns the shapes of
+    their queue, and of slots with all columns."""
+    spec = programs.spec
+    generation = spec.generation
+    widths = prompt_widths(generation.max_prompt_length)
+    block, cache_blocks = prompt_cache_blocks(
+        size.num_prompts,
+        size.num_generations,
+        widths,
+        size.num_slots,
+        generation.max_new_tokens,
+        spec.chunk,
+        axis_size("fsdp"),
+    )
+
+    # The prompts, and the queue.
+    prompt_cache = results(programs.make_prompt_cache, block * cache_blocks)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for width in widths:
+        tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
+        arguments = (prompt_cache, per_layer_params, tokens, lengths, number)
+        prompt_cache = results(programs.prefill, *arguments)
+    queue = _queue(programs, size)
+
+    # The slots, for every number of columns.
+    decode = programs.decode if size.temperature > 0 else programs.decode_greedy
+    stopped = jax.ShapeDtypeStruct((size.num_slots,), jnp.int32)
+    temperature = jax.ShapeDtypeStruct((), jnp.float32)
+    with_columns = {}
+    for columns in _columns(programs):
+        slots = results(programs.make_slots, size.num_slots, columns)
+        slots = results(programs.refill, slots, prompt_cache, queue, number, stopped)
+        slots, _ = results(decode, slots, per_layer_params, temperature)
+        with_columns[columns] = results(
+            programs.refill, slots, prompt_cache, queue, number, stopped
+        )
+    for slots in with_columns.values():
+        _compile_resize(programs, slots, list(with_columns))
+    return queue, with_columns[spec.max_length]
+
+
+def results(program: Any, *arguments: Any) -> Any:
+    """Compiles a program under jit for these arguments, arrays or their shapes. Returns the shapes
+    of its results, placed as it places them."""
+    lowered = program.lower(*arguments)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
+
+
+def _columns(programs: Programs) -> list[int]:
+    """The columns that a cache may have: all, where conversations go on."""
+    length = programs.spec.max_length
+    if programs.spec.holds:
+        return [length]
+    least = kv_cache.columns_in_use(programs.spec.generation.max_prompt_length, length)
+    return [columns for columns in kv_cache.column_sizes(length) if columns >= least]
+
+
+def _queue(programs: Programs, size: RolloutSize) -> Queue:
+    key_data = jax.random.key_data(jax.random.key(0))
+    count = size.num_keys or size.num_prompts * size.num_generations
+    column = jax.ShapeDtypeStruct((queue_length(count),), jnp.int32)
+    keys = key_data.shape if size.num_keys is None else (queue_length(count), *key_data.shape)
+    key_data = jax.ShapeDtypeStruct(keys, np.uint32)
+    return results(programs.make_queue, key_data, *[column] * 4)
+
+
+def _compile_resize(programs: Programs, slots: Slots, sizes: list[int]) -> None:
+    """Compiles what gives the slots another number of columns."""
+    spec = programs.spec
+    for kind, kv in dict(zip(spec.cfg.kinds, slots.cache)).items():
+        for columns in sizes:
+            wanted = kv_cache.num_columns(spec.cfg, kind, columns)
+            if wanted != kv.k.shape[2]:
+                results(programs.resize_layer, kv, wanted)
+
+
+def compile_extend(
+    programs: TurnPrograms, slots: Slots, per_layer_params: Params, widths: Sequence[int]
+) -> Slots:
+    """Compiles what appends tokens to slots, for pieces of these widths. Returns the shapes of the
+    slots after it."""
+    num_slots = len(slots.requests)
+    for width in widths:
+        call = extend_calls({0: ([0] * width, 1)}, num_slots)[0]
+        arrays = (call.rows, call.tokens, call.counts, call.limits)
+        slots = results(programs.extend, slots, per_layer_params, *arrays)
+    return slots
+
+
+def compile_rewind(programs: TurnPrograms, slots: Slots, chunk: int) -> None:
+    """Compiles what takes back tokens behind a stop text, of chunks of so many tokens."""
+    num_slots = len(slots.requests)
+    tokens = jax.ShapeDtypeStruct((chunk, num_slots), jnp.int32)
+    kept = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+    results(programs.rewind, slots, results(programs.save, slots), tokens, kept)

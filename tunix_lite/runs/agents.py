@@ -1,0 +1,245 @@
+"""Experience of an agent: a program that calls the model over HTTP, as it is, and earns rewards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tunix_lite.agents.batch import EpisodeGroups
+from tunix_lite.agents.endpoint import Endpoint
+from tunix_lite.agents.episodes import Episode, OpenEpisodes
+from tunix_lite.agents.running import Agent, AgentConfig, Runner
+from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.evaluation.statistics import avg_at_k, pass_at_k
+from tunix_lite.inference.language_model import LanguageModel
+from tunix_lite.inference.live import live_engine
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.rollout.engine import make_prepare
+from tunix_lite.rollout.live import DrawSettings
+from tunix_lite.rollout.settings import GenerationConfig
+from tunix_lite.runs.evaluate import Evaluated
+from tunix_lite.runs.experience import Experience
+from tunix_lite.runs.learner import Learner
+from tunix_lite.runs.session import Session
+from tunix_lite.seeds import seed_of_call
+from tunix_lite.serving.calls import Limits
+from tunix_lite.tasks.task import TaskConfig
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
+
+# calls that may wait for a slot
+MOST_WAITING = 1 << 20
+
+
+@dataclass(frozen=True)
+class AgentJob:
+    """An agent that is trained, how it is run, and how texts that it returns are graded.
+
+    Example: AgentJob(agent, config=AgentConfig(on_error="zero")).
+    """
+
+    # None: a program elsewhere sends its rewards to /episodes/ID/reward
+    agent: Agent | None
+    # (completion, example) -> number; None: the rewards of the task
+    reward: Callable[[str, dict], float] | None = None
+    config: AgentConfig = field(default_factory=AgentConfig)
+
+
+class AgentExperience:
+    """Episodes are run once in algorithm.updates_per_rollout updates, with the current weights: G
+    of each of P examples. See ExperienceSource."""
+
+    def __init__(self, session: Session, learner: Learner, job: AgentJob):
+        run = session.run
+        resolved = learner.resolved
+        generation = run.generation
+        self._session = session
+        self._algorithm = run.algorithm
+        self._task = session.task
+        self._seed = run.seed
+        self._config = job.config
+        self._evaluation = run.evaluation
+        self._num_prompts = session.parts.batch.prompts
+        self._rows = session.parts.rows
+        self._tokenizer = session.parts.model.tokenizer
+        self._own_draw = _draw_of(generation) if job.config.own_sampling else None
+
+        # The engine that agents are answered by; `_ended` gives it the weights of now.
+        model = LanguageModel(session.parts.model, None, session.parts.mesh, resolved.dtype)
+        how = (model.cfg, model.dtype, run.rollout.weights != "sharded")
+        self._prepare = make_prepare(*how)
+        prepared = self._prepare(learner.policy_params(learner.state))
+        self._engine = live_engine(model, generation, run.rollout, MOST_WAITING, prepared)
+        session.closing.callback(self._engine.close)
+
+        # Whom agents talk to, and who runs them.
+        spec = self._engine.spec
+        limits = Limits(
+            run.model.weights,
+            spec.generation.max_prompt_length,
+            spec.generation.max_new_tokens,
+            min(spec.max_length, model.cfg.max_positions),
+            is_lenient=True,
+        )
+        longest = limits.max_prompt_length
+        self._episodes = OpenEpisodes(self._tokenizer, longest, job.config.max_calls)
+        endpoint = Endpoint(self._engine, self._tokenizer, limits, self._episodes)
+        session.closing.callback(endpoint.close)
+        reward = job.reward or rewards_of(run.task)
+        self._runner = Runner(job.agent, reward, self._episodes, endpoint.base_url, job.config)
+        session.closing.callback(self._runner.close)
+        self._held: Experience | None = None
+
+    def compile_ahead(self, state: TrainState) -> None:
+        """See ExperienceSource. Programs of longer prompts compile at the first that comes."""
+        self._session.console.busy("compiling the sampler…")
+        self._engine.warm_up()
+        self._rest()
+
+    def take(self, step: int, params: Params) -> Experience:
+        """See ExperienceSource. Raises RunFailed where an agent fails and on_error=raise."""
+        updates = self._algorithm.updates_per_rollout
+        update = step % updates
+        if update == 0:
+            self._held = self._collect(step, params)
+        metrics = self._held.metrics if update == 0 else {}
+        return replace(self._held, metrics=metrics, updates_left=updates - update)
+
+    def beside_update(self) -> Metrics:
+        """See ExperienceSource: agents ask for nothing while the weights change."""
+        return {}
+
+    def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
+        """See ExperienceSource. An episode of each held-out example, drawn as the agent asks, then
+        num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
+        if its reward is 1 or more."""
+        settings = self._evaluation
+        examples = self._task.held_out(settings.num_examples)
+        with error_context("evaluation", RunFailed):
+            groups = self._ended(params, examples, self._seed, None, 1)
+            greedy = self._graded(replace(groups, on_error="zero"), examples)
+        metrics = {
+            "eval/accuracy": float(np.mean(greedy.correct)),
+            "eval/reward": greedy.metrics["reward/mean"],
+            "eval/failed": sum(bool(one.failure) for one in groups.ended),
+        }
+        if not settings.num_samples:
+            return Evaluated(metrics, greedy)
+        examples = [one for one in examples for _ in range(settings.num_samples)]
+        draw = DrawSettings(temperature=settings.temperature)
+        with error_context("evaluation", RunFailed):
+            groups = self._ended(params, examples, self._seed + 1, draw, settings.num_samples)
+            sampled = self._graded(replace(groups, on_error="zero"), examples)
+        k = settings.num_samples
+        correct_EN = sampled.correct.reshape(-1, k)
+        metrics[f"eval/avg_at_{k}"] = float(avg_at_k(correct_EN).mean())
+        metrics[f"eval/pass_at_{k}"] = float(pass_at_k(correct_EN, k).mean())
+        metrics["eval/sampled_reward"] = sampled.metrics["reward/mean"]
+        return Evaluated(metrics, greedy, sampled)
+
+    def _collect(self, step: int, params: Params) -> Experience:
+        """Episodes, their advantages, and the rows of their tokens."""
+        G = self._algorithm.num_generations
+        rollout = step // self._algorithm.updates_per_rollout
+        with error_context(f"step {step + 1}", RunFailed):
+            examples, _ = self._task.batch(self._num_prompts, self._seed, rollout)
+            examples = [one for one in examples for _ in range(G)]
+            seed = seed_of_call(self._seed, step, 1)
+            groups = self._ended(params, examples, seed, self._own_draw, G)
+            graded = self._graded(groups, examples)
+            batch = groups.batch(self._algorithm)
+            rows = self._lay_out(batch)
+        return Experience(rows, batch, graded.metrics, graded, updates_left=1)
+
+    def _ended(
+        self,
+        params: Params,
+        examples: list[dict],
+        seed: int,
+        draw: DrawSettings | None,
+        num_generations: int,
+    ) -> EpisodeGroups:
+        """An episode of each example, with these weights, until all have ended."""
+        self._engine.set_params(self._prepare(params))
+        opened = [
+            self._episodes.open(dict(example), seed_of_call(seed, place, 0), draw)
+            for place, example in enumerate(examples)
+        ]
+        try:
+            ended = self._runner.run(opened, self._session.stopping.check_between_chunks)
+        finally:
+            self._rest()
+        return EpisodeGroups(opened, ended, num_generations, self._config.on_error)
+
+    def _rest(self) -> None:
+        """Waits for calls of agents that were given up, so that they end before the weights change.
+        The update needs the memory of the engine's copy of the weights."""
+        self._engine.wait_until_idle()
+        self._engine.set_params(None)
+
+    def _lay_out(self, batch: Batch) -> RowBatch:
+        """The batch in rows. There are more sequences than episodes where an agent breaks its
+        conversations; from the first such step on there are twice as many rows, which is a program
+        more."""
+        layout = self._rows
+        shards = self._session.parts.mesh.shape["fsdp"]
+        while len(batch.tokens) > layout.num_parts * layout.rows_per_part * shards:
+            layout = replace(layout, num_parts=2 * layout.num_parts)
+        self._rows = layout
+        return layout.lay_out(batch)[0]
+
+    def _graded(self, groups: EpisodeGroups, examples: list[dict]) -> Graded:
+        """What samples/*.jsonl has of the episodes, and their metrics."""
+        metrics = groups.metrics
+        rewards_B = groups.rewards_PG.reshape(-1)
+        ended = groups.ended
+        texts = [_texts_of(one, self._tokenizer) for one in groups.episodes]
+        prompts, completions = zip(*texts)
+        return Graded(
+            prompts=list(prompts),
+            completions=list(completions),
+            rewards=rewards_B,
+            correct=np.nan_to_num(rewards_B) >= 1,
+            extracted=[
+                f"reward {one.reward:g}" if one.reward is not None else None for one in ended
+            ],
+            metrics=metrics,
+            dropped=np.isnan(rewards_B),
+            examples=examples,
+            num_generations=groups.num_generations,
+            failures=[{"agent": one.failure} if one.failure else {} for one in ended],
+        )
+
+
+def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
+    """The weighted sum of a task's rewards, of one completion."""
+
+    def reward(completion: str, example: dict) -> float:
+        weights = task.weights(0)
+        for name, one in task.rewards.items():
+            if one.group:
+                raise ValueError(f"task.rewards.{name} compares a group; an agent gives one text")
+        return sum(
+            weights[name] * float(one.fn(completion, example)) for name, one in task.rewards.items()
+        )
+
+    return reward
+
+
+def _draw_of(generation: GenerationConfig) -> DrawSettings:
+    return DrawSettings(
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
+    )
+
+
+def _texts_of(episode: Episode, tokenizer: Tokenizer) -> tuple[str, str]:
+    """What the first call of an episode read, and all that follows; "" where it made none."""
+    if not episode.sequences:
+        return "", ""
+    first = episode.sequences[0]
+    begin = first.is_sampled.index(True) if any(first.is_sampled) else len(first.tokens)
+    rest = [first.tokens[begin:], *(one.tokens for one in episode.sequences[1:])]
+    said = [tokenizer.decode(tokens, skip_special=False) for tokens in rest]
+    return tokenizer.decode(first.tokens[:begin]), "\n\n".join(said)

@@ -1,0 +1,139 @@
+"""How far the completions of an evaluation, or of many prompts, are: how many, how fast, how long
+still, and how many of them are right."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from tunix_lite.parallel.compiling import compile_seconds
+from tunix_lite.rollout.engine import OnChunk
+from tunix_lite.rollout.requests import Request
+from tunix_lite.rollout.time_left import SamplingClock
+from tunix_lite.tasks.task import Grader
+from tunix_lite.tracking.progress import Output, Progress, after, seconds_in_words
+from tunix_lite.types import Graded, Rollout
+
+
+class SamplingProgress:
+    """Follows one rollout after another, and says how far they are.
+
+    Example: `with SamplingProgress(StandardError(), [32]) as progress:`, then
+    `generate(..., on_chunk=progress.begin())`.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        rollouts: Sequence[int],
+        on_graded: Callable[[int, bool, Graded], None] | None = None,
+        patience: float = 0.0,
+    ):
+        """rollouts: how many completions each one samples. on_graded(group, is_greedy, graded):
+        gets each completion once this process has graded it, alone, with the number of its group.
+        patience: as of a Progress."""
+        self.clock = SamplingClock(rollouts, compile_seconds)
+        self.line = Progress(output, self.text, self._text_at_end, patience)
+        self._on_graded = on_graded
+        self._compiled_before = compile_seconds()
+        self._is_rate_said = False
+        self._is_greedy = True
+        self._grader: Grader | None = None
+        # Grades come between two chunks, too, and a chunk may take long: the thread of the line
+        # looks as well. What it raises is raised by the next look of the program itself.
+        self._looking = threading.Lock()
+        self._failure: Exception | None = None
+        # ended, and not graded yet: row -> its rollout
+        self._ungraded: dict[int, Rollout] = {}
+        # completions that are graded; of the greedy ones among them, whether each is right
+        self._num_graded = 0
+        self._is_right: list[bool] = []
+
+    def __enter__(self) -> "SamplingProgress":
+        self.line.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.line.__exit__(*error)
+
+    def begin(self, grader: Grader | None = None, is_greedy: bool = True) -> OnChunk:
+        """The next rollout begins. Returns what it calls after each chunk. grader: of its
+        completions; None: nobody grades them."""
+        self.clock.begin()
+        with self._looking:
+            self._grader = grader
+            self._is_greedy = is_greedy
+            self._ungraded.clear()
+        return self.on_chunk
+
+    def on_chunk(self, requests: Sequence[Request], ended: dict[int, Rollout]) -> None:
+        """Takes a chunk of the rollout, as engine.make_generate gives it."""
+        has_begun = self.clock.has_sampled
+        self.clock.take(requests)
+        compiled = compile_seconds() - self._compiled_before
+        if not has_begun and compiled >= 1:
+            self.line.say(f"compiled the sampler in {seconds_in_words(compiled)}")
+        if not self._is_rate_said and self.clock.seconds_left() is not None:
+            self._is_rate_said = True
+            self.line.now()
+        if self._grader is not None:
+            with self._looking:
+                self._ungraded |= ended
+            self.look()
+
+    def look(self) -> None:
+        """Takes the grades that have come."""
+        with self._looking:
+            if self._failure is not None:
+                raise self._failure
+            self._take_grades()
+
+    def _look_from_thread(self) -> None:
+        with self._looking:
+            if self._failure is None:
+                try:
+                    self._take_grades()
+                except Exception as error:
+                    self._failure = error
+
+    def _take_grades(self) -> None:
+        for row, rollout in list(self._ungraded.items()):
+            graded = self._grader.grade_now(row, rollout)
+            if graded is None:
+                continue
+            del self._ungraded[row]
+            self._num_graded += 1
+            if self._is_greedy:
+                self._is_right.append(bool(graded.correct[0]))
+            if self._on_graded is not None:
+                self._on_graded(self._grader.group_of(row), self._is_greedy, graded)
+
+    # ---- in words
+
+    def text(self, seconds: float) -> str:
+        """`sampled 17 of 160 completions, 41 tokens/s, 2 m 10 s left, accuracy 12.0%`."""
+        self._look_from_thread()
+        clock = self.clock
+        if not clock.has_sampled:
+            what = f"compiling the sampler and reading prompts, for {clock.total} completions"
+            return f"{what}{after(seconds)}"
+        parts = [f"sampled {clock.num_ended} of {clock.total} completions"]
+        rate = clock.tokens_per_second()
+        left = clock.seconds_left()
+        if rate is not None:
+            parts.append(f"{rate:,.0f} tokens/s")
+        if clock.num_ended < clock.total:
+            parts += [f"{seconds_in_words(left)} left"] if left is not None else []
+        elif self._grader is not None and self._num_graded < clock.total:
+            parts.append(f"{self._num_graded} graded")
+        return ", ".join(parts + self._accuracy())
+
+    def _text_at_end(self, seconds: float) -> str:
+        rate = self.clock.tokens_per_second()
+        speed = [] if rate is None else [f"{rate:,.0f} tokens/s"]
+        text = f"sampled {self.clock.num_ended} completions in {seconds_in_words(seconds)}"
+        return ", ".join([text, *speed, *self._accuracy()])
+
+    def _accuracy(self) -> list[str]:
+        """Of the greedy completions so far."""
+        if not self._is_right:
+            return []
+        return [f"accuracy {sum(self._is_right) / len(self._is_right):.1%}"]

@@ -1,0 +1,129 @@
+"""The part of both servers around a request: its key, errors as JSON, counts, a line of the log."""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.listen import ServerSettings, is_key, listen, log_request
+from tunix_lite.serving.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+# What logs call the status of a request whose client went away.
+CLIENT_LEFT = 499
+# Seconds after which a client that was refused may ask again.
+RETRY_AFTER = 1
+
+
+class Face:
+    """The server of one protocol. A subclass says what its paths, errors and numbers are.
+
+    Example: asyncio.run(Server(engine, tokenizer, limits, ServerSettings()).run(print))
+    """
+
+    # paths that need no key
+    open_paths: tuple[str, ...] = ("/healthz",)
+    # paths that are asked for all the time, so that a line for each would hide the others
+    unlogged: tuple[str, ...] = ("/healthz", "/metrics")
+    # errors besides BadCall whose message is for the client, and the status of the answer
+    statuses: dict[type[Exception], int] = {}
+
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self.metrics = ServerMetrics()
+        self.is_stopping = False
+
+    def routes(self) -> Iterable[tuple[str, str, Callable]]:
+        """(get, post or delete; path; handler). A handler may return a dict: it is sent as JSON."""
+        raise NotImplementedError
+
+    def error_body(self, error: Exception, status: int, message: str) -> dict:
+        """An error as clients of the protocol read it."""
+        raise NotImplementedError
+
+    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Gauges and counters for /metrics."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Called now and then; what it raises ends the server."""
+
+    def stop(self) -> None:
+        """Called when a signal came."""
+        self.is_stopping = True
+
+    def key_of(self, request: "web.Request") -> str:
+        """The key that the client sent; "" if none."""
+        return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def status_of(self, error: Exception, path: str) -> tuple[int, str]:
+        """Status and message of an answer. An error that nobody expects has a traceback."""
+        from aiohttp import web
+
+        if isinstance(error, web.HTTPException):
+            return error.status, f"{error.status} {error.reason}: {path}"
+        if isinstance(error, BadCall):
+            return error.status, str(error)
+        for kind, status in self.statuses.items():
+            if isinstance(error, kind):
+                return status, str(error)
+        if isinstance(error, ConnectionResetError):
+            # nobody reads this answer
+            return CLIENT_LEFT, ""
+        traceback.print_exc()
+        return 500, "the server failed; its log says why"
+
+    def application(self) -> "web.Application":
+        """The aiohttp application."""
+        from aiohttp import web
+
+        # aiohttp marks functions, and methods cannot be marked.
+        around = web.middleware(lambda request, handler: self._around(request, handler))
+        app = web.Application(client_max_size=self.settings.max_body, middlewares=[around])
+        app.router.add_get("/metrics", self._metrics)
+        for method, path, handler in self.routes():
+            getattr(app.router, f"add_{method}")(path, handler)
+        return app
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        """Serves until SIGTERM or SIGINT, as `listen`. Raises what `check` raises."""
+        await listen(self.application(), self.settings, ready, self.check, self.stop)
+
+    async def _metrics(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        return web.Response(text=self.metrics.text(*self.numbers()))
+
+    async def _around(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
+        from aiohttp import web
+
+        began = time.monotonic()
+        status = 500
+        try:
+            is_open = request.path in self.open_paths
+            if not is_open and not is_key(self.key_of(request), self.settings.api_key):
+                raise BadCall("the API key is wrong or missing", code="invalid_api_key")
+            answer: Any = await handler(request)
+            if isinstance(answer, dict):
+                answer = web.json_response(answer)
+            status = answer.status
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT
+            raise
+        except Exception as error:
+            status, message = self.status_of(error, request.path)
+            body = self.error_body(error, status, message)
+            headers = {"Retry-After": str(RETRY_AFTER)} if status == 429 else None
+            answer = web.json_response(body, status=status, headers=headers)
+        finally:
+            path = request.match_info.route.resource
+            name = path.canonical if path is not None else "other"
+            seconds = time.monotonic() - began
+            self.metrics.request(name, status, seconds, request.get("first_token"))
+            if self.settings.log_requests and request.path not in self.unlogged:
+                log_request(request, status, seconds, request.get("counts", ""))
+        return answer

@@ -1,0 +1,1 @@
+"""What a user writes: conf/, overrides and flags become settings."""

@@ -1,0 +1,388 @@
+"""Settings: conf/ and the words of a command line become a built `RunConfig`.
+
+Hydra and OmegaConf are used here alone: to compose settings, and to run a job with them.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import hydra
+import yaml
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tunix_lite.config import RunConfig, build
+from tunix_lite.distributed.launcher import check_config_dir, conf_dir
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.hints import Refusal, options_of, shell_quoted
+from tunix_lite.plain_text import SHOWN, hide, hide_users_of_urls
+from tunix_lite.settings.auto import auto
+from tunix_lite.settings.flags import check_values, wrong_override
+
+OmegaConf.register_new_resolver("auto", auto, replace=True)
+
+
+def compose(overrides: list[str], more_conf: str | None = None) -> RunConfig:
+    """The settings of a run, built from conf/ and these overrides.
+
+    overrides: as on the command line, `["model=gemma3_1b", "seed=1"]`. more_conf: a folder with the
+    user's own options. Raises ConfigError.
+
+    Example: `compose(["algorithm=dr_grpo", "training.max_steps=20"]).training.max_steps` is 20.
+    """
+    return build(RunConfig, compose_values(overrides, more_conf))
+
+
+def compose_values(
+    overrides: list[str],
+    more_conf: str | None = None,
+    of: tuple[str, ...] = (),
+    config_name: str = "config",
+) -> dict:
+    """The settings as nested plain values, not built yet.
+
+    of: overrides that a command adds before those of the user, `("+command=generate",)`.
+    config_name: of the file that everything begins with. Raises ConfigError.
+    """
+    overrides = expand_short_forms(overrides)
+    hide_users_of_urls(overrides)
+    with error_context(""):
+        check_config_dir(more_conf)
+    check_values(overrides)
+    with _options_in(more_conf):
+        try:
+            return _plain_values(hydra.compose(config_name, [*of, *overrides]))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explain(error, overrides, more_conf, of, config_name)) from error
+        except yaml.YAMLError as error:
+            raise ConfigError(not_yaml(error)) from error
+
+
+def not_yaml(error: yaml.YAMLError) -> str:
+    """The message for a file that is no YAML: the file, the line, and what is wrong there.
+
+    Example: `conf/model/mine.yaml, line 2: while parsing a flow mapping: expected ',' or '}'`.
+    """
+    # PyYAML says where the structure began, which is where a bracket was left open.
+    mark = getattr(error, "context_mark", None) or getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    parts = [text for text in (error.context, error.problem) if text]
+    return f"{mark.name}, line {mark.line + 1}: no YAML: {': '.join(parts)}"
+
+
+@contextlib.contextmanager
+def _options_in(more_conf: str | None) -> Iterator[None]:
+    """Inside, Hydra composes from conf/ and from this folder, as with --config-dir."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        if more_conf is not None:
+            search_path = create_config_search_path(str(conf_dir()))
+            # where --config-dir puts it: before Hydra's own entry, which must be the last
+            place = f"file://{Path(more_conf).absolute()}"
+            search_path.prepend("command-line", place, SearchPathQuery(provider="schema"))
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("app", search_path)
+        yield
+
+
+def expand_short_forms(words: list[str]) -> list[str]:
+    """The words of a command line, with `resume=X` written out as `resume.folder=X`, and with the
+    quotes that Hydra wants around a text with braces, commas or spaces."""
+    short = "resume="
+    words = [
+        "resume.folder=" + word.removeprefix(short) if word.startswith(short) else word
+        for word in words
+    ]
+    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in words]
+
+
+# Settings of a run whose value is a text: a shell's quotes around it are enough.
+TEXTS = {
+    "task.prompt",
+    "task.system",
+}
+
+
+def _quoted(word: str) -> str:
+    """`key=text` as `key='text'`, unless it is null or has such quotes already."""
+    key, _, text = word.partition("=")
+    has_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if text == "null" or has_quotes:
+        return word
+    # backslashes are doubled before a quote, and nowhere else
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"{key}='{escaped}'"
+
+
+def _plain_values(settings: DictConfig) -> dict:
+    """The settings with all references resolved. Secrets among them are hidden from now on."""
+    for name in _variables_of(OmegaConf.to_container(settings, resolve=False)):
+        if _may_be_secret(value := os.environ.get(name, "")):
+            hide(value)
+    values = OmegaConf.to_container(settings, resolve=True)
+    hide_users_of_urls(values)
+    return values
+
+
+# Groups of settings whose texts name models, folders and hosts.
+NO_SECRETS = {"model", "hydra", "launch"}
+
+
+def _variables_of(settings: dict) -> set[str]:
+    """The environment variables that settings, not resolved yet, refer to as ${oc.env:NAME}."""
+    others = {name: value for name, value in settings.items() if name not in NO_SECRETS}
+    return set(re.findall(r"\$\{oc\.env:[\s'\"\\]*(\w+)", repr(others)))
+
+
+def _may_be_secret(text: str) -> bool:
+    """Whether the value of a variable may be a key or a password: no number, no short word, and no
+    path on this machine. Hiding those would spoil messages."""
+    first = re.match(r"/[^/]+", text)
+    is_path = os.path.exists(text) or (first is not None and os.path.exists(first[0]))
+    return len(text) >= 8 and not is_path and re.fullmatch(r"[\d.eE+-]+", text) is None
+
+
+def explain(
+    error: Exception,
+    overrides: list[str],
+    more_conf: str | None = None,
+    of: tuple[str, ...] = (),
+    config_name: str = "config",
+) -> str:
+    """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
+
+    error: Hydra's own error; its text is the message where no override is found wrong. The other
+    arguments are those of `compose_values`. Call it inside `hydra.initialize_config_dir`.
+    """
+    # An override that Hydra's grammar refuses.
+    groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
+    parsed = {}
+    for text in overrides:
+        try:
+            parsed[text] = OverridesParser.create().parse_override(text)
+        except HydraException:
+            return _not_an_override(text, of)
+
+    # The overrides whose option or key does not exist, all of them.
+    chosen = [text for text, override in parsed.items() if override.get_key_element() in groups]
+    known = _known_settings([*of, *chosen], of, config_name)
+    folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
+    file = f"{config_name.removesuffix('.yaml')}.yaml"
+    if not known and not any((folder / file).is_file() for folder in folders):
+        places = " or ".join(str(folder) for folder in folders)
+        return f"--config-name={config_name}: there is no {file} in {places}; --config-dir=FOLDER"
+    if not known:
+        return str(error).replace("\n", " ")
+    refusal = partial(_refusal, [*of, *chosen], config_name)
+    wrong: list[str] = []
+    for text, override in parsed.items():
+        key = override.get_key_element().lstrip("+~")
+        if text.startswith("+") and key in groups and "Multiple values" in str(error):
+            # Hydra takes a + for a group that the defaults list does not have.
+            return f"{text}: write it without the +: {text.lstrip('+')}"
+        is_added = text.startswith("+") and key not in groups
+        if key.startswith("hydra/") and (extra := PLUGINS.get(text.split("/")[-1])):
+            return f"{text} needs a package that is not installed: pip install -e '.[{extra}]'"
+        if key.startswith(("hydra.", "hydra/")) or is_added:
+            continue
+        value = override.value() if key in groups else text.partition("=")[2]
+        message = wrong_override(key, value, known, groups, folders, refusal)
+        if message is not None:
+            wrong.append(message)
+    if wrong:
+        line = ". ".join(wrong)
+        # many words of other projects have a line each
+        return line if len(line) <= SHOWN else "\n  ".join(wrong)
+    for text, override in parsed.items():
+        key = override.get_key_element()
+        if override.is_delete() and key.lstrip("~") in groups:
+            group = key.lstrip("~")
+            options = ", ".join(options_of(group, folders))
+            return f"{text}: a run needs one; choose with {group}=, one of {options}"
+        if not override.is_sweep_override():
+            continue
+        if key == "model.mesh_shape":
+            sizes = text.partition("=")[2]
+            return (
+                f"{text}: a list has brackets: 'model.mesh_shape=[[{sizes}],[fsdp,tp]]'; without "
+                "them it is a sweep, which needs --multirun"
+            )
+        return f"{text}: several values are a sweep, which needs --multirun"
+    return str(error).replace("\n", " ")
+
+
+def _not_an_override(text: str, of: tuple[str, ...]) -> str:
+    """What to do about a word that Hydra's grammar refuses. of: as in `compose_values`."""
+    start = f"{text}: cannot be read as an override; write "
+    if "=" not in text and "+command=generate" in of:
+        return f"{start}prompt='...'"
+    key, equals, value = text.partition("=")
+    if equals and re.fullmatch(r"[+~]*[\w./@-]+", key) and not re.search(r"[\[\]{}\"]", value):
+        # the shell's quotes, if any, are gone: those inside are Hydra's
+        line = f'{key}="{value}"'
+        with contextlib.suppress(HydraException):
+            OverridesParser.create().parse_override(line)
+            return f"{start}{shell_quoted(line)}"
+    return (
+        f"{start}key=value, and a value with brackets or spaces in two pairs of quotes: "
+        "'key=\"value\"'"
+    )
+
+
+# Options of Hydra that a package brings, and the extra of ours that installs it.
+PLUGINS = {
+    "launcher=submitit_local": "submitit",
+    "launcher=submitit_slurm": "submitit",
+    "sweeper=optuna": "optuna",
+}
+
+
+def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -> list[str]:
+    """The dotted names of all settings, with these options chosen; model=random has more of them.
+
+    If the options cannot be composed, those of the default options; [] if the file of this name
+    cannot be composed at all.
+    """
+    for chosen in (options, list(of)):
+        with contextlib.suppress(HydraException, OmegaConfBaseException):
+            return list(leaves(_plain_values(hydra.compose(config_name, chosen))))
+    return []
+
+
+def setting_names(of: tuple[str, ...] = (), words: Iterable[str] = ()) -> Iterator[str]:
+    """The dotted names of all settings, composed when they are asked for: of the options that these
+    words of a command line choose, or of the default ones where that fails."""
+    with _options_in(None):
+        yield from _known_settings([*of, *_options_chosen(words)], of, "config")
+
+
+def _options_chosen(words: Iterable[str]) -> list[str]:
+    """The words of a command line that choose an option of a group: `algorithm=dpo`."""
+    is_option = re.compile(r"(\w+)=\w+")
+    found = [(word, is_option.fullmatch(word)) for word in words]
+    return [word for word, match in found if match and (conf_dir() / match[1]).is_dir()]
+
+
+def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) -> str | None:
+    """What a run with the options `chosen` says of these overrides: a hints.Refusal.
+
+    Call it inside `hydra.initialize_config_dir`.
+    """
+    try:
+        for text in overrides:
+            check_on_disk(*text.partition("=")[::2])
+        values = _plain_values(hydra.compose(config_name, [*chosen, *overrides]))
+        is_of_a_run = not any(text.startswith("+command=") for text in chosen)
+        if is_of_a_run and all("..." not in text for text in overrides):
+            build(RunConfig, values)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def refusal_of_a_run(words: list[str]) -> Refusal:
+    """What a run with the options that this command line chooses says of overrides."""
+
+    def refusal(overrides: tuple[str, ...]) -> str | None:
+        with _options_in(None):
+            return _refusal(_options_chosen(words), "config", overrides)
+
+    return refusal
+
+
+def leaves(values: dict, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all values in nested dicts."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def fill_in_folder(text: str, values: dict) -> str:
+    """Fills in `${now:...}` and settings in the folder that a command line gives.
+
+    text: the folder as given. values: the settings as plain values. Raises ConfigError for what
+    only Hydra could fill in.
+    """
+    setup_globals()
+    try:
+        return str(OmegaConf.create({**values, "hydra": {"folder": text}}).hydra.folder)
+    except OmegaConfBaseException as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{text}: {why}; a run of several processes fills in only ${{now:...}} and settings"
+        ) from error
+
+
+def key_of(override: str) -> str:
+    """The key of an override, `model.weights` or `+model.more`."""
+    return OverridesParser.create().parse_override(override).get_key_element()
+
+
+def runs_of_sweep(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: a=1,2 b=3 -> [[a=1, b=3], [a=2, b=3]]."""
+    choices = []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            # Composing this override will raise an error that says what is wrong.
+            return [overrides]
+        values = [text]
+        if override.is_interval_sweep():
+            # of optuna, which draws numbers from it: its lower end stands for them
+            values = [f"{override.get_key_element()}={override.value().start}"]
+        elif override.is_sweep_override():
+            key = override.get_key_element()
+            values = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        choices.append(values)
+    return [list(run) for run in itertools.product(*choices)]
+
+
+def hydra_job(job: Callable[[dict, Path], object]) -> None:
+    """Lets Hydra read the command line, and calls job(plain values, folder) for each run of it.
+
+    A sweeper that looks for the best settings, as optuna does, compares what the job returns.
+    """
+
+    @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
+    def run(settings: DictConfig) -> object:
+        return job(_plain_values(settings), Path(HydraConfig.get().runtime.output_dir))
+
+    run()
+
+
+def as_yaml(values: dict) -> str:
+    """Plain values as `--cfg job` prints them."""
+    return OmegaConf.to_yaml(values)
+
+
+def lacks_a_reference(error: ConfigError) -> bool:
+    """Whether composing failed because what a setting refers to is missing."""
+    return isinstance(error.__cause__, OmegaConfBaseException)
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep that the current run belongs to; None if it is no run of a sweep.
+
+    Call it while Hydra runs a job.
+    """
+    settings = HydraConfig.get()
+    return Path(settings.sweep.dir).absolute() if settings.mode == RunMode.MULTIRUN else None

@@ -1,0 +1,132 @@
+"""The messages and the tools in a row of data, as chat templates read them.
+
+A row of Parquet has every field of its structs, and null in those that are absent. So null is
+absent, at any depth, and a file of JSON lines gives the same text.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tunix_lite.models.chat_template import with_read_arguments
+from tunix_lite.models.tokenizer import Quoted
+from tunix_lite.plain_text import SHOWN, shortened
+
+ROLES = ("system", "user", "assistant", "tool")
+# keys of a message that a chat template may leave out; a template need not read all the others,
+# and one that does not read a key would drop it in silence
+FREE = ("role", "content", "name", "tool_call_id")
+
+
+class Message(NamedTuple):
+    """A turn of a conversation.
+
+    Example: Message("user", "What is 1 + 2?").
+    """
+
+    role: str
+    content: str | None  # None: there is none, beside tool calls
+    # what made the content of the example's fields; None: the content is data as a whole
+    template: str | None = None
+    # all other keys, such as tool_calls and reasoning_content
+    more: Mapping[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content; "" where there is none."""
+        return self.content or ""
+
+    def as_template_reads(self, content: str | Quoted, quoted: Callable[[Any], Any]) -> dict:
+        """The message as a dict, with `content` in place of its own, and quoted(value) of all other
+        values."""
+        written: dict[str, Any] = {"role": self.role}
+        if self.content is not None:
+            written["content"] = content
+        return written | quoted(self.more or {})
+
+
+def conversation_of(example: Mapping) -> list[Message]:
+    """The messages in the field `messages`, or in `prompt`: a text, or a list of {role, content}.
+
+    Raises ValueError for anything else.
+    """
+    present = [name for name in ("messages", "prompt") if name in example]
+    if not present:
+        raise ValueError(
+            "an example needs a field `prompt` or `messages`, or give "
+            f"task.prompt='...{{column}}...'; this one has {fields_of(example)}"
+        )
+    name = next((name for name in present if example[name] is not None), present[0])
+    if isinstance(example[name], str) and name == "prompt":
+        return [Message("user", example[name])]
+    return messages_in(name, example[name])
+
+
+def fields_of(example: Mapping) -> str:
+    """The names of the fields of an example, for a message."""
+    fields = ", ".join(map(str, example))
+    return fields if len(fields) <= SHOWN else f"{fields[:SHOWN]}…"
+
+
+def messages_in(name: str, turns: Any) -> list[Message]:
+    """The messages of a list of dicts. name: the field that has it. Raises ValueError."""
+    if not isinstance(turns, list | tuple) or not turns:
+        raise ValueError(f"`{name}` is {shortened(turns)}; it is a list of {{role, content}}")
+    return [_message(name, turn) for turn in turns]
+
+
+def _message(name: str, turn: Any) -> Message:
+    if isinstance(turn, Mapping):
+        more = without_nulls(turn)
+        role = more.pop("role", None)
+        content = more.pop("content", None)
+        # a turn of calls alone has no content
+        has_content = isinstance(content, str) or (content is None and more.get("tool_calls"))
+        if role in ROLES and has_content:
+            calls = more.get("tool_calls", [])
+            if not isinstance(calls, list | tuple):
+                raise ValueError(
+                    f"`{name}` has tool_calls={shortened(calls)}; it is a list of calls"
+                )
+            try:
+                read = [with_read_arguments(call) for call in calls]
+            except ValueError as error:
+                why = f"`{name}` has tool_calls that cannot be read: {error}"
+                raise ValueError(why) from error
+            if "tool_calls" in more:
+                more["tool_calls"] = read
+            return Message(role, content, more=more or None)
+    raise ValueError(
+        f"`{name}` holds {shortened(turn)}; a message has a role ({', '.join(ROLES)}) and a "
+        "content, which is text"
+    )
+
+
+def tools_in(example: Mapping) -> list[dict] | None:
+    """The tools of a row for the chat template: those of its field `tools`, a list of objects, or
+    the JSON text of one. None: it has none. Raises ValueError for anything else."""
+    tools = example.get("tools")
+    if tools is None:
+        return None
+    found = tools
+    if isinstance(tools, str):
+        try:
+            found = json.loads(tools)
+        except (ValueError, RecursionError):
+            found = tools
+    if not isinstance(found, list | tuple) or not all(isinstance(one, Mapping) for one in found):
+        raise ValueError(
+            f"`tools` is {shortened(tools)}; the chat template takes a list of objects, such as "
+            '[{"type": "function", "function": {"name": "add", ...}}]. Give a column that is not '
+            "for it another name"
+        )
+    return without_nulls(list(found))
+
+
+def without_nulls(value: Any) -> Any:
+    """The value with no key whose value is null, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value

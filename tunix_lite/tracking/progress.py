@@ -1,0 +1,225 @@
+"""What a program says of work that takes long: what is done now, how far it is, when it will end.
+
+On a terminal that is one line, which is rewritten. Elsewhere it is a whole line at the start, one
+every 30 s, and one at the end.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import jax
+
+from tunix_lite.plain_text import visible
+from tunix_lite.tracking.console import Screen, Terminal
+
+# Seconds between two whole lines, and between two looks at a line that is rewritten.
+LINE_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+# Work that is over sooner says nothing, where it need not.
+SHORT_SECONDS = 1.0
+DONE = {"loading": "loaded", "writing": "wrote", "reading back": "read back"}
+
+
+class Output(Protocol):
+    """Where progress is shown: standard error, or the console of a run."""
+
+    def show(self, text: str) -> None:
+        """Puts a text in the place of the one that it showed before, where a line can be
+        rewritten; "" takes it away."""
+
+    def note(self, text: str) -> None:
+        """Prints a whole line, where no line can be rewritten."""
+
+    def say(self, text: str) -> None:
+        """Prints a whole line."""
+
+
+class StandardError:
+    """Standard error of the first process; the others are silent.
+
+    Example: `Progress(StandardError(), lambda seconds: "compiling the sampler")`.
+    """
+
+    def __init__(self):
+        self._speaks = jax.process_index() == 0
+        self._screen = Terminal(file=Screen(sys.stderr), highlight=False)
+        can_rewrite = self._screen.is_terminal and not self._screen.is_dumb_terminal
+        self._is_live = self._speaks and can_rewrite
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Rewrites the line, as far as the terminal has columns."""
+        if not self._is_live or not (text or self._is_shown):
+            return
+        self._screen.file.write(f"\r\x1b[2K{visible(text)[: self._screen.width - 1]}")
+        self._screen.file.flush()
+        self._is_shown = bool(text)
+
+    def note(self, text: str) -> None:
+        """Prints a line, if it is no terminal."""
+        if not self._is_live:
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if self._speaks:
+            self.show("")
+            self._screen.file.write(f"{visible(text)}\n")
+            self._screen.file.flush()
+
+
+class Progress:
+    """Shows `doing(seconds)` while the work inside of it goes on, and `done(seconds)` at its end.
+
+    A thread shows it, so that it goes on while a program compiles. Work that is over within
+    `patience` seconds says nothing, and so does the end of work that fails.
+
+    Example: `with Progress(StandardError(), lambda s: f"read {n} of 9", lambda s: f"read in {s}"):`
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        doing: Callable[[float], str],
+        done: Callable[[float], str] | None = None,
+        patience: float = 0.0,
+    ):
+        """doing: the text after so many seconds; it is called in another thread. done: None: the
+        end says nothing."""
+        self.output = output
+        self._doing = doing
+        self._done = done
+        self._patience = patience
+        self._over = threading.Event()
+        # One of them writes at a time.
+        self._lock = threading.Lock()
+        self._has_begun = patience <= 0
+        self._noted = 0.0
+        self._began = 0.0
+        self._thread = threading.Thread(target=self._look_at_times, daemon=True)
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def __enter__(self) -> "Progress":
+        self._began = time.monotonic()
+        self.now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        self.stop()
+        if self._has_begun and kind is None and self._done is not None:
+            self.output.say(self._done(self.seconds))
+
+    def stop(self) -> None:
+        """Shows nothing any more."""
+        self._over.set()
+        self._thread.join()
+        self.output.show("")
+
+    def say(self, text: str) -> None:
+        """Prints a whole line, once the work takes longer than `patience`."""
+        if self._has_begun:
+            with self._lock:
+                self.output.say(text)
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Around a result that is printed: the line of a terminal makes room for it."""
+        with self._lock:
+            self.output.show("")
+            yield
+
+    def now(self) -> None:
+        """Shows the text now, and as a whole line where no line is rewritten."""
+        if not self._has_begun:
+            return
+        with self._lock:
+            text = self._doing(self.seconds)
+            self._noted = time.monotonic()
+            self.output.note(text)
+            self.output.show(text)
+
+    def _look_at_times(self) -> None:
+        # A full disk, where it is a log that is written, is told by who does the work.
+        with contextlib.suppress(OSError):
+            if not self._has_begun:
+                if self._over.wait(self._patience):
+                    return
+                self._has_begun = True
+                self.now()
+            while not self._over.wait(LOOK_SECONDS):
+                if time.monotonic() - self._noted >= LINE_SECONDS:
+                    self.now()
+                else:
+                    with self._lock:
+                        self.output.show(self._doing(self.seconds))
+
+
+class BytesProgress:
+    """How many bytes of a model were read or written, of how many: `on_bytes` of models.hf.
+
+    Example: `with BytesProgress(StandardError(), "loading", "bundled") as on_bytes:` says "loading
+    bundled: 1.2 of 2.5 MB" once it takes longer than a second.
+    """
+
+    def __init__(self, output: Output, verb: str, what: str, patience: float = SHORT_SECONDS):
+        """verb: loading or writing."""
+        self.verb = verb
+        self.what = what
+        self._done = 0
+        self._total = 0
+        self.line = Progress(output, self.text, self._text_at_end, patience)
+
+    def __enter__(self) -> "BytesProgress":
+        self.line.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.line.__exit__(*error)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._done = done
+        self._total = total
+
+    def text(self, _: float) -> str:
+        """`loading smollm2: 120 of 269 MB`."""
+        if not self._total:
+            return f"{self.verb} {self.what}"
+        return f"{self.verb} {self.what}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB"
+
+    def _text_at_end(self, seconds: float) -> str:
+        size = f", {self._total / 1e6:,.0f} MB" if self._total else ""
+        return f"{DONE[self.verb]} {self.what}{size}, in {seconds_in_words(seconds)}"
+
+
+def compiling(output: Output, what: str, patience: float = 0.0) -> Progress:
+    """Around the compilation of a program: `compiling the update, 12 s`."""
+    return Progress(
+        output,
+        lambda seconds: f"compiling {what}{after(seconds)}",
+        lambda seconds: f"compiled {what} in {seconds_in_words(seconds)}",
+        patience,
+    )
+
+
+def after(seconds: float) -> str:
+    """`, 12 s`: how long something has taken; "" at its beginning."""
+    return f", {seconds_in_words(seconds)}" if seconds >= 1 else ""
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Seconds as `48 s`, `2 m 10 s` or `3 h 12 m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} m"

@@ -1,0 +1,48 @@
+"""Training an agent: it runs as it is, against the weights that are being trained.
+
+  def agent(client, example):
+      answer = client.chat.completions.create(model="any", messages=[...])
+      return 1.0 if answer.choices[0].message.content == example["answer"] else 0.0
+
+  train_agent(agent, "task=arithmetic", "training.max_steps=30", folder="outputs/mine")
+
+A step: G episodes of each of P examples, rewards, advantages within each group, one update.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tunix_lite.agents.batch import settings_for_agents
+from tunix_lite.agents.running import Agent, AgentConfig
+from tunix_lite.config import RunConfig
+from tunix_lite.runs.agents import AgentExperience, AgentJob
+from tunix_lite.runs.session import Job
+from tunix_lite.settings.compose import compose
+from tunix_lite.train import train
+from tunix_lite.types import TrainState
+
+
+def train_agent(
+    agent: Agent | None,
+    *settings: str | RunConfig,
+    folder: str | Path,
+    config: AgentConfig | None = None,
+    reward: Callable[[str, dict], float] | None = None,
+) -> TrainState:
+    """Trains an agent as run_training.py trains on prompts; returns the last state.
+
+    agent: (client, example) -> the reward; or a text, which `reward` grades (None: the rewards of
+    the task); or None, if a program sends it to /episodes/ID/reward. settings: as on the command
+    line of run_training.py, or one RunConfig. folder: checkpoints, metrics.jsonl, samples and all
+    else of a run; a second call with the same folder goes on where the first stopped. config: how
+    the agent is run. Raises ConfigError for settings that agents do not follow, RunFailed where an
+    agent fails and on_error=raise, and what `train` raises.
+
+    Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/mine").
+    """
+    is_made = len(settings) == 1 and isinstance(settings[0], RunConfig)
+    run = settings_for_agents(settings[0] if is_made else compose(list(settings)))
+    job = Job(resume_hint=f"folder={str(folder)!r}")
+    work = AgentJob(agent, reward, config or AgentConfig())
+    return train(run, folder, job, partial(AgentExperience, job=work))

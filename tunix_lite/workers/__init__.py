@@ -1,0 +1,1 @@
+"""Everything that must be killable: processes that make calls, and limits on what they take."""

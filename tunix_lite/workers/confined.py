@@ -1,0 +1,125 @@
+"""Runs code from a folder that we do not trust in another process, with limits: chat templates, and
+regular expressions of settings.
+
+The process has a limit on memory, one on the processor's time of each call, no environment to read
+secrets from, and answers with text only. It is killed when it exceeds a limit. One serves all
+calls. It starts with the first one (some 0.1 s), and an answer takes a fraction of a millisecond.
+"""
+
+import atexit
+import os
+import pickle
+import re
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from tunix_lite.workers.process import START_SECONDS, WorkerProcess
+
+# Bytes of addresses. An interpreter with jinja2 takes some 50 MB.
+MEMORY = 512 * 2**20
+# Of the processor, for one call.
+SECONDS = 1.0
+# Seconds by the clock, for one call: a second limit, for a process that was stopped.
+WAITED = 30.0
+# Attempts. A signal that was meant for the run may end the process.
+STARTS = 3
+# Bytes of one answer.
+LONGEST_ANSWER = 2**28
+# Variables that Python may need to start. None of them holds a secret.
+KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
+# Neither PYTHONPATH nor start-up code of site-packages, and no compiled files.
+FLAGS = ("-I", "-S", "-B")
+# How a process ended that exceeded a limit, and what is said of it.
+OVERRUNS = {
+    "ended its process with SIGPROF": f"takes more than {SECONDS:g} second of the processor",
+    "closed the pipes of its process": "closes its pipes",
+    f"wrote more than {LONGEST_ANSWER:,} bytes to the pipe of its process": "answers without end",
+}
+
+
+class Refused(ValueError):
+    """The call failed, or exceeded a limit. The message is the end of a sentence: what it did."""
+
+
+def ask(function: Callable[..., str], *arguments: Any) -> str:
+    """The answer of a function of a module, called in the other process. arguments: plain values.
+    Raises Refused."""
+    global _running
+    calls = pickle.dumps([(0, 0, (function, *arguments))])
+    how = ""
+    with _LOCK:
+        for _ in range(STARTS):
+            if _running is None:
+                _running = _start()
+            _running.send(calls, WAITED)
+            kind, answer = _running.answer(WAITED, 0)
+            if not kind:
+                succeeded, text = answer
+                if succeeded:
+                    return text
+                raise Refused(text)
+            close()
+            if kind == "timeout":
+                raise Refused(f"takes more than {WAITED:g} seconds")
+            how = answer
+            if how in OVERRUNS:
+                raise Refused(OVERRUNS[how])
+    raise Refused(f"ends the process that runs it ({how.removeprefix('ended its process with ')})")
+
+
+def try_pattern(pattern: str, texts: list[str]) -> None:
+    """Matches a regular expression with each of the texts. Raises Refused if it is none, or takes
+    too long."""
+    ask(_match, pattern, texts)
+
+
+def _match(pattern: str, texts: list[str]) -> str:
+    for text in texts:
+        re.fullmatch(pattern, text)
+    return ""
+
+
+def _start() -> WorkerProcess:
+    # An editable install is found by a hook, not by sys.path, so the packages are named.
+    packages = [str(Path(file).parents[1]) for file in (jinja2.__file__, markupsafe.__file__)]
+    worker = WorkerProcess(
+        {name: os.environ[name] for name in KEPT if name in os.environ},
+        limits=(MEMORY, SECONDS),
+        output=subprocess.DEVNULL,
+        flags=FLAGS,
+        import_path=[str(Path(__file__).parents[2]), *packages],
+        longest=LONGEST_ANSWER,
+    )
+    worker.send(pickle.dumps([_call]), START_SECONDS)
+    worker.answer(START_SECONDS)
+    return worker
+
+
+def _call(function: Callable[..., str], *arguments: Any) -> tuple[bool, str]:
+    """Whether the function succeeded, and its result or its error."""
+    try:
+        return True, function(*arguments)
+    except Exception as error:
+        return False, str(error) or type(error).__name__
+
+
+@atexit.register
+def close() -> None:
+    """Ends the process, if there is one."""
+    global _running
+    if _running is not None:
+        _running.kill()
+        _running.release()
+        _running = None
+
+
+_running: WorkerProcess | None = None
+_LOCK = threading.Lock()
+# A fork has the same pipes, and may not use them; a thread that is not there may hold the lock.
+os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _running=None))

@@ -1,0 +1,82 @@
+"""Limits on the time and memory of a part of a call: a pattern that never ends, or sympy."""
+
+import contextlib
+import multiprocessing
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# bytes of memory that a child may take beside what it begins with
+CHILD_MEMORY = 1024**3
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Raises TimeoutError, naming `what`, when the block takes longer than this.
+
+    It works by a signal, which Python handles in the main thread of a process; a reward worker
+    makes all its calls there. In another thread the block has no limit of its own, and only
+    rewards.timeout ends it. A part in C that never looks for signals is ended by that, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"{what} took more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def call_with_limits(fn: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds,
+    whatever it does then.
+
+    Raises what fn raises, TimeoutError naming `what`, and MemoryError where the child was killed.
+    Where jax is loaded, forking is not safe; fn is then called here under `time_limit`.
+    """
+    if "jax" in sys.modules:
+        with time_limit(seconds, what):
+            return fn()
+    fork = multiprocessing.get_context("fork")
+    reading, writing = fork.Pipe(duplex=False)
+    child = fork.Process(target=_answer, args=(fn, writing), daemon=True)
+    child.start()
+    writing.close()
+    try:
+        if not reading.poll(seconds):
+            raise TimeoutError(f"{what} took more than {seconds:g} seconds")
+        is_returned, value = reading.recv()
+    except EOFError:
+        raise MemoryError(f"{what} ended its process") from None
+    finally:
+        reading.close()
+        child.kill()
+        child.join()
+    if not is_returned:
+        raise value
+    return value
+
+
+def _answer(fn: Callable[[], Any], writing: Connection) -> None:
+    """Sends what fn returns or raises, from the child."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + CHILD_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        answer = (True, fn())
+    except Exception as error:
+        answer = (False, RuntimeError(f"{type(error).__name__}: {error}"[:1000]))
+    writing.send(answer)

@@ -1,0 +1,185 @@
+"""A process that makes calls for this one and can be killed at any time.
+
+The other side is workers/child.py. Calls go there pickled, and answers come back as lines of JSON:
+what a call writes to the pipe can be wrong, but it cannot run anything here.
+"""
+
+import io
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from typing import Any, BinaryIO
+
+from tunix_lite.workers.child import short_repr
+from tunix_lite.workers.marked_processes import find_marked, send_signal
+
+# ("", what a function returned) or (error, timeout, crash or not_number, how it failed)
+Outcome = tuple[str, Any]
+# seconds until a process must have imported what it needs
+START_SECONDS = 120
+# seconds that a killed process may take: one that waits for a lost disk cannot even be killed
+END_SECONDS = 5
+# seconds between two looks at whether a silent process is still there
+LOOK_SECONDS = 0.2
+READ_BYTES = 64 * 1024
+# bytes of an answer, at most: a text of child.KEPT characters takes far less
+LONGEST = 4 * 1024 * 1024
+# bytes that an empty pipe takes at once
+SURELY_FITS = 32 * 1024
+# this variable of a process, which all that it starts inherit, says which process it is
+MARK = "TUNIX_LITE_REWARDS"
+# not multiprocessing: its spawn imports the program that runs, and with it jax
+START = (
+    "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
+    "from tunix_lite.workers.child import work; work(*rest)"
+)
+
+
+class WorkerProcess:
+    """A process, and the pipes to and from it. It is first sent a list of functions, and then calls
+    of them: lists of (number of the call, place of the function in the list, its arguments).
+
+    limits: bytes of memory, and seconds of the processor for a call. output: where it prints; None:
+    where this process does. flags: of Python. longest: bytes of an answer. Raises OSError where no
+    process can be started.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        limits: tuple[int, float] | None = None,
+        output: BinaryIO | int | None = None,
+        flags: Sequence[str] = (),
+        import_path: Sequence[str] = (),
+        longest: int = LONGEST,
+    ):
+        calls, self._calls = Pipe(duplex=False)
+        reading, answers = os.pipe()
+        self._answers = io.FileIO(reading)
+        # that the last call took, as the process says
+        self.seconds = 0.0
+        # whole lines of answers, and the beginning of the next one
+        self._lines: deque = deque()
+        self._rest = bytearray()
+        self._longest = longest
+        self._mark = secrets.token_hex(16)
+        self._arriving = select.poll()
+        self._arriving.register(reading, select.POLLIN)
+        path = [*map(str, sys.path), *import_path]
+        with calls, open(answers, "wb"):
+            rest = [path, calls.fileno(), answers, os.getpid(), limits]
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, "-c", START, json.dumps(rest)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(calls.fileno(), answers),
+                # out of reach of Ctrl-C, and a group that can be killed as one
+                start_new_session=True,
+                env={**(os.environ if environment is None else environment), MARK: self._mark},
+            )
+
+    def send(self, message: bytes, seconds: float) -> None:
+        """Sends what was pickled. A process that does not read a long message in time is killed;
+        `answer` then says so."""
+        timer = threading.Timer(seconds, self.kill)
+        if len(message) > SURELY_FITS:
+            timer.start()
+        with suppress(OSError):
+            self._calls.send_bytes(message)
+        timer.cancel()
+
+    def answer(
+        self,
+        seconds: float,
+        number: int | None = None,
+        look: Callable[[float], None] = lambda passed: None,
+    ) -> Outcome:
+        """The next answer, within so many seconds. If that is not about call `number`, the process
+        has crashed. look: called with the seconds so far, a few times a second."""
+        began = time.monotonic()
+        while not self._lines:
+            gone = self.process.poll() is not None
+            left = began + seconds - time.monotonic()
+            if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
+                part = self._answers.read(READ_BYTES)
+                self._take(part)
+                gone = not part
+            else:
+                look(time.monotonic() - began)
+            if self._lines:
+                break
+            if gone:
+                return self._crashed()
+            if len(self._rest) > self._longest:
+                return (
+                    "crash",
+                    f"wrote more than {self._longest:,} bytes to the pipe of its process",
+                )
+            # whether or not something still comes
+            if left <= 0:
+                return "timeout", None
+        line = self._lines.popleft()
+        try:
+            answers, kind, value, *rest = json.loads(line)
+            self.seconds = float(rest[0]) if rest else 0.0
+        except (TypeError, ValueError):
+            return "crash", f"wrote {short_repr(line)} to the pipe of its process"
+        if answers != number and kind != "refused":
+            return "crash", "got the answer to another call from its process"
+        return kind, value
+
+    def _take(self, part: bytes) -> None:
+        """Splits what came into whole lines and a rest, which is never copied for what comes
+        behind it."""
+        *lines, rest = part.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._rest) + lines[0]
+            self._rest = bytearray()
+            self._lines.extend(lines)
+        self._rest += rest
+
+    def kill(self) -> None:
+        """Kills it and all processes that it started. It may be done twice, and from another
+        thread."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        # in whatever session or group
+        for pid in find_marked(f"{MARK}={self._mark}".encode()):
+            send_signal(pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+
+    def release(self) -> None:
+        """Closes the pipes. Only the thread that reads may do this."""
+        self._answers.close()
+        # what could not be sent
+        with suppress(OSError):
+            self._calls.close()
+
+    def _crashed(self) -> Outcome:
+        # the pipe may be closed before the process is gone
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(LOOK_SECONDS)
+        code = self.process.poll()
+        if code is None:
+            return "crash", "closed the pipes of its process"
+        if code < 0:
+            return "crash", f"ended its process with {signal_name(-code)}"
+        return "crash", f"ended its process with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM, or `signal 40` where it has no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

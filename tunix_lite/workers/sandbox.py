@@ -1,0 +1,499 @@
+"""Runs a piece of code once, with limits, in processes of its own (Linux).
+
+`python -I sandbox.py` reads a job as JSON from stdin and writes what became of it as JSON to
+stdout. It is three processes: this one watches; its child is the first process of a new process
+namespace, so that all ends with it; the child of that runs the code. It imports nothing of the
+package: it starts once for each test.
+
+It keeps honest mistakes and clumsy tricks from harming a run. It is no security boundary.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import json
+import operator
+import os
+import platform
+import resource
+import secrets
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# seconds that starting and ending the processes of a job may take beside the code
+GRACE = 5.0
+# what a limit is called by which code was stopped
+STOPPED = {
+    "time": "took more than `seconds`",
+    "output": "printed more than output_kib",
+    "memory": "took more than memory_mib",
+    "processes": "started more than max_processes",
+}
+# protections that the kernel refused, of which this process has told
+_told: set[str] = set()
+# seconds between two looks at what the code does
+LOOK_SECONDS = 0.02
+# bytes of a traceback that are kept
+KEPT = 2_000
+# bytes of what a test reports
+LONGEST_REPORTS = 16 * 1024 * 1024
+# files that the code may have open, and bytes of one that it writes
+OPEN_FILES = 64
+# the file that holds the nonce while the code runs
+NONCE_FD = OPEN_FILES - 1
+MIB = 1024 * 1024
+# the user that code runs as, if this one is root and that one can read Python
+NOBODY = 65534
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+# of unshare(2), prctl(2), mount(2)
+CLONE_NEWNS = 0x00020000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+MS_NOSUID_NODEV = 2 | 4
+MNT_DETACH = 2
+MS_REC_PRIVATE = 16384 | 1 << 18
+CAPABILITY_VERSION = 0x20080522
+# of landlock(7): system calls, and what may be done to files; the bits of writing
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
+WRITES = 1 << 1 | sum(1 << bit for bit in range(4, 13))
+REFER = 1 << 13
+TRUNCATE = 1 << 14
+
+
+RUNNER = __file__
+
+
+def run_job(job: dict) -> dict:
+    """Runs a job, and returns what became of it (see `run`). Raises RuntimeError if it cannot."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", RUNNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(json.dumps(job).encode(), timeout=job["seconds"] + GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"status": "could not be ended in time", "why": ""}
+    if process.returncode < 0:
+        return {
+            "status": f"killed the process that watched it (signal {-process.returncode})",
+            "why": "",
+        }
+    try:
+        verdict = json.loads(said)
+    except ValueError as error:
+        raise RuntimeError(
+            f"{os.path.basename(RUNNER)} ended with exit code {process.returncode}"
+        ) from error
+    if verdict["status"] == "failed":
+        raise RuntimeError(f"code could not be run: {verdict['why']}")
+    for refused in verdict["missing"]:
+        if refused not in _told:
+            _told.add(refused)
+            print(f"code of completions: {refused}", flush=True)
+    return verdict
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.buffer.read())
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    folder = tempfile.mkdtemp(prefix="tunix-lite-code-")
+    try:
+        verdict = run(job, folder)
+    except OSError as error:
+        verdict = {"status": "failed", "why": str(error)}
+    finally:
+        # what is mounted there, if anything is
+        libc.umount2(folder.encode(), MNT_DETACH)
+        shutil.rmtree(folder, ignore_errors=True)
+    json.dump(verdict, sys.stdout)
+
+
+def run(job: dict, folder: str) -> dict:
+    """Runs the code of a job once. Returns `status` (ended, or by which limit it was stopped), what
+    it printed, whether it came to its end, and which protections this kernel refused."""
+    missing = _isolate(folder, job)
+    output, writes_output = os.pipe()
+    # where the code's last words go: that it came to its end, or why not
+    words, writes_words = os.pipe()
+    code_input = os.memfd_create("input")
+    os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
+    os.lseek(code_input, 0, os.SEEK_SET)
+
+    # Which nobody but the last line of the harness can say. It is made after the fork, so that no
+    # frame of the code's process holds it.
+    secret = os.memfd_create("secret")
+    first = os.fork()
+    if first == 0:
+        with contextlib.suppress(BaseException):
+            _first_process(job, folder, (code_input, writes_output, writes_words, secret))
+        os._exit(1)
+    nonce = secrets.token_hex(16)
+    os.write(secret, nonce.encode())
+    os.close(writes_output)
+    os.close(writes_words)
+    status, printed, said = _watch(job, first, output, words)
+    # With the first process of a namespace, the kernel ends all in it before it can be waited for.
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    *reports, last = said.decode(errors="replace").split("\n")
+    return {
+        "status": status,
+        "printed": printed.decode(errors="replace"),
+        "is_done": last == nonce,
+        "reports": reports,
+        "why": "" if last == nonce else last[-KEPT:],
+        "missing": missing,
+    }
+
+
+# ---- the process that watches
+
+
+def _watch(job: dict, first: int, output: int, words: int) -> tuple[str, bytes, bytes]:
+    """Reads what the code prints until it ends or goes beyond a limit."""
+    deadline = time.monotonic() + job["seconds"]
+    found = {output: bytearray(), words: bytearray()}
+    arriving = select.poll()
+    for pipe in found:
+        os.set_blocking(pipe, False)
+        arriving.register(pipe, select.POLLIN)
+    status = "ended"
+    is_gone = False
+    while status == "ended":
+        arriving.poll(1000 * LOOK_SECONDS)
+        for pipe, read in found.items():
+            with contextlib.suppress(BlockingIOError):
+                read += os.read(pipe, 65536)
+        if len(found[output]) > job["output_bytes"] or len(found[words]) > LONGEST_REPORTS:
+            status = "output"
+        elif is_gone:
+            break
+        elif time.monotonic() > deadline:
+            status = "time"
+        else:
+            status = _too_much(job, first) or status
+
+        # once more after its end, for what it printed last
+        is_gone = os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return status, bytes(found[output][: job["output_bytes"]]), bytes(found[words])
+
+
+def _too_much(job: dict, first: int) -> str | None:
+    """The limit that all processes of the code together exceed; None: none of them."""
+    processes = _descendants(first)
+    if len(processes) > job["processes"] + 2:
+        return "processes"
+    page = resource.getpagesize()
+    pages = 0
+    for pid in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
+            pages += int(file.read().split()[1])
+    return "memory" if pages * page > job["memory_mib"] * MIB * 1.25 else None
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process and all that it started, also those that left its group."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    found += map(int, file.read().split())
+        if len(found) > 10_000:
+            break
+    return found
+
+
+# ---- what keeps the code apart
+
+
+def _isolate(folder: str, job: dict) -> list[str]:
+    """New namespaces for what is started from here on. Returns which other protections the kernel
+    refused, in words. Raises OSError where it refuses the namespaces."""
+    missing = []
+    if os.getuid() == 0 and not _become_nobody(folder):
+        missing.append(
+            "it can read what root can, and change owners, modes and times of files (the user "
+            f"nobody cannot read {sys.executable}; install Python where others can read it)"
+        )
+    user, group = os.getuid(), os.getgid()
+    if _landlock_version() < 1:
+        missing.append("it can write wherever this user may write (this kernel has no landlock)")
+    wanted = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
+    if libc.unshare(wanted):
+        # Without a process namespace nothing ends code that forks faster than it can be looked for.
+        refused = os.strerror(ctypes.get_errno())
+        raise OSError(
+            f"this kernel refuses namespaces (unshare: {refused}), without which code that starts "
+            "processes without end could not be stopped; allow user namespaces, or leave "
+            "rewards.code out"
+        )
+
+    # who it is there
+    with contextlib.suppress(OSError):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{NOBODY} {user} 1"),
+            ("gid_map", f"{NOBODY} {group} 1"),
+        ):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+    # a file system of its own for its folder, which ends with it and cannot fill the disk
+    size = f"size={job['disk_mib']}m,mode=700".encode()
+    libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
+    if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID_NODEV, size):
+        refused = os.strerror(ctypes.get_errno())
+        missing.append(
+            f"its files are on the disk, and their total is not limited (mount: {refused})"
+        )
+    return missing
+
+
+def _become_nobody(folder: str) -> bool:
+    """Root becomes a user without rights, if that one can read Python and what is installed.
+    Returns whether it did."""
+    needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
+    os.seteuid(NOBODY)
+    can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)
+    can_read = can_read and os.access(os.path.dirname(folder), os.X_OK, effective_ids=True)
+    os.seteuid(0)
+    if can_read:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        # a change of user forgets the first, and takes /proc/self from that user
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_DUMPABLE, 1)
+    return can_read
+
+
+def _landlock_version() -> int:
+    return libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+
+
+def _restrict_writes(folder: str) -> None:
+    """Landlock, where it is there: files are written in the folder only, no TCP, no signals to
+    others. Raises OSError."""
+    version = _landlock_version()
+    if version < 1:
+        return
+    files = WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    # access to files; to TCP (connect, bind) from version 4; signals and sockets from 6
+    rules = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = libc.syscall(LANDLOCK_CREATE, rules, len(rules), 0)
+    for path, access in ((folder, files), (os.devnull, files & (1 << 1 | TRUNCATE))):
+        with contextlib.suppress(OSError):
+            opened = os.open(path, os.O_PATH)
+            rule = struct.pack("=Qi", access, opened)
+            libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0)
+            os.close(opened)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _limit(job: dict) -> None:
+    """Sets what the kernel limits for each process of the code."""
+    seconds = int(job["seconds"]) + 1
+    # threads and processes count alike; a kernel before 5.14 counts those of the whole machine
+    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    if release >= (5, 14):
+        resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"] + 2,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk_mib"] * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # where memory runs out, the code goes first
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+# ---- the processes of the code
+
+
+def _first_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> None:
+    """Waits for the code, and takes all that it started with it."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    code = os.fork()
+    if code == 0:
+        try:
+            _code_process(job, folder, pipes)
+        finally:
+            os._exit(1)
+    for pipe in pipes:
+        os.close(pipe)
+    while os.waitpid(-1, 0)[0] != code:
+        pass
+    os._exit(0)
+
+
+def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> None:
+    """Runs the code and its test. While the code runs, no frame below it holds the nonce or the
+    text of the test, and what runs afterwards was looked up before."""
+    code_input, output, words, secret = pipes
+    while not os.fstat(secret).st_size:
+        time.sleep(0.001)
+    os.dup2(secret, NONCE_FD)
+    os.dup2(code_input, 0)
+    os.dup2(output, 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(words, 3)
+    os.closerange(4, NONCE_FD)
+    os.closerange(NONCE_FD + 1, 256)
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", HOME=folder, TMPDIR=folder, LANG="C.UTF-8")
+    # numpy's threads would count as processes
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    _restrict_writes(folder)
+    # no rights in its own namespaces either
+    libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
+    _limit(job)
+    is_program = job["kind"] == "stdin"
+    steps = [(job["code"], "solution.py"), (job["test"], "test.py")][: 1 if is_program else 2]
+    job.clear()
+    write = os.write
+    read = os.pread
+    leave = os._exit
+    try:
+        _call(steps, "__main__" if is_program else "solution")
+    except BaseException as error:
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not (is_exit and is_program):
+            said = " ".join(traceback.format_exception_only(error)[-1].split())
+            write(3, said.encode(errors="replace")[:KEPT])
+            leave(1)
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+    write(3, read(NONCE_FD, 64, 0))
+    leave(0)
+
+
+def _call(steps: list[tuple[str, str]], name: str) -> None:
+    """The code as a program that reads stdin, or as a module that a test looks at. The test is
+    compiled before the code runs, and run by the `exec` of before."""
+    sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.argv = ["solution.py"]
+    run, report, kept = exec, reporter(os.write), dict(vars(builtins))
+    code, *tests = (compile(text, file, "exec") for text, file in steps)
+    steps.clear()
+    names = {"__name__": name}
+    run(code, names)
+    builtins.__dict__.update(kept)
+    names["__report__"] = report
+    for test in tests:
+        run(test, names)
+
+
+# ---- what a test reports
+
+
+def reporter(write: Callable) -> Callable:
+    """The function that stands in a test where an assert stood (code_checks.py): it writes the
+    values of the operands, a line each, for the process that compares them."""
+    compare = {
+        "==": operator.eq,
+        "!=": operator.ne,
+        "<": operator.lt,
+        "<=": operator.le,
+        ">": operator.gt,
+        ">=": operator.ge,
+    }
+    dumps = json.dumps
+
+    def report(number: int, signs: tuple[str, ...], *values: Any) -> None:
+        written = []
+        for value in values:
+            try:
+                written.append(encoded(value))
+            except (TypeError, RecursionError):
+                written.append({"opaque": 0})
+        own = None
+        if {"opaque": 0} in written:
+            # of objects of the code alone: what they make of each other
+            pairs = zip(signs, values, values[1:], strict=False)
+            own = all(compare[sign](*pair) for sign, *pair in pairs) if signs else bool(values[0])
+            own = bool(own)
+        line = dumps([number, written, own]).encode() + b"\n"
+        while line:
+            line = line[write(3, line) :]
+
+    return report
+
+
+def encoded(value: Any) -> Any:
+    """A plain value as JSON holds it. Subclasses become what they are a subclass of. Raises
+    TypeError for one that is not plain."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return {"int": hex(int.__index__(value))}
+    if isinstance(value, float):
+        return {"float": float.hex(value)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, list):
+        return [encoded(item) for item in list.__iter__(value)]
+    if isinstance(value, dict):
+        return {"dict": [[encoded(key), encoded(item)] for key, item in dict.items(value)]}
+    if isinstance(value, tuple):
+        return {"tuple": [encoded(item) for item in tuple.__iter__(value)]}
+    if isinstance(value, set | frozenset | KEYS | ITEMS):
+        return {"set": [encoded(item) for item in value]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [encoded(value.real), encoded(value.imag)]}
+    if isinstance(value, range):
+        return {"range": [encoded(n) for n in (value.start, value.stop, value.step)]}
+    return _encoded_of_module(value)
+
+
+def _encoded_of_module(value: Any) -> Any:
+    """Numbers of modules that the code may have imported."""
+    kind = type(value)
+    if kind.__name__ == "Fraction" and kind.__module__ == "fractions":
+        return {"Fraction": [encoded(value.numerator), encoded(value.denominator)]}
+    if kind.__name__ == "Decimal" and kind.__module__ == "decimal":
+        return {"Decimal": str(value)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return encoded(value.item())
+    raise TypeError(f"{kind.__name__} is not plain")
+
+
+KEYS = type({}.keys())
+ITEMS = type({}.items())
+
+
+if __name__ == "__main__":
+    main()
