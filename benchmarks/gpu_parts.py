@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tunix_lite.distributed.host_memory import keep_freed_memory, take_gpu_memory
+from tunix_lite.distributed.host_memory import keep_freed_memory, prepare_gpu
 
 keep_freed_memory()
-take_gpu_memory()
+prepare_gpu()
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,8 @@ class Setting:
 
 def check(name: str, value: float, bound: float, **more: object) -> dict:
     """A figure that must not be above its bound."""
-    return {"name": name, "value": float(f"{value:.3g}"), "bound": bound, "ok": bool(value <= bound)} | more
+    # bound may be a number of numpy, which json does not write
+    return {"name": name, "value": float(f"{value:.3g}"), "bound": float(bound), "ok": bool(value <= bound)} | more
 
 
 def on_device(device=None) -> jax.sharding.Mesh:
@@ -212,28 +213,31 @@ def exactness(setting: Setting) -> Iterator[dict]:
     families = list(FAMILIES.items())[: 1 if setting.tiny else None]
     for name, cfg in families:
         batch = made_up_batch(cfg, 16, 9, 14)
+        counts = batch.loss_weight != 0
+        # Compiling is what this costs: plain rows, and jax's default precision, of one family.
+        packings = ("none", "prefix") if cfg is families[0][1] else ("prefix",)
         found = {}
         for where, chosen in (("cpu", jax.devices("cpu")[0]), ("here", jax.devices()[0])):
             on_device(chosen)
             params = random_params(cfg)
             with jax.default_matmul_precision("highest"):
-                found[where] = [
-                    loss_and_gradient(cfg, params, batch, rows_for(packing, 16, 9, 14))
-                    for packing in ("none", "prefix")
-                ]
+                found[where] = [loss_and_gradient(cfg, params, batch, rows_for(one, 16, 9, 14)) for one in packings]
                 found[where].append(greedy(cfg, params))
-            if where == "here":
-                found["default"] = loss_and_gradient(cfg, params, batch, rows_for("none", 16, 9, 14))
-        for packing, theirs, ours in zip(("none", "prefix"), found["cpu"], found["here"]):
-            counts = batch.loss_weight != 0
+        for packing, theirs, ours in zip(packings, found["cpu"], found["here"]):
             gap = np.abs(theirs[1] - ours[1])[counts].max()
             yield check(f"{name}, packing={packing}: log-probabilities, highest precision", gap, 3e-5)
             yield check(f"{name}, packing={packing}: gradient", relative(theirs[2], ours[2]), 2e-5)
-        same = int((found["cpu"][2] != found["here"][2]).any(axis=1).sum())
+        same = int((found["cpu"][-1] != found["here"][-1]).any(axis=1).sum())
         yield check(f"{name}: greedy completions of 8 that are not the same", same, 0)
-        gap = np.abs(found["cpu"][0][1] - found["default"][1])[batch.loss_weight != 0].max()
-        off = relative(found["cpu"][0][2], found["default"][2])
-        yield {"name": f"{name}: jax's default precision", "log-probabilities": f"{gap:.1e}", "gradient": f"{off:.1e}"}
+        if "none" in packings:
+            default = loss_and_gradient(cfg, params, batch, rows_for("none", 16, 9, 14))
+            gap = np.abs(found["cpu"][0][1] - default[1])[counts].max()
+            off = relative(found["cpu"][0][2], default[2])
+            yield {
+                "name": f"{name}: jax's default precision",
+                "log-probabilities": f"{gap:.1e}",
+                "gradient": f"{off:.1e}",
+            }
 
 
 def greedy(cfg: Architecture, params) -> np.ndarray:
@@ -280,7 +284,7 @@ def attention_kernels(setting: Setting) -> Iterator[dict]:
     """cuDNN in bfloat16: as near to float32 as plain products in bfloat16 are, values and gradients."""
     prompt, new, sequences = (8, 24, 8) if setting.tiny else (64, 192, 16)
     for shape in SHAPES:
-        if not setting.has(12):
+        if not setting.has(40):
             yield {"name": str(shape), "skipped": "no time was left"}
             continue
         cfg = replace(

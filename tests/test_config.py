@@ -336,7 +336,7 @@ def test_the_commands_that_call_rewards_look_in_the_working_folder(command, monk
     for program in ("main", "run_command"):
         monkeypatch.setattr(module.program, program, lambda *_, **__: looks.append(imports._looks_here.get()))
     if command == "train":
-        monkeypatch.setattr(module, "take_gpu_memory", lambda: None)
+        monkeypatch.setattr(module, "prepare_gpu", lambda: None)
     module.main()
     assert looks == [True] and not imports._looks_here.get()
 

@@ -24,7 +24,7 @@ from test_hardware import needs_compiler
 
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
@@ -462,13 +462,24 @@ def test_of_a_gpu_a_part_is_not_for_programs():
 
 
 def test_a_run_asks_for_the_share_of_a_gpu_that_a_plan_counts_on(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(os, "environ", {})
-    take_gpu_memory()
+    prepare_gpu()
     assert os.environ == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):  # jax takes only one of the two
         monkeypatch.setattr(os, "environ", {name: "0.5"})
-        take_gpu_memory()
+        prepare_gpu()
         assert os.environ == {name: "0.5"}
+
+
+def test_a_run_asks_for_kernels_of_a_gpu_that_repeat_their_bits(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
+    same = "--xla_gpu_exclude_nondeterministic_ops=true"
+    other, strict = "--xla_gpu_autotune_level=0", "--xla_gpu_deterministic_ops=true"
+    for before, after in (("", same), (other, f"{other} {same}"), (strict, strict)):
+        monkeypatch.setattr(os, "environ", {"XLA_FLAGS": before})
+        prepare_gpu()
+        assert os.environ["XLA_FLAGS"] == after
 
 
 # ---- speed

@@ -13,7 +13,7 @@ from tunix_lite.checks.devices import look_at_devices, probe_environment
 from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.distributed.process_place import find_place
 from tunix_lite.errors import ConfigError
 from tunix_lite.models import hub
@@ -72,7 +72,7 @@ class Results:
 
 def main() -> None:
     # What a run would have of a GPU.
-    take_gpu_memory()
+    prepare_gpu()
     # As other programs spell it.
     sys.argv[1:] = ["json=true" if word == "--json" else word for word in sys.argv[1:]]
 

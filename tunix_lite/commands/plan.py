@@ -10,7 +10,7 @@ import jax
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
-from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
@@ -75,7 +75,7 @@ def main() -> None:
     # The compilers for devices that are not there print warnings about that.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Of an attached GPU, plan with the memory that a run would have.
-    take_gpu_memory()
+    prepare_gpu()
     program.run_command("plan", PlanConfig, plan)
 
 

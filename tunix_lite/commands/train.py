@@ -14,7 +14,7 @@ from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.folder_lock import lock_folder_for_all
-from tunix_lite.distributed.host_memory import take_gpu_memory
+from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.distributed.join import (
     HEARTBEAT,
     agree,
@@ -50,7 +50,7 @@ SWEEPS: list[Path] = []
 
 
 def main() -> None:
-    take_gpu_memory()
+    prepare_gpu()
     with looking_in_working_folder(), exit_at_once_on_failure():
         try:
             program.main(start, check)

@@ -1,6 +1,8 @@
-"""How much memory jax takes, decided before jax starts: of a GPU, and of the host's allocator."""
+"""What is decided before jax starts: the memory that it takes of a GPU and of the host's allocator,
+and that a GPU gives the same bits every time."""
 
 import ctypes
+import importlib.util
 import os
 import resource
 import sys
@@ -26,16 +28,26 @@ FRACTION = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
 
+# Without it XLA adds up gradients of an embedding in any order, and a run that was killed does not
+# go on with the same bits: 2e-6 of a weight in two steps (docs/log.md, 2026-11-26).
+SAME_BITS = "--xla_gpu_exclude_nondeterministic_ops=true"
 
-def take_gpu_memory() -> None:
-    """Lets jax take GPU_SHARE of each GPU's memory instead of its default, 75 %.
 
-    A share that the user has set stays. Call it before the first device is used: jax reads the
-    variable then.
+def prepare_gpu() -> None:
+    """Lets jax take GPU_SHARE of each GPU's memory instead of its default, 75 %, and makes XLA use
+    kernels for NVIDIA GPUs that give the same bits every time.
+
+    A share or a flag that the user has set stays. Call it before the first device is used: jax
+    reads the variables then.
     """
     if not any(name in os.environ for name in FRACTION):
         # All versions of jax read the old name.
         os.environ[FRACTION[1]] = str(GPU_SHARE)
+    # Other compilers may not know the flag.
+    has_gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if has_gpu and "deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {SAME_BITS}".strip()
 
 
 def keep_freed_memory() -> bool:

@@ -10,13 +10,15 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.monitoring
 
+T = TypeVar("T")
 # What jax reports of each program, in this order, with the seconds that it took.
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -48,6 +50,26 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
         return executables[key]
 
     return compiled
+
+
+def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of calls that compile programs, each in a thread of its own. The time until the
+    last one ends counts as waiting for the compiler, as if this thread had called them."""
+    if len(calls) < 2:
+        return [call() for call in calls]
+    mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
+    here = _compiling.watcher
+
+    def one(call: Callable[[], T]) -> T:
+        _compiling.watcher = here
+        with jax.set_mesh(mesh):
+            return call()
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        found = list(pool.map(one, calls))
+    _compiling.add(began, time.perf_counter())
+    return found
 
 
 # (name of the program, seconds that it took to compile; None: the compiler begins now)

@@ -5,6 +5,7 @@ is none: `1,23`, `3:45`, `2^5`, `5 or 6` and `2x` are refused, not guessed at.
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
 # Characters of a text that are looked at; of a longer one, those at its end.
@@ -19,6 +20,21 @@ SCALES = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
+    "lakh": 10**5,
+    "crore": 10**7,
+    # of these the plural alone: `5 ten-dollar notes` are 5
+    "tens": 10,
+    "halves": Fraction(1, 2),
+    "thirds": Fraction(1, 3),
+    "fourths": Fraction(1, 4),
+    "fifths": Fraction(1, 5),
+    "sixths": Fraction(1, 6),
+    "sevenths": Fraction(1, 7),
+    "eighths": Fraction(1, 8),
+    "ninths": Fraction(1, 9),
+    "tenths": Fraction(1, 10),
+    "hundredths": Fraction(1, 100),
+    "thousandths": Fraction(1, 1000),
 }
 VULGAR = {
     "½": "1/2",
@@ -98,7 +114,9 @@ _TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _NEXT_WORD = re.compile(rf"\s+{_LETTER}{{2}}")
-_CONNECTS = re.compile(rf"(?:{_FUNCTIONS})\b|and\s+(?:an?|one|half)\b", re.IGNORECASE)
+_CONNECTS = re.compile(
+    rf"(?:{_FUNCTIONS})\b|and\s+(?:an?|one|half|more)\b|at\s+(?:least|most)\b", re.IGNORECASE
+)
 _CONNECTS_AT_ONCE = re.compile(
     rf"\(|\s*(?:and|through|thru|till|until|to(?!\s+(?!inf){_LETTER}{{3}}))\b", re.IGNORECASE
 )
@@ -194,23 +212,31 @@ def number_in(text: str, percent: str = "unit") -> Fraction | None:
 
 def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
     """The last number in running text, as it is written and as a value; None if there is none."""
-    return next(iter(reversed(numbers_in(text, percent))), None)
+    return next(_values(reversed(list(_numbers(text))), percent), None)
 
 
 def numbers_in(text: str, percent: str = "unit") -> list[tuple[str, Fraction]]:
     """All numbers in running text, in order: as they are written, and as values."""
+    return list(_values(_numbers(text), percent))
+
+
+def _numbers(text: str) -> Iterator[re.Match]:
+    """Where a number stands that is no part of something else, in order."""
     text = undecorated(text)
-    numbers = []
     place = 0
     while found := NUMBER.search(text, place):
         place = found.end()
         found = _without_binary_sign(found, text)
         before = text[max(0, found.start() - 8) : found.start()]
-        is_part = _BEFORE.search(before) or _AFTER.match(text, found.end())
-        value = None if is_part else _value(found, text, percent)
+        if not (_BEFORE.search(before) or _AFTER.match(text, found.end())):
+            yield found
+
+
+def _values(numbers: Iterable[re.Match], percent: str) -> Iterator[tuple[str, Fraction]]:
+    for found in numbers:
+        value = _value(found, found.string, percent)
         if value is not None:
-            numbers.append((found.group().strip(), value))
-    return numbers
+            yield found.group().strip(), value
 
 
 def undecorated(text: str) -> str:

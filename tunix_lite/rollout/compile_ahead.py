@@ -10,12 +10,14 @@ results. A later call of the program finds it compiled.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix_lite.parallel.compiling import side_by_side
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls
@@ -61,31 +63,36 @@ def compile_rollout(
         axis_size("fsdp"),
     )
 
-    # The prompts, and the queue.
+    # The prompts, and the queue. A prompt cache is placed as the first width leaves it.
     prompt_cache = results(programs.make_prompt_cache, block * cache_blocks)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    for width in widths:
+
+    def prefilled(prompt_cache: Any, width: int) -> Any:
         tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        arguments = (prompt_cache, per_layer_params, tokens, lengths, number)
-        prompt_cache = results(programs.prefill, *arguments)
+        return results(programs.prefill, prompt_cache, per_layer_params, tokens, lengths, number)
+
+    prompt_cache = prefilled(prompt_cache, widths[0])
     queue = _queue(programs, size)
 
     # The slots, for every number of columns.
     decode = programs.decode if size.temperature > 0 else programs.decode_greedy
     stopped = jax.ShapeDtypeStruct((size.num_slots,), jnp.int32)
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    with_columns = {}
-    for columns in _columns(programs):
+
+    def refilled(columns: int) -> Slots:
         slots = results(programs.make_slots, size.num_slots, columns)
         slots = results(programs.refill, slots, prompt_cache, queue, number, stopped)
         slots, _ = results(decode, slots, per_layer_params, temperature)
-        with_columns[columns] = results(
-            programs.refill, slots, prompt_cache, queue, number, stopped
-        )
-    for slots in with_columns.values():
-        _compile_resize(programs, slots, list(with_columns))
-    return queue, with_columns[spec.max_length]
+        return results(programs.refill, slots, prompt_cache, queue, number, stopped)
+
+    sizes = _columns(programs)
+    slots_of = [partial(refilled, columns) for columns in sizes]
+    further = [partial(prefilled, prompt_cache, width) for width in widths[1:]]
+    every = side_by_side(slots_of + further)[: len(sizes)]
+    for slots in every:
+        _compile_resize(programs, slots, sizes)
+    return queue, every[sizes.index(spec.max_length)]
 
 
 def results(program: Any, *arguments: Any) -> Any:
