@@ -32,7 +32,7 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test wide test-all conformance docs lint gate bench peers bench-peers soak
+.PHONY: help install train test wide test-all conformance golden docs lint gate bench peers bench-peers soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
@@ -40,6 +40,7 @@ help:
 	@echo 'make wide     run the rest: wide products of settings, and comparisons with transformers and PEFT'
 	@echo 'make test-all run both'
 	@echo 'make conformance print what each framework means by an objective, and whether settings of ours give its numbers'
+	@echo 'make golden   compare texts, settings and memory plans with those that are recorded'
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
 	@echo 'make lint     ruff: rules and formatting'
 	@echo 'make gate     count FLOPs, bytes, kernels and more of tiny programs; more than benchmarks/gate.json has is an error'
@@ -69,6 +70,11 @@ test-all: test wide
 # ARGS=cispo prints one objective with its formulas; ARGS='--write docs/references/conformance.md' writes the page.
 conformance: $(STAMP) $(DEVICE)
 	PYTHONPATH=tests $(VENV)/bin/python -m conformance $(ARGS)
+
+# ARGS='--runs COMMIT' makes whole runs at that commit and here, and compares them to the bit: some ten minutes.
+# ARGS=--write records the texts anew.
+golden: $(STAMP)-test $(DEVICE)
+	$(VENV)/bin/python tests/golden/golden.py $(ARGS)
 
 docs: $(STAMP)-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html

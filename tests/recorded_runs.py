@@ -65,6 +65,11 @@ BASE = (
 )
 MESH_4X1 = "model.mesh_shape=[[4,1],[fsdp,tp]]"
 MESH_2X2 = "model.mesh_shape=[[2,2],[fsdp,tp]]"
+CONVERSATIONS = (
+    *("experiment=guessing", f"training.max_steps={STEPS}", "training.prompts_per_step=4"),
+    *("algorithm.num_generations=4", "generation.max_new_tokens=32", "evaluation.num_examples=8"),
+    *("evaluation.num_samples=0", "evaluation.interval_steps=3", "tracking.samples_interval_steps=3"),
+)
 SFT = (*(setting for setting in BASE if not setting.startswith("algorithm.")), "generation.max_new_tokens=64")
 
 
@@ -83,6 +88,9 @@ RUNS = {
     "grpo_2x2": Run((*BASE, MESH_2X2)),
     "sft": Run((*SFT, "algorithm=sft", MESH_2X2)),
     "lora_nf4": Run((*BASE, "model.lora.rank=8", "model.lora.base=nf4", "algorithm.kl_coef=0.1", MESH_2X2)),
+    "dpo": Run((*BASE, "algorithm=dpo", "algorithm.pairs=sampled", MESH_2X2)),
+    "overlap_carry": Run((*BASE, "rollout.overlap=carry", MESH_2X2)),
+    "conversations": Run((*CONVERSATIONS, MESH_2X2)),
     "packing_prefix": Run((*BASE, "training.packing=prefix", MESH_4X1)),
     "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
     "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),

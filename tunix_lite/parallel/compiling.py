@@ -52,7 +52,7 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
     return compiled
 
 
-def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
+def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """The results of calls that compile programs, each in a thread of its own. The time until the
     last one ends counts as waiting for the compiler, as if this thread had called them."""
     if len(calls) < 2:
@@ -67,9 +67,9 @@ def side_by_side(calls: Sequence[Callable[[], T]]) -> list[T]:
 
     began = time.perf_counter()
     with ThreadPoolExecutor(len(calls)) as pool:
-        found = list(pool.map(one, calls))
+        results = list(pool.map(one, calls))
     _compiling.add(began, time.perf_counter())
-    return found
+    return results
 
 
 # (name of the program, seconds that it took to compile; None: the compiler begins now)

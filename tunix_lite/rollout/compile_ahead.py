@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.parallel.compiling import side_by_side
+from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls
-from tunix_lite.rollout.programs import Programs, Queue, Slots
+from tunix_lite.rollout.programs import Programs, PromptCache, Queue, Slots
 from tunix_lite.rollout.scheduler import (
     prompt_cache_blocks,
     prompt_widths,
@@ -67,7 +67,7 @@ def compile_rollout(
     prompt_cache = results(programs.make_prompt_cache, block * cache_blocks)
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
-    def prefilled(prompt_cache: Any, width: int) -> Any:
+    def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
         tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
         return results(programs.prefill, prompt_cache, per_layer_params, tokens, lengths, number)
@@ -89,7 +89,7 @@ def compile_rollout(
     sizes = _columns(programs)
     slots_of = [partial(refilled, columns) for columns in sizes]
     further = [partial(prefilled, prompt_cache, width) for width in widths[1:]]
-    every = side_by_side(slots_of + further)[: len(sizes)]
+    every = compiled_together(slots_of + further)[: len(sizes)]
     for slots in every:
         _compile_resize(programs, slots, sizes)
     return queue, every[sizes.index(spec.max_length)]

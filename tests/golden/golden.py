@@ -1,0 +1,141 @@
+"""What must not change unless somebody means it: texts, settings, the API and memory plans, as golden.json has them.
+
+    python tests/golden/golden.py                 compares; exits with 1 and lists what differs
+    python tests/golden/golden.py --write         writes golden.json
+    python tests/golden/golden.py --runs COMMIT   makes the runs of recorded_runs.py at that commit and here, and compares
+
+Nothing in golden.json depends on a machine: numbers of plans are formulas. Runs are compared with those of an older
+state on the same machine, to the bit.
+"""
+
+import argparse
+import difflib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from forked import called  # noqa: E402
+
+FILE = Path(__file__).with_name("golden.json")
+LINES = Path(__file__).with_name("wrong_lines.txt")
+
+PLANS = (
+    "model=gemma3_1b target=h100x1",
+    "model=gemma3_4b target=h100x8 model.lora.rank=16",
+    "model=gemma3_27b target=v5e-64",
+    "model=qwen3_14b target=h100x8 model.lora.rank=8 model.lora.base=nf4",
+    "model=llama3.1_8b target=v5e-16 model.mesh_shape=[[4,4],[fsdp,tp]]",
+    "model=qwen2.5_7b target=h100x4 training.packing=prefix",
+    "model=gemma2_9b target=v5e-32 training.mixed_precision=bf16_params",
+    "model=qwen3_0.6b target=h100x1 rollout.overlap=carry",
+)
+
+
+def told(line: str, folder: Path) -> tuple[int | None, str]:
+    """(exit code, all that it prints) of `tunix-lite LINE`."""
+    done = called(line.split(), folder, JAX_PLATFORMS="cpu", COLUMNS="120", LC_ALL="C.UTF-8", NO_COLOR="1")
+    return done.code, plain(done.out + done.err, folder)
+
+
+def plain(text: str, folder: Path) -> str:
+    places = {folder: "FOLDER", ROOT: "REPOSITORY", Path(sys.prefix): "PYTHON", Path.home(): "HOME"}
+    for path, shown in places.items():
+        text = text.replace(str(path), shown)
+    return re.sub(r"\d{4}-\d\d-\d\d[_T ]\d\d[:-]\d\d[:-]\d\d", "DATE", text).strip()
+
+
+def api() -> list[str]:
+    import tunix_lite.api
+
+    return sorted(name for name in dir(tunix_lite.api) if not name.startswith("_"))
+
+
+def leaves(value: object, path: str = "") -> list[str]:
+    """The settings with their defaults, one a line."""
+    if isinstance(value, dict) and value:
+        return [line for key, inner in value.items() for line in leaves(inner, f"{path}.{key}" if path else str(key))]
+    return [f"{path}={json.dumps(value)}"]
+
+
+def settings(folder: Path) -> list[str]:
+    import yaml
+
+    code, text = told("train --cfg job", folder)
+    assert code == 0, text
+    return leaves(yaml.safe_load(text))
+
+
+def plans(folder: Path) -> dict[str, dict]:
+    """Bytes a device of each target, by formulas."""
+    found = {}
+    for line in PLANS:
+        out = folder / "plan"
+        code, text = told(f"plan {line} analytic=true out={out}", folder)
+        assert code in (0, 1), text
+        (plan,) = json.loads((out / "plan.json").read_text())["plans"][:1]
+        found[line] = {
+            name: value for name, value in plan.items() if name.endswith("_bytes") and "capacity" not in name
+        }
+        shutil.rmtree(out)
+    return found
+
+
+def recorded() -> dict:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lines = [line for line in LINES.read_text().splitlines() if line and not line.startswith("#")]
+        return {
+            "api": api(),
+            "settings": settings(folder),
+            "plans": plans(folder),
+            "errors": dict(zip(lines, ThreadPoolExecutor(2).map(lambda line: list(told(line, folder)), lines))),
+        }
+
+
+def difference(before: dict, now: dict) -> list[str]:
+    one, other = (json.dumps(value, indent=1, sort_keys=True).splitlines() for value in (before, now))
+    return list(difflib.unified_diff(one, other, "golden.json", "now", lineterm="", n=2))
+
+
+def compare_runs(commit: str) -> int:
+    """Makes all runs at a commit and here, one after the other. Returns the exit code of the comparison."""
+    with tempfile.TemporaryDirectory() as name:
+        then = Path(name) / "then"
+        subprocess.run(["git", "worktree", "add", "--detach", str(then), commit], cwd=ROOT, check=True)
+        try:
+            script = ROOT / "tests" / "recorded_runs.py"
+            shutil.copy(script, then / "tests" / script.name)
+            records = []
+            for where in (then, ROOT):
+                records.append(Path(name) / f"{len(records)}.json")
+                command = [sys.executable, str(where / "tests" / script.name), "record", "--out", str(records[-1])]
+                subprocess.run(command, check=True)
+            return subprocess.run([sys.executable, str(script), "compare", *map(str, records)]).returncode
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(then)], cwd=ROOT, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--runs", metavar="COMMIT")
+    args = parser.parse_args()
+    if args.runs:
+        sys.exit(compare_runs(args.runs))
+    now = recorded()
+    if args.write:
+        FILE.write_text(json.dumps(now, indent=1, sort_keys=True) + "\n")
+    elif lines := difference(json.loads(FILE.read_text()), now):
+        print(*lines, sep="\n")
+        sys.exit("It differs. If that is meant: python tests/golden/golden.py --write, and the message says why.")
+
+
+if __name__ == "__main__":
+    main()
