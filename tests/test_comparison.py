@@ -101,7 +101,7 @@ def comparing(algorithm: Distill, policy, rows, batch):
 
 WAYS = [
     pytest.param(REVERSE, Way(1, 1, 1, "none"), marks=pytest.mark.wide),
-    (REVERSE, Way(2, 2, 2, "prefix")),
+    pytest.param(REVERSE, Way(2, 2, 2, "prefix"), marks=pytest.mark.wide),
     (MIXED, Way(2, 2, 4, "sequences")),
     pytest.param(MIXED, Way(1, 1, 4, "prefix"), marks=pytest.mark.wide),
     pytest.param(REVERSE, Way(4, 1, 4, "sequences", sync_every=2), marks=pytest.mark.wide),

@@ -147,7 +147,7 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(num_slots=1, waiting="hold", delay=2),
+        pytest.param(dict(num_slots=1, waiting="hold", delay=2), marks=WIDE),
         dict(num_slots=2, waiting="park", delay=3),
         pytest.param(dict(num_slots=4, waiting="park", delay=1), marks=WIDE),
         pytest.param(dict(num_slots=16, waiting="auto", delay=0), marks=WIDE),

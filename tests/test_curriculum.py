@@ -236,6 +236,7 @@ def test_a_level_that_the_source_does_not_have_is_named(levels, message):
 
 
 RUN = [
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "training.max_steps=4",
     "training.prompts_per_step=4",
     "training.save_interval_steps=2",

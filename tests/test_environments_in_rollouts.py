@@ -410,6 +410,7 @@ def faulty_run(on_error):
             *("conversation.max_turn_tokens=6", "generation.max_new_tokens=64", "training.max_steps=1"),
             *("training.prompts_per_step=16", "algorithm.num_generations=2", "evaluation.num_examples=0", "seed=28"),
             *("model=random", "model.architecture.num_layers=1", "tracking.tensorboard=false"),
+            "model.mesh_shape=[[1,1],[fsdp,tp]]",
         ]
     )
 

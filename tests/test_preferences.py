@@ -65,6 +65,7 @@ PAIRS = [
     {"question": "9 - 4", "chosen": "5", "rejected": "The answer is 4."},
 ]
 QUICK = [
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "training.prompts_per_step=4",
     "training.save_interval_steps=0",
     "evaluation.num_examples=0",

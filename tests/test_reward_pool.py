@@ -574,6 +574,7 @@ def test_every_failure_of_the_table_was_tried():
 
 
 SMALL = [
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "training.prompts_per_step=2",
     "generation.max_new_tokens=8",
     "evaluation.num_examples=4",

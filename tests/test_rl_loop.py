@@ -9,7 +9,7 @@ import pytest
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
-SMALL = ["training.prompts_per_step=4", "algorithm.num_generations=4"]
+SMALL = ["training.prompts_per_step=4", "algorithm.num_generations=4", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
 SMALL += ["optimizer.schedule=constant", "optimizer.warmup_steps=0"]
 FILE = Path(__file__).parents[1] / "examples" / "rl_loop.py"
 

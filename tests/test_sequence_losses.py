@@ -94,7 +94,7 @@ def replace_all(batch, weight, advantages, old):
     return replace(batch, loss_weight=weight, advantages=wide, old_logprobs=old, ref_logprobs=None)
 
 
-FEW = [Way(4, 1, 2, "none"), Way(2, 2, 4, "sequences"), Way(4, 1, 2, "prefix")]
+FEW = [Way(2, 2, 4, "sequences"), Way(4, 1, 2, "prefix")]
 ALL = [
     Way(fsdp, tp, parts, packing)
     for packing in ("none", "sequences", "prefix")
@@ -103,6 +103,7 @@ ALL = [
 ]
 ALL += [Way(4, 1, 4, packing, sync_every=2) for packing in ("sequences", "prefix")]
 WAYS = FEW + [pytest.param(way, marks=pytest.mark.wide) for way in ALL if way not in FEW]
+ONE_WAY = FEW[1:] + [pytest.param(way, marks=pytest.mark.wide) for way in ALL if way not in FEW[1:]]
 
 
 def named(way: Way) -> str:
@@ -161,7 +162,7 @@ OURS = {
         of_the_geometric_mean,
     ),
 }
-SOME = [("gmpo", FEW[2])]
+SOME = [("gmpo", FEW[1])]
 CASES = SOME + [
     pytest.param(name, way, marks=pytest.mark.wide) for name in OURS for way in ALL if (name, way) not in SOME
 ]
@@ -219,7 +220,7 @@ def of_the_entropy_formulas():
     return batch, loss, jax.tree.map(lambda *xs: np.sum(xs, axis=0), *of_each)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=named)
+@pytest.mark.parametrize("way", ONE_WAY, ids=named)
 def test_the_entropy_of_a_loss_has_a_gradient_the_same_in_every_layout(way):
     batch, loss, grads = of_the_entropy_formulas()
     without = exactness_worker.update(
@@ -285,7 +286,7 @@ def of_the_stream_formulas():
     return batch, np.sum(slopes * known.logprobs), grads
 
 
-@pytest.mark.parametrize("way", WAYS, ids=named)
+@pytest.mark.parametrize("way", ONE_WAY, ids=named)
 def test_a_value_of_its_own_goes_where_its_token_goes(way):
     batch, loss, grads = of_the_stream_formulas()
     devices = jax.devices()[: way.fsdp * way.tp]
