@@ -2,16 +2,20 @@
 
 import json
 import time
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import set_mesh
 
 from tunix_lite.learner.packing import RowShape
-from tunix_lite.parallel.compiling import stopwatch, watching_compiler
+from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
 from tunix_lite.resolved import run as resolved
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import scheduler
+from tunix_lite.rollout.compile_ahead import results
 from tunix_lite.runs import watch
 from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.settings.compose import compose
@@ -150,6 +154,25 @@ def test_a_stopwatch_leaves_out_the_compiler_and_counts_what_is_traced_inside_on
     assert 0.1 <= compiling() <= whole and elapsed() <= whole - 0.1 + 0.05
     assert [name for name, seconds in seen if seconds is None] == ["outer"]
     assert seen[-1][0] == "outer" and seen[-1][1] > 0
+
+
+def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_count_once(compiled):
+    """Two threads need one program; a third needs another one, whose shapes follow from the mesh."""
+    set_mesh(2, 1)
+    rows = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+
+    def constrained(x):
+        time.sleep(0.1)  # while it is traced
+        return jax.lax.with_sharding_constraint(x * 2, jax.sharding.PartitionSpec("fsdp"))
+
+    one, other = jax.jit(constrained), jax.jit(lambda x: x + 1)
+    elapsed = stopwatch()
+    began = time.perf_counter()
+    first, second, third = compiled_together([partial(results, program, rows) for program in (one, one, other)])
+    assert first.sharding.spec == second.sharding.spec == jax.sharding.PartitionSpec("fsdp")
+    assert third.shape == (4, 3)
+    assert compiled[0][0].count("jit(constrained)") == 1
+    assert elapsed() < 0.05 < 0.1 <= time.perf_counter() - began, "it counts as waiting for the compiler"
 
 
 def test_rows_with_a_large_head_have_two_numbers_of_scored_tokens_and_others_one():

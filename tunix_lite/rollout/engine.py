@@ -5,6 +5,7 @@ that ends makes room for the next request.
 programs.py holds what runs on the devices, scheduler.py what the host does meanwhile.
 """
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,7 +27,7 @@ from tunix_lite.parallel.mesh import (
     current_platform,
     gathered_sharding,
 )
-from tunix_lite.rollout.compile_ahead import RolloutSize, compile_rollout
+from tunix_lite.rollout.compile_ahead import RolloutSize, as_shape, compile_rollout
 from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, make_programs
 from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
 from tunix_lite.rollout.scheduler import (
@@ -131,14 +132,19 @@ def compile_ahead(
     temperature: float | None = None,
 ) -> tuple[Params, Slots]:
     """Compiles what `Sampling` says. temperature: None takes that of the settings. Returns the
-    weights as the programs take them, and the shapes of the slots."""
+    shapes of the weights as the programs take them, and of the slots."""
     if temperature is None:
         temperature = programs.spec.generation.temperature
     num_slots = rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
     size = RolloutSize(num_prompts, num_generations, num_slots, temperature)
-    per_layer_params = prepare(params)
-    _, slots = compile_rollout(programs, per_layer_params, size)
-    return per_layer_params, slots
+    # One copy of the weights at a time, and none while programs compile.
+    with _preparing:
+        weights = jax.tree.map(as_shape, prepare(params))
+    _, slots = compile_rollout(programs, weights, size)
+    return weights, slots
+
+
+_preparing = threading.Lock()
 
 
 def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:

@@ -15,6 +15,7 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.resolved.run import ResolvedRun
@@ -83,20 +84,24 @@ class Learner:
             about["max_turn_tokens"] = run.conversation.max_turn_tokens
 
         # To learn from.
+        calls = []
         if self.overlap is not None:
-            self.overlap.compile_ahead(self.sampler, params, **about)
+            calls.append(partial(self.overlap.compile_ahead, self.sampler, params, **about))
         elif not run.algorithm.needs.demonstrations:
             num_prompts = self.resolved.batch.prompts * run.algorithm.needs.mini_batches
             size = (num_prompts, run.algorithm.num_generations)
-            self.sampler.compile_ahead(params, *size, **about)
+            calls.append(partial(self.sampler.compile_ahead, params, *size, **about))
 
         # To evaluate: greedy completions, and samples.
         settings = run.evaluation
         compile_it = partial(self.sampler.compile_ahead, params, settings.num_examples, **about)
         if settings.num_examples:
-            compile_it(1, temperature=0.0)
+            calls.append(partial(compile_it, 1, temperature=0.0))
         if settings.num_examples and settings.num_samples:
-            compile_it(settings.num_samples, temperature=settings.temperature)
+            calls.append(
+                partial(compile_it, settings.num_samples, temperature=settings.temperature)
+            )
+        compiled_together(calls)
 
 
 def build_learner(session: Session) -> Learner:
