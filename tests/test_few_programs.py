@@ -162,7 +162,8 @@ def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_
     rows = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 
     def constrained(x):
-        time.sleep(0.1)  # while it is traced
+        for _ in range(100):  # some tenths of a second to compile
+            x = jnp.sort(jnp.sin(x))
         return jax.lax.with_sharding_constraint(x * 2, jax.sharding.PartitionSpec("fsdp"))
 
     one, other = jax.jit(constrained), jax.jit(lambda x: x + 1)

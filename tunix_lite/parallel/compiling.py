@@ -53,8 +53,9 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
 
 
 def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of calls that compile programs, each in a thread of its own. The time until the
-    last one ends counts as waiting for the compiler, as if this thread had called them."""
+    """The results of calls that compile programs, each in a thread of its own; jax compiles a
+    program once that two of them need. The time until the last one ends counts as waiting for the
+    compiler, as if this thread had called them."""
     if len(calls) < 2:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own

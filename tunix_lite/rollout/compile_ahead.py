@@ -8,8 +8,6 @@ A program is lowered for shapes alone, with the shardings that the programs befo
 results. A later call of the program finds it compiled.
 """
 
-import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,21 +95,15 @@ def compile_rollout(
     return queue, every[sizes.index(spec.max_length)]
 
 
-def results(program: jax.stages.Wrapped, *arguments: Any) -> Any:
+def results(program: Any, *arguments: Any) -> Any:
     """Compiles a program under jit for these arguments, arrays or their shapes. Returns the shapes
-    of its results, placed as it places them. Two threads that need one program compile it once."""
-    leaves, structure = jax.tree.flatten(arguments)
-    shapes = tuple((x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves)
-    with _being_compiled[id(program), structure, shapes]:
-        lowered = program.lower(*arguments)
-        return jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            lowered.out_info,
-            lowered.compile().output_shardings,
-        )
-
-
-_being_compiled: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
+    of its results, placed as it places them."""
+    lowered = program.lower(*arguments)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
 
 
 def as_shape(x: jax.Array) -> jax.ShapeDtypeStruct:
