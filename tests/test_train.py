@@ -677,7 +677,7 @@ def test_a_run_by_itself_goes_on_in_its_own_folder_and_a_job_script_sets_its_clo
 def test_ctrl_c_alone_has_an_exit_code_of_its_own(reason, code, tmp_path, monkeypatch):
     """Through `start`, as the program calls it, with a run that was stopped for this reason."""
     monkeypatch.setattr(train_command, "train", lambda run, folder, job: setattr(job, "stopped", reason))
-    monkeypatch.setattr(train_command.program, "sweep_folder", lambda: None)
+    monkeypatch.setattr(train_command.composing, "sweep_folder", lambda: None)
     monkeypatch.delenv("TUNIX_LITE_HEARTBEAT", raising=False)
     monkeypatch.setattr(train_command, "join", lambda run: None)
     stopped = contextlib.nullcontext() if code == 0 else pytest.raises(SystemExit, match="130")
