@@ -42,7 +42,8 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
 
 
 def _known(task: Task, num_held_out: int) -> str:
-    """What `_check` found; of a file that was checked in the same way, what it found then."""
+    """Returns what `_check` reports; a file that was already checked in the same way is not read
+    again."""
     train = task.config.source.train
     held_out = task.config.source.held_out
     if isinstance(train, RowStream):
@@ -103,8 +104,8 @@ def _check(task: Task, num_held_out: int) -> str:
 
 
 def _of_prompts(both: int, hashes: Sequence[int]) -> list[str]:
-    """What a start says of held-out prompts that are trained on, and of prompts that come several
-    times. hashes: of the training prompts."""
+    """Describes held-out prompts that are trained on, and prompts that come several times. hashes:
+    of the training prompts."""
     said = []
     if both:
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
@@ -114,7 +115,7 @@ def _of_prompts(both: int, hashes: Sequence[int]) -> list[str]:
 
 
 def held_out_in_training(task: Task) -> int | None:
-    """How many of the held-out prompts are training prompts, too; None where examples are made, and
+    """Counts the held-out prompts that are training prompts, too. None where examples are made, and
     not looked through."""
     train = task.config.source.train
     held_out = task.config.source.held_out
@@ -130,7 +131,7 @@ def held_out_in_training(task: Task) -> int | None:
 
 
 def _of_both(task: Task) -> tuple:
-    """What `held_out_in_training` depends on, beside the training examples."""
+    """Returns the inputs of `held_out_in_training` beside the training examples."""
     return "both", task.config.template, id(task.config.source.held_out)
 
 
@@ -139,13 +140,13 @@ def _hashes(task: Task, examples: Sequence) -> list[int]:
 
 
 def _count(hashes: list[int], among: Iterable[int]) -> int:
-    """How many of these hashes are among those."""
+    """Counts the hashes that are in `among`."""
     both = {*hashes}.intersection(among)
     return sum(prompt in both for prompt in hashes)
 
 
 def _left_out(*splits: Sequence) -> list[str]:
-    """What a start says of rows that were left out."""
+    """Describes the rows that were left out."""
     return [
         f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
         f"{rows.first_skipped}"
@@ -181,8 +182,8 @@ def _measure(
     special: list[int],
     limit: int | None = None,
 ) -> list[str]:
-    """What becomes of those of the first `most` that are too long, or that cannot be taken, in
-    words. limit: examples that become tokens, evenly spread; None: MEASURED.
+    """Describes those of the first `most` examples that are too long, or that cannot be taken, and
+    what becomes of them. limit: examples that become tokens, evenly spread; None: MEASURED.
 
     Raises ValueError, if they are an error: how many are too long; or the place of one that cannot
     be tokens.

@@ -223,7 +223,7 @@ def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) ->
 
 
 def answer_from(reply: Reply) -> Answer:
-    """What all processes must know of a reply, as JSON has it."""
+    """Returns the parts of a reply that all processes must know, as JSON has them."""
     turn = reply.turn
     if turn is None:
         return [None, 0.0, False, reply.failure, reply.message, reply.seconds, {}]
@@ -242,7 +242,8 @@ def check_length(prompt: list[int], max_prompt_length: int) -> None:
 
 
 def opening_of(observation: str | list[dict] | None) -> str | None:
-    """What the model reads first, for display: the last message; None: the prompt of the task."""
+    """Returns the text that the model reads first, for display: the last message; None: the prompt
+    of the task."""
     if observation is None or isinstance(observation, str):
         return observation
     return observation[-1]["content"]
@@ -267,8 +268,8 @@ def observation_text(observation: str | list[dict] | None) -> str:
 
 
 def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[float]]:
-    """What the environment gave each turn of each row: nothing to one that failed, and
-    limit_reward in all to one that reached a limit, with on_limit=penalise."""
+    """Returns the rewards that the environment gave the turns of each row. A row that failed gets
+    none; one that reached a limit gets limit_reward in all, with on_limit=penalise."""
     found = []
     for one in rollout.conversations:
         rewards = list(one.rewards)
@@ -298,8 +299,8 @@ def of_conversations(
     dropped_B: np.ndarray,
     by_turn: list[list[float]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What conversations are worth, and which are dropped: where the environment failed, or a limit
-    ended them, it is not what rewards say."""
+    """Returns the total reward of each conversation, and which are dropped. A failed environment,
+    or a limit with on_limit=penalise, overrides the total."""
     total_B = np.array(total_B, np.float64)
     dropped_B = dropped_B.copy()
     for row, one in enumerate(rollout.conversations):

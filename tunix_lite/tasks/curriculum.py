@@ -18,8 +18,8 @@ from tunix_lite.types import Metrics
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Which prompts are asked, by their pass rate: the share of right ones of all completions that
-    were sampled for a prompt so far. By default all are asked alike.
+    """Chooses the prompts that are asked by their pass rate: the share of right ones of all
+    completions that were sampled for a prompt so far. By default all are asked alike.
 
     Example: CurriculumConfig(drop_at=0.9) asks no prompt again that was solved 9 of 10 times.
     """
@@ -70,21 +70,21 @@ class CurriculumConfig:
 
     @property
     def judges_prompts(self) -> bool:
-        """Whether the pass rate of each prompt counts."""
+        """True if the pass rate of each prompt counts."""
         return self.drop_at is not None or bool(self.band)
 
     @property
     def is_on(self) -> bool:
-        """Whether it changes anything."""
+        """True if the curriculum changes anything."""
         return self.judges_prompts or bool(self.levels)
 
     def drops(self, right: int, judged: int) -> bool:
-        """Whether a prompt is not asked again; right: of `judged` completions."""
+        """True if a prompt is not asked again; right: of `judged` completions."""
         known = self.drop_at is not None and judged >= self.min_completions
         return known and right / judged >= self.drop_at
 
     def share(self, right: int, judged: int) -> float:
-        """How often a prompt is asked where the data have it, 0 to 1."""
+        """Returns how often a prompt is asked where the data have it, 0 to 1."""
         if judged < self.min_completions:
             return 1.0
         if self.drops(right, judged):
@@ -93,7 +93,7 @@ class CurriculumConfig:
         return self.outside if is_outside else 1.0
 
     def words(self) -> str:
-        """What it does, for people."""
+        """Describes the curriculum for people."""
         found = []
         if self.levels:
             found.append(
@@ -112,7 +112,7 @@ class CurriculumConfig:
 
 @dataclass(frozen=True)
 class CurriculumState:
-    """What a curriculum knows at some step of a run.
+    """State of a curriculum at some step of a run.
 
     Example: CurriculumState(rates={"5feceb66ffc86f38": (8, 8)}) knows one prompt, always solved.
     """
@@ -216,7 +216,7 @@ def draw_prompts(
 def is_asked(
     settings: CurriculumConfig, state: CurriculumState, example: dict, seed: int, position: int
 ) -> bool:
-    """Whether an example is asked at this position of the data: always, never, or by chance."""
+    """True if an example is asked at this position of the data: always, never, or by chance."""
     if not state.rates:
         return True
     share = settings.share(*state.rates.get(digest(example), (0, 0)))

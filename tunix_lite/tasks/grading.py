@@ -1,4 +1,4 @@
-"""What is logged of grades: metrics of rewards, of groups, of completions, and of what failed."""
+"""Metrics of grades: of rewards, of groups, of completions, and of what failed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -66,8 +66,8 @@ def reward_metrics(
 
 
 def group_metrics(total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]) -> Metrics:
-    """What share of groups are worth 0 throughout, 1 throughout, and mixed: the weighted sum as it
-    was given. groups: the rows of each; dropped completions do not count."""
+    """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
+    weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
     kept = [total_B[rows][~dropped_B[rows]] for rows in groups]
     return {
         "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in kept),
@@ -88,8 +88,8 @@ def failure_metrics(
     say: Callable[[str], None] | None,
     failed_environment: str = "",
 ) -> Metrics:
-    """How many calls failed in which way, and how many completions are dropped for it; a line to
-    `say` if something failed. Raises SharedError if all are dropped.
+    """Counts the calls that failed in each way, and the completions that are dropped for it; a line
+    to `say` if something failed. Raises SharedError if all are dropped.
 
     outcomes: of all calls, as RewardCalls.outcomes returns them. failed_environment: how the first
     environment failed, in words.
@@ -118,7 +118,7 @@ def failure_metrics(
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
-    """How many are right, how long they are, and how they ended."""
+    """Returns metrics of how many completions are right, how long they are, and how they ended."""
     lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
     finished_B = np.asarray(rollout.finished)
     # Of those that ended by themselves; 0 where none did.

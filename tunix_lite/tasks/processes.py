@@ -1,5 +1,5 @@
-"""What the processes of a run do together in a task: they take the same examples, and each grades
-its share of the completions."""
+"""The common work of a run's processes in a task: they take the same examples, and each grades its
+share of the completions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +47,8 @@ ALONE = Processes()
 
 
 def same_on_all(processes: Processes, take: Callable[[], tuple]) -> tuple:
-    """What `take` returns, after all processes have compared it. take: () -> (examples, ...).
+    """Returns the result of `take`, after all processes have compared it. take: () -> (examples,
+    ...).
 
     Raises SharedError on all of them if one has other examples, or if `take` raises ValueError on
     one.

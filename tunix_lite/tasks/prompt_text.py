@@ -28,7 +28,7 @@ FILLERS = range(0x4E00, 0x9FA5)
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How the fields of an example become the messages that a prompt is made of.
+    """Turns the fields of an example into the messages that a prompt is made of.
 
     Example: PromptTemplate("What is {q}?").messages({"q": "1 + 2"}) -> [Message("user", "What is 1
     + 2?", ...)].
@@ -106,7 +106,7 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class PromptText:
-    """How the examples of a task become text and tokens.
+    """Turns the examples of a task into text and tokens.
 
     Example: PromptText(PromptTemplate("{q}?"), "text", tokenizer).ask({"q": "1 + 2"}) is "1 + 2?".
     """
@@ -118,7 +118,7 @@ class PromptText:
 
     @cached_property
     def turn_tokens(self) -> TurnTokens:
-        """How what is answered to a turn becomes tokens."""
+        """Maker of the tokens of answers to a turn."""
         return TurnTokens(self.tokenizer, self.special_tokens_in_data, self.variables)
 
     def opened_with(self, asked: str | list[dict], example: dict) -> list[int]:
@@ -232,14 +232,15 @@ class PromptText:
             raise ValueError(f"{self.place(example)}{error}") from error
 
     def _asked(self, example: dict) -> str | Quoted | list[dict]:
-        """What the tokenizer makes a prompt of: a message, or a conversation."""
+        """Returns the input from which the tokenizer makes a prompt: a message, or a
+        conversation."""
         messages = [self._written(message, example) for message in self.template.messages(example)]
         first = messages[0]
         is_text = len(messages) == 1 and first.keys() == {"role", "content"}
         return first["content"] if is_text and first["role"] == "user" else messages
 
     def variables_of(self, example: dict) -> dict:
-        """What the chat template gets beside the messages of an example."""
+        """Returns the variables of the chat template beside the messages of an example."""
         tools = self.template.tools(example)
         if tools is None:
             return self.variables
@@ -283,7 +284,7 @@ class PromptText:
     # ---- special tokens in data
 
     def spells_special(self, example: dict, names: Sequence[str] = ()) -> bool:
-        """Whether data spells a special token in the prompt of the example, or in what is learned
+        """True if data spells a special token in the prompt of the example, or in what is learned
         from these fields. Raises ValueError for what the tokenizer cannot take."""
         messages = list(self.template.messages(example))
         for name in names:
@@ -306,8 +307,8 @@ class PromptText:
         return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
     def _special_in(self, message: Message, example: dict) -> list[tuple[int, int]]:
-        """Where fields of the example spell special tokens in a message, [start, end) each; those
-        of task.prompt and task.system themselves are meant."""
+        """Returns the spans in a message where fields of the example spell special tokens, [start,
+        end) each. Special tokens in task.prompt and task.system themselves are intended."""
         text, template = message.text, message.template
         if not (spelled := self.tokenizer.special_in(text)) or template is None:
             return spelled

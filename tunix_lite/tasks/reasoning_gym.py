@@ -113,7 +113,7 @@ def entry_of(name: str, settings: str, seed: int, size: int, index: int) -> dict
 
 
 def score(completion: str, example: dict) -> float:
-    """What the task's own verifier gives for the completion's answer, 0 to 1."""
+    """Scores the completion's answer by the task's own verifier, 0 to 1."""
     *problem, index = example["problem"]
     entry = entry_of(example["task"], *problem, index)
     dataset = dataset_of(example["task"], *problem)

@@ -96,7 +96,7 @@ class RewardCalls:
         return found
 
     def _of_member(self, of_group: dict[str, Outcome], place: int) -> dict[str, Outcome]:
-        """What a call for a group says of the completion at this place in it."""
+        """Returns the outcomes of a group's call for the completion at this place in the group."""
         found = {}
         for name, (kind, values) in of_group.items():
             if kind:
@@ -129,8 +129,8 @@ def shared_outcomes(
     processes: Processes,
     look: Callable[[], None] | None = None,
 ) -> list[dict[str, Outcome]]:
-    """What came out of each call, by whichever process. Raises ValueError on all if one of them
-    does.
+    """Returns the outcome of each call, by whichever process. Raises ValueError on all if one of
+    them does.
 
     graded: a digest of it, which must be the same everywhere; held-out examples are compared
     nowhere else. look: called now and then while it waits.
@@ -194,13 +194,14 @@ def _results(
 
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
-    """What a function says of each completion, [B] float64; nan where it failed or said None."""
+    """Returns the value that a function gives each completion, [B] float64; nan where it failed or
+    said None."""
     found = (one[name] for one in outcomes)
     return np.array([np.nan if failed else value for failed, value in found], np.float64)
 
 
 def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:
-    """What a function reads out of each completion; None where it failed."""
+    """Returns the text that a function reads out of each completion; None where it failed."""
     return [None if failed else value for failed, value in (one[name] for one in outcomes)]
 
 
@@ -210,7 +211,8 @@ def kinds_of(outcomes: list[dict[str, Outcome]], names: list[str]) -> np.ndarray
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
-    """Which completions nothing is learned from, and which of those are unscorable; [B] bool.
+    """Tells which completions nothing is learned from, and which of those are unscorable; [B] bool
+    each.
 
     kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
     """

@@ -79,7 +79,7 @@ def place_of(example: Mapping) -> str:
 
 
 def where(examples: Sequence[dict], index: int) -> str:
-    """Where example `index` stands: file and line, or its number."""
+    """Names the place of example `index`: file and line, or its number."""
     return place_of(examples[index]) or f"example {index}"
 
 
@@ -306,7 +306,7 @@ class RowStream:
         return rows
 
     def news(self) -> str:
-        """What is new of malformed rows since it was asked last; "" if nothing is."""
+        """Describes the malformed rows since the last call; "" if there are none."""
         found = len(self.skipped)
         if found == self._said:
             return ""

@@ -1,5 +1,5 @@
-"""Where examples come from. Every batch is a pure function of (seed, step), so resuming needs no
-saved iterator.
+"""Sources of examples. Every batch is a pure function of (seed, step), so resuming needs no saved
+iterator.
 
 A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
 """
@@ -77,7 +77,8 @@ class FittingOrders:
         self._places: dict[tuple[int, int], _Place] = {}
 
     def are_of(self, examples: Sequence[dict]) -> bool:
-        """Whether they are of these very examples, or of others that are made in the same way."""
+        """True if the looks are of these very examples, or of others that are made in the same
+        way."""
         is_equal = is_dataclass(examples) and self.examples == examples
         return self.examples is examples or is_equal
 
@@ -127,20 +128,20 @@ class FittingOrders:
         return chosen, passed_over
 
     def fits(self, i: int) -> bool:
-        """Whether example number i is taken."""
+        """True if example number i is taken."""
         if i not in self._looks:
             self._looks[i] = self._look(self.examples[i])
         return self._looks[i].fits
 
     @property
     def num_fitting(self) -> int | None:
-        """How many of all examples are taken; None: not all were looked at."""
+        """Counts the examples that are taken; None: not all were looked at."""
         if self._num_fitting is None and len(self._looks) == len(self.examples):
             self._num_fitting = sum(look.fits for look in self._looks.values())
         return self._num_fitting
 
     def _too_few(self, batch_size: int) -> str:
-        """What is said where a batch cannot be filled."""
+        """Describes why a batch cannot be filled."""
         looks = self._looks.values()
         fit = sum(look.fits for look in looks)
         others = [look.why for look in looks if look.prompt_length is None]
@@ -163,7 +164,7 @@ class FittingOrders:
 
 @dataclass
 class _Place:
-    """Where a batch begins: its number, the position in the order, and the numbers of examples that
+    """Beginning of a batch: its number, the position in the order, and the numbers of examples that
     the batch before it held already, which this one takes."""
 
     step: int = 0
@@ -270,7 +271,7 @@ def digest(value: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON does not have, as something that it does."""
+    """Replaces a value that JSON does not have by one that it has."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -98,8 +98,8 @@ TAKEN = {
 
 @dataclass(frozen=True)
 class TaskLengthsConfig:
-    """How long the prompts and the completions of a task usually are, in tokens: what
-    generation.max_prompt_length and max_new_tokens are where nobody sets them.
+    """Usual lengths of the prompts and the completions of a task, in tokens: the values of
+    generation.max_prompt_length and max_new_tokens where nobody sets them.
 
     Example: `TaskLengthsConfig(256, 512)` for GSM8K.
     """
@@ -175,7 +175,7 @@ class TaskConfig:
 
     @property
     def template(self) -> PromptTemplate:
-        """How an example becomes messages."""
+        """Template of the messages of an example."""
         return PromptTemplate(self.prompt, self.system, self.learned_turns)
 
     def functions(self) -> dict[str, Callable]:
@@ -191,7 +191,7 @@ class TaskConfig:
         return called | {"extract": partial(text, self.extract)}
 
     def weights(self, step: int) -> dict[str, float]:
-        """What each reward counts in update number `step` (from 0).
+        """Returns the weight of each reward in update number `step` (from 0).
 
         Raises ValueError for a schedule that gives no finite number.
         """
@@ -217,7 +217,7 @@ class TaskConfig:
 
     @property
     def correct_is(self) -> str:
-        """Which of the functions says what is right: often it is a reward, and is not called a
+        """Names the function that says what is right: often it is a reward, and is not called a
         second time."""
         same = (
             _of(name)
@@ -259,7 +259,7 @@ def _of(name: str) -> str:
 
 
 def _bound(fn: Callable) -> tuple:
-    """What makes two functions the same one: bound settings, too."""
+    """Returns a key that is equal for equal functions: bound settings count, too."""
     return (fn.func, fn.args, fn.keywords) if isinstance(fn, partial) else (fn,)
 
 
@@ -329,7 +329,7 @@ class Task:
 
     @cached_property
     def text(self) -> PromptText:
-        """How an example becomes text and tokens."""
+        """Maker of the text and tokens of an example."""
         config = self.config
         return PromptText(
             config.template,
@@ -372,19 +372,20 @@ class Task:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether some examples may be left out; else one that cannot be taken is an error."""
+        """True if some examples may be left out; else one that cannot be taken is an error."""
         return self.limits.leaves_out
 
     @property
     def limits(self) -> RowLimits:
-        """What an example must be to be taken."""
+        """Conditions that an example must meet to be taken."""
         skips = getattr(self.config.source, "on_error", "raise") == "skip"
         return RowLimits(
             self.max_prompt_length, self.max_new_tokens, self.long_prompts, self.learned, skips
         )
 
     def look(self, example: dict) -> Look:
-        """Whether a training example is taken. Raises ValueError for one that is an error."""
+        """Tells if a training example is taken, and if not, why. Raises ValueError for one that is
+        an error."""
         return self.limits.look(self.text, example)
 
     def held_out(self, count: int) -> list[dict]:
@@ -431,8 +432,8 @@ class Task:
         return side_by_side(prompts, completions, widths, self.tokenizer.pad_id)
 
     def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
-        """Who answers the turns of one conversation per example; None without an environment. The
-        environments have begun.
+        """Starts the environments that answer the turns of one conversation per example; None
+        without an environment.
 
         Raises SharedError if one fails and conversation.on_error=raise.
         """
@@ -459,11 +460,11 @@ class Task:
         return self.grader(examples, num_generations).results(rollout)
 
     def truncated(self, examples: list[dict]) -> int:
-        """How many prompts are longer than `max_prompt_length`."""
+        """Counts the prompts that are longer than `max_prompt_length`."""
         return sum(self.text.length(example) > self.max_prompt_length for example in examples)
 
     def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
-        """What another host has otherwise, if its data files or its tokenizer are not the same.
+        """Returns a digest that differs on a host with other data files or another tokenizer.
         splits: of the data that are compared."""
         tokens = [self.text.prompt(example) for example in examples]
         return digest([digest_of_data(self.config.source, splits), examples, tokens])
@@ -605,7 +606,7 @@ class Grader:
         kinds_BN: np.ndarray,
         unscorable_B: np.ndarray,
     ) -> Metrics:
-        """What is logged of grades, completions, and what they took."""
+        """Returns the metrics of grades, completions, and what they took."""
         task = self.task
         rollout = graded.rollout
         failed = failed_replies(rollout)

@@ -31,8 +31,8 @@ FOR_GOOD = ("error", "not_number", "crash")
 def failing_functions(
     config: TaskConfig, example: dict, group: int, settings: RewardsConfig
 ) -> str:
-    """Which of the user's functions fail on made-up completions of this example, in words; "" if
-    none does, or if none could be called.
+    """Describes the user's functions that fail on made-up completions of this example; "" if none
+    does, or if none could be called.
 
     group: completions of an example. settings: of the run; `timeout` and `on_none` count here.
 
