@@ -59,7 +59,7 @@ class Mark(NamedTuple):
 
 
 def marked_answers(text: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
-    """What a text marks as its answer, in the order in which the marks begin."""
+    """Finds the answers that a text marks, in the order in which the marks begin."""
     # An end that is cut off at its front may begin within a mark, which is then not seen.
     text = text[-LOOKED_AT:]
     found = []
@@ -146,8 +146,8 @@ def _number_marked(mark: Mark, read: Callable, percent: str) -> Fraction | None:
 
 
 def is_sentence(mark: Mark, text: str) -> bool:
-    """Whether a mark is words that give no number, such as `the answer is clear`, or a heading
-    behind `####` with more text below it: what stands before such a mark still counts."""
+    """True if a mark is words that give no number, such as `the answer is clear`, or a heading
+    behind `####` with more text below it. A number before such a mark still counts."""
     if any(sign.isdigit() for sign in mark.text) or not _PROSE.search(mark.text):
         return False
     is_heading = mark.kind == "hashes" and "\n" in text[mark.place :].strip()

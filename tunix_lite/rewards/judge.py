@@ -116,7 +116,7 @@ class Judge:
 
     @property
     def most_seconds(self) -> float:
-        """What a call may take; rewards.timeout must be above it."""
+        """Most seconds that a call may take; rewards.timeout must be above it."""
         waits = self.backoff * (2**self.retries - 1)
         return self.timeout * (self.retries + 1) + waits
 
@@ -203,7 +203,7 @@ class Judge:
         raise JudgeError(_printable(failed))
 
     def _said(self, error: urllib.error.HTTPError) -> str:
-        """What the server said with a status, as far as it can be read."""
+        """Reads the message of the server beside a status, as far as it can be read."""
         with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
             return error.read(SHOWN).decode(errors="replace")
         return ""

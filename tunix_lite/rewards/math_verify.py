@@ -97,7 +97,8 @@ def _readings(answer: str) -> tuple[str, ...]:
 
 
 def _texts_of(completion: str) -> tuple[str, ...]:
-    """What is parsed of a completion: what its last mark holds; without a mark, all of it."""
+    """Returns the texts of a completion that are parsed: those in its last mark; without a mark,
+    all of it."""
     marks = marked_answers(completion)
     if not marks or is_sentence(marks[-1], completion):
         return (completion,)
@@ -112,7 +113,8 @@ def _texts_of(completion: str) -> tuple[str, ...]:
 
 
 def _holds_mathematics(found: list) -> bool:
-    """Whether something was parsed; what could not be is there as a text."""
+    """True if something was parsed as mathematics; a part that could not be parsed is there as a
+    text."""
     return any(not isinstance(part, str) for part in found)
 
 

@@ -221,7 +221,7 @@ def numbers_in(text: str, percent: str = "unit") -> list[tuple[str, Fraction]]:
 
 
 def _numbers(text: str) -> Iterator[re.Match]:
-    """Where a number stands that is no part of something else, in order."""
+    """Finds the numbers that are no part of something else, in order."""
     text = undecorated(text)
     place = 0
     while found := NUMBER.search(text, place):
@@ -290,8 +290,8 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°")
 
 
 def _larger_at(rest: str) -> int | None:
-    """Where, in what follows a number, something begins that the number is only a part of; None
-    where units and words follow."""
+    """Returns the place, in the text behind a number, where something begins that the number is
+    only a part of; None where units and words follow."""
     if _CONNECTS_AT_ONCE.match(rest):
         return 0
     words = 0
@@ -307,7 +307,7 @@ def _larger_at(rest: str) -> int | None:
 
 
 def _is_of_a_unit(word: str, found: re.Match) -> bool:
-    """Whether letters behind a number are a unit or a word, and no variables: `5 km`, `5 clips`;
+    """True if letters behind a number are a unit or a word, and no variables: `5 km`, `5 clips`;
     not `5x`, `5 xy`."""
     if len(word) == 1 and word in _UNIT_LETTERS:
         return True

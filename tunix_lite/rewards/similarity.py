@@ -1,4 +1,4 @@
-"""How near a completion comes to a reference text: ROUGE-L and edit distance.
+"""Similarity of a completion to a reference text: ROUGE-L and edit distance.
 
 Both keep one number of as many bits as a text has units (Hyyro's and Myers' algorithms), so their
 memory is linear. Of longer texts the first `most` units are compared.
@@ -40,7 +40,8 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many insertions, deletions and replacements make one sequence the other (Levenshtein)."""
+    """Counts the insertions, deletions and replacements that make one sequence the other
+    (Levenshtein)."""
     if not first:
         return len(second)
     masks = _masks(first)

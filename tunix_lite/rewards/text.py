@@ -58,7 +58,7 @@ class Tags:
         return is_once and completion.index(f"<{tag}>") < completion.index(f"</{tag}>")
 
     def _is_all(self, completion: str) -> bool:
-        """Whether nothing but space stands before, between and behind the tags."""
+        """True if nothing but space stands before, between and behind the tags."""
         place = 0
         for tag in self.tags:
             start = completion.index(f"<{tag}>")
