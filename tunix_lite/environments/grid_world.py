@@ -95,8 +95,8 @@ def distance(
 
 
 def seen(example: dict, at: tuple[int, int]) -> str:
-    """What the model reads of a world when it is at a square: "goal 2 up 1 left", or a map in which
-    A is itself, G the goal and # a wall."""
+    """Describes a world as the model reads it when it is at a square: "goal 2 up 1 left", or a map
+    in which A is itself, G the goal and # a wall."""
     goal = tuple(example["goal"])
     if example["view"] == "directions":
         down = goal[0] - at[0]

@@ -100,7 +100,8 @@ class GuessingGame:
         return Turn("higher" if self.secret > guess else "lower", reward)
 
     def _learn_from(self, guess: int) -> float:
-        """What a wrong guess gets; the numbers that it rules out are no longer possible."""
+        """Returns the reward of a wrong guess; the numbers that it rules out are no longer
+        possible."""
         reward = self.possible if self.least <= guess <= self.most else 0.0
         if self.secret > guess:
             self.least = max(self.least, guess + 1)

@@ -162,11 +162,12 @@ class OpenEnv:
             ) from error
 
     def _connection(self) -> Any:
-        """What stands for the session: another object after the client has connected again."""
+        """Returns the object that stands for the session; it is another one after the client has
+        connected again."""
         return getattr(self._client.async_client, "_ws", None)
 
     def _text(self, observation: Any) -> str:
-        """What the model reads of an observation."""
+        """Writes an observation as the model reads it."""
         if self.show is not None:
             return str(self.show(observation))
         if not isinstance(observation, dict):

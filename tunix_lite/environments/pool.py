@@ -37,8 +37,8 @@ NAME = "environment"
 
 
 class Reply(NamedTuple):
-    """What came of a call. turn: of a reset, its observation alone, or None for the task's own
-    prompt. failure: "", or one of FAILURES; message: how it failed. seconds: that the call took.
+    """Result of a call. turn: of a reset, its observation alone, or None for the task's own prompt.
+    failure: "", or one of FAILURES; message: how it failed. seconds: that the call took.
 
     Example: Reply(Turn("Higher."), seconds=0.001).
     """

@@ -34,8 +34,8 @@ def tool_name(tool: Callable) -> str:
 
 
 def schema_of(tool: Callable) -> dict:
-    """What a chat template shows of a tool: {"type": "function", "function": {name, description,
-    parameters}}. Raises ValueError where it cannot be made."""
+    """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
+    description, parameters}}. Raises ValueError where it cannot be made."""
     name = tool_name(tool)
     text = inspect.getdoc(_documented(tool)) or ""
     described, arguments = _described(text)
@@ -111,7 +111,8 @@ def _known(tool: Callable) -> list[tuple[inspect.Parameter, Any]]:
 
 
 def _documented(tool: Callable) -> Callable:
-    """What has the docstring and the type hints: a function, or the method that calls an object."""
+    """Returns the object that has the docstring and the type hints: a function, or the method that
+    calls an object."""
     plain = tool.func if isinstance(tool, partial) else tool
     return plain if inspect.isroutine(plain) else type(plain).__call__
 

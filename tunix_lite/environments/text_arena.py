@@ -151,7 +151,7 @@ class TextArena:
     # ---- moves
 
     def _play(self, move: str) -> bool:
-        """Whether the game is over after this move of the player whose turn it is."""
+        """Plays the move of the player whose turn it is, and tells if the game is over."""
         done, _ = self.game.step(action=move)
         self.played = move
         return bool(done)
@@ -177,7 +177,7 @@ class TextArena:
         return "\n".join(self._lines(self.me))
 
     def _lines(self, player: int) -> list[str]:
-        """What a player has not seen yet, without its own moves."""
+        """Returns the lines that a player has not seen yet, without its own moves."""
         state = self.game.state
         new = state.observations[player]
         state.observations[player] = []
