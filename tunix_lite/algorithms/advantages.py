@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What there is to know of P groups of G completions beside the sum of their rewards.
+    """Facts about P groups of G completions beside the sum of their rewards.
 
     Example: one prompt, two completions -> lengths [[3, 5]], each {"correct": [[1, 0]]}, weights
     {"correct": 1.0}.

@@ -1,4 +1,4 @@
-"""What an algorithm is, and what it may ask of a policy and of a task.
+"""Interface of an algorithm, and what it may ask of a policy and of a task.
 
 An algorithm is any object with the fields of `Algorithm`: usually a frozen dataclass, whose fields
 are its settings, named in YAML by its dotted path. It subclasses nothing.
@@ -57,7 +57,7 @@ class Rescorer(Protocol):
 
 @dataclass(frozen=True)
 class TeacherComparison:
-    """How an algorithm compares the policy with one of its frozen models, token by token.
+    """Comparison of the policy with one of the algorithm's frozen models, token by token.
 
     Example: TeacherComparison("teacher", "reverse", top_k=100).
     """
@@ -142,7 +142,7 @@ class TaskInterface(Protocol):
         in the field `name`."""
 
     def truncated(self, examples: list[dict]) -> int:
-        """How many prompts have lost their beginning."""
+        """Counts the prompts that have lost their beginning."""
 
 
 # names of parts of a run, which a frozen model cannot have
@@ -151,7 +151,8 @@ TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must know of an algorithm before it starts, to plan memory and to load models.
+    """Properties of an algorithm that a run must know before it starts, to plan memory and to load
+    models.
 
     Example: Needs() samples completions and learns from their advantages;
     Needs(demonstrations=("completion",)) samples nothing.

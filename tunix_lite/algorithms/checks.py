@@ -1,4 +1,4 @@
-"""What the settings of an objective may be: a setting that would change nothing is refused, too."""
+"""Checks the settings of an objective: a setting that would change nothing is refused, too."""
 
 import dataclasses
 import inspect

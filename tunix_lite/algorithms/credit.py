@@ -1,4 +1,4 @@
-"""Which turn of a conversation a reward counts for, and the advantage of each turn.
+"""Assigns rewards to the turns of a conversation, and computes the advantage of each turn.
 
     end        every turn has the whole: r_1 + ... + r_n
     turn       a turn has what followed it: r_k
@@ -19,7 +19,7 @@ from tunix_lite.algorithms.dropped import takes_whole
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Which turn a reward counts for.
+    """Assigns the rewards of a conversation to its turns.
 
     Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0].
     """
@@ -29,7 +29,8 @@ class TurnCredit:
     discount: float = 1.0
 
     def values(self, rewards: Sequence[float]) -> np.ndarray:
-        """What each turn of a conversation is worth, float64, of the rewards of its turns."""
+        """Returns the value of each turn of a conversation, float64, from the rewards of its
+        turns."""
         rewards = np.asarray(rewards, np.float64)
         if self.kind == "end":
             return np.full(len(rewards), rewards.sum())

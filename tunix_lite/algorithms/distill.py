@@ -127,14 +127,14 @@ class Distill:
 
     @property
     def comparison(self) -> TeacherComparison | None:
-        """How policy and teacher are compared, but for the sampled token."""
+        """Comparison of policy and teacher; None where only the sampled token counts."""
         if self.divergence == "token":
             return None
         return TeacherComparison("teacher", self.divergence, self.mix, self.top_k)
 
     @property
     def formula(self) -> list[str]:
-        """What is minimised, in lines for the panel of a run."""
+        """Writes the loss that is minimised, in lines for the panel of a run."""
         if self.comparison is not None:
             return self._formula_of_distributions()
         # of the sampled token

@@ -74,7 +74,7 @@ class DPO:
 
     @property
     def formula(self) -> list[str]:
-        """What is minimised, in lines for the panel of a run."""
+        """Writes the loss that is minimised, in lines for the panel of a run."""
         whose = "`chosen` and `rejected` of an example"
         if self.pairs == "sampled":
             whose = f"best and worst of {self.num_generations} by reward"

@@ -57,12 +57,12 @@ def weights_of_learned(
 
 
 def takes_prompts(weighting: Callable) -> bool:
-    """Whether the function looks at which completions are of one prompt."""
+    """True if the function needs to know which completions are of one prompt."""
     return "prompt_B" in inspect.signature(weighting).parameters
 
 
 def takes_whole(advantages: Callable) -> bool:
-    """Whether the function looks at the whole batch, as a WholeBatch."""
+    """True if the function looks at the whole batch, as a WholeBatch."""
     return "whole" in inspect.signature(advantages).parameters
 
 

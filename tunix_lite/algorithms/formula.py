@@ -135,7 +135,7 @@ def _advantages(a: Any) -> str:
 
 
 def _rewards(a: Any) -> list[str]:
-    """What is in the reward beside the rewards of the task."""
+    """Writes the terms of the reward beside the rewards of the task."""
     terms = []
     if a.kl_coef and a.kl_estimator == kl.IN_REWARD:
         terms.append(f"- {a.kl_coef:g} sum over the completion of lp_old - lp_ref")

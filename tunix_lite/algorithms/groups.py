@@ -97,7 +97,7 @@ class Groups:
         return advantages_BT if limit is None else np.clip(advantages_BT, -limit, limit)
 
     def whole(self) -> WholeBatch:
-        """What an advantage function may know beside the rewards."""
+        """Facts for an advantage function beside the rewards."""
         shape = self.rewards_PG.shape
         each = {name: values.reshape(shape) for name, values in self.graded.each.items()}
         return WholeBatch(

@@ -108,7 +108,8 @@ class GRPO:
 
     @property
     def formula(self) -> list[str]:
-        """What is minimised, with its constants, in lines for the panel of a run."""
+        """Writes the loss that is minimised, with its constants, in lines for the panel of a
+        run."""
         return formula_of(self)
 
     def collect(

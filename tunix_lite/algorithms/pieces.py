@@ -19,7 +19,7 @@ def settings_of(piece: Callable) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; of functions, their settings too."""
+    """True if two values are equal; of functions, their settings too."""
     if callable(one) and callable(other):
         is_same_function = function_of(one) is function_of(other)
         return is_same_function and settings_of(one) == settings_of(other)

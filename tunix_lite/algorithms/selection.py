@@ -1,4 +1,4 @@
-"""Which completions are learned from: those of a group, and rows of what was sampled."""
+"""Selects the completions that are learned from: those of a group, and rows of what was sampled."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

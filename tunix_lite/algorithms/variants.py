@@ -164,7 +164,7 @@ def apply_variant(algorithm: Any) -> None:
 
 
 def _was_changed(algorithm: Any, name: str, changes: Changes) -> bool:
-    """Whether the settings are those of objective `name` after the changes of a variant. Another
+    """True if the settings are those of objective `name` after the changes of a variant. Another
     preset may have the changed values by itself, as dr_grpo has the upper clip of grpo's trl."""
     if not all(same(getattr(algorithm, k), new) for k, (_, new) in changes.items()):
         return False
