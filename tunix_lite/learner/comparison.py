@@ -33,7 +33,7 @@ TABLE = "teacher_table"
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a comparison depends on beside arrays.
+    """Inputs of a comparison beside arrays.
 
     Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144).
     """

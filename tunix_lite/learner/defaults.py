@@ -1,5 +1,5 @@
-"""What `auto` stands for in optimizer.learning_rate and training.mixed_precision: the rate follows
-what trains, the precision follows the device.
+"""Chooses the values of `auto` in optimizer.learning_rate and training.mixed_precision: the rate
+follows what trains, the precision follows the device.
 
 docs/guide/training.md gives the source of each number.
 """

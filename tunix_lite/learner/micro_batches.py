@@ -106,7 +106,7 @@ def _is_max(leaf: Any) -> bool:
 
 
 def _empty_sums(like: Sums) -> Sums:
-    """What sums and maxima of these shapes start from."""
+    """Returns the start values of sums and maxima of these shapes."""
 
     def start_of(x: Any) -> Any:
         if _is_max(x):

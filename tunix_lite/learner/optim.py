@@ -29,7 +29,8 @@ LEAST_RMS = 1e-3
 
 @dataclass(frozen=True)
 class LearningRateConfig:
-    """What all optimizers share: the learning rate over the run, and the clipping of gradients."""
+    """Settings that all optimizers share: the learning rate over the run, and the clipping of
+    gradients."""
 
     # The usual rate of this optimizer as a multiple of AdamW's.
     TIMES_ADAMW: ClassVar[float] = 1.0
@@ -397,7 +398,7 @@ def _per_matrix(factor: Callable, dims: Any) -> optax.GradientTransformation:
 
 
 def _matrix_size(inputs: int, outputs: int, rms: float | None) -> float:
-    """What an orthogonal matrix is multiplied by: see MuonConfig.rms."""
+    """Returns the factor of an orthogonal matrix: see MuonConfig.rms."""
     if rms is None:
         return math.sqrt(max(1.0, outputs / inputs))
     return math.sqrt(max(inputs, outputs)) * rms
@@ -508,8 +509,8 @@ def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any
 def _dims_kept(
     whole: tuple[int, ...], part: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[int, ...] | None:
-    """Which dims of a weight an array beside it has: all, or all but one (Adafactor); None: it has
-    none of them."""
+    """Finds the dims of a weight that an array beside it has: all, or all but one (Adafactor);
+    None: it has none of them."""
     every = tuple(range(len(whole)))
     if part == whole:
         return every

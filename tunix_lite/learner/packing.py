@@ -29,7 +29,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowShape:
-    """What a packed row has room for, in columns: shared prompts in its prefix, then lanes.
+    """Columns of a packed row: shared prompts in its prefix, then lanes.
 
     Example: RowShape(3, 2, 3) is the row above, 9 columns wide.
     """
@@ -47,7 +47,7 @@ class RowShape:
 
     @property
     def scored_sizes(self) -> list[int]:
-        """What M may be, the most first. A run compiles a program for each before its first
+        """Possible values of M, the most first. A run compiles a program for each before its first
         step."""
         most = self.num_lanes * self.lane_columns
         return [most, -(-3 * most // 4)] if self.narrows and most > 1 else [most]
@@ -59,7 +59,7 @@ class RowShape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the tokens of a [B, T] batch stand in rows [R, W], and what each may see.
+    """Places of the tokens of a [B, T] batch in rows [R, W], and what each may see.
 
     Example: for the row at the top of this file, `source` is [[1, 2, 12, 3, 4, 13, 8, -1, -1]] if T
     = 5 and prompts are left-padded to 3 columns.
@@ -172,8 +172,8 @@ def packed(
 
 
 def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
-    """How many rows `packed` takes at most, for sequences of at most `longest` tokens, prompts
-    shared or not.
+    """Counts the rows that `packed` takes at most, for sequences of at most `longest` tokens,
+    prompts shared or not.
 
     Of two used rows, whatever opened the later did not fit into the earlier, so together they hold
     more than `width`. Summed over every row and the next (after the last, the first): 2 * tokens >
@@ -184,7 +184,8 @@ def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
 
 
 def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
-    """How many rows `packed` takes at most, where every `group_size` neighbours have one prompt.
+    """Counts the rows that `packed` takes at most, where every `group_size` neighbours have one
+    prompt.
 
     In a row of its own a completion needs no more than a lane.
     """
@@ -192,7 +193,7 @@ def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
 
 
 class _Sequence(NamedTuple):
-    """What is kept of one sequence, as places in the flattened batch."""
+    """Tokens of one sequence that go into rows, as places in the flattened batch."""
 
     start: int  # its first real token
     prefix: int  # tokens of its prompt, which it could share, if the row has a prefix
@@ -200,7 +201,7 @@ class _Sequence(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """What stands in one row together: a shared prompt, and the rest of its sequences."""
+    """Sequences that stand in one row together: a shared prompt, and the rest of each."""
 
     prefix: int  # tokens
     sequences: list[_Sequence]
@@ -339,8 +340,8 @@ def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, li
 
 
 def _spread_rows(fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int) -> np.ndarray:
-    """Where each used row stands: the fullest first, dealt across the shards of a part, then to the
-    next part.
+    """Places the used rows: the fullest first, dealt across the shards of a part, then to the next
+    part.
 
     Every other pass goes the other way round, or the first shard and the first part would always
     get the fuller row. fills: tokens of each used row.

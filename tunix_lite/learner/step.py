@@ -60,7 +60,7 @@ class TrainStep:
     def program(
         self, state: TrainState, frozen: Params | None, batch: RowBatch
     ) -> jax.stages.Wrapped:
-        """What is compiled for these arguments, or for their shapes."""
+        """Returns the jitted function for these arguments, or for their shapes."""
         shardings = jax.tree.map(lambda x: x.sharding, (state, frozen, batch))
         # the new state lies where the old one did
         of_state = shardings[0]
