@@ -42,7 +42,7 @@ LANES = 128
 
 @flax.struct.dataclass
 class AttentionMeta:
-    """Which tokens may see each other. The arrays are int32, [B, T].
+    """Tells which tokens may see each other. The arrays are int32, [B, T].
 
     Example, one row with a prompt of two tokens, two completions of it, and a padding token:
 
@@ -64,7 +64,7 @@ class AttentionMeta:
 
 
 def meta_of_rows(batch: RowBatch) -> AttentionMeta:
-    """Where the tokens of a batch in rows stand, and what each sees."""
+    """Returns the positions of the tokens of a batch in rows, and what each sees."""
     return AttentionMeta(
         batch.positions,
         batch.segment_ids,
@@ -263,7 +263,7 @@ def window_of(cfg: Architecture, is_local: bool | jax.Array) -> int | jax.Array 
 
 
 def piece_length(q_BTNH: jax.Array, S: int) -> int:
-    """How many queries of a row have their scores with S keys computed at once."""
+    """Counts the queries of a row whose scores with S keys are computed at once."""
     B, T, N, _ = q_BTNH.shape
     per_query_on_a_device = B * N * S // (parts_of("batch") * parts_of("heads"))
     length = max(SCORES_AT_ONCE // per_query_on_a_device, -(-T // MOST_PIECES), 1)

@@ -190,7 +190,7 @@ def per_layer_shardings(shardings: Any, cfg: Architecture, join_qkv: bool = Fals
 
 
 def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
-    """Whether sampling on this mesh multiplies with q, k and v at once (`per_layer_params`).
+    """True if sampling on this mesh multiplies with q, k and v at once (`per_layer_params`).
 
     On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
     take longer than one. Where values are rounded, they stay as the trainer computes them.
@@ -427,7 +427,8 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
-    """What hidden states are multiplied with for logits, [V, D]: the embedding, or the head."""
+    """Returns the matrix that hidden states are multiplied with for logits, [V, D]: the embedding,
+    or the head."""
     return params["embed" if cfg.tied else "head"]
 
 
@@ -454,8 +455,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """What a layer multiplies with its weights. Decoding may have kernels of its own for it
-    (kernels/decode_products.py).
+    """Multiplies activations with the weights of a layer. Decoding may have kernels of its own for
+    it (kernels/decode_products.py).
 
     Example: Products().qkv(x_BTD, w), where `w` are the weights of a layer, ready for `project`.
     """
@@ -468,7 +469,7 @@ class Products:
         return tuple(project(x_BTD, w[name]) for name in "qkv")
 
     def out(self, attended_BTNH: jax.Array, w: dict[str, Any]) -> jax.Array:
-        """What attention adds to the residual stream, [B, T, D]."""
+        """Returns the output of attention for the residual stream, [B, T, D]."""
         return project(attended_BTNH, w["o"], 2, self.tp_reduce_dtype)
 
     def gated(self, x_BTD: jax.Array, w: dict[str, Any], activation: str) -> jax.Array:
@@ -479,7 +480,7 @@ class Products:
         return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)
 
     def down(self, hidden_BTF: jax.Array, w: dict[str, Any]) -> jax.Array:
-        """What the feed-forward adds to the residual stream, [B, T, D]."""
+        """Returns the output of the feed-forward for the residual stream, [B, T, D]."""
         return project(hidden_BTF, w["down"], 1, self.tp_reduce_dtype)
 
     def after_layer(self, x_BTD: jax.Array) -> jax.Array:

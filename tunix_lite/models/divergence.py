@@ -1,4 +1,4 @@
-"""How far the distributions of two models are apart at each token, without ever holding the logits
+"""Divergence between the distributions of two models at each token, without ever holding the logits
 of all tokens over the vocabulary, of one model or of both.
 
 With p of the student and q of the teacher, both over the whole vocabulary, for each token
@@ -40,7 +40,7 @@ from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather
 
 @dataclass(frozen=True)
 class Kind:
-    """Which divergence it is.
+    """Kind of divergence.
 
     Example: Kind("jensen_shannon", 0.5).
     """

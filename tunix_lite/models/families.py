@@ -310,7 +310,7 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
 
 
 def _gguf(file: Path) -> str:
-    """What to do with a GGUF file."""
+    """Tells what to do with a GGUF file."""
     named = f"'{escaped(str(file.parent))}', gguf_file='{escaped(file.name)}'"
     return (
         f"{file} is in GGUF format, which is not read; transformers can write it as a folder in "
@@ -593,7 +593,7 @@ def architecture_differences(one: Architecture, other: Architecture) -> list[str
 
 
 def is_wrapped(folder: Path | None, family: Family | None) -> bool:
-    """Whether the folder has a larger model of which ours is the text part (Gemma 3 with its vision
+    """True if the folder has a larger model of which ours is the text part (Gemma 3 with its vision
     tower)."""
     if folder is None or family is None or family.wrapper is None:
         return False

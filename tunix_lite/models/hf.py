@@ -133,7 +133,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor is, and what it is."""
+    """Place, shape and type of a tensor."""
 
     file: Path
     name: str  # in the file

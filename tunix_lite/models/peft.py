@@ -94,7 +94,7 @@ def read_adapter_config(
 
 
 def _rank_and_alpha(folder: Path) -> tuple[int, float]:
-    """What adapter_config.json says. Raises ValueError for anything in it that is not supported."""
+    """Reads adapter_config.json. Raises ValueError for anything in it that is not supported."""
     file = folder / CONFIG
     try:
         config = read_object(file)

@@ -1,4 +1,4 @@
-"""Where values are rounded to bfloat16: decided here, not by the compiler.
+"""Rounds values to bfloat16 at places that are decided here, not by the compiler.
 
 The sampler and the trainer compute the same model in two programs: token by token on a cache, and
 whole rows in a scan over layers. XLA may drop a rounding to bfloat16 where a step back to float32
@@ -26,7 +26,7 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
 
 
 def is_rounded(dtype: DTypeLike) -> bool:
-    """Whether values are kept in fewer bits than they are computed in."""
+    """True if values are stored in fewer bits than they are computed in."""
     return at_least_float32(dtype) != dtype
 
 

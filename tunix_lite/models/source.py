@@ -1,4 +1,4 @@
-"""Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
+"""Sources of models: bundled, random, a folder in Hugging Face layout, or a name on the hub.
 
 `locate` checks everything but the weights, `download` gets them and checks their headers, and
 `load_weights` makes the parameters.
@@ -35,7 +35,7 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, how it is divided over the devices, and which part of it trains.
+    """Selects the model, its division over the devices, and the part of it that trains.
 
     Example: `ModelConfig(weights="google/gemma-3-1b-it", mesh_shape=((4, 1), ("fsdp", "tp")))`.
     """
@@ -215,7 +215,7 @@ def _of_folder(
     family: Family | None,
     model: ModelConfig,
 ) -> tuple[Architecture, Family]:
-    """What config.json says. Raises ValueError if model.architecture computes something else."""
+    """Reads config.json. Raises ValueError if model.architecture computes something else."""
     cfg, family = families.read_config(folder, family)
     cfg = _untied(cfg, model)
     if model.architecture is not None:

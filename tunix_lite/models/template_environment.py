@@ -39,7 +39,7 @@ def render_template(
     values: dict,
     now: datetime,
 ) -> str:
-    """What the template writes. now: for templates that write the date. Raises TemplateFailed."""
+    """Renders the template. now: for templates that write the date. Raises TemplateFailed."""
 
     # It makes Llama 3's prompt depend on the day, as it does in transformers.
     def strftime_now(format: str) -> str:

@@ -162,12 +162,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it takes conversations; else it takes plain text only."""
+        """True if the tokenizer takes conversations; else it takes plain text only."""
         return self.template is not None
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether the chat template writes the tools that it is given."""
+        """True if the chat template writes the tools that it is given."""
         if self.template is None:
             return False
         function = {
@@ -212,8 +212,8 @@ class Tokenizer:
         return ids
 
     def special_in(self, text: str) -> list[tuple[int, int]]:
-        """Where a text spells special tokens, [start, end) in characters each: the tokens that the
-        tokenizer calls special, and those that end a turn."""
+        """Finds the special tokens that a text spells, [start, end) in characters each: the tokens
+        that the tokenizer calls special, and those that end a turn."""
         if self._has_normalized:
             with _panics_named():
                 found = self.backend.encode(text, add_special_tokens=False)
@@ -409,7 +409,7 @@ class Tokenizer:
 
     @cached_property
     def _unknown(self) -> set[int]:
-        """What the tokenizer gives for a character that it does not know."""
+        """Returns the ids that the tokenizer gives for a character that it does not know."""
         return set(self.backend.encode(chr(PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
@@ -423,7 +423,7 @@ class Tokenizer:
 
     @cached_property
     def _has_normalized(self) -> bool:
-        """Whether another text than its own spells one of them, as `<EOS>` spells `<eos>` where a
+        """True if another text than its own spells one of them, as `<EOS>` spells `<eos>` where a
         normalizer makes lower case."""
         return any(token.normalized for token in self._special_tokens.values())
 
@@ -529,7 +529,7 @@ class TextStream:
         return new
 
     def _may_change(self, text: str) -> bool:
-        """Whether the next token may change the end of the text."""
+        """True if the next token may change the end of the text."""
         if text.endswith("\ufffd"):
             return True
         # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
@@ -587,8 +587,8 @@ def _longest_replacement(encoded: str | bytes) -> int:
 
 
 def _growth(part: dict) -> int:
-    """How many times as long the replacements of a normalizer or a decoder can make a text. part:
-    as the library writes it in JSON."""
+    """Bounds how many times as long the replacements of a normalizer or a decoder can make a text.
+    part: as the library writes it in JSON."""
     growth = 1
     for inner in part.get("normalizers") or part.get("decoders") or ():
         growth *= _growth(inner)

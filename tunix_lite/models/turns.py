@@ -107,7 +107,7 @@ class TurnTokens:
         return self._behind_the_end(ids) if ended else ids
 
     def _after_the_turn(self, messages: list[dict], placeholder: str) -> str:
-        """What the chat template writes from the end of a turn of the model on."""
+        """Returns the text that the chat template writes from the end of a turn of the model on."""
         before = [
             {"role": "user", "content": "Question"},
             {"role": "assistant", "content": placeholder},
@@ -131,7 +131,8 @@ class TurnTokens:
         return after
 
     def _behind_the_end(self, ids: list[int]) -> list[int]:
-        """What follows the first token that ends a turn; all, where the template writes none."""
+        """Returns the tokens behind the first one that ends a turn; all, where the template writes
+        none."""
         ends = self.tokenizer.eos_ids
         first = next((place for place, token in enumerate(ids) if token in ends), None)
         return ids if first is None else ids[first + 1 :]
@@ -166,7 +167,7 @@ def _absent(text: str, messages: list[dict]) -> str:
 
 
 def _wanted(messages: list[dict]) -> str:
-    """What an environment may answer instead, in words."""
+    """Describes what an environment may answer instead."""
     roles = ", ".join(message["role"] for message in messages) or "none"
     return (
         f"what follows a turn of the model has the roles {roles} here; one message of the role "

@@ -84,12 +84,12 @@ class Weight:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the first dim counts layers."""
+        """True if the first dim counts layers."""
         return self.axes[0] == "layers"
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a node of a table is a `Weight`, not a dict of them."""
+    """True if a node of a table is a `Weight`, not a dict of them."""
     return isinstance(leaf, Weight)
 
 
@@ -163,12 +163,12 @@ class ComputeCopy:
 
 
 def is_quantized(leaf: Leaf) -> bool:
-    """Whether a leaf is `Int8` or `Nf4`."""
+    """True if a leaf is `Int8` or `Nf4`."""
     return isinstance(leaf, Int8 | Nf4)
 
 
 def are_plain(params: Params) -> bool:
-    """Whether all leaves are arrays: there are no adapters, and nothing is quantised."""
+    """True if all leaves are arrays: there are no adapters, and nothing is quantised."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lora) or is_quantized(x))
     return not any(isinstance(leaf, Lora) or is_quantized(leaf) for leaf in leaves)
 
@@ -301,7 +301,7 @@ def for_compute(
 
 
 class _GradientInfo(NamedTuple):
-    """What is known of a weight's gradient while compiling."""
+    """Facts about a weight's gradient that are known while compiling."""
 
     axes: tuple[str, ...]  # of the weight
     inputs: int
