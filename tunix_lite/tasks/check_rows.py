@@ -64,7 +64,7 @@ def _known(task: Task, num_held_out: int) -> str:
         return "; ".join(said)
     if not isinstance(train, Rows):
         return _check(task, num_held_out)
-    asked = (
+    key = (
         task.limits,
         task.config.template,
         task.config.special_tokens_in_data,
@@ -73,15 +73,15 @@ def _known(task: Task, num_held_out: int) -> str:
         id(held_out),
     )
     # a start asks twice
-    if asked not in train.known:
-        train.known[asked] = _check(task, num_held_out)
-    return train.known[asked]
+    if key not in train.known:
+        train.known[key] = _check(task, num_held_out)
+    return train.known[key]
 
 
 def _check(task: Task, num_held_out: int) -> str:
     train = task.config.source.train
     held_out = task.config.source.held_out
-    asked, special = _read(task, train)
+    hashes, special = _read(task, train)
     unfit = _measure(task, train, len(train), "training", special)
     evaluated = replace(task, learned=())
     asked_then, special_then = _read(evaluated, held_out)
@@ -90,10 +90,10 @@ def _check(task: Task, num_held_out: int) -> str:
     # what people are to know
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     said += [*unfit, *_left_out(train, held_out)]
-    both = _count(asked_then, asked)
+    both = _count(asked_then, hashes)
     if isinstance(train, Rows):
         train.known[_of_both(task)] = both
-    said += _of_prompts(both, asked)
+    said += _of_prompts(both, hashes)
     if count := len(special) + (0 if held_out is train else len(special_then)):
         setting = task.config.special_tokens_in_data
         taken = {"text": "as mere text", "control": "as control tokens"}[setting]
@@ -157,7 +157,7 @@ def _left_out(*splits: Sequence) -> list[str]:
 
 def _read(task: Task, examples: Sequence) -> tuple[list[int], list[int]]:
     """A hash of each prompt, and the examples whose fields spell special tokens."""
-    asked = []
+    hashes = []
     special = []
     for i, example in enumerate(examples):
         try:
@@ -168,10 +168,10 @@ def _read(task: Task, examples: Sequence) -> tuple[list[int], list[int]]:
             if task.limits.skips:
                 continue
             raise ValueError(f"{where(examples, i)}: {error}") from error
-        asked.append(task.text.template.hash(example))
+        hashes.append(task.text.template.hash(example))
         if spells:
             special.append(i)
-    return asked, special
+    return hashes, special
 
 
 def _measure(
@@ -213,11 +213,11 @@ def _measure(
 
     said = []
     cuts = limits.long_prompts == "truncate"
-    for name, found in lengths.items():
+    for name, token_counts in lengths.items():
         setting, most_tokens = "generation.max_new_tokens", limits.max_new_tokens
         if name == "prompt":
             setting, most_tokens = "generation.max_prompt_length", limits.max_prompt_length
-        too_long = {i: length for i, length in found.items() if length > most_tokens}
+        too_long = {i: length for i, length in token_counts.items() if length > most_tokens}
         # a run counts the prompts that it cuts
         if not too_long or (cuts and name == "prompt"):
             continue

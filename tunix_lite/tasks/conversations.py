@@ -125,13 +125,13 @@ class EnvironmentPartner:
         Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
         run was asked to stop while it waited.
         """
-        found = {
+        answers = {
             row: self._failed_at_start[row] for row in self._waiting & set(self._failed_at_start)
         }
-        self._waiting -= set(found)
+        self._waiting -= set(answers)
         if self._waiting:
-            found |= self._exchange(wait_for_one=wait and not found, patience=patience)
-        return {row: self._reply(row, found[row]) for row in found}
+            answers |= self._exchange(wait_for_one=wait and not answers, patience=patience)
+        return {row: self._reply(row, answers[row]) for row in answers}
 
     def close(self) -> None:
         """Ends the environments of all rows."""
@@ -156,10 +156,10 @@ class EnvironmentPartner:
             errors = [error for _, error, _ in everyone if error is not None]
             if errors:
                 raise SharedError(errors[0])
-            found = {row: answer for answers, *_ in everyone for row, answer in answers}
-            self._waiting -= set(found)
-            if found or not wait_for_one:
-                return found
+            arrived = {row: answer for answers, *_ in everyone for row, answer in answers}
+            self._waiting -= set(arrived)
+            if arrived or not wait_for_one:
+                return arrived
 
     def _own_answers(self, seconds: float, patience: float) -> tuple[dict[int, Answer], str | None]:
         """Answers of this process that have come after so many seconds; or what went wrong.
@@ -270,15 +270,15 @@ def observation_text(observation: str | list[dict] | None) -> str:
 def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[float]]:
     """Returns the rewards that the environment gave the turns of each row. A row that failed gets
     none; one that reached a limit gets limit_reward in all, with on_limit=penalise."""
-    found = []
+    row_rewards = []
     for one in rollout.conversations:
         rewards = list(one.rewards)
         if one.ended == "failed":
             rewards = [0.0] * len(rewards)
         elif one.reached_limit and settings.on_limit == "penalise":
             rewards = [*[0.0] * (len(rewards) - 1), settings.limit_reward]
-        found.append(rewards)
-    return found
+        row_rewards.append(rewards)
+    return row_rewards
 
 
 def with_environment(

@@ -94,20 +94,20 @@ class CurriculumConfig:
 
     def words(self) -> str:
         """Describes the curriculum for people."""
-        found = []
+        parts = []
         if self.levels:
-            found.append(
+            parts.append(
                 f"{len(self.levels)} levels, the next one at a pass rate of {self.rise_at:g} over "
                 f"{self.over_prompts} prompts"
             )
         if self.drop_at is not None:
-            found.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
+            parts.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
         if self.band:
             low, high = self.band
-            found.append(f"those outside of {low:g} to {high:g} are asked {self.outside:g} times")
+            parts.append(f"those outside of {low:g} to {high:g} are asked {self.outside:g} times")
         if self.judges_prompts:
-            found.append(f"after {self.min_completions} completions of a prompt")
-        return ", ".join(found)
+            parts.append(f"after {self.min_completions} completions of a prompt")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class CurriculumState:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict, levels: int) -> "CurriculumState":
+    def from_json(cls, saved: dict, levels: int) -> "CurriculumState":
         """The state that `as_json` wrote. levels: of the settings. Raises ValueError."""
         try:
             state = cls(
-                _count(found["level"]),
-                tuple(_pair(item) for item in found["recent"]),
-                {str(key): _count(item) for key, item in found["positions"].items()},
-                {str(key): _pair(item) for key, item in found["rates"].items()},
+                _count(saved["level"]),
+                tuple(_pair(item) for item in saved["recent"]),
+                {str(key): _count(item) for key, item in saved["positions"].items()},
+                {str(key): _pair(item) for key, item in saved["rates"].items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not the state of a curriculum ({error!r})") from error
@@ -196,8 +196,8 @@ def draw_prompts(
     unfit: list[Look] = []
     for position, place in walk:
         example = examples[place]
-        if look is not None and not (found := look(example)).fits:
-            unfit.append(found)
+        if look is not None and not (seen := look(example)).fits:
+            unfit.append(seen)
         elif is_asked(settings, state, example, seed, position):
             chosen.append(example)
         else:

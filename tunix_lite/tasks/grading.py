@@ -68,11 +68,11 @@ def reward_metrics(
 def group_metrics(total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]) -> Metrics:
     """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
     weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
-    kept = [total_B[rows][~dropped_B[rows]] for rows in groups]
+    totals = [total_B[rows][~dropped_B[rows]] for rows in groups]
     return {
-        "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in kept),
-        "reward/groups_all_one": _share(len(one) > 0 and (one == 1).all() for one in kept),
-        "reward/groups_mixed": _share(len(one) > 0 and one.min() < one.max() for one in kept),
+        "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in totals),
+        "reward/groups_all_one": _share(len(one) > 0 and (one == 1).all() for one in totals),
+        "reward/groups_mixed": _share(len(one) > 0 and one.min() < one.max() for one in totals),
     }
 
 

@@ -42,17 +42,19 @@ class PromptTemplate:
     def messages(self, example: dict) -> list[Message]:
         """The messages that the model answers. Raises ValueError if the example does not fit."""
         if self.prompt is not None:
-            asked = [Message("user", self._filled_in("prompt", self.prompt, example), self.prompt)]
+            messages = [
+                Message("user", self._filled_in("prompt", self.prompt, example), self.prompt)
+            ]
         else:
-            asked, _ = self.split(example)
-        if self.system is None or asked[0].role == "system":
-            return asked
-        return self.with_system(asked, example)
+            messages, _ = self.split(example)
+        if self.system is None or messages[0].role == "system":
+            return messages
+        return self.with_system(messages, example)
 
-    def with_system(self, asked: list[Message], example: dict) -> list[Message]:
+    def with_system(self, messages: list[Message], example: dict) -> list[Message]:
         """The messages after the system message, which there must be."""
         system = self._filled_in("system", self.system, example)
-        return [Message("system", system, self.system), *asked]
+        return [Message("system", system, self.system), *messages]
 
     def tools(self, example: dict) -> list[dict] | None:
         """The tools of the row for the chat template; None: it has none, or task.prompt or
@@ -121,10 +123,10 @@ class PromptText:
         """Maker of the tokens of answers to a turn."""
         return TurnTokens(self.tokenizer, self.special_tokens_in_data, self.variables)
 
-    def opened_with(self, asked: str | list[dict], example: dict) -> list[int]:
+    def opened_with(self, messages: str | list[dict], example: dict) -> list[int]:
         """The tokens of other messages with which the conversation of an example begins."""
         variables = self.variables_of(example)
-        return replace(self.turn_tokens, variables=variables).prompt(asked)
+        return replace(self.turn_tokens, variables=variables).prompt(messages)
 
     def ask(self, example: dict) -> str:
         """The user's message for an example, the last one if there are several. Raises ValueError
@@ -150,19 +152,19 @@ class PromptText:
         learned: of an answer in several turns only those of the assistant. Each turn ends with the
         token that ends it."""
         with self._naming(example):
-            asked = self._asked(example)
+            prompt = self._asked(example)
             turns = [self._written(turn, example) for turn in self.completion(example, name)]
             variables = self.variables_of(example)
             if len(turns) > 1:
-                return self._answered(asked, turns, variables)
-            answer = self.tokenizer.demonstration(asked, turns[0], **variables)
+                return self._answered(prompt, turns, variables)
+            answer = self.tokenizer.demonstration(prompt, turns[0], **variables)
             return answer, [True] * len(answer)
 
     def _answered(
-        self, asked: str | Quoted | list[dict], turns: list[dict], variables: dict
+        self, prompt: str | Quoted | list[dict], turns: list[dict], variables: dict
     ) -> tuple[list[int], list[bool]]:
         """The tokens of several turns that follow a prompt, and which are the assistant's."""
-        history = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+        history = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         num_answered = len(history)
         tokens: list[int] = []
         learned: list[bool] = []

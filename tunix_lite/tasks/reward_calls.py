@@ -70,9 +70,9 @@ class RewardCalls:
         futures = [self._futures.get(number) for number in numbers]
         if any(future is None or not future.done() or future.exception() for future in futures):
             return None
-        found = _read_values(futures[0].result())
+        own = _read_values(futures[0].result())
         of_group = _read_values(futures[1].result()) if self._group_names else {}
-        return found | self._of_member(of_group, self.groups[group].index(row))
+        return own | self._of_member(of_group, self.groups[group].index(row))
 
     def outcomes(self, look: Callable[[], None] | None = None) -> list[dict[str, Outcome]]:
         """Waits for all calls of all processes. Returns the outcomes of each call, by function.
@@ -89,23 +89,23 @@ class RewardCalls:
     def of_completions(self, outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
         """The outcomes for each completion; of a group's call, what it says of that completion."""
         count = len(self.examples)
-        found = [dict(one) for one in outcomes[:count]]
+        completion_outcomes = [dict(one) for one in outcomes[:count]]
         for rows, of_group in zip(self.groups, outcomes[count:]):
             for place, row in enumerate(rows):
-                found[row] |= self._of_member(of_group, place)
-        return found
+                completion_outcomes[row] |= self._of_member(of_group, place)
+        return completion_outcomes
 
     def _of_member(self, of_group: dict[str, Outcome], place: int) -> dict[str, Outcome]:
         """Returns the outcomes of a group's call for the completion at this place in the group."""
-        found = {}
+        own = {}
         for name, (kind, values) in of_group.items():
             if kind:
-                found[name] = (kind, values)
+                own[name] = (kind, values)
             elif values[place] is None:
-                found[name] = (self.pool.settings.on_none, IS_NONE)
+                own[name] = (self.pool.settings.on_none, IS_NONE)
             else:
-                found[name] = ("", values[place])
-        return found
+                own[name] = ("", values[place])
+        return own
 
     def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
         """In words: `reward 'short' is nan for the completion '...'`. If nothing failed, the first
@@ -114,13 +114,13 @@ class RewardCalls:
         shown = kinds.intersection(FAILURES) or kinds - {""}
         texts = [str(self.completions[row]) for row in range(len(self.examples))]
         of_groups = [[texts[row] for row in rows] for rows in self.groups]
-        found = (
+        failures = (
             self.pool.describe_failure(name, outcome, called_on)
             for called_on, one in zip([*texts, *of_groups], outcomes)
             for name, outcome in one.items()
             if outcome[0] in shown
         )
-        return next(found, "")
+        return next(failures, "")
 
 
 def shared_outcomes(
@@ -196,8 +196,8 @@ def _results(
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
     """Returns the value that a function gives each completion, [B] float64; nan where it failed or
     said None."""
-    found = (one[name] for one in outcomes)
-    return np.array([np.nan if failed else value for failed, value in found], np.float64)
+    of_function = (one[name] for one in outcomes)
+    return np.array([np.nan if failed else value for failed, value in of_function], np.float64)
 
 
 def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:

@@ -307,11 +307,11 @@ class RowStream:
 
     def news(self) -> str:
         """Describes the malformed rows since the last call; "" if there are none."""
-        found = len(self.skipped)
-        if found == self._said:
+        num_skipped = len(self.skipped)
+        if num_skipped == self._said:
             return ""
-        self._said = found
-        return f"{found:,} malformed rows left out so far, the first: {self.first_skipped}"
+        self._said = num_skipped
+        return f"{num_skipped:,} malformed rows left out so far, the first: {self.first_skipped}"
 
     def batch(
         self,
@@ -345,10 +345,10 @@ class RowStream:
                 left -= self.num_rows
                 continue
             rows = self._epoch(why_not)
-            found = 0
+            num_read = 0
             for number in count():
                 block = list(islice(rows, self.buffer))
-                found += len(block)
+                num_read += len(block)
                 # what was had before is not even read
                 if left >= len(block):
                     left -= len(block)
@@ -359,9 +359,9 @@ class RowStream:
                     left = 0
                 if len(block) < self.buffer:
                     break
-            if not found:
+            if not num_read:
                 raise ValueError(self._empty())
-            self.num_rows = found
+            self.num_rows = num_read
 
     def _epoch(self, why_not: Callable[[dict], str] | None = None) -> Iterator[Callable[[], dict]]:
         """A function that reads it, for each row of all files. Where malformed rows are left out,

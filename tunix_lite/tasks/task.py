@@ -162,8 +162,8 @@ class TaskConfig:
                 "something else"
             )
         for name, reward in self.rewards.items():
-            given = "(completions, example)" if reward.group else "(completion, example)"
-            _check_call(f"rewards.{name}.fn", reward.fn, given)
+            arguments = "(completions, example)" if reward.group else "(completion, example)"
+            _check_call(f"rewards.{name}.fn", reward.fn, arguments)
             if callable(reward.weight):
                 _check_call(f"rewards.{name}.weight", reward.weight, "(step)")
         _check_call("correct", self.correct, "(completion, example)")
@@ -246,12 +246,12 @@ def check_environment(environment: Any) -> None:
         ) from error
 
 
-def _check_call(where: str, fn: Callable, given: str) -> None:
+def _check_call(where: str, fn: Callable, arguments: str) -> None:
     """Raises ValueError if fn cannot be called with so many arguments."""
     try:
-        inspect.signature(fn).bind(*given.split(","))
+        inspect.signature(fn).bind(*arguments.split(","))
     except TypeError as error:
-        raise ValueError(f"{where} is called with {given} and its settings: {error}") from error
+        raise ValueError(f"{where} is called with {arguments} and its settings: {error}") from error
 
 
 def _of(name: str) -> str:
@@ -391,8 +391,8 @@ class Task:
     def held_out(self, count: int) -> list[dict]:
         """The first `count` held-out examples, of those that fit if others are left out. ValueError
         if too few."""
-        asked = replace(self.limits, learned=())
-        look = partial(asked.look, self.text) if asked.leaves_out else None
+        limits = replace(self.limits, learned=())
+        look = partial(limits.look, self.text) if limits.leaves_out else None
         return first_fitting(self.config.source.held_out, count, look)
 
     @raises_shared_error
@@ -540,9 +540,9 @@ class Grader:
 
         outcomes = self._calls.of_completions(of_calls)
         texts = [str(self._calls.completions[row]) for row in range(len(self.examples))]
-        found = self._graded(self.examples, texts, outcomes, rollout)
-        metrics = self._metrics(found.graded, of_calls, found.kinds_BN, found.unscorable_B)
-        graded = replace(found.graded, metrics=metrics)
+        grades = self._graded(self.examples, texts, outcomes, rollout)
+        metrics = self._metrics(grades.graded, of_calls, grades.kinds_BN, grades.unscorable_B)
+        graded = replace(grades.graded, metrics=metrics)
         if self.task.on_graded is not None:
             self.task.on_graded(graded)
         return graded
