@@ -124,10 +124,10 @@ class Judge:
         body = self._request(completion, example)
         key = hashlib.sha256(json.dumps([self.base_url, body]).encode()).hexdigest()
         cache = None if self.cache is None else _cache_of(self.cache)
-        if cache is not None and (kept := cache.get(key)) is not None:
+        if cache is not None and (cached := cache.get(key)) is not None:
             # another pattern may find no score in it: then it is asked for again
             with contextlib.suppress(JudgeError):
-                return self._score(kept)
+                return self._score(cached)
         answer = self._ask(body)
         score = self._score(answer)
 
@@ -152,18 +152,18 @@ class Judge:
         }
 
     def _score(self, answer: str) -> float:
-        found = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
-        if not found:
+        matches = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
+        if not matches:
             raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
-            words = self._words()
-            if found[-1].casefold() not in words:
-                raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is none of {list(words)}")
-            return words[found[-1].casefold()]
+            scores = self._words()
+            if matches[-1].casefold() not in scores:
+                raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}")
+            return scores[matches[-1].casefold()]
         try:
-            number = float(found[-1])
+            number = float(matches[-1])
         except ValueError as error:
-            raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is no number") from error
+            raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is no number") from error
         if not self.lowest <= number <= self.highest:
             wrong = f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}"
             raise JudgeError(wrong)
@@ -171,11 +171,11 @@ class Judge:
 
     def _words(self) -> dict[str, float]:
         """The words of `scores` in small letters."""
-        found = {}
+        scores = {}
         for word, score in self.scores.items():
             written = WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)]
-            found |= {name.casefold(): score for name in written}
-        return found
+            scores |= {name.casefold(): score for name in written}
+        return scores
 
     # ---- the server
 
@@ -198,8 +198,8 @@ class Judge:
                     break
             except FAILURES as error:
                 failure = f"{type(error).__name__}: {error}"[:SHOWN]
-        asked = f"asked {attempt + 1} times" if attempt else "asked once"
-        failed = f"the judge at {self.base_url} gave no answer, {asked}: {failure}"
+        attempts = f"asked {attempt + 1} times" if attempt else "asked once"
+        failed = f"the judge at {self.base_url} gave no answer, {attempts}: {failure}"
         raise JudgeError(_printable(failed))
 
     def _said(self, error: urllib.error.HTTPError) -> str:
@@ -310,8 +310,8 @@ class _Cache:
         self._read += len(said) - len(rest)
         for line in lines:
             try:
-                kept = json.loads(line)
-                self._answers[kept["key"]] = str(kept["answer"])
+                entry = json.loads(line)
+                self._answers[entry["key"]] = str(entry["answer"])
             except (ValueError, LookupError, TypeError, RecursionError):
                 # the beginning of a line whose writer was killed: it is asked for again
                 continue

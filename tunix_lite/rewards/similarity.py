@@ -85,15 +85,15 @@ class RougeL:
             raise ValueError(f"measure={self.measure!r}; it is f, precision or recall")
 
     def __call__(self, completion: str, example: dict) -> float:
-        found = units_of(completion, self.split)[: self.most]
-        return max(self._score(found, text) for text in _references(example, self.field))
+        units = units_of(completion, self.split)[: self.most]
+        return max(self._score(units, text) for text in _references(example, self.field))
 
-    def _score(self, found: Sequence[str], reference: str) -> float:
+    def _score(self, units: Sequence[str], reference: str) -> float:
         expected = units_of(reference, self.split)[: self.most]
-        common = common_length(expected, found)
+        common = common_length(expected, units)
         if not common:
             return 0.0
-        precision = common / len(found)
+        precision = common / len(units)
         recall = common / len(expected)
         f = 2 * precision * recall / (precision + recall)
         return {"f": f, "precision": precision, "recall": recall}[self.measure]
@@ -122,9 +122,9 @@ class EditSimilarity:
         texts = (completion, reference)
         if self.strip:
             texts = tuple(text.strip() for text in texts)
-        found, expected = (units_of(text, self.split)[: self.most] for text in texts)
-        longest = max(len(found), len(expected))
-        return 1.0 if not longest else 1 - edit_distance(found, expected) / longest
+        units, expected = (units_of(text, self.split)[: self.most] for text in texts)
+        longest = max(len(units), len(expected))
+        return 1.0 if not longest else 1 - edit_distance(units, expected) / longest
 
 
 def _masks(units: Sequence[str]) -> dict[str, int]:
@@ -133,9 +133,9 @@ def _masks(units: Sequence[str]) -> dict[str, int]:
     for place, unit in enumerate(units):
         places.setdefault(unit, []).append(place)
     masks = {}
-    for unit, found in places.items():
+    for unit, places_of_unit in places.items():
         bits = bytearray(len(units) // 8 + 1)
-        for place in found:
+        for place in places_of_unit:
             bits[place // 8] |= 1 << place % 8
         masks[unit] = int.from_bytes(bits, "little")
     return masks

@@ -216,8 +216,8 @@ class Repetition:
 
 def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     """All runs of n words, in lower case, of the first LONGEST characters of a text."""
-    words = text[:LONGEST].lower().split()
-    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    split = text[:LONGEST].lower().split()
+    return [tuple(split[i : i + n]) for i in range(len(split) - n + 1)]
 
 
 def _check_unit(unit: str) -> None:
