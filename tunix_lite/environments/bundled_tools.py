@@ -152,10 +152,10 @@ class FolderSearch:
         Args:
             query: Words to look for.
         """
-        found = _index(self.folder).best(query, self.results)
-        if not found:
+        paragraphs = _index(self.folder).best(query, self.results)
+        if not paragraphs:
             return "Nothing was found."
-        return "\n\n".join(f"[{where}]\n{text}" for where, text in found)
+        return "\n\n".join(f"[{where}]\n{text}" for where, text in paragraphs)
 
 
 @lru_cache(maxsize=8)

@@ -272,8 +272,8 @@ def _call_with(reset: Callable, example: dict) -> Any:
         takes_example = False
     if takes_example:
         return reset(example)
-    given = {"seed": seed_of(example), "options": dict(example)}
-    return reset(**{name: value for name, value in given.items() if name in known})
+    arguments = {"seed": seed_of(example), "options": dict(example)}
+    return reset(**{name: value for name, value in arguments.items() if name in known})
 
 
 def seed_of(example: dict) -> int:

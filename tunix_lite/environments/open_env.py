@@ -143,12 +143,12 @@ class OpenEnv:
                 self._client.close()
         self._client = None
 
-    def _asked(self, method: str, *given: Any, **named: Any) -> Any:
+    def _asked(self, method: str, *args: Any, **named: Any) -> Any:
         """The answer of the server. A session that failed is closed."""
         if self._client is None:
             raise ValueError("the episode is over: call reset first")
         try:
-            return getattr(self._client, method)(*given, **named)
+            return getattr(self._client, method)(*args, **named)
         except TimeoutError as error:
             self.close()
             raise TimeoutError(

@@ -77,12 +77,12 @@ class Conversations:
                 environment = fresh(self.make)
                 prompt = call_reset(environment, call["example"], self._loop)
                 self._live[number] = (environment, 0)
-                found = [prompt, 0.0, False, {}]
+                answer = [prompt, 0.0, False, {}]
             elif call["do"] == "close":
                 environment, _ = self._live.pop(number, (None, 0))
                 if callable(close := getattr(environment, "close", None)):
                     self._loop.finish(close())
-                found = ["", 0.0, True, {}]
+                answer = ["", 0.0, True, {}]
             else:
                 environment, turns = self._live.get(number, (None, -1))
                 if turns != call["turn"]:
@@ -91,10 +91,10 @@ class Conversations:
                 self._live[number] = (environment, -1)
                 turn = call_step(environment, completion, self._loop)
                 self._live[number] = (environment, turns + 1)
-                found = [turn.observation, turn.reward, turn.done, turn.info]
+                answer = [turn.observation, turn.reward, turn.done, turn.info]
         except NotATurn as error:
             raise _NotATurn(str(error)) from error
-        return json.dumps([*found, time.perf_counter() - began])
+        return json.dumps([*answer, time.perf_counter() - began])
 
 
 @dataclass
@@ -219,8 +219,8 @@ class _Call:
             with suppress(Exception):
                 self.reply.set_exception(error)
 
-    def _take(self, at: int, found: Outcome) -> None:
-        kind, value = found
+    def _take(self, at: int, outcome: Outcome) -> None:
+        kind, value = outcome
         if kind:
             self._fail(kind, value, at)
             return

@@ -68,7 +68,7 @@ def parameters_of(tool: Callable) -> dict[inspect.Parameter, Any]:
         parameters = inspect.signature(tool).parameters.values()
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(f"the types of the tool {name} cannot be read: {error}") from error
-    found = {}
+    types_of = {}
     for parameter in parameters:
         if parameter.name in bound:
             continue
@@ -81,8 +81,8 @@ def parameters_of(tool: Callable) -> dict[inspect.Parameter, Any]:
                 f"the tool {name} has no type hint for {parameter.name}; write, for example, "
                 f"{parameter.name}: str"
             )
-        found[parameter] = hints[parameter.name]
-    return found
+        types_of[parameter] = hints[parameter.name]
+    return types_of
 
 
 def misfit(tool: Callable, arguments: Any) -> str:
@@ -122,8 +122,8 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     first, _, rest = text.partition("\n\n")
     arguments = {}
     for line in rest.splitlines():
-        if found := ARGUMENT.fullmatch(line):
-            arguments[found[1]] = found[2].strip()
+        if match := ARGUMENT.fullmatch(line):
+            arguments[match[1]] = match[2].strip()
     return " ".join(first.split()), arguments
 
 

@@ -144,8 +144,10 @@ class TextArena:
             ) from error
         except LookupError as error:
             # nltk explains at length, with empty lines before and after
-            words = " ".join(str(error).replace("*", " ").split())
-            raise ValueError(f"{game} lacks data of a package of its own: {words[:160]}") from error
+            reason = " ".join(str(error).replace("*", " ").split())
+            raise ValueError(
+                f"{game} lacks data of a package of its own: {reason[:160]}"
+            ) from error
         return made
 
     # ---- moves
@@ -198,8 +200,8 @@ def random_move(observation: str) -> str:
     """An opponent: one of the moves that the game listed last, such as "Available Moves: '[0]',
     '[4]'", each as likely as the others. Raises ValueError where no moves are listed."""
     listed = LISTS_MOVES.split(observation)
-    found = MOVE.findall(listed[-1].split("\n[")[0]) if len(listed) > 1 else []
-    moves = [move for move in found if not PLACEHOLDER.search(move)]
+    listed_moves = MOVE.findall(listed[-1].split("\n[")[0]) if len(listed) > 1 else []
+    moves = [move for move in listed_moves if not PLACEHOLDER.search(move)]
     if not moves:
         raise ValueError(
             "this game does not list the moves that there are: task.environment.opponent must be a "
