@@ -197,8 +197,8 @@ class Needs:
         old_logprobs of what was sampled, and ref_logprobs with a reference."""
         if self.fields is not None:
             return self.fields
-        found = () if self.demonstrations else ("advantages", "old_logprobs")
-        return (*found, "ref_logprobs") if self.reference else found
+        sampled = () if self.demonstrations else ("advantages", "old_logprobs")
+        return (*sampled, "ref_logprobs") if self.reference else sampled
 
 
 class Algorithm(Protocol):

@@ -61,7 +61,7 @@ def turn_advantages(
             f"conversation.credit={credit.kind} compares turns, and the advantages of this "
             "algorithm compare whole completions; set conversation.credit=end"
         )
-    found = [np.zeros(len(rewards)) for rewards in turn_rewards]
+    row_advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
     for first in range(0, len(turn_rewards), num_generations):
         rows = [row for row in range(first, first + num_generations) if kept_B[row]]
         values = [credit.values(turn_rewards[row]) for row in rows]
@@ -71,8 +71,8 @@ def turn_advantages(
         advantages = function(together[None])[0]
         ends = np.cumsum([len(one) for one in values])
         for row, of_turns in zip(rows, np.split(advantages, ends[:-1])):
-            found[row] = of_turns
-    return found
+            row_advantages[row] = of_turns
+    return row_advantages
 
 
 def with_total(rewards: Sequence[float], total: float) -> list[float]:

@@ -180,11 +180,11 @@ class Distill:
         gap_BT = np.where(counts_BT, teacher_BT - np.float64(batch.old_logprobs), 0.0)
         advantages_BT = self.teacher_coef * gap_BT + self.reward_coef * batch.advantages
         batch = batch.replace(advantages=advantages_BT.astype(np.float32))
-        found = {
+        metrics = {
             "train/teacher_kl": float(-gap_BT.sum() / max(counts_BT.sum(), 1)),
             "train/teacher_gap_max": float(np.abs(gap_BT).max()),
         }
-        return batch, groups.metrics | found, groups.graded
+        return batch, groups.metrics | metrics, groups.graded
 
     def _as_seen(
         self, batch: Batch, groups: Groups, task: TaskInterface, examples: list[dict]

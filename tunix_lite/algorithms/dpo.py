@@ -187,11 +187,11 @@ def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.asarray(groups.rollout.completion_mask).sum(axis=1)
     # a dropped completion is neither best nor worst
     pairs = []
-    for p, (rewards, kept) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
-        best = p * G + int(np.where(kept, rewards, -np.inf).argmax())
-        worst = p * G + int(np.where(kept, rewards, np.inf).argmin())
-        differ = kept.sum() >= 2 and rewards[best - p * G] > rewards[worst - p * G]
+    for p, (rewards, valid) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
+        best = p * G + int(np.where(valid, rewards, -np.inf).argmax())
+        worst = p * G + int(np.where(valid, rewards, np.inf).argmin())
+        differ = valid.sum() >= 2 and rewards[best - p * G] > rewards[worst - p * G]
         if differ and lengths[best] + lengths[worst]:
             pairs.append((best, worst))
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    rows = np.array(pairs, np.int64).reshape(-1, 2)
+    return rows[:, 0], rows[:, 1]

@@ -90,8 +90,8 @@ class Groups:
         kept_B = self.kept_PG.reshape(-1)
         G = self.rewards_PG.shape[1]
         advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
-        found = turn_advantages(function, self.credit, rewards, G, kept_B)
-        for row, (one, values) in enumerate(zip(self.rollout.conversations, found)):
+        row_advantages = turn_advantages(function, self.credit, rewards, G, kept_B)
+        for row, (one, values) in enumerate(zip(self.rollout.conversations, row_advantages)):
             for turn, value in zip(one.turns, values):
                 advantages_BT[row, turn.begin : turn.end] = value
         return advantages_BT if limit is None else np.clip(advantages_BT, -limit, limit)

@@ -33,5 +33,5 @@ def name_of(piece: Any) -> str:
     function = function_of(piece)
     name = getattr(function, "__name__", type(function).__name__)
     bound = piece.keywords if isinstance(piece, partial) else {}
-    given = ", ".join(f"{key}={value}" for key, value in bound.items())
-    return f"{name}({given})" if given else name
+    settings = ", ".join(f"{key}={value}" for key, value in bound.items())
+    return f"{name}({settings})" if settings else name
