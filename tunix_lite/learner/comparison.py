@@ -96,10 +96,10 @@ class FrozenComparer:
         read = batch if seen is None else seen
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
-        found = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
-        found = {name: realigned(values, read, batch) for name, values in found.items()}
+        streams = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
+        streams = {name: realigned(values, read, batch) for name, values in streams.items()}
         constants = None if self.table is None else {TABLE: self.table}
-        return batch.replace(streams=batch.streams | found, constants=constants)
+        return batch.replace(streams=batch.streams | streams, constants=constants)
 
     def compiled(self, batch: RowBatch) -> Callable:
         """Returns the compiled program for this batch in rows, or for its shapes."""
@@ -149,21 +149,23 @@ def _compared_head(
 ) -> ComparedScores:
     """The scores [R, M] of hidden states, and the divergence of each."""
     # the scores of the sampled tokens, as without a comparison
-    found = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
+    scores = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
     spec = head_spec(len(table_VD), softcap, temperature)
     # what was kept of the teacher at the same tokens
-    kept = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
+    of_teacher = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
     if comparison.top_k:
-        divergence = list_divergence(kind, spec, before_RMD, table_VD, kept[TOKENS], kept[LOGPROBS])
+        divergence = list_divergence(
+            kind, spec, before_RMD, table_VD, of_teacher[TOKENS], of_teacher[LOGPROBS]
+        )
     else:
         theirs = head_spec(len(table_VD), teacher.softcap, temperature)
         table_VE = batch.constants[TABLE]
         divergence = head_divergence(
-            kind, spec, before_RMD, table_VD, theirs, kept[HIDDEN], table_VE
+            kind, spec, before_RMD, table_VD, theirs, of_teacher[HIDDEN], table_VE
         )
-    return ComparedScores(*found, divergence)
+    return ComparedScores(*scores, divergence)
 
 
 def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:

@@ -46,9 +46,9 @@ def with_rate(optimizer: Optimizer, trains: str, learns_from: str) -> Optimizer:
     return replace(optimizer, learning_rate=usual_rate(optimizer, trains, learns_from))
 
 
-def precision(asked: str, num_params: int, platform: str) -> str:
+def precision(setting: str, num_params: int, platform: str) -> str:
     """training.mixed_precision with a type for auto: bf16 for a real model on an accelerator, else
     fp32."""
-    if asked != AUTO:
-        return asked
+    if setting != AUTO:
+        return setting
     return "bf16" if num_params >= REAL and platform in ACCELERATORS else "fp32"

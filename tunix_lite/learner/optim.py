@@ -558,10 +558,10 @@ def round_to_kept(new: tuple[Params, Any], state: TrainState, seed: int) -> tupl
     that they are the same on every mesh.
     """
     key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-    kept = jax.tree.leaves((state.params, state.opt_state))
+    old_leaves = jax.tree.leaves((state.params, state.opt_state))
     leaves, form = jax.tree.flatten(new)
     keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
-    rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, kept, keys)]
+    rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, old_leaves, keys)]
     return form.unflatten(rounded)
 
 

@@ -78,8 +78,8 @@ def on_every_device(
     """
 
     def score(params: Params, batch: RowBatch) -> Any:
-        found = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
-        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), found)
+        scores = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
+        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
 
     return jax.jit(score)
 
