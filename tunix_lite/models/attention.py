@@ -543,7 +543,7 @@ class CannotCompile(ValueError):
 
 
 def choose(
-    asked: str,
+    setting: str,
     cfg: Architecture,
     platform: str,
     dtype: DTypeLike,
@@ -552,25 +552,25 @@ def choose(
 ) -> tuple[str, str]:
     """The implementation for rows of `width` tokens, a name of IMPLEMENTATIONS, and the reason.
 
-    asked: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
+    setting: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
     group share one copy of their prompt. Raises ValueError if the one asked for cannot do it, and
     CannotCompile if only this machine cannot.
     """
-    if asked == "xla":
+    if setting == "xla":
         return "xla", "as training.attention says"
     native = NATIVE.get(platform)
-    if asked == "auto" and native is None:
+    if setting == "auto" and native is None:
         return "xla", f"the one for {platform}"
-    name = native if asked == "auto" else asked
+    name = native if setting == "auto" else setting
     reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
     kind = ValueError
     if reason is None and name == "cudnn":
         reason = _cudnn_fails(cfg, dtype)
         kind = CannotCompile
-    if asked != "auto":
+    if setting != "auto":
         if reason:
-            raise kind(f"attention={asked}: {reason}; use auto or xla")
-        return asked, "as training.attention says"
+            raise kind(f"attention={setting}: {reason}; use auto or xla")
+        return setting, "as training.attention says"
     return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
 
 

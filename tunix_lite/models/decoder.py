@@ -374,12 +374,12 @@ def forward_by_layer(
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
-    kept = []
+    by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
         of_layer = partial(attend_fn, layer)
         x_BTD, kept_of_layer = block(x_BTD, w, cfg, angles[kind], of_layer, products, attend_norms)
-        kept.append(kept_of_layer)
-    return norm(x_BTD, params["final_norm"], cfg), kept
+        by_layer.append(kept_of_layer)
+    return norm(x_BTD, params["final_norm"], cfg), by_layer
 
 
 # ---- embedding and logits
@@ -507,7 +507,7 @@ def block(
     """
     # Attention.
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, LAYER_INPUT)
-    attended_BTD, kept = attention_part(
+    attended_BTD, extra = attention_part(
         normed_BTD, w, cfg, angles, attend_fn, products, attend_norms
     )
     if cfg.post_norms:
@@ -520,7 +520,7 @@ def block(
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *RESIDUAL)
-    return products.after_layer(x_BTD), kept
+    return products.after_layer(x_BTD), extra
 
 
 def attention_part(
@@ -547,8 +547,8 @@ def attention_part(
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
     if attend_norms:
-        out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
-        return constrain(products.out(out_BTNH, w), *RESIDUAL), kept
+        out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
+        return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
     if cfg.qk_norm:
         q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
@@ -561,9 +561,9 @@ def attention_part(
     k_BTKH = checkpoint_name(k_BTKH, "k")
     v_BTKH = checkpoint_name(v_BTKH, "v")
 
-    out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
-    return constrain(products.out(out_BTNH, w), *RESIDUAL), kept
+    return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
 
 
 def gated_mlp(
@@ -652,8 +652,8 @@ def scaled_frequency(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     turns = scaling.original_positions * frequency / (2 * np.pi)
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return frequency * (kept + (1 - kept) / scaling.factor)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (share + (1 - share) / scaling.factor)
 
 
 def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:

@@ -291,9 +291,9 @@ def check_weights(
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
     for name in sorted(names & wanted.keys()):
-        found = tensors.shape(name)
-        if found != wanted[name]:
-            problems.append(f"shape: {name} is {list(found)}, and should be {list(wanted[name])}")
+        shape = tensors.shape(name)
+        if shape != wanted[name]:
+            problems.append(f"shape: {name} is {list(shape)}, and should be {list(wanted[name])}")
         if tensors.dtype(name) not in DTYPES:
             problems.append(
                 f"dtype: {name} is {tensors.dtype(name)}, and should be one of {', '.join(DTYPES)}"

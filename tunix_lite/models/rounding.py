@@ -39,8 +39,8 @@ def stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x as `dtype` keeps it, rounded here."""
     if x.dtype == dtype or not is_rounded(dtype):
         return x.astype(dtype)
-    kept = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)
+    bits = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, bits.nexp, bits.nmant).astype(dtype)
 
 
 def added(x: jax.Array, y: jax.Array) -> jax.Array:

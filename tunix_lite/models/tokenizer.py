@@ -130,18 +130,18 @@ class Tokenizer:
         Folders may not name it: those of Qwen's base models name <|endoftext|>, and their template
         writes <|im_end|>.
         """
-        asked = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
+        turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
         try:
-            written = self.chat(asked, add_generation_prompt=False)
+            written = self.chat(turns, add_generation_prompt=False)
         except ValueError:
             # No template, or one for other conversations.
             return []
-        _, found, after = written.rpartition(PROBE)
+        _, marker, after = written.rpartition(PROBE)
         added = self.backend.get_added_tokens_decoder()
         ends = [
             (len(token.content), i)
             for i, token in added.items()
-            if found and token.content and after.lstrip().startswith(token.content)
+            if marker and token.content and after.lstrip().startswith(token.content)
         ]
         return [i for _, i in sorted(ends)[-1:]]
 
@@ -175,9 +175,9 @@ class Tokenizer:
             "description": "",
             "parameters": {"type": "object", "properties": {}},
         }
-        asked = [{"role": "user", "content": "Question"}]
+        messages = [{"role": "user", "content": "Question"}]
         try:
-            written = self.chat(asked, tools=[{"type": "function", "function": function}])
+            written = self.chat(messages, tools=[{"type": "function", "function": function}])
         except ValueError:
             return False
         return PROBE in written
@@ -216,13 +216,13 @@ class Tokenizer:
         that the tokenizer calls special, and those that end a turn."""
         if self._has_normalized:
             with _panics_named():
-                found = self.backend.encode(text, add_special_tokens=False)
+                encoded = self.backend.encode(text, add_special_tokens=False)
             return [
                 span
-                for token, span in zip(found.ids, found.offsets)
+                for token, span in zip(encoded.ids, encoded.offsets)
                 if token in self._special_tokens
             ]
-        return [found.span() for found in self._special_texts.finditer(text)]
+        return [match.span() for match in self._special_texts.finditer(text)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens. skip_special: without the special tokens."""
@@ -260,7 +260,7 @@ class Tokenizer:
             messages=messages, add_generation_prompt=add_generation_prompt, **values
         )
 
-    def prompt(self, asked: str | Quoted | list[dict], **variables) -> list[int]:
+    def prompt(self, conversation: str | Quoted | list[dict], **variables) -> list[int]:
         """The tokens of a user message, or of a conversation, ready for the model to continue, with
         its BOS once.
 
@@ -269,13 +269,13 @@ class Tokenizer:
         """
 
         def write(read: Callable) -> str:
-            messages = _read(asked, read)
+            messages = _read(conversation, read)
             if isinstance(messages, str) and not self.has_chat_template:
                 return messages
             return self.chat(_conversation(messages), **_read(variables, read))
 
         # The templates of some fine-tunes leave out what the tokenizer starts with.
-        ids = self.written_ids(write, *_quoted_in([asked, variables]))
+        ids = self.written_ids(write, *_quoted_in([conversation, variables]))
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
 
@@ -287,16 +287,19 @@ class Tokenizer:
         twice = ids.count(bos_id) > 1 if bos_id in self.start_ids else ids[:2] == [bos_id] * 2
         if twice:
             raise ValueError(
-                f"the chat template and the message {shortened(asked)} together hold more than one "
-                f"{bos}"
+                f"the chat template and the message {shortened(conversation)} together hold more "
+                f"than one {bos}"
             )
         return ids
 
     def demonstration(
-        self, asked: str | Quoted | list[dict], completion: str | Quoted | dict, **variables
+        self,
+        conversation: str | Quoted | list[dict],
+        completion: str | Quoted | dict,
+        **variables,
     ) -> list[int]:
-        """The tokens that follow `prompt(asked)`: those of the completion, a text or a message of
-        the assistant, and the one that ends the turn."""
+        """The tokens that follow `prompt(conversation)`: those of the completion, a text or a
+        message of the assistant, and the one that ends the turn."""
         turn = completion
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
@@ -304,7 +307,7 @@ class Tokenizer:
         def write(read: Callable) -> str:
             if not self.has_chat_template:
                 return read(turn["content"])
-            messages = _conversation(_read(asked, read))
+            messages = _conversation(_read(conversation, read))
             values = _read(variables, read)
             before = self.chat(messages, **values)
             answered = [*messages, _read(turn, read)]
@@ -319,7 +322,7 @@ class Tokenizer:
             return full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
-        ids = self.written_ids(write, *_quoted_in([asked, turn, variables]))
+        ids = self.written_ids(write, *_quoted_in([conversation, turn, variables]))
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
@@ -388,9 +391,9 @@ class Tokenizer:
         backend, names, ids = self._renamed
         parts = []
         at = 0
-        for found in self._special_texts.finditer(covered):
-            parts += [written[at : found.start()], names[found.group()]]
-            at = found.end()
+        for match in self._special_texts.finditer(covered):
+            parts += [written[at : match.start()], names[match.group()]]
+            at = match.end()
         renamed = "".join([*parts, written[at:]])
         with _panics_named():
             encoded = backend.encode(renamed, add_special_tokens=False)
@@ -481,8 +484,8 @@ def _read(value: Any, read: Callable[[Quoted], str]) -> Any:
     return [_read(item, read) for item in value] if type(value) is list else value
 
 
-def _conversation(asked: str | list[dict]) -> list[dict]:
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+def _conversation(content: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 
 class TextStream:
@@ -568,9 +571,9 @@ def _check_charsmaps(file: Path) -> None:
         file.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        for found in CHARSMAP.finditer(content):
+        for match in CHARSMAP.finditer(content):
             with _charsmap_named(file):
-                _longest_replacement(found[1].replace(b"\\/", b"/"))
+                _longest_replacement(match[1].replace(b"\\/", b"/"))
 
 
 @contextlib.contextmanager

@@ -43,12 +43,12 @@ class TurnTokens:
                 "error"
             )
 
-    def prompt(self, asked: str | list[dict]) -> list[int]:
+    def prompt(self, messages: str | list[dict]) -> list[int]:
         """The tokens of the prompt with which a conversation begins: a user's message, or
         messages."""
-        if isinstance(asked, str):
-            return self.tokenizer.prompt(self._as_data(asked), **self.variables)
-        return self.tokenizer.prompt(self._quoted(asked), **self.variables)
+        if isinstance(messages, str):
+            return self.tokenizer.prompt(self._as_data(messages), **self.variables)
+        return self.tokenizer.prompt(self._quoted(messages), **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one that it
