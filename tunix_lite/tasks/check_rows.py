@@ -29,7 +29,7 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
         raise ValueError("no example is held out; set evaluation.num_examples=0")
     said = [_known(task, num_held_out)]
 
-    # whether there are fewer held-out examples than evaluation.num_examples
+    # fewer held-out examples than evaluation.num_examples
     count = len(task.config.source.held_out)
     if count < num_held_out:
         if task.leaves_out:
@@ -87,7 +87,7 @@ def _check(task: Task, num_held_out: int) -> str:
     asked_then, special_then = _read(evaluated, held_out)
     unfit += _measure(evaluated, held_out, num_held_out, "held-out", special_then)
 
-    # what people are to know
+    # the lines for people
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     said += [*unfit, *_left_out(train, held_out)]
     both = _count(asked_then, hashes)
@@ -196,7 +196,7 @@ def _measure(
     )
     measured = sorted({*places, *(i for i in special[:MEASURED] if i < count)})
 
-    # by field: the tokens, by the number of the example
+    # number of tokens, by field and number of the example
     limits = task.limits
     lengths: dict[str, dict[int, int]] = {name: {} for name in ("prompt", *task.learned)}
     refused = []

@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.05
 # the reward that environments give, as reward/environment has it
 ENVIRONMENT = "environment"
 
-# what a process knows of an answer: observation (a text, messages, or None), reward, done, failure,
+# an answer as processes share it: observation (a text, messages, or None), reward, done, failure,
 # message, seconds, info
 Answer = list[Any]
 
@@ -58,11 +58,11 @@ class EnvironmentPartner:
         self._turns = text.turn_tokens
         self._max_prompt_length = max_prompt_length
         self._stops = settings.on_error == "raise"
-        # by row: what this process waits for; the text of the turn; whether it ended by itself
+        # calls of this process, texts of turns, and whether they ended by themselves; by row
         self._futures: dict[int, Future] = {}
         self._completions: dict[int, str] = {}
         self._ended: dict[int, bool] = {}
-        # rows that wait for an answer, of whichever process
+        # rows of all processes that wait for an answer
         self._waiting: set[int] = set()
         self._failed_at_start: dict[int, Answer] = {}
         # until they are counted with the first turn
@@ -88,8 +88,8 @@ class EnvironmentPartner:
         return [self._prompt(row, observation) for row, observation in enumerate(observations)]
 
     def _prompt(self, row: int, observation: str | list[dict] | None) -> list[int]:
-        """The prompt of a row. That of the task stands where the environment begins with none, or
-        with one that cannot be used: then it has failed."""
+        """Reads the prompt of a row. The task's own prompt replaces one that is missing, or that
+        cannot be used: then the environment has failed."""
         example = self._examples[row]
         if observation is None:
             return self._text.prompt(example)
@@ -103,8 +103,8 @@ class EnvironmentPartner:
         return prompt
 
     def _refused(self, why: str) -> Answer:
-        """An answer of an environment that the model cannot read. Raises SharedError where errors
-        are raised; all processes find the same."""
+        """Replaces an answer of an environment that the model cannot read. Raises SharedError where
+        errors are raised; all processes see the same."""
         message = f"the environment returned what the model cannot read: {why}"
         if self._stops:
             raise SharedError(f"{message}; conversation.on_error=zero or drop continues without it")
@@ -141,7 +141,7 @@ class EnvironmentPartner:
     # ---- answers of all processes
 
     def _own(self, rows: Iterable[int]) -> list[int]:
-        """Those of the rows whose environments this process steps."""
+        """Selects the rows whose environments this process steps."""
         return [row for row in rows if row % self._processes.count == self._processes.index]
 
     def _exchange(self, wait_for_one: bool, patience: float = 0.0) -> dict[int, Answer]:
@@ -331,7 +331,8 @@ def failed_replies(rollout: Rollout) -> list[TurnReply]:
 
 
 def failed_line(failed: list[TurnReply], count: int) -> str:
-    """For the console: how many of so many conversations failed, in which way, and the first."""
+    """Describes for the console how many of `count` conversations failed, in which way, and the
+    first."""
     kinds = Counter(reply.failure for reply in failed)
     how = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
     first = failed[0].message

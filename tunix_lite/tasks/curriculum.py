@@ -119,11 +119,11 @@ class CurriculumState:
 
     # counted from 0
     level: int = 0
-    # of the newest prompts of the level: right ones, of so many completions
+    # (right completions, all completions) of each of the newest prompts of the level
     recent: tuple[tuple[int, int], ...] = ()
-    # by level and round, "0.0": how far the data have been gone through
+    # position in the data, by level and round, such as "0.0"
     positions: dict[str, int] = field(default_factory=dict)
-    # by digest of the example: right ones, of so many completions
+    # (right completions, all completions), by digest of the example
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def as_json(self) -> dict:
@@ -166,7 +166,7 @@ class Draw:
     """
 
     examples: list[dict]
-    # where the next draw begins
+    # position at which the next draw begins
     position: int
     # examples not asked for their pass rate, those among them that are asked all the same since
     # there are no others, and examples that cannot be taken

@@ -41,7 +41,7 @@ class RowLimits:
 
     max_prompt_length: int
     max_new_tokens: int
-    long_prompts: str  # what becomes of what is too long: error, truncate or drop
+    long_prompts: str  # treatment of prompts that are too long: error, truncate or drop
     learned: tuple[str, ...]  # the fields that the algorithm learns from; () for sampled ones
     skips: bool  # task.on_error=skip: what would be an error is left out
 

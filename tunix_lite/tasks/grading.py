@@ -33,8 +33,8 @@ def grade_metrics(
     say: Callable[[str], None] | None,
     failed_environment: str = "",
 ) -> Metrics:
-    """Of the rewards, of what failed, and of groups. Raises SharedError if all completions are
-    dropped.
+    """Returns the metrics of rewards, of what failed, and of groups. Raises SharedError if all
+    completions are dropped.
 
     of_calls: as RewardCalls.outcomes returns them. kinds_BN, unscorable_B: as in
     reward_calls.dropped_of. say, failed_environment: as in `failure_metrics`.
@@ -48,8 +48,8 @@ def grade_metrics(
 def reward_metrics(
     total_B: np.ndarray, each: dict[str, np.ndarray], kinds_BN: np.ndarray, dropped_B: np.ndarray
 ) -> Metrics:
-    """Of the weighted sum and of each reward, over the completions that are kept. A failed reward
-    counts 0; one that skips a completion does not count there."""
+    """Returns the metrics of the weighted sum and of each reward, over completions that are not
+    dropped. A failed reward counts 0; one that skips a completion does not count there."""
     kept_B = ~dropped_B
     metrics = {
         "reward/mean": float(total_B[kept_B].mean()),
@@ -137,7 +137,7 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
 
 
 def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
-    """Of rewards: how long the run waited for them, and how long calls took that this process made.
+    """Returns how long the run waited for rewards, and how long the calls of this process took.
 
     of_calls: seconds of each call of a function.
     """
@@ -151,7 +151,7 @@ def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
 def with_full_prompts(
     examples: list[dict], rollout: Rollout, num_generations: int = 1
 ) -> list[dict]:
-    """The examples whose prompt fills its row, one of each group: only such a prompt can have been
-    cut."""
+    """Selects the examples whose prompt fills its row, one of each group: only such a prompt can
+    have been cut."""
     full_P = np.asarray(rollout.token_mask)[::num_generations, 0]
     return [example for example, is_full in zip(examples[::num_generations], full_P) if is_full]

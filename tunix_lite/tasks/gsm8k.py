@@ -13,7 +13,7 @@ from tunix_lite.rewards.numbers import last_number, number_of
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
 
-# of the reference code of the paper: the first one counts
+# pattern of the paper's reference code: the first match counts
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
 # split -> what its files are called on the hub
 HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}

@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
     role: str
     content: str | None  # None: there is none, beside tool calls
-    # what made the content of the example's fields; None: the content is data as a whole
+    # template that made the content of the example's fields; None: the content is all data
     template: str | None = None
     # all other keys, such as tool_calls and reasoning_content
     more: Mapping[str, Any] | None = None

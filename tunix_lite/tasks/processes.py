@@ -15,7 +15,8 @@ class SharedError(ValueError):
 
 
 def raises_shared_error(method: Callable) -> Callable:
-    """A method of examples, which are the same on all processes; so its errors are shared."""
+    """Decorates a method whose examples are the same on all processes, so that its errors are
+    shared."""
 
     @wraps(method)
     def call(*arguments):
@@ -76,5 +77,5 @@ def same_on_all(processes: Processes, take: Callable[[], tuple]) -> tuple:
 
 
 def unlike_the_first(digests: list[str]) -> str:
-    """The processes that have another one than process 0, in words; "" if there are none."""
+    """Names processes whose value differs from process 0's; "" if there are none."""
     return " and ".join(f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0])

@@ -63,7 +63,7 @@ class PromptTemplate:
         return None if "tools" in written else tools_in(example)
 
     def hash(self, example: dict) -> int:
-        """Of what is asked, 64 bits; the same within one process."""
+        """Returns a 64-bit hash of the prompt; the same within one process."""
         return hash(repr((self.messages(example), self.tools(example))))
 
     def check(self, example: dict) -> None:
@@ -114,9 +114,9 @@ class PromptText:
     """
 
     template: PromptTemplate
-    special_tokens_in_data: str  # of TaskConfig
+    special_tokens_in_data: str  # setting of TaskConfig
     tokenizer: Tokenizer
-    variables: dict = field(default_factory=dict)  # for the chat template, such as `tools`
+    variables: dict = field(default_factory=dict)  # variables of the chat template, such as `tools`
 
     @cached_property
     def turn_tokens(self) -> TurnTokens:
@@ -170,7 +170,7 @@ class PromptText:
         learned: list[bool] = []
         for turn in turns:
             if turn["role"] == "assistant":
-                # what was asked since the last answer; the prompt holds what was before the first
+                # messages since the last answer; the prompt holds those before the first
                 if tokens:
                     tokens += self.tokenizer.between(history[:num_answered], history, **variables)
                     learned += [False] * (len(tokens) - len(learned))
@@ -259,8 +259,8 @@ class PromptText:
         return self.variables | {"tools": self._quoted(tools)}
 
     def _written(self, message: Message, example: dict) -> dict:
-        """The message as the tokenizer shall take it. Raises ValueError for a key that the chat
-        template does not read."""
+        """Writes a message for the tokenizer, with the data in it marked. Raises ValueError for a
+        key that the chat template does not read."""
         self._check_keys(message)
         content = self._as_data(message.text, self._special_in(message, example))
         return message.as_template_reads(content, self._quoted)
@@ -330,8 +330,7 @@ class PromptText:
         )
 
     def _as_data(self, text: str, spelled: list[tuple[int, int]]) -> str | Quoted:
-        """The text as the tokenizer shall take it, with special tokens of the data in these
-        places."""
+        """Marks special tokens of the data in the text as plain text, in these places."""
         if not spelled or self.special_tokens_in_data == "control":
             return text
         if self.special_tokens_in_data == "text":

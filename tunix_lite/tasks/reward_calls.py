@@ -1,4 +1,5 @@
-"""The calls of rewards on the completions of a batch: who makes which, and what came out."""
+"""Calls rewards on the completions of a batch, shared between processes, and collects the
+outcomes."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -87,7 +88,8 @@ class RewardCalls:
         return shared_outcomes(futures, graded, self._processes, look)
 
     def of_completions(self, outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
-        """The outcomes for each completion; of a group's call, what it says of that completion."""
+        """Returns the outcomes for each completion, with its part of the outcomes of a group's
+        call."""
         count = len(self.examples)
         completion_outcomes = [dict(one) for one in outcomes[:count]]
         for rows, of_group in zip(self.groups, outcomes[count:]):
@@ -108,8 +110,8 @@ class RewardCalls:
         return own
 
     def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
-        """In words: `reward 'short' is nan for the completion '...'`. If nothing failed, the first
-        completion that a reward did not score; "" if all were scored."""
+        """Describes the first failure: `reward 'short' is nan for the completion '...'`. If nothing
+        failed, the first completion that a reward did not score; "" if all were scored."""
         kinds = {kind for one in outcomes for kind, _ in one.values()}
         shown = kinds.intersection(FAILURES) or kinds - {""}
         texts = [str(self.completions[row]) for row in range(len(self.examples))]
@@ -173,8 +175,8 @@ def _read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
 def _results(
     futures: tuple[Future, ...], gives_up: Callable[[], bool]
 ) -> list[dict[str, Outcome]] | None:
-    """In the order of calls, whatever that of the workers is; None if gives_up() says so before all
-    are there.
+    """Returns the results in the order of calls, whatever that of the workers is; None if
+    gives_up() is true before all are there.
 
     Raises what one of them raises, without the others.
     """
@@ -222,8 +224,8 @@ def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndar
 
 
 def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    """Why functions failed on a completion, or found no answer in it, by their names:
-    {"reward 'near'": "error: ..."}."""
+    """Explains, by function, why it failed on a completion or found no answer in it: {"reward
+    'near'": "error: ..."}."""
     reasons = {}
     for name, (kind, how) in outcomes.items():
         if kind:

@@ -32,7 +32,7 @@ from tunix_lite.tasks.row_files import (
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
-# of a source
+# the splits of a source
 SPLITS = ("train", "held_out")
 # examples that become text together
 AT_ONCE = 1000
@@ -70,10 +70,10 @@ class FittingOrders:
         self.examples = examples
         self.limit = limit
         self._look = look
-        # by number of the example
+        # looks, by number of the example
         self._looks: dict[int, Look] = {}
         self._num_fitting: int | None = None
-        # by batch size and seed: where the batch after the last one begins
+        # beginning of the batch after the last one, by batch size and seed
         self._places: dict[tuple[int, int], _Place] = {}
 
     def are_of(self, examples: Sequence[dict]) -> bool:
@@ -88,7 +88,7 @@ class FittingOrders:
         place = self._places.pop((batch_size, seed), _Place())
         if step < place.step:
             place = _Place()
-        # of so many, examples wait for one batch at most: so the batch after this place is right
+        # With so many, an example waits for one batch at most: the batch after this place is right.
         if (self.num_fitting or 0) >= 2 * batch_size and step - place.step > 1:
             epoch, left = divmod((step - 1) * batch_size, self.num_fitting)
             place = _Place(step - 1, epoch * len(self.examples))
@@ -113,7 +113,7 @@ class FittingOrders:
         while len(chosen) < batch_size:
             i = int(order[place.position])
             place.position += 1
-            # where none is left out, the batches are those of `batch_at`
+            # If no example is left out, the batches are those of `batch_at`.
             fits = self.fits(i)
             if fits and i in chosen and self.num_fitting != count:
                 place.waiting.append(i)
@@ -260,8 +260,8 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
 
 
 def digest(value: Any) -> str:
-    """Of what examples are made of. The same in every process: not of addresses, nor of the order
-    of a set."""
+    """Hashes the values that examples are made of. The same in every process: it uses no addresses
+    and no order of a set."""
     try:
         text = json.dumps(value, sort_keys=True, default=_as_json)
     except TypeError:

@@ -70,7 +70,7 @@ LEARNED_TURNS = ("last", "all")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function and what it counts in the total.
+    """A reward function and its weight in the total.
 
     Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group.
     """
@@ -179,8 +179,9 @@ class TaskConfig:
         return PromptTemplate(self.prompt, self.system, self.learned_turns)
 
     def functions(self) -> dict[str, Callable]:
-        """All that is called on completions, by the name in messages: (completion, example) ->
-        plain value, or (completions, example) -> list of numbers for those in `group_names`."""
+        """Returns all functions that are called on completions, by the name in messages:
+        (completion, example) -> plain value, or (completions, example) -> list of numbers for those
+        in `group_names`."""
         called = {
             _of(name): partial(numbers if reward.group else number, reward.fn)
             for name, reward in self.rewards.items()
@@ -279,16 +280,16 @@ class Task:
     # what is too long: error; truncate: a prompt keeps its last tokens, and what is learned its
     # first; drop: take another example
     long_prompts: str = "error"
-    pool: Pool | None = None  # where rewards are called; None: where they are asked for
+    pool: Pool | None = None  # workers that call rewards; None: the run's own process calls them
     # gets a line where rewards fail; None: only the metrics have it
     say: Callable[[str], None] | None = None
-    # who takes the same batches and shares the grades; alone, while settings may still be wrong
+    # processes that take the same batches and share the grades; ALONE until settings are checked
     processes: Processes = ALONE
     step: int = 0  # the number of the update, which weights of rewards may depend on
     # gets all that is graded, such as groups of which the algorithm keeps none
     on_graded: Callable[[Graded], None] | None = None
     conversation: ConversationConfig = ConversationConfig()
-    # where environments answer; None: completions are single turns, or nobody has begun yet
+    # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
     # the fields of an example that the algorithm learns from; (): completions are sampled
     learned: tuple[str, ...] = ()
@@ -296,7 +297,7 @@ class Task:
     orders: dict = field(default_factory=dict, compare=False, repr=False)
 
     def at_step(self, step: int) -> "Task":
-        """The task as it grades for update number `step` (from 0): with the weights of then."""
+        """Returns the task with the reward weights of update number `step` (from 0)."""
         has_schedule = any(callable(reward.weight) for reward in self.config.rewards.values())
         return replace(self, step=step) if has_schedule else self
 
@@ -308,8 +309,8 @@ class Task:
         processes: Processes = ALONE,
         conversation: ConversationConfig | None = None,
     ) -> Iterator["Task"]:
-        """The task as a run uses it, with rewards as `settings` say, and environments as
-        `conversation` says. The workers begin to start now, and are gone at the end."""
+        """Starts the workers of rewards, as `settings` say, and of environments, as `conversation`
+        says. Yields the task that uses them. The workers are gone at the end."""
         conversation = self.conversation if conversation is None else conversation
         with contextlib.ExitStack() as at_end:
             pool = Pool(self.config.functions(), settings)
@@ -493,7 +494,7 @@ class Grader:
         pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
         names = task.config.group_names
         self._calls = RewardCalls(pool, names, examples, task.processes, num_generations)
-        # for which the run waited
+        # seconds for which the run waited for rewards
         self.seconds = 0.0
 
     def submit(self, row: int, tokens: Sequence[int]) -> None:
@@ -562,7 +563,7 @@ class Grader:
         kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
         by_turn: list[list[float]] = []
         if rollout.conversations is not None:
-            # what environments gave each turn of each completion
+            # rewards of environments for each turn of each completion
             by_turn = turn_rewards(rollout, self.task.conversation)
             each, kinds_BN = with_environment(each, kinds_BN, by_turn)
         if by_turn:

@@ -24,7 +24,7 @@ COMPLETIONS = (
 )
 # until the calls must have ended; a function that is not done by then is not judged
 SECONDS = 5.0
-# how a call may have failed for good; one that takes long may take less the next time
+# failures that stay; a call that takes long may take less the next time
 FOR_GOOD = ("error", "not_number", "crash")
 
 
