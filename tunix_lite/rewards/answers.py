@@ -273,7 +273,7 @@ def _last_letter(text: str, letters: str) -> str | None:
 def _boxed(text: str) -> Iterator[Mark]:
     """`\\boxed{...}` with all braces inside of it, and `\\boxed 5`. Of boxes within a box, the
     inner ones."""
-    # where each open brace began, if it is that of a box
+    # the match of each open brace; None for a brace that is not a box's
     opened: list[re.Match | None] = []
     last_closed = -1
     for match in _BOX_OR_BRACE.finditer(text):

@@ -47,7 +47,7 @@ class CutAssert:
     literals: dict[int, Any]
     num_operands: int
     is_negated: bool = False
-    # whether a test that came to its end must have come by
+    # True: a test that came to its end must have passed this assert
     is_required: bool = True
 
     def holds(self, values: list[Any], own: bool | None) -> bool:

@@ -27,9 +27,9 @@ from tunix_lite.workers.limits import time_limit
 # bytes of an answer that are read, and characters of what is wrong that are shown
 LONGEST = 1024 * 1024
 SHOWN = 200
-# of a request that may well succeed when it is made again
+# statuses of requests that may well succeed when they are made again
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
-# of a server that cannot be reached, speaks no HTTP, or answers something else than asked
+# errors of a server that cannot be reached, speaks no HTTP, or sends another kind of answer
 FAILURES = (
     OSError,
     http.client.HTTPException,
@@ -45,12 +45,12 @@ SCORE = (
     r"(?i)score(?:\s*\([^)\n]{0,40}\))?[^\w(-]{0,9}\(?"
     r"(-?\d+(?:\.\d+)?)(?![.,]?\d)(?!\s*(?:to|-|\u2013)\s*\d)"
 )
-# what YAML makes of words without quotes
+# values that YAML makes of words without quotes
 WORDS_OF_YAML = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 
 
 class JudgeError(RuntimeError):
-    """The judge could not be asked, or what it answered is no score."""
+    """Raised if the judge could not be asked, or its answer holds no score."""
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ def _is_header(text: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Without what acts on a terminal: a server may say anything."""
+    """Replaces characters that act on a terminal: a server may say anything."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Only the named server is asked: a key must not go to another one."""
+    """Refuses redirects: a key must go to the named server alone."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -299,7 +299,7 @@ class _Cache:
         self._answers[key] = answer
 
     def _catch_up(self) -> None:
-        """Reads what was appended since, by whichever process."""
+        """Reads the lines that were appended since, by whichever process."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._read)

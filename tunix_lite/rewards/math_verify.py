@@ -120,7 +120,7 @@ def _holds_mathematics(parsed: list) -> bool:
 
 @functools.cache
 def _package() -> ModuleType:
-    """math_verify, ready, and without its warnings that timeouts are off: ours are on."""
+    """Imports math_verify, without its warnings that timeouts are off: ours are on."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

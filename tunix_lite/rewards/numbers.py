@@ -22,7 +22,7 @@ SCALES = {
     "trillion": 10**12,
     "lakh": 10**5,
     "crore": 10**7,
-    # of these the plural alone: `5 ten-dollar notes` are 5
+    # only the plural of these: `5 ten-dollar notes` are 5
     "tens": 10,
     "halves": Fraction(1, 2),
     "thirds": Fraction(1, 3),
@@ -165,7 +165,7 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
     Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None.
     """
     text = undecorated(text)
-    # of an equation, what it comes to; `x >= 3` is none
+    # the right side of an equation; `x >= 3` is none
     before, _, text = text.rpartition("=")
     is_second = "=" in before and _SECOND.search(before[-40:])
     if is_second or before.endswith(("<", ">", "!")):
@@ -275,7 +275,7 @@ _CHARACTERS = {
     # spaces that separate thousands
     0x00A0: "\u202f",
     0x2009: "\u202f",
-    # of another keyboard
+    # full-width signs
     0xFF05: "%",
     0xFF04: "$",
 }
@@ -312,7 +312,7 @@ def _is_of_a_unit(word: str, match: re.Match) -> bool:
     if len(word) == 1 and word in _UNIT_LETTERS:
         return True
     if _GREEK.search(word):
-        # of a unit only in micrometres and the like
+        # mu is a unit in micrometres and the like; other Greek letters are variables
         return word[0] == "\u03bc"
     # other writings have units of one letter
     if not word[0].isascii() or "." in word or "'" in word:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tunix_lite.rewards.fields import field_of
 
-# what TRL gives beside columns, and what a reward here cannot know
+# arguments that TRL gives beside columns, and that a reward here cannot get
 UNKNOWN = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 

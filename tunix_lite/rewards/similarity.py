@@ -47,7 +47,7 @@ def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
     masks = _masks(first)
     every = (1 << len(first)) - 1
     last = 1 << (len(first) - 1)
-    # where a column of the table rises by one, and where it falls
+    # bits of the places where a column of the table rises by one, and where it falls
     up = every
     down = 0
     distance = len(first)
@@ -128,7 +128,7 @@ class EditSimilarity:
 
 
 def _masks(units: Sequence[str]) -> dict[str, int]:
-    """In which places each unit stands, as bits."""
+    """Returns the places at which each unit stands, as bits."""
     places: dict[str, list[int]] = {}
     for place, unit in enumerate(units):
         places.setdefault(unit, []).append(place)

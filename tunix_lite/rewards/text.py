@@ -131,8 +131,8 @@ class TargetLength:
 
 @dataclass(frozen=True)
 class CosineLength:
-    """Between two values along half a cosine of the length, others for a right completion than for
-    a wrong one: among right ones short is better, among wrong ones long is.
+    """Moves between two values along half a cosine of the length, others for a right completion
+    than for a wrong one: among right ones short is better, among wrong ones long is.
 
     With x = min(length / max_length, 1), a value goes from its `_short` at x = 0 to its `_long` at
     x = 1 as long + (short - long) (1 + cos(pi x)) / 2.
