@@ -27,7 +27,7 @@ OPERATORS = {
 LONGEST = 500
 MOST_BITS = 4096
 WORD = re.compile(r"\w+")
-# of BM25, as in Robertson and Zaragoza (2009)
+# constants of BM25, as in Robertson and Zaragoza (2009)
 K1 = 1.2
 B = 0.75
 # bytes of all texts in a folder that are searched

@@ -20,8 +20,8 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.rewards.scores import MOST_REWARD
 from tunix_lite.workers.child import KEPT, short_repr
 
-# who speaks in what an environment answers
-# a message of the assistant continues the model's own text
+# Roles of messages in an environment's answer. A message of the assistant continues the model's
+# own text.
 ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
 # names of the parts of a turn, in a dict or as attributes; the first that is there counts
 OBSERVATION = ("observation", "observations", "obs")
@@ -247,7 +247,7 @@ class Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def finish(self, value: Any) -> Any:
-        """The value, or what it comes to if it is awaitable."""
+        """Returns the value, or its result if it is awaitable."""
         if not inspect.isawaitable(value):
             return value
         if self._loop is None:

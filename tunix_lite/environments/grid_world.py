@@ -58,7 +58,7 @@ class Worlds:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One world."""
+        """Makes one world."""
         squares = [divmod(int(i), self.size) for i in rng.permutation(self.size * self.size)]
         start, goal = squares[:2]
         walls: list[tuple[int, int]] = []

@@ -42,7 +42,7 @@ class Secrets:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One game."""
+        """Makes one game."""
         secret = int(rng.integers(self.low, self.high + 1))
         question = f"Guess {self.low} to {self.high}."
         return {"secret": secret, "low": self.low, "high": self.high, "question": question}

@@ -19,7 +19,7 @@ except ImportError as error:
     GenericEnvClient = None
     WHY_NOT = str(error)
 
-# of an observation, not meant for the model
+# fields of an observation that the model does not read
 NOT_SHOWN = ("done", "reward", "metadata")
 
 
@@ -53,7 +53,7 @@ class Episodes:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One episode."""
+        """Makes one episode."""
         check_openenv()
         return {"seed": int(rng.integers(2**31))}
 
@@ -144,7 +144,7 @@ class OpenEnv:
         self._client = None
 
     def _asked(self, method: str, *args: Any, **named: Any) -> Any:
-        """The answer of the server. A session that failed is closed."""
+        """Calls a method of the client. A session that failed is closed."""
         if self._client is None:
             raise ValueError("the episode is over: call reset first")
         try:

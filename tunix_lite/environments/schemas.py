@@ -1,4 +1,4 @@
-"""A Python function as a tool: what a model is told of it, and whether a call of it fits.
+"""Describes Python functions as tools for a model, and checks its calls of them.
 
 The schema is made of the type hints and the docstring, in the form that chat templates take
 (OpenAI's, JSON schema). Where it cannot be made, one message says why.
@@ -86,7 +86,7 @@ def parameters_of(tool: Callable) -> dict[inspect.Parameter, Any]:
 
 
 def misfit(tool: Callable, arguments: Any) -> str:
-    """Why the tool cannot be called with these arguments, in words; "" if it can be."""
+    """Explains why the tool cannot be called with these arguments; "" if it can be."""
     name = tool_name(tool)
     parameters = {parameter.name: (parameter, hint) for parameter, hint in _known(tool)}
     if not isinstance(arguments, dict):
@@ -118,7 +118,7 @@ def _documented(tool: Callable) -> Callable:
 
 
 def _described(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph of a docstring, and what later lines say of arguments."""
+    """Splits a docstring into its first paragraph and its descriptions of arguments."""
     first, _, rest = text.partition("\n\n")
     arguments = {}
     for line in rest.splitlines():

@@ -22,7 +22,7 @@ except ImportError as error:
     textarena = None
     WHY_NOT = str(error)
 
-# where a game says which moves there are, as in "Available Moves: '[0]', '[4]'"
+# beginning of a list of moves, as in "Available Moves: '[0]', '[4]'"
 LISTS_MOVES = re.compile(r"(?:available|legal|possible|valid) (?:actions?|moves?)\b[^:\n]*:", re.I)
 MOVE = re.compile(r"\[[^\[\]\n]+\]")
 # stands for a number that a player chooses, as in "[bet X]"
@@ -67,7 +67,7 @@ class TextArenaGames:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One game."""
+        """Makes one game."""
         check_textarena()
         game = self.games[int(rng.integers(len(self.games)))]
         return {"game": game, "seed": int(rng.integers(2**31))}
@@ -166,7 +166,7 @@ class TextArena:
         return done
 
     def _over(self) -> Turn:
-        """The end: what the game gives, and what it says of the model's play."""
+        """Ends the game: its reward, and its verdict on the model's play."""
         rewards, said = self.game.close()
         reward = float((rewards or {}).get(self.me, 0.0))
         mine = said.get(self.me, {})

@@ -10,7 +10,7 @@ from tunix_lite.environments.settings import ConversationConfig
 COMPLETION = "The answer is 7."
 # that a call may take here; one that takes longer is not judged
 SECONDS = 5.0
-# how a call may have failed for good
+# failures that stay
 FOR_GOOD = ("error", "not_a_turn", "crash")
 
 
