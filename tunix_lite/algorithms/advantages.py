@@ -22,7 +22,7 @@ class WholeBatch:
     lengths: np.ndarray  # [P, G] tokens of each completion
     # each reward by name, [P, G], without its weight; nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)  # by name
+    weights: dict[str, float] = field(default_factory=dict)  # weight of each reward, by name
 
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:

@@ -76,7 +76,7 @@ def _check_numbers(a: Any) -> None:
 
 
 def _check_calls(a: Any) -> None:
-    """The functions take what they are called with; ours say at once if their settings are
+    """Checks that the functions take their arguments; ours raise ValueError if their settings are
     wrong."""
     lengths = np.array([[1, 2]])
     rewards = np.array([[0.0, 1.0]])
@@ -153,8 +153,8 @@ def _check_together(a: Any) -> None:
 
 
 def refusal_of_stale(a: Any) -> str | None:
-    """Why these settings cannot learn from tokens that earlier weights drew, and what to set; None:
-    they can, since the importance weight of such a token is in all that they compute of it."""
+    """Explains why these settings cannot learn from tokens that earlier weights drew, and what to
+    set. None: they can, since all that they compute of such a token has its importance weight."""
     if function_of(a.ratio) is no_ratio:
         return (
             "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "

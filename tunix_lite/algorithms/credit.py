@@ -25,7 +25,7 @@ class TurnCredit:
     """
 
     kind: str = "end"  # end, turn or discount
-    # of `discount`: a factor for each turn between a turn and a reward
+    # factor of `discount` for each turn between a turn and a reward
     discount: float = 1.0
 
     def values(self, rewards: Sequence[float]) -> np.ndarray:
@@ -76,6 +76,6 @@ def turn_advantages(
 
 
 def with_total(rewards: Sequence[float], total: float) -> list[float]:
-    """The rewards of turns, whose last one also has what the conversation is worth beside them:
-    they sum to `total`."""
+    """Adds the rest of a conversation's reward to its last turn: the rewards of turns then sum to
+    `total`."""
     return [*rewards[:-1], rewards[-1] + (total - sum(rewards))]

@@ -32,9 +32,9 @@ from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores, realigned
 
-# what is compared: the sampled token alone, or two distributions
+# comparisons: of the sampled token alone, or of two distributions
 DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
-# what each is, of the policy p and the teacher q
+# formula of each, for the policy p and the teacher q
 FORMULAS = {
     "reverse": "KL(p || q)",
     "forward": "KL(q || p)",
@@ -137,7 +137,7 @@ class Distill:
         """Writes the loss that is minimised, in lines for the panel of a run."""
         if self.comparison is not None:
             return self._formula_of_distributions()
-        # of the sampled token
+        # the loss of the sampled token alone
         parts = [f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"]
         if self.reward_coef:
             parts.append(f"{self.reward_coef:g} A of the rewards")
@@ -205,7 +205,7 @@ class Distill:
         ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         loss = -jnp.sum(batch.loss_weight * ratio_RW * batch.advantages)
         metrics = {"train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW))}
-        # of the distributions, with a gradient of its own
+        # the divergence of the distributions, with a gradient of its own
         if self.comparison is not None:
             apart = jnp.sum(batch.loss_weight * scores.divergence)
             loss += self.teacher_coef * apart

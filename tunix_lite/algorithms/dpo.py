@@ -25,7 +25,7 @@ PAIRS = ("data", "sampled")
 # fields of an example, in the order in which the completions of a pair stand in a batch
 FIELDS = ("chosen", "rejected")
 
-# of each token: its share of the loss of its pair, and of the pair's margin and order
+# streams with each token's share of its pair's loss, and of the pair's margin and order
 STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
 
 
@@ -122,7 +122,8 @@ class DPO:
     def _with_margins(
         self, batch: Batch, gap_BT: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
     ) -> Batch:
-        """The batch with the slope of each pair's loss as advantages, and what is logged."""
+        """Adds the slope of each pair's loss to the batch as advantages, and returns the
+        metrics."""
         # Each pair: its margin, its loss, and the slope of that.
         counts_BT = np.asarray(batch.loss_weight) != 0
         scores_B = np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
@@ -147,7 +148,7 @@ class DPO:
         return batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        """The loss at today's weights, with its gradient, and what it is made of: sums."""
+        """Returns the loss at today's weights, with its gradient, and its terms: sums."""
         counts_RW = batch.loss_weight != 0
         logprobs_RW = jnp.where(counts_RW, scores.logprobs, 0.0)
         # 0, with the gradient of the log-probability

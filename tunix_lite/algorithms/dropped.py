@@ -1,5 +1,5 @@
-"""Dropped completions: learning from the others as if those whose reward failed had never been
-there. Also functions of advantages that look at the whole batch, and mini-batches."""
+"""Excludes dropped completions: the others are learned from as if those whose reward failed had
+never been there. Also functions of advantages that look at the whole batch, and mini-batches."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def advantages_of_kept(
     kept_PG: np.ndarray,
     whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
-    """[P, G]; 0 for a dropped completion, and for one that is alone in its group: it has nothing to
+    """[P, G]; 0 for a dropped completion, and for one that is alone in its group and has nothing to
     be compared with.
 
     Whole groups are passed to `advantages` together, groups with a dropped completion one by one.
@@ -41,7 +41,7 @@ def weights_of_learned(
     prompt_B: np.ndarray,
     num_parts: int = 1,
 ) -> np.ndarray:
-    """[B, T] float32; 0 for completions that are not learned from, which `weighting` does not see.
+    """[B, T] float32; 0 for completions that are not learned from; `weighting` does not see them.
 
     prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets.
     num_parts: the sequences are so many mini-batches, one after the other, and each has weights of

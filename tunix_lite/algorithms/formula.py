@@ -8,7 +8,7 @@ from tunix_lite.algorithms import corrections, kl, ratios, shaping, surrogates, 
 from tunix_lite.algorithms.pieces import function_of, name_of, settings_of
 from tunix_lite.algorithms.variants import objective_of
 
-# what a piece is, with its settings; {rho} is the ratio within its bounds
+# formulas of pieces, with their settings; {rho} is the ratio within its bounds
 PIECES = {
     adv.standardise: "(r - mean_group) / (std_group + {eps:g})",
     adv.centre: "r - mean_group",

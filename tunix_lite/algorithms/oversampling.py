@@ -1,5 +1,5 @@
-"""Groups whose completions all have one reward teach nothing: other prompts in their place (dynamic
-sampling, DAPO, arXiv:2503.14476).
+"""Replaces groups whose completions all have one reward, and teach nothing, by groups of other
+prompts (dynamic sampling, DAPO, arXiv:2503.14476).
 
 Prompts are drawn round by round, P at a time, until P groups are mixed or the rounds are used up.
 What a round draws depends on seed and step alone.

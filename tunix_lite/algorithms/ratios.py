@@ -42,9 +42,9 @@ class TokenTerms(NamedTuple):
     """
 
     ratio: jax.Array  # exp of log_ratio, which is kept within MAX_LOG_RATIO
-    log_ratio: jax.Array  # by the chosen ratio
+    log_ratio: jax.Array  # log of the chosen ratio
     advantages: jax.Array
-    logprobs: jax.Array  # of the policy now
+    logprobs: jax.Array  # log-probabilities of the policy now
     old_logprobs: jax.Array  # Batch.old_logprobs
     gap: jax.Array  # logprobs - old_logprobs of each token, whatever the ratio is
     batch: RowBatch
