@@ -39,24 +39,24 @@ class Teacher:
     """
 
     comparison: TeacherComparison
-    softcap: float | None  # of the teacher's logits
-    embed_dim: int  # of the teacher
-    vocabulary: int  # of the policy: tokens that a larger teacher has besides are left out
+    softcap: float | None  # softcap of the teacher's logits
+    embed_dim: int  # width of the teacher
+    vocabulary: int  # tokens of the policy; a larger teacher's other tokens are left out
 
     def streams(self, dtype: DTypeLike) -> dict[str, tuple[int, DTypeLike]]:
-        """By name, the length and the type of the vector that is kept of each token."""
+        """Returns the length and the type of the vector that is stored for each token, by name."""
         k = self.comparison.top_k
         if not k:
             return {HIDDEN: (self.embed_dim, dtype)}
         return {TOKENS: (k, jnp.int32), LOGPROBS: (k + 1, jnp.float32)}
 
     def vocabulary_of(self, table: Any) -> Any:
-        """The rows of the teacher's output embedding that the policy has tokens for."""
+        """Returns the rows of the teacher's output embedding that the policy has tokens for."""
         return table if len(table) == self.vocabulary else table[: self.vocabulary]
 
     def shapes(self, rows: RowBatch, table: Any, dtype: DTypeLike) -> RowBatch:
-        """The shapes of rows, with those of what a comparison adds to them; table: the shape of the
-        teacher's output embedding."""
+        """Returns the shapes of rows with the arrays that a comparison adds to them; table: the
+        shape of the teacher's output embedding."""
 
         def vectors(length: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
             shape = (*rows.tokens.shape, length)
@@ -80,9 +80,9 @@ class FrozenComparer:
     Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence.
     """
 
-    params: Params  # of the teacher, on the mesh, never donated
+    params: Params  # weights of the teacher, on the mesh, never donated
     table: jax.Array | None  # its output embedding, where the whole vocabulary is compared
-    rows: RowLayout  # how a batch is laid out for it
+    rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
 
@@ -92,7 +92,7 @@ class FrozenComparer:
         seen: the same completions as the teacher reads them, after other prompts; None: as they
         are. Raises ValueError if another number of tokens counts in a sequence of it.
         """
-        # what else a batch holds would only make another program
+        # Other fields of a batch would only make another program.
         read = batch if seen is None else seen
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
@@ -127,7 +127,8 @@ def description_program(scores: Callable, teacher: Teacher) -> Callable:
 def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
 ) -> Callable[..., ComparedScores]:
-    """The scores of the policy, and how far it is from the teacher at each token that counts.
+    """Returns the scores of the policy, and how far it is from the teacher at each token that
+    counts.
 
     scores: policy.batch_scores with its settings. A batch needs the streams of a comparison.
     """
@@ -153,7 +154,7 @@ def _compared_head(
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
     spec = head_spec(len(table_VD), softcap, temperature)
-    # what was kept of the teacher at the same tokens
+    # the teacher's streams at the same tokens
     of_teacher = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
     if comparison.top_k:
         divergence = list_divergence(

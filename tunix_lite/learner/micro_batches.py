@@ -74,7 +74,7 @@ def _by_shard(
     grad_shardings: Any,
     sync_every: int,
 ) -> tuple[Callable[[Any], Sums], Any, int, jax.Array | None]:
-    """The same sum in larger parts, each of which a shard adds up by itself: (fn, batch, parts,
+    """Groups the parts into larger ones, which each shard adds up by itself: (fn, batch, parts,
     num_used)."""
     parts = parts // sync_every
     num_used = None if num_used is None else -(-num_used // sync_every)

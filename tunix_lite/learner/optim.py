@@ -97,7 +97,7 @@ class OptimizerConfig(LearningRateConfig):
         )
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         return f"adamw({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
 
 
@@ -149,7 +149,7 @@ class AdafactorConfig(LearningRateConfig):
         return optax.chain(*parts, optax.scale(-1.0))
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         more = f", momentum {self.momentum:g}" if self.momentum else ""
         weights = ", times the rms of the weights" if self.scale_by_weights else ""
         clip = f", clip rms {self.clip_rms:g}" if self.clip_rms else ""
@@ -218,7 +218,7 @@ class MuonConfig(LearningRateConfig):
         )
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         size = "" if self.rms is None else f", rms {self.rms:g}"
         momentum = f"{'nesterov ' if self.nesterov else ''}momentum {self.momentum:g}"
         muon = f"{momentum}, {self.ns_steps} Newton-Schulz steps{size}"
@@ -247,7 +247,7 @@ class LionConfig(LearningRateConfig):
         )
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         return f"lion({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
 
 
@@ -273,7 +273,7 @@ class SGDConfig(LearningRateConfig):
         return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         name = "nesterov momentum" if self.nesterov else "momentum"
         return f"sgd({rate}{f', {name} {self.momentum:g}' if self.momentum else ''})"
 
@@ -286,7 +286,8 @@ def _decay(weight_decay: float) -> str:
 
 
 def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
-    """The settings with the learning rate that data-parallel shards (fsdp) in this number get."""
+    """Returns the settings with the learning rate for this number of data-parallel shards
+    (fsdp)."""
     if not cfg.scale_lr_with_devices:
         return cfg
     return replace(cfg, learning_rate=cfg.learning_rate * num_shards)
@@ -356,8 +357,8 @@ def describe(cfg: Optimizer, num_shards: int = 1, max_steps: int | None = None) 
 
 
 def _matrix_dims(table: Table) -> Any:
-    """By weight, which of its dims are the inputs and the outputs of a matrix; MaskedNode, as
-    optax.partition marks it: it is none for Muon.
+    """Returns the dims of each weight that are the inputs and the outputs of a matrix; MaskedNode,
+    as optax.partition marks it, where Muon has no matrix.
 
     A stack of layers is as many matrices. The embedding and the head are not meant for Muon.
     """
@@ -484,7 +485,7 @@ class StateLeaf:
     shape: jax.ShapeDtypeStruct
     # the path of the weight; None: it belongs to none, as a counter does
     weight: tuple[str, ...] | None
-    # which dims of the weight its own dims are
+    # the dims of the weight that the array has
     dims: tuple[int, ...] = ()
 
 

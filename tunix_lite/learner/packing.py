@@ -34,11 +34,11 @@ class RowShape:
     Example: RowShape(3, 2, 3) is the row above, 9 columns wide.
     """
 
-    lane_columns: int  # of each lane
+    lane_columns: int  # columns of each lane
     num_lanes: int = 1
     # 0: prompts are not shared, and a sequence stands in a lane
     prefix_columns: int = 0
-    # whether a batch whose rows score few tokens takes programs of its own
+    # True: a batch whose rows score few tokens takes programs of its own
     narrows: bool = False
 
     @property
@@ -143,7 +143,7 @@ def packed(
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
 
-    # what stands in one row together, and where
+    # sequences that stand in one row together, and their places
     sequences = _sequences(token_mask_BT, counts_BT, shape)
     groups = _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape)
     units = [unit for group in groups for unit in group]
@@ -208,7 +208,7 @@ class _Unit(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each rest."""
+        """Tokens of each sequence behind the shared prompt."""
         return [one.stop - one.start - self.prefix for one in self.sequences]
 
     @property
@@ -374,7 +374,7 @@ def _fill_rows(
     previous = np.tile(np.arange(width) - 1, num_rows)
     count = np.arange(width, dtype=np.int32)
 
-    # where the next token of each row goes: in its prefix, then in each of its lanes
+    # column of the next token of each row: in its prefix, then in each of its lanes
     starts = shape.prefix_columns + shape.lane_columns * np.arange(-1, shape.num_lanes)
     starts[0] = 0
     ends = np.arange(0, num_rows * width, width)[:, None] + starts
@@ -411,7 +411,7 @@ def _fill_rows(
 def _scored(
     counts_RW: np.ndarray, previous_RW: np.ndarray, shape: RowShape
 ) -> dict[str, np.ndarray]:
-    """The [R, M] arrays of Packed; the fullest row says what M is."""
+    """The [R, M] arrays of Packed; the fullest row decides M."""
     R, W = counts_RW.shape
     counted = np.flatnonzero(counts_RW)
     counted_R = np.bincount(counted // W, minlength=R)

@@ -32,7 +32,7 @@ class RowLayout:
     num_parts: int = 1
     # columns at the end of unpacked rows in which all scored tokens are; None: as many as needed
     num_scored: int | None = None
-    shape: RowShape | None = None  # of packed rows
+    shape: RowShape | None = None  # shape of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
 
     @property
