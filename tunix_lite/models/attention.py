@@ -51,11 +51,11 @@ class AttentionMeta:
         completion_ids  0 0 | 1 1 | 2 | 0
     """
 
-    # of a token in its own sequence, from 0
+    # position of a token in its own sequence, from 0
     positions: jax.Array
-    # which sequence, or group that shares a prompt, a token belongs to; 0: padding
+    # number of the sequence, or of the group that shares a prompt; 0: padding
     segments: jax.Array
-    # which completion of its segment; 0: the prompt, which all of them see. None: none share one
+    # number of the completion in its segment; 0: the prompt, which all see. None: none share one
     completion_ids: jax.Array | None = None
     # columns of the shared prompts, which all lanes see (packing.RowShape)
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
@@ -413,8 +413,8 @@ flash_attention_under_vmap.defvjp(
 
 
 def merge_vmapped_rows(fn: Callable) -> Callable:
-    """fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the rows
-    of all shards."""
+    """Wraps fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the
+    rows of all shards."""
     per_shard = jax.custom_batching.custom_vmap(fn)
 
     @per_shard.def_vmap
@@ -582,8 +582,8 @@ def obstacle(
     width: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Why the implementation `name` cannot compute this here; None: it can. Arguments as of
-    `choose`.
+    """Explains why the implementation `name` cannot compute this here; None: it can. Arguments as
+    of `choose`.
 
     On an NVIDIA GPU it compiles a small kernel to find out.
     """
@@ -601,7 +601,8 @@ def unsupported(
     width: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Why the implementation `name` was not made for this, on any machine; None: it was."""
+    """Explains why the implementation `name` was not made for this, on any machine; None: it
+    was."""
     if NATIVE.get(platform) != name:
         return f"it does not run on {platform}"
     if name == "cudnn":
@@ -631,7 +632,7 @@ def unsupported(
 
 def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
     """Compiles a small kernel, because only that shows whether the library is there and takes it.
-    The error in one line; None: it compiles."""
+    Returns the error in one line; None: it compiles."""
     x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)
     mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
     attention = partial(jax.nn.dot_product_attention, implementation="cudnn")

@@ -140,8 +140,8 @@ def copy_to_score(
     cfg: Architecture,
     dtype: DTypeLike,
 ) -> Params:
-    """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
-    in the compute dtype."""
+    """Casts the parameters that `for_compute` would cast to the compute dtype: a copy that only
+    scores and never trains."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
         return weight.dtype if weight.axes[-1] == "norm" else dtype
@@ -296,7 +296,7 @@ def _unrolled(
     are_local: list[bool],
     policy: Callable[..., bool] | None,
 ) -> jax.Array:
-    """As `_scanned`, but each layer has a place of its own in the program, and its kind is known
+    """Like `_scanned`, but each layer has a place of its own in the program, and its kind is known
     while compiling."""
     of_kind = {is_local: partial(layer, is_local) for is_local in set(are_local)}
     if policy is not None:
@@ -341,7 +341,7 @@ REMAT = {
     "none": _and_kernels(KEPT("product", "scores", "attended")),
     # products with weights, nothing within attention
     "dots": KEPT("product"),
-    # what goes into attention and what comes out of it
+    # inputs and outputs of attention
     "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),
     # the input of each layer
     "block": jax.checkpoint_policies.nothing_saveable,

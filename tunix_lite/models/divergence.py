@@ -384,7 +384,7 @@ def _list_backward(
         is_token = block_tokens(spec, block_PSD, index) >= 0
         real = jnp.where(is_token, logits, BELOW_ALL)
 
-        # of the tokens of the lists, each at its place in the block; and of all others
+        # slopes of the tokens of the lists, each at its place in the block; and of all others
         places = _places(spec, tokens_BMK, block_PSD, index)
         is_listed = _spread(places, jnp.ones((), jnp.int32), logits.shape[-1]) > 0
         slope = _spread(places, of_each, logits.shape[-1])

@@ -93,7 +93,7 @@ def _listed(hf: dict, otherwise: list[str], keys: str | None) -> list[str]:
 
 
 def every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """As `local_by_list`, but without a list every nth layer is global; n may be overridden by
+    """Like `local_by_list`, but without a list every nth layer is global; n may be overridden by
     `sliding_window_pattern`."""
 
     def kinds(hf: dict) -> list[str]:
@@ -132,7 +132,8 @@ class Family:
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     # model_type of models that hold one of this family as their text part
     wrapper: str | None = None
-    prefixes: tuple[str, ...] = ()  # of such models' tensors, where our names begin with "model."
+    # beginnings of the tensor names of such models, in place of our "model."
+    prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
 
 

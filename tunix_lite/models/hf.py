@@ -112,15 +112,15 @@ class Tensors:
         return iter(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As stored."""
+        """Shape of a tensor on disk."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it: BF16, F16, F32 ..."""
+        """Type of a tensor, as safetensors spells it: BF16, F16, F32 ..."""
         return self._entries[name].dtype
 
     def num_bytes(self, name: str) -> int:
-        """In the file."""
+        """Bytes of a tensor in the file."""
         return math.prod(self.shape(name)) * jnp.dtype(DTYPES[self.dtype(name)]).itemsize
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -136,7 +136,7 @@ class _Entry:
     """Place, shape and type of a tensor."""
 
     file: Path
-    name: str  # in the file
+    name: str  # name in the file
     shape: tuple[int, ...]
     dtype: str
 

@@ -26,7 +26,7 @@ from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
-# how weights that do not train may be kept
+# storage types of weights that do not train
 STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.

@@ -78,9 +78,9 @@ class Tokenizer:
     special: dict[str, str]  # bos_token, eos_token, pad_token ... as the template expects them
     eos_ids: tuple[int, ...]  # any of these ends a completion (Gemma 3: 1 and 106)
     pad_id: int  # padding; masks decide which tokens count (Llama 3 names no pad_token)
-    # what the tokenizer itself puts before a text: Gemma and Llama a BOS, Qwen nothing
+    # tokens that the tokenizer puts before a text: Gemma and Llama a BOS, Qwen nothing
     start_ids: tuple[int, ...]
-    # how many tokens the model has; a text that needs another one is refused. None: not known
+    # number of tokens of the model; a text that needs another one is refused. None: not known
     vocab_size: int | None = None
 
     @classmethod
@@ -202,8 +202,8 @@ class Tokenizer:
         return {i: text for text, i in self.vocabulary.items() if i >= self.vocab_size}
 
     def _in_table(self, ids: list[int]) -> list[int]:
-        """The same tokens. Raises ValueError if the model has no embedding for one of them: JAX
-        would take the last one there is."""
+        """Checks that the model has an embedding for each token, and returns them. Raises
+        ValueError for one that it has not: JAX would take the last one there is."""
         if self.beyond and (lost := [i for i in ids if i in self.beyond]):
             raise ValueError(
                 f"a text holds {shown(self.beyond[lost[0]])}, token {lost[0]} of the tokenizer, "
@@ -361,8 +361,8 @@ class Tokenizer:
     # ---- texts that spell special tokens but mean plain text
 
     def written_ids(self, write: Callable[[Callable], str], *texts: str | Quoted) -> list[int]:
-        """The tokens of what `write(read)` writes, in which special tokens spelled in quoted parts
-        of `texts` are plain text. write: calls read(text) for each of the texts."""
+        """Encodes the text that `write(read)` writes; special tokens spelled in quoted parts of
+        `texts` are plain text there. write: calls read(text) for each of the texts."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
         quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
         if not quoted:
@@ -417,7 +417,7 @@ class Tokenizer:
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
-        """By id: the tokens that the tokenizer calls special, and those that end a turn."""
+        """Tokens by id: those that the tokenizer calls special, and those that end a turn."""
         ends = {self.backend.token_to_id(text) for text in self.special.values()} | {*self.eos_ids}
         added = self.backend.get_added_tokens_decoder()
         return {
@@ -445,8 +445,8 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; name by text; and real id by its
-        id.
+        """Returns the same tokenizer with other names for special tokens; name by text; and real id
+        by its id.
 
         No text can hold such a name: it consists of private characters, drawn anew in every
         process.
@@ -476,7 +476,7 @@ def _quoted_in(value: Any) -> list[Quoted]:
 
 
 def _read(value: Any, read: Callable[[Quoted], str]) -> Any:
-    """The same with read(text) in place of each of these texts."""
+    """Returns the value with read(text) in place of each of these texts."""
     if isinstance(value, Quoted):
         return read(value)
     if isinstance(value, Mapping):
@@ -578,7 +578,7 @@ def _check_charsmaps(file: Path) -> None:
 
 @contextlib.contextmanager
 def _charsmap_named(file: Path) -> Iterator[None]:
-    """A ValueError from inside names the file."""
+    """Adds the name of the file to a ValueError from inside."""
     try:
         yield
     except ValueError as error:
@@ -619,7 +619,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
 
 @contextlib.contextmanager
 def _panics_named() -> Iterator[None]:
-    """A panic of the library inside becomes a ValueError. A regular expression of the file that
+    """Turns a panic of the library inside into a ValueError. A regular expression of the file that
     never ends is a cause. The folder is not named: clients of a server read the message."""
     try:
         yield
@@ -636,7 +636,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None
     if not isinstance(entries, dict):
         raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    # by number, so that new tokens get theirs
+    # sorted by number, so that new tokens get theirs
     for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise ValueError(

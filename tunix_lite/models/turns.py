@@ -23,7 +23,7 @@ SPECIAL_TOKENS = ("text", "control", "error")
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """A tokenizer that writes what is answered to a turn.
+    """A tokenizer that writes answers to a turn.
 
     special_tokens_in_data: whether a special token that an answer spells is letters (text), the
     token (control), or an error. variables: go to the chat template, such as `tools`.

@@ -76,7 +76,7 @@ class Weight:
     shape: tuple[int, ...]
     # logical axes, one per dim; parallel.mesh.RULES says which mesh axis divides them
     axes: tuple[str, ...]
-    # of one layer
+    # initialiser of one layer
     init: Initializer = fan_in()
     # leading dims that are inputs; 0: nothing is projected with it (norms, biases, the embedding)
     inputs: int = 1
@@ -99,7 +99,7 @@ def stacked(weight: Weight, count: int) -> Weight:
 
 
 def unstacked(weight: Weight) -> Weight:
-    """One of the layers of a stacked weight. Another weight is returned unchanged."""
+    """Selects one layer of a stacked weight. Another weight is returned unchanged."""
     if not weight.is_stacked:
         return weight
     return replace(weight, shape=weight.shape[1:], axes=weight.axes[1:])
@@ -155,9 +155,9 @@ class ComputeCopy:
     Example: a float32 weight under mixed_precision=bf16 -> value in bfloat16, master in float32.
     """
 
-    # in the dtype of the computation, gathered over fsdp; no gradient goes through it
+    # weight in the dtype of the computation, gathered over fsdp; no gradient goes through it
     value: Any
-    # in the dtype of the sums, divided over fsdp; never read, and the whole gradient goes to it
+    # weight in the dtype of the sums, divided over fsdp; never read, gets the whole gradient
     master: Any
     axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
@@ -303,7 +303,7 @@ def for_compute(
 class _GradientInfo(NamedTuple):
     """Facts about a weight's gradient that are known while compiling."""
 
-    axes: tuple[str, ...]  # of the weight
+    axes: tuple[str, ...]  # axes of the weight
     inputs: int
     dtype: DTypeLike
 
