@@ -178,7 +178,7 @@ def _results(
     """Returns the results in the order of calls, whatever that of the workers is; None if
     gives_up() is true before all are there.
 
-    Raises what one of them raises, without the others.
+    Raises the error of a call, without waiting for the others.
     """
     left = set(futures)
     while left:
