@@ -1,11 +1,10 @@
-"""Comparing the policy with a teacher at each token: what `collect` keeps of the teacher, and what
-the update makes of it.
+"""Compares the policy with a teacher at each token: `collect` stores the teacher's outputs, and the
+update computes the divergence from them.
 
-The teacher reads the completions once, and of each token is kept what its distribution is made of:
-its hidden state, or its k likeliest tokens with their log-probabilities. They travel with the batch
-as streams [B, T, K], so that packing and micro-batches take them along, and the update makes the
-divergence of models/divergence.py of them. The teacher's output embedding stays where it is, on the
-mesh, and is a constant of the batch.
+The teacher reads the completions once. For each token its hidden state is stored, or its k
+likeliest tokens with their log-probabilities. They travel with the batch as streams [B, T, K], so
+that packing and micro-batches take them along. models/divergence.py computes the divergence. The
+teacher's output embedding stays where it is, on the mesh, and is a constant of the batch.
 """
 
 from collections.abc import Callable

@@ -535,8 +535,8 @@ def _names(path: tuple) -> tuple[str, ...]:
 def apply_update(
     optimizer: optax.GradientTransformation, grads: Params, state: TrainState, seed: int
 ) -> tuple[tuple[Params, Any], jax.Array]:
-    """(the new params, the new state of the optimizer), and the norm of what was added. It is
-    computed in float32; `seed` is that of rounding to what is kept."""
+    """(the new params, the new state of the optimizer), and the norm of the change. It is computed
+    in float32; `seed` is that of rounding to the types of the old ones."""
     params = widen(state.params)
     updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state

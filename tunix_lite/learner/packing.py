@@ -1,12 +1,12 @@
-"""Bin packing: where the tokens of a batch stand in rows, so that padding is not computed.
+"""Bin packing: places the tokens of a batch in rows, so that padding is not computed.
 
 A batch is [B, T]: left-padded prompts, then right-padded completions. Packed, its sequences stand
 side by side in rows [R, W]; M is the number of scored tokens (loss_weight is not 0) of the row that
 has most. A loss is a weighted sum over tokens, so it is the same however they stand. Neighbours
 that start with the same prompt may share it: the prompt stands once, in the prefix of the row
-(prefix_columns), and their completions stand in its num_lanes lanes (lane_columns each). What
-stands in a lane sees the prefix and that lane, never another lane, so attention costs no more than
-without sharing.
+(prefix_columns), and their completions stand in its num_lanes lanes (lane_columns each). A token in
+a lane sees the prefix and that lane, never another lane, so attention costs no more than without
+sharing.
 
 Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in a row
 with a prefix of 3 columns and two lanes of 3:
@@ -14,7 +14,7 @@ with a prefix of 3 columns and two lanes of 3:
   tokens          5 6 3|7 8 4|9 . .
   segment_ids     1 1 2|1 1 2|1 0 0    a token sees only its segment,
   completion_ids  0 0 0|1 1 1|2 0 0    of that the prompt, 0, and its own completion,
-  positions       0 1 0|2 3 1|2 0 0    of those what stands at its position or before
+  positions       0 1 0|2 3 1|2 0 0    of those the tokens at its position or before
   scored          3 4 5 6              the columns of 7 8 4 9
   previous        1 3 2 1              the columns whose hidden states predict them: 7, 9 follow 6
 """
@@ -133,12 +133,12 @@ def packed(
     """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
     last.
 
-    Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see
-    is dropped: what follows the last such token of a sequence, and a sequence without any. With a
-    prefix, neighbours with the same prompt share it: what stands before the last `lane_columns`
-    columns, as far as none of it counts. Raises ValueError where a sequence does not fit into a
-    row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how many it takes),
-    and as `unpacked` does.
+    Micro-batch i is the i-th `rows_per_part` rows of every shard. Tokens that no counted token can
+    see are dropped: those behind the last counted token of a sequence, and a sequence without any.
+    With a prefix, neighbours with the same prompt share it: the tokens before the last
+    `lane_columns` columns, as far as none of them counts. Raises ValueError where a sequence does
+    not fit into a row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how
+    many it takes), and as `unpacked` does.
     """
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
