@@ -177,7 +177,7 @@ def per_layer_params(
 
 
 def per_layer_shardings(shardings: Any, cfg: Architecture, join_qkv: bool = False) -> Any:
-    """The shardings of what `per_layer_params` returns, given those of the parameters."""
+    """The shardings of the result of `per_layer_params`, given those of the parameters."""
 
     def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
         return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
@@ -232,11 +232,11 @@ def forward(
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
 
-    meta: which tokens see each other, and their positions. dtype: of the computation. remat: what
-    the forward pass keeps for the backward pass, a name of REMAT. attend: one of
-    attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
-    mesh, as weights.for_compute takes it. tp_reduce_dtype: what the two sums of a layer over tp are
-    taken in, as weights.project takes it. scan_layers: the program has one layer and runs it in a
+    meta: which tokens see each other, and their positions. dtype: of the computation. remat: the
+    values that the forward pass keeps for the backward pass, a name of REMAT. attend: one of
+    attention.IMPLEMENTATIONS. reduce_dtype: type in which the gradients of the layers are summed
+    over the mesh, as weights.for_compute takes it. tp_reduce_dtype: type of the two sums of a layer
+    over tp, as weights.project takes it. scan_layers: the program has one layer and runs it in a
     loop; else it has all of them, which takes longer to compile and less to run.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
@@ -366,8 +366,8 @@ def forward_by_layer(
     layer keeps, in a list.
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
-    [B, T, N, H], what the layer keeps): which earlier tokens the queries see, and the cache of
-    their keys and values, are its business. tp_reduce_dtype: as `forward` takes it. attend_norms:
+    [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
+    the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. attend_norms:
     as `block` takes it. products: None has plain ones. angles: of the positions, by kind of layer;
     None: they are computed here.
     """

@@ -253,7 +253,7 @@ def download(located: FoundModel) -> FoundModel:
 
 
 def weight_tables(located: FoundModel) -> tuple[Table | None, Table]:
-    """The table of the frozen base (None: nothing is frozen), and that of what trains."""
+    """The table of the frozen base (None: nothing is frozen), and that of trained weights."""
     table = decoder.weights(located.cfg)
     if located.lora is None:
         return None, table
@@ -294,7 +294,7 @@ def load_weights(
     storage: str = "fp32",
     on_bytes: hf.OnBytes | None = None,
 ) -> tuple[Params | None, Params]:
-    """The frozen base (None: nothing is frozen) and what trains, on the current mesh.
+    """The frozen base (None: nothing is frozen) and the weights that train, on the current mesh.
 
     seed: of random weights and of new adapters. storage: of what trains, fp32 or bf16; the base has
     its own in model.lora.base. on_bytes: gets the bytes read so far, and those of all. Raises

@@ -1,8 +1,9 @@
 """The tokens that stand between two turns of the model in a conversation.
 
-What the model has sampled is never tokenised again: its tokens stay, and the tokens of what was
-answered follow. They are those with which the chat template would go on. To find them, it writes a
-conversation in which the model's turn is a placeholder; what follows the placeholder is tokenised.
+The tokens that the model has sampled are never tokenised again: they stay, and the tokens of the
+answer follow. Those are the ones with which the chat template would go on. To find them, it writes
+a conversation in which the model's turn is a placeholder; what follows the placeholder is
+tokenised.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,11 +55,11 @@ class TurnTokens:
         """The tokens from the last one that the model sampled in a turn to the first one that it
         samples in the next.
 
-        messages: what was answered, {role, content} each; a text is a user's message. ended:
-        whether the turn's last token is one that ends it; else it was cut, and the token that ends
-        it comes first here. Without a chat template, what was answered stands there as it is. So
-        do messages of the assistant: they continue the model's own text, with no turn in between.
-        An empty answer is a line break then.
+        messages: the answer, {role, content} each; a text is a user's message. ended: True if the
+        turn's last token is one that ends it; else it was cut, and the token that ends it comes
+        first here. Without a chat template, the text of the answer stands there as it is. So do
+        messages of the assistant: they continue the model's own text, with no turn in between. An
+        empty answer is a line break then.
 
         Raises ValueError where the chat template refuses these messages.
         """
