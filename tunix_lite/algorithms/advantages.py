@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What there is to know of P groups of G completions beside the sum of their rewards.
+    """Facts about P groups of G completions beside the sum of their rewards.
 
     Example: one prompt, two completions -> lengths [[3, 5]], each {"correct": [[1, 0]]}, weights
     {"correct": 1.0}.
@@ -22,7 +22,7 @@ class WholeBatch:
     lengths: np.ndarray  # [P, G] tokens of each completion
     # each reward by name, [P, G], without its weight; nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)  # by name
+    weights: dict[str, float] = field(default_factory=dict)  # weight of each reward, by name
 
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What an algorithm is, and what it may ask of a policy and of a task.
+"""Interface of an algorithm, and of the policy and the task that it uses.
 
 An algorithm is any object with the fields of `Algorithm`: usually a frozen dataclass, whose fields
 are its settings, named in YAML by its dotted path. It subclasses nothing.
@@ -57,17 +57,16 @@ class Rescorer(Protocol):
 
 @dataclass(frozen=True)
 class TeacherComparison:
-    """How an algorithm compares the policy with one of its frozen models, token by token.
+    """Comparison of the policy with one of the algorithm's frozen models, token by token.
 
     Example: TeacherComparison("teacher", "reverse", top_k=100).
     """
 
     model: str  # the name of the frozen model
     divergence: str  # forward, reverse or jensen_shannon (models/divergence.py)
-    mix: float = 0.5  # of jensen_shannon
-    top_k: int = (
-        0  # of the likeliest tokens of the teacher, and one bin; 0: of the whole vocabulary
-    )
+    mix: float = 0.5  # weight b of jensen_shannon
+    # likeliest tokens of the teacher that are compared, beside one bin; 0: the whole vocabulary
+    top_k: int = 0
 
 
 class Comparer(Protocol):
@@ -94,12 +93,11 @@ class Policy:
     generate: Generate | None
     # (params, batch in rows) -> TokenScores [R, W]; called inside of jit, differentiated
     scores: Callable[[Params, RowBatch], TokenScores]
-    # by name; "reference": the policy that training starts from, there if `needs.reference`
+    # frozen scorers by name; "reference", if `needs.reference`: the policy at the start of training
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
-    # what `scores` gives, for `collect`; an algorithm that calls it says Needs(rescore=True)
+    # `scores` for use in `collect`; an algorithm that calls it says Needs(rescore=True)
     rescore: Rescorer | None = None
-    # for an algorithm with a comparison: its batches go through this, and `scores` are
-    # ComparedScores
+    # comparer of the algorithm's batches, so that `scores` are ComparedScores; None: no comparison
     compare: Comparer | None = None
 
 
@@ -116,7 +114,7 @@ class GroupGrader(Protocol):
 class TaskInterface(Protocol):
     """All that an algorithm may ask of a task; tasks/task.py has the one that is used."""
 
-    long_prompts: str  # what becomes of a prompt that is too long: error, truncate or drop
+    long_prompts: str  # treatment of prompts that are too long: error, truncate or drop
 
     def prompts(self, examples: list[dict]) -> Prompts:
         """The tokens of each example's prompt."""
@@ -125,15 +123,15 @@ class TaskInterface(Protocol):
         """The tokens of each example's prompt with another message; {names} are its fields.
         max_length: tokens of it; None: as many as of any prompt."""
 
-    # Optional, of a task with an environment: `conversation`, its settings, and partner(examples),
-    # who answers the turns of one conversation per example; policy.generate gets it as `partner`.
+    # A task with an environment also has `conversation`, its settings, and partner(examples), an
+    # object that answers the turns of one conversation per example. policy.generate takes it.
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions.
         num_generations: completions of a group, side by side."""
 
     def grade(self, examples: list[dict], rollout: Rollout, num_generations: int = 1) -> Graded:
-        """All at once: one completion per example."""
+        """Grades all at once: one completion per example."""
 
     def demonstrations(
         self, examples: list[dict], name: str = "completion"
@@ -142,7 +140,7 @@ class TaskInterface(Protocol):
         in the field `name`."""
 
     def truncated(self, examples: list[dict]) -> int:
-        """How many prompts have lost their beginning."""
+        """Counts the prompts that have lost their beginning."""
 
 
 # names of parts of a run, which a frozen model cannot have
@@ -151,7 +149,8 @@ TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must know of an algorithm before it starts, to plan memory and to load models.
+    """Properties of an algorithm that a run must know before it starts, to plan memory and to load
+    models.
 
     Example: Needs() samples completions and learns from their advantages;
     Needs(demonstrations=("completion",)) samples nothing.
@@ -196,8 +195,8 @@ class Needs:
         old_logprobs of what was sampled, and ref_logprobs with a reference."""
         if self.fields is not None:
             return self.fields
-        found = () if self.demonstrations else ("advantages", "old_logprobs")
-        return (*found, "ref_logprobs") if self.reference else found
+        sampled = () if self.demonstrations else ("advantages", "old_logprobs")
+        return (*sampled, "ref_logprobs") if self.reference else sampled
 
 
 class Algorithm(Protocol):
@@ -209,8 +208,8 @@ class Algorithm(Protocol):
     num_generations: int  # completions per prompt
     updates_per_rollout: int  # optimizer updates made from one batch
     needs: Needs
-    # what the loss sums over. tokens: only over tokens; sequences: it also sums within a
-    # completion, by algorithms/sequences.py. None, or no such field: it may not be packed.
+    # sums of the loss. tokens: only over tokens; sequences: also within a completion, by
+    # algorithms/sequences.py. None, or no such field: it may not be packed.
     loss_reduction: str | None
 
     def collect(
@@ -239,8 +238,8 @@ class Algorithm(Protocol):
 
 
 def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:
-    """The setting of policy.generate with which completions are conversations, one per example; {}:
-    the task has no environment."""
+    """Returns the setting of policy.generate that makes completions conversations, one per example;
+    {}: the task has no environment."""
     partner_of = getattr(task, "partner", None)
     partner = None if partner_of is None else partner_of(examples)
     return {} if partner is None else {"partner": partner}

@@ -1,4 +1,4 @@
-"""What the settings of an objective may be: a setting that would change nothing is refused, too."""
+"""Checks the settings of an objective: a setting that would change nothing is refused, too."""
 
 import dataclasses
 import inspect
@@ -76,7 +76,7 @@ def _check_numbers(a: Any) -> None:
 
 
 def _check_calls(a: Any) -> None:
-    """The functions take what they are called with; ours say at once if their settings are
+    """Checks that the functions take their arguments; ours raise ValueError if their settings are
     wrong."""
     lengths = np.array([[1, 2]])
     rewards = np.array([[0.0, 1.0]])
@@ -85,13 +85,13 @@ def _check_calls(a: Any) -> None:
     prompts = [np.zeros(1, int)] if takes_prompts(a.weighting) else []
     _check_call("weighting", a.weighting, "one array and its settings", mask, *prompts)
     _check_call("ratio", a.ratio, "(log-ratios, batch) and its settings", None, None)
-    given = [None, None] if takes_bounds(a.surrogate) else [None]
-    _check_call("surrogate", a.surrogate, "(terms, bounds) and its settings", *given)
+    arguments = [None, None] if takes_bounds(a.surrogate) else [None]
+    _check_call("surrogate", a.surrogate, "(terms, bounds) and its settings", *arguments)
     if a.shaping is not None:
         _check_call("shaping", a.shaping, "one array and its settings", lengths[0])
     if a.correction is not None:
-        given = [np.zeros((1, 2)), mask]
-        _check_call("correction", a.correction, "two arrays and its settings", *given)
+        arguments = [np.zeros((1, 2)), mask]
+        _check_call("correction", a.correction, "two arrays and its settings", *arguments)
 
     # ours raise ValueError for settings of theirs that are wrong
     if "whole" in inspect.signature(a.advantages).parameters and _is_ours(a.advantages):
@@ -153,8 +153,8 @@ def _check_together(a: Any) -> None:
 
 
 def refusal_of_stale(a: Any) -> str | None:
-    """Why these settings cannot learn from tokens that earlier weights drew, and what to set; None:
-    they can, since the importance weight of such a token is in all that they compute of it."""
+    """Explains why these settings cannot learn from tokens that earlier weights drew, and what to
+    set. None: they can, since all that they compute of such a token has its importance weight."""
     if function_of(a.ratio) is no_ratio:
         return (
             "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
@@ -176,8 +176,8 @@ def refusal_of_stale(a: Any) -> str | None:
         "with algorithm.kl_coef": a.kl_coef > 0,
         "with algorithm.off_policy_delta": a.off_policy_delta is not None,
     }
-    found = [words for words, holds in without.items() if holds]
-    if not found:
+    reasons = [reason for reason, holds in without.items() if holds]
+    if not reasons:
         return None
     remedy = "algorithm.old_logprobs=whole"
     if a.correction is not None:
@@ -185,7 +185,7 @@ def refusal_of_stale(a: Any) -> str | None:
     if "old_logprobs" in VARIANTS.get(objective_of(a), {}).get(a.variant, {}):
         remedy += " algorithm.variant=null"
     return (
-        f"algorithm.old_logprobs=rescored {found[0]} takes a token of earlier weights for one of "
+        f"algorithm.old_logprobs=rescored {reasons[0]} takes a token of earlier weights for one of "
         f"the current weights; set {remedy}"
     )
 

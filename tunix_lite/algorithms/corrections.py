@@ -1,5 +1,5 @@
-"""The sampler and the trainer give a token slightly different probabilities: weights that correct
-for it, chosen by name in YAML (`algorithm.correction`).
+"""Weights that correct for the slightly different probabilities that sampler and trainer give a
+token, chosen by name in YAML (`algorithm.correction`).
 
 A correction is (log_weight [B, T], mask [B, T]) -> weights [B, T] in float64, once per rollout on
 the host. log_weight = log-probability by the trainer - by the sampler, both of the policy that
@@ -62,8 +62,9 @@ def _check_above(name: str, value: float, least: float) -> None:
 def corrected(
     correction: Callable | None, batch: Batch, sampler_BT: np.ndarray
 ) -> tuple[Batch, Metrics]:
-    """The batch with the weights of the correction as its stream, and how far trainer and sampler
-    are apart. Batch.old_logprobs are the trainer's; correction: None for the metrics alone."""
+    """Adds the weights of the correction to the batch as a stream, and measures how far trainer and
+    sampler are apart. Batch.old_logprobs are the trainer's; correction: None for the metrics
+    alone."""
     mask_BT = np.asarray(batch.loss_weight) != 0
     gap_BT = np.float64(batch.old_logprobs) - np.float64(sampler_BT)
     gap_BT = np.clip(np.where(mask_BT, gap_BT, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -90,8 +91,8 @@ def corrected(
 def corrected_gain(
     off_policy_delta: float | None, terms: TokenTerms, gain: Gain
 ) -> tuple[Gain, Metrics]:
-    """The gain with the weights of the batch, and without completions that the policy has left; and
-    the share of the latter."""
+    """Multiplies the gain by the weights of the batch, without completions that the policy has
+    left; and returns the share of the latter."""
     batch = terms.batch
     metrics: Metrics = {}
     if STREAM_NAME in batch.streams:

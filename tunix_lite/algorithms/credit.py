@@ -1,4 +1,4 @@
-"""Which turn of a conversation a reward counts for, and the advantage of each turn.
+"""Assigns rewards to the turns of a conversation, and computes the advantage of each turn.
 
     end        every turn has the whole: r_1 + ... + r_n
     turn       a turn has what followed it: r_k
@@ -19,17 +19,18 @@ from tunix_lite.algorithms.dropped import takes_whole
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Which turn a reward counts for.
+    """Assigns the rewards of a conversation to its turns.
 
     Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0].
     """
 
     kind: str = "end"  # end, turn or discount
-    # of `discount`: a factor for each turn between a turn and a reward
+    # factor of `discount` for each turn between a turn and a reward
     discount: float = 1.0
 
     def values(self, rewards: Sequence[float]) -> np.ndarray:
-        """What each turn of a conversation is worth, float64, of the rewards of its turns."""
+        """Returns the value of each turn of a conversation, float64, from the rewards of its
+        turns."""
         rewards = np.asarray(rewards, np.float64)
         if self.kind == "end":
             return np.full(len(rewards), rewards.sum())
@@ -60,7 +61,7 @@ def turn_advantages(
             f"conversation.credit={credit.kind} compares turns, and the advantages of this "
             "algorithm compare whole completions; set conversation.credit=end"
         )
-    found = [np.zeros(len(rewards)) for rewards in turn_rewards]
+    row_advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
     for first in range(0, len(turn_rewards), num_generations):
         rows = [row for row in range(first, first + num_generations) if kept_B[row]]
         values = [credit.values(turn_rewards[row]) for row in rows]
@@ -70,11 +71,11 @@ def turn_advantages(
         advantages = function(together[None])[0]
         ends = np.cumsum([len(one) for one in values])
         for row, of_turns in zip(rows, np.split(advantages, ends[:-1])):
-            found[row] = of_turns
-    return found
+            row_advantages[row] = of_turns
+    return row_advantages
 
 
 def with_total(rewards: Sequence[float], total: float) -> list[float]:
-    """The rewards of turns, whose last one also has what the conversation is worth beside them:
-    they sum to `total`."""
+    """Adds the rest of a conversation's reward to its last turn: the rewards of turns then sum to
+    `total`."""
     return [*rewards[:-1], rewards[-1] + (total - sum(rewards))]

@@ -1,5 +1,5 @@
-"""Completions as a teacher reads them that has something else in its prompt, such as the expected
-answer: the same weights with a demonstration are a better policy than without (arXiv:2601.19897).
+"""Puts completions after another prompt for the teacher, such as one with the expected answer: the
+same weights with a demonstration are a better policy than without (arXiv:2601.19897).
 """
 
 import numpy as np

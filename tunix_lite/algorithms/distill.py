@@ -32,9 +32,9 @@ from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores, realigned
 
-# what is compared: the sampled token alone, or two distributions
+# comparisons: of the sampled token alone, or of two distributions
 DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
-# what each is, of the policy p and the teacher q
+# formula of each, for the policy p and the teacher q
 FORMULAS = {
     "reverse": "KL(p || q)",
     "forward": "KL(q || p)",
@@ -127,17 +127,17 @@ class Distill:
 
     @property
     def comparison(self) -> TeacherComparison | None:
-        """How policy and teacher are compared, but for the sampled token."""
+        """Comparison of policy and teacher; None where only the sampled token counts."""
         if self.divergence == "token":
             return None
         return TeacherComparison("teacher", self.divergence, self.mix, self.top_k)
 
     @property
     def formula(self) -> list[str]:
-        """What is minimised, in lines for the panel of a run."""
+        """Writes the loss that is minimised, in lines for the panel of a run."""
         if self.comparison is not None:
             return self._formula_of_distributions()
-        # of the sampled token
+        # the loss of the sampled token alone
         parts = [f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"]
         if self.reward_coef:
             parts.append(f"{self.reward_coef:g} A of the rewards")
@@ -180,11 +180,11 @@ class Distill:
         gap_BT = np.where(counts_BT, teacher_BT - np.float64(batch.old_logprobs), 0.0)
         advantages_BT = self.teacher_coef * gap_BT + self.reward_coef * batch.advantages
         batch = batch.replace(advantages=advantages_BT.astype(np.float32))
-        found = {
+        metrics = {
             "train/teacher_kl": float(-gap_BT.sum() / max(counts_BT.sum(), 1)),
             "train/teacher_gap_max": float(np.abs(gap_BT).max()),
         }
-        return batch, groups.metrics | found, groups.graded
+        return batch, groups.metrics | metrics, groups.graded
 
     def _as_seen(
         self, batch: Batch, groups: Groups, task: TaskInterface, examples: list[dict]
@@ -205,7 +205,7 @@ class Distill:
         ratio_RW = jnp.exp(jnp.clip(gap_RW, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         loss = -jnp.sum(batch.loss_weight * ratio_RW * batch.advantages)
         metrics = {"train/sampler_gap": jnp.sum(batch.loss_weight * jnp.abs(gap_RW))}
-        # of the distributions, with a gradient of its own
+        # the divergence of the distributions, with a gradient of its own
         if self.comparison is not None:
             apart = jnp.sum(batch.loss_weight * scores.divergence)
             loss += self.teacher_coef * apart

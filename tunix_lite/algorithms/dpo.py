@@ -25,7 +25,7 @@ PAIRS = ("data", "sampled")
 # fields of an example, in the order in which the completions of a pair stand in a batch
 FIELDS = ("chosen", "rejected")
 
-# of each token: its share of the loss of its pair, and of the pair's margin and order
+# streams with each token's share of its pair's loss, and of the pair's margin and order
 STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
 
 
@@ -74,7 +74,7 @@ class DPO:
 
     @property
     def formula(self) -> list[str]:
-        """What is minimised, in lines for the panel of a run."""
+        """Writes the loss that is minimised, in lines for the panel of a run."""
         whose = "`chosen` and `rejected` of an example"
         if self.pairs == "sampled":
             whose = f"best and worst of {self.num_generations} by reward"
@@ -122,7 +122,8 @@ class DPO:
     def _with_margins(
         self, batch: Batch, gap_BT: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
     ) -> Batch:
-        """The batch with the slope of each pair's loss as advantages, and what is logged."""
+        """Adds the slope of each pair's loss to the batch as advantages, and returns the
+        metrics."""
         # Each pair: its margin, its loss, and the slope of that.
         counts_BT = np.asarray(batch.loss_weight) != 0
         scores_B = np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
@@ -147,7 +148,7 @@ class DPO:
         return batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        """The loss at today's weights, with its gradient, and what it is made of: sums."""
+        """Returns the loss at today's weights, with its gradient, and its terms: sums."""
         counts_RW = batch.loss_weight != 0
         logprobs_RW = jnp.where(counts_RW, scores.logprobs, 0.0)
         # 0, with the gradient of the log-probability
@@ -187,11 +188,11 @@ def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.asarray(groups.rollout.completion_mask).sum(axis=1)
     # a dropped completion is neither best nor worst
     pairs = []
-    for p, (rewards, kept) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
-        best = p * G + int(np.where(kept, rewards, -np.inf).argmax())
-        worst = p * G + int(np.where(kept, rewards, np.inf).argmin())
-        differ = kept.sum() >= 2 and rewards[best - p * G] > rewards[worst - p * G]
+    for p, (rewards, valid) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
+        best = p * G + int(np.where(valid, rewards, -np.inf).argmax())
+        worst = p * G + int(np.where(valid, rewards, np.inf).argmin())
+        differ = valid.sum() >= 2 and rewards[best - p * G] > rewards[worst - p * G]
         if differ and lengths[best] + lengths[worst]:
             pairs.append((best, worst))
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    rows = np.array(pairs, np.int64).reshape(-1, 2)
+    return rows[:, 0], rows[:, 1]

@@ -1,5 +1,5 @@
-"""Dropped completions: learning from the others as if those whose reward failed had never been
-there. Also functions of advantages that look at the whole batch, and mini-batches."""
+"""Excludes dropped completions: the others are learned from as if those whose reward failed had
+never been there. Also functions of advantages that look at the whole batch, and mini-batches."""
 
 import inspect
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def advantages_of_kept(
     kept_PG: np.ndarray,
     whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
-    """[P, G]; 0 for a dropped completion, and for one that is alone in its group: it has nothing to
+    """[P, G]; 0 for a dropped completion, and for one that is alone in its group and has nothing to
     be compared with.
 
     Whole groups are passed to `advantages` together, groups with a dropped completion one by one.
@@ -41,7 +41,7 @@ def weights_of_learned(
     prompt_B: np.ndarray,
     num_parts: int = 1,
 ) -> np.ndarray:
-    """[B, T] float32; 0 for completions that are not learned from, which `weighting` does not see.
+    """[B, T] float32; 0 for completions that are not learned from; `weighting` does not see them.
 
     prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets.
     num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
@@ -57,12 +57,12 @@ def weights_of_learned(
 
 
 def takes_prompts(weighting: Callable) -> bool:
-    """Whether the function looks at which completions are of one prompt."""
+    """True if the function needs to know which completions are of one prompt."""
     return "prompt_B" in inspect.signature(weighting).parameters
 
 
 def takes_whole(advantages: Callable) -> bool:
-    """Whether the function looks at the whole batch, as a WholeBatch."""
+    """True if the function looks at the whole batch, as a WholeBatch."""
     return "whole" in inspect.signature(advantages).parameters
 
 

@@ -8,7 +8,7 @@ from tunix_lite.algorithms import corrections, kl, ratios, shaping, surrogates, 
 from tunix_lite.algorithms.pieces import function_of, name_of, settings_of
 from tunix_lite.algorithms.variants import objective_of
 
-# what a piece is, with its settings; {rho} is the ratio within its bounds
+# formulas of pieces, with their settings; {rho} is the ratio within its bounds
 PIECES = {
     adv.standardise: "(r - mean_group) / (std_group + {eps:g})",
     adv.centre: "r - mean_group",
@@ -135,7 +135,7 @@ def _advantages(a: Any) -> str:
 
 
 def _rewards(a: Any) -> list[str]:
-    """What is in the reward beside the rewards of the task."""
+    """Writes the terms of the reward beside the rewards of the task."""
     terms = []
     if a.kl_coef and a.kl_estimator == kl.IN_REWARD:
         terms.append(f"- {a.kl_coef:g} sum over the completion of lp_old - lp_ref")

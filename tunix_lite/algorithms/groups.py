@@ -36,11 +36,11 @@ class Groups:
     # bool: of those that are kept, False where nothing is learned from one; it is compared all the
     # same
     learned_PG: np.ndarray
-    # metrics of all that was sampled for them; None: nothing else was
+    # metrics of all completions that were sampled; None: the groups hold all of them
     of_all: Metrics | None = None
-    # by name, what is in the rewards beside those of the task, [P, G]
+    # parts of the rewards beside those of the task, [P, G], by name
     added: dict[str, np.ndarray] = field(default_factory=dict)
-    # of conversations: which turn a reward counts for; None: there are no turns
+    # credit of turns in conversations; None: there are no turns
     credit: TurnCredit | None = None
 
     def batch(
@@ -64,7 +64,7 @@ class Groups:
         )
 
     def token_weights(self, weighting: Callable, num_mini_batches: int = 1) -> np.ndarray:
-        """[B, T] float32: what each token counts in the loss; 0 where nothing is learned."""
+        """[B, T] float32: the weight of each token in the loss; 0 where nothing is learned."""
         mask_BT = np.asarray(self.rollout.completion_mask)
         P, G = self.learned_PG.shape
         prompt_B = np.repeat(np.arange(P), G)
@@ -90,14 +90,14 @@ class Groups:
         kept_B = self.kept_PG.reshape(-1)
         G = self.rewards_PG.shape[1]
         advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
-        found = turn_advantages(function, self.credit, rewards, G, kept_B)
-        for row, (one, values) in enumerate(zip(self.rollout.conversations, found)):
+        row_advantages = turn_advantages(function, self.credit, rewards, G, kept_B)
+        for row, (one, values) in enumerate(zip(self.rollout.conversations, row_advantages)):
             for turn, value in zip(one.turns, values):
                 advantages_BT[row, turn.begin : turn.end] = value
         return advantages_BT if limit is None else np.clip(advantages_BT, -limit, limit)
 
     def whole(self) -> WholeBatch:
-        """What an advantage function may know beside the rewards."""
+        """Facts for an advantage function beside the rewards."""
         shape = self.rewards_PG.shape
         each = {name: values.reshape(shape) for name, values in self.graded.each.items()}
         return WholeBatch(
@@ -107,14 +107,14 @@ class Groups:
         )
 
     def with_reward(self, name: str, values_B: np.ndarray) -> "Groups":
-        """The groups with values [B] added to the rewards that advantages are made of. What was
-        logged of the rewards stays that of the task."""
+        """Adds values [B] to the rewards that advantages are made of. The metrics of rewards stay
+        those of the task."""
         values_PG = values_B.reshape(self.rewards_PG.shape)
         added = self.added | {name: values_PG}
         return replace(self, rewards_PG=self.rewards_PG + values_PG, added=added)
 
     def learning_from(self, learned_PG: np.ndarray) -> "Groups":
-        """The groups, of which only these completions have weights; [P, 1] or [P, G]."""
+        """Gives weights to these completions alone; [P, 1] or [P, G]."""
         return replace(self, learned_PG=self.learned_PG & learned_PG)
 
     @property
@@ -129,7 +129,7 @@ class Groups:
 
     @property
     def metrics(self) -> Metrics:
-        """Those of sampling and of the rewards, and the share of zero-advantage groups."""
+        """Metrics of sampling and of the rewards, and the share of zero-advantage groups."""
         if self.of_all is not None:
             return dict(self.of_all)
         agree = float(self.agree.mean())
@@ -165,8 +165,8 @@ def sample_groups(
 
 
 def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
-    """The groups as the settings of conversations have it: which turn a reward counts for, and what
-    is learned from one that reached a limit."""
+    """Applies the settings of conversations to groups: the credit of turns, and what is learned
+    from a conversation that reached a limit."""
     settings = task.conversation
     groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
     if settings.on_limit != "mask":

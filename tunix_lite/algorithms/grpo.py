@@ -108,7 +108,8 @@ class GRPO:
 
     @property
     def formula(self) -> list[str]:
-        """What is minimised, with its constants, in lines for the panel of a run."""
+        """Writes the loss that is minimised, with its constants, in lines for the panel of a
+        run."""
         return formula_of(self)
 
     def collect(
@@ -136,8 +137,8 @@ class GRPO:
 
         # And log-probabilities that sampling does not give.
         if self.old_logprobs != "whole" or self.kl_coef:
-            batch, found = scored(self, batch, groups, policy, params)
-            metrics |= found
+            batch, of_scoring = scored(self, batch, groups, policy, params)
+            metrics |= of_scoring
         return batch, metrics, groups.graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
@@ -149,8 +150,8 @@ class GRPO:
         gain = gain_of(self.surrogate, terms, bounds)
         metrics = ratio_metrics(self.surrogate, terms, bounds, gain)
         if batch.streams or self.off_policy_delta is not None:
-            gain, found = corrected_gain(self.off_policy_delta, terms, gain)
-            metrics |= found
+            gain, of_correction = corrected_gain(self.off_policy_delta, terms, gain)
+            metrics |= of_correction
         loss = -jnp.sum(batch.loss_weight * gain.gain)
 
         # the KL term, and the entropy of what each token is drawn from

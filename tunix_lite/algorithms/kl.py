@@ -44,9 +44,9 @@ def k2(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
     return 0.5 * ref_gap_RW**2
 
 
-# what `algorithm.kl_estimator` may be, as a term of the loss
+# values of `algorithm.kl_estimator` that are a term of the loss
 ESTIMATORS = {"k3_exact": k3_exact, "k3": k3, "k3_ratio": k3_ratio, "k2": k2}
-# of the reward: each completion loses kl_coef times its k1, summed over its tokens
+# estimator inside the reward: each completion loses kl_coef times its k1, summed over its tokens
 IN_REWARD = "k1_reward"
 
 
@@ -64,7 +64,7 @@ def token_kl(estimator: str, terms: TokenTerms) -> jax.Array:
     of k3_exact."""
     counts_RW = terms.batch.loss_weight != 0
     ref_gap_RW = jnp.where(counts_RW, terms.batch.ref_logprobs - terms.logprobs, 0.0)
-    # of the token, whatever the ratio of the surrogate is
+    # the token's own ratio, whatever the ratio of the surrogate is
     ratio_RW = jnp.exp(jnp.clip(terms.gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return ESTIMATORS.get(estimator, k3_exact)(ref_gap_RW, ratio_RW)
 

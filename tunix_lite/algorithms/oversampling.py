@@ -1,5 +1,5 @@
-"""Groups whose completions all have one reward teach nothing: other prompts in their place (dynamic
-sampling, DAPO, arXiv:2503.14476).
+"""Replaces groups whose completions all have one reward, and teach nothing, by groups of other
+prompts (dynamic sampling, DAPO, arXiv:2503.14476).
 
 Prompts are drawn round by round, P at a time, until P groups are mixed or the rounds are used up.
 What a round draws depends on seed and step alone.
@@ -68,9 +68,9 @@ def metrics_of_rounds(rounds: list[Groups]) -> Metrics:
     Every round has as many completions, so that a mean is the mean of theirs; seconds and counts
     are summed, of a maximum or minimum it is the largest or smallest.
     """
-    found = [groups.metrics for groups in rounds]
-    names = [name for name in found[0] if all(name in one for one in found)]
-    merged = {name: _merged(name, [one[name] for one in found]) for name in names}
+    by_round = [groups.metrics for groups in rounds]
+    names = [name for name in by_round[0] if all(name in one for one in by_round)]
+    merged = {name: _merged(name, [one[name] for one in by_round]) for name in names}
     rewards = np.concatenate([groups.rewards_PG[groups.kept_PG] for groups in rounds])
     return merged | {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
 

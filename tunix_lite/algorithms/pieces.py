@@ -19,7 +19,7 @@ def settings_of(piece: Callable) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; of functions, their settings too."""
+    """True if two values are equal; of functions, their settings too."""
     if callable(one) and callable(other):
         is_same_function = function_of(one) is function_of(other)
         return is_same_function and settings_of(one) == settings_of(other)
@@ -33,5 +33,5 @@ def name_of(piece: Any) -> str:
     function = function_of(piece)
     name = getattr(function, "__name__", type(function).__name__)
     bound = piece.keywords if isinstance(piece, partial) else {}
-    given = ", ".join(f"{key}={value}" for key, value in bound.items())
-    return f"{name}({given})" if given else name
+    settings = ", ".join(f"{key}={value}" for key, value in bound.items())
+    return f"{name}({settings})" if settings else name

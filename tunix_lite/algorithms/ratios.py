@@ -1,5 +1,5 @@
-"""How likely a token, or its completion, is now against when it was sampled: what a surrogate is a
-function of.
+"""Ratios of the likelihood of a token, or of its completion, now to that when it was sampled. A
+surrogate is a function of them.
 
 A ratio is chosen by name in YAML (`algorithm.ratio`): (log-ratio of each token [R, W], batch) ->
 log-ratio [R, W]. Arrays are 0 where no token counts.
@@ -36,15 +36,15 @@ def no_ratio(log_ratio_RW: jax.Array, batch: RowBatch) -> jax.Array:
 
 
 class TokenTerms(NamedTuple):
-    """What a surrogate is made of, [R, W] each; `batch` for sums over a completion.
+    """Inputs of a surrogate, [R, W] each; `batch` for sums over a completion.
 
     Example: on the first update from a rollout every log_ratio is 0 and every ratio 1.
     """
 
     ratio: jax.Array  # exp of log_ratio, which is kept within MAX_LOG_RATIO
-    log_ratio: jax.Array  # by the chosen ratio
+    log_ratio: jax.Array  # log of the chosen ratio
     advantages: jax.Array
-    logprobs: jax.Array  # of the policy now
+    logprobs: jax.Array  # log-probabilities of the policy now
     old_logprobs: jax.Array  # Batch.old_logprobs
     gap: jax.Array  # logprobs - old_logprobs of each token, whatever the ratio is
     batch: RowBatch

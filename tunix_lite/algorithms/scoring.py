@@ -17,8 +17,8 @@ from tunix_lite.types import Batch, Metrics, Params
 def scored(
     algorithm: Any, batch: Batch, groups: Groups, policy: Policy, params: Params
 ) -> tuple[Batch, Metrics]:
-    """The batch with the log-probabilities that the settings of algorithms.grpo.GRPO ask for, and
-    metrics of them. params: the current weights, adapters attached."""
+    """Adds the log-probabilities to the batch that the settings of algorithms.grpo.GRPO ask for,
+    and returns their metrics. params: the current weights, adapters attached."""
     metrics: Metrics = {}
     # A KL term in the reward is of every completion that is compared, learned from or not.
     in_reward = algorithm.needs.reference and algorithm.kl_estimator == kl.IN_REWARD

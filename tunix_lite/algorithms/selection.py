@@ -1,4 +1,4 @@
-"""Which completions are learned from: those of a group, and rows of what was sampled."""
+"""Selects the completions that are learned from: those of a group, and rows of what was sampled."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -12,8 +12,8 @@ from tunix_lite.types import Graded, Rollout
 
 
 def selected(algorithm: Any, groups: Groups) -> Groups:
-    """The groups with rewards as they are compared, and without what is not learned from, as the
-    settings of algorithms.grpo.GRPO have it."""
+    """Applies the settings of algorithms.grpo.GRPO to groups: rewards as they are compared, and no
+    weights where nothing is learned."""
     if algorithm.agreeing_groups == "drop":
         groups = groups.learning_from(~groups.agree[:, None])
     if algorithm.shaping is not None:
@@ -25,14 +25,14 @@ def selected(algorithm: Any, groups: Groups) -> Groups:
 
 
 def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
-    """Rows number `rows` of all parts together, without their metrics."""
+    """Selects rows number `rows` of all parts together, without their metrics."""
     bare = [part.replace(metrics={}) for part in parts]
     return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
 
 
 def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
-    """Completions number `rows` of all parts together. Metrics and weights, which are no values of
-    single completions, are those of the first part."""
+    """Selects completions number `rows` of all parts together. Metrics and weights, which are no
+    values of single completions, are those of the first part."""
 
     def chosen(values: list[Any]) -> Any:
         first = values[0]

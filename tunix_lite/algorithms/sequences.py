@@ -51,7 +51,7 @@ def _total(x_RW, batch: RowBatch):
 
 @jax.custom_vjp
 def _of_runs(x_RW, starts_RW):
-    """At each column, the sum over its run of columns; `starts` marks the first of each.
+    """Sums each run of columns, at each of its columns; `starts` marks the first of each.
 
     Two passes of additions in a fixed order: what a scatter-add gives on a GPU is another number
     each time.

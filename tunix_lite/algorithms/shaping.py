@@ -1,5 +1,5 @@
-"""What is added to the reward of a completion for its length, in tokens, chosen by name in YAML
-(`algorithm.shaping`): lengths [B] -> penalties [B], float64.
+"""Penalties that are added to the reward of a completion for its length, in tokens, chosen by name
+in YAML (`algorithm.shaping`): lengths [B] -> penalties [B], float64.
 
 A group is judged as mixed, for `algorithm.agreeing_groups`, before this is added.
 """

@@ -1,5 +1,5 @@
-"""What is maximised per token: functions of the ratio and the advantage, chosen by name in YAML
-(`algorithm.surrogate`).
+"""Gains that are maximised per token: functions of the ratio and the advantage, chosen by name in
+YAML (`algorithm.surrogate`).
 
 A surrogate is (terms, bounds, settings) -> Gain, or (terms, settings) -> Gain where it has no use
 for algorithm.clip_low and clip_high. The loss is - sum_t w_t gain_t. rho is the ratio, A the
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """What a surrogate gives, [R, W] each.
+    """Result of a surrogate, [R, W] each.
 
     Example: of a ratio 2 with advantage 1 and Bounds(0.2, 0.28), `clip` gives the gain 1.28.
     """
@@ -135,12 +135,12 @@ def policy_gradient(terms: TokenTerms) -> Gain:
 
 
 def takes_bounds(surrogate: Callable) -> bool:
-    """Whether clip_low and clip_high mean anything to it."""
+    """True if the surrogate uses clip_low and clip_high."""
     return "bounds" in inspect.signature(surrogate).parameters
 
 
 def gain_of(surrogate: Callable, terms: TokenTerms, bounds: Bounds) -> Gain:
-    """What the surrogate gives."""
+    """Calls the surrogate, with the bounds if it takes them."""
     return surrogate(terms, bounds) if takes_bounds(surrogate) else surrogate(terms)
 
 
@@ -148,7 +148,8 @@ def gain_of(surrogate: Callable, terms: TokenTerms, bounds: Bounds) -> Gain:
 
 
 def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: Gain) -> Metrics:
-    """How far the policy is from the one that sampled, and what the surrogate made of it."""
+    """Returns metrics of the distance between the policy and the one that sampled, and of the
+    surrogate's clipping."""
     weight_RW = terms.batch.loss_weight
     gap_RW = jnp.abs(terms.gap)
     metrics = {

@@ -1,5 +1,5 @@
-"""The same name in other frameworks: `algorithm.variant=verl` changes an objective of ours to what
-that framework defines by default, as far as losses, advantages and weights go.
+"""Variants of other frameworks: `algorithm.variant=verl` changes one of our objectives to the
+default of the same name in that framework, as far as losses, advantages and weights go.
 
 Read in the frameworks' code of 2026-07 and 2026-08 (docs/guide/objectives.md). Each entry is
 {setting: (what it is in our preset, what it becomes)}.
@@ -81,7 +81,7 @@ VARIANTS: dict[str, dict[str, Changes]] = {
         "trl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-4))},
     },
 }
-# what is known of a framework and not offered, and why
+# variants of frameworks that are known and not offered, with the reason
 REFUSED: dict[str, dict[str, str]] = {
     "grpo": {
         "tunix": "its KL is k1 as a loss, which has no expected gradient",
@@ -100,12 +100,12 @@ REFUSED: dict[str, dict[str, str]] = {
     "reinforce_pp": {"nemo_rl": "its variance is that of a population"},
     "scalerl": {"paper": "the preset is that definition without a variant"},
 }
-# of every objective, where there is a KL term
+# variants of the KL term, in every objective that has one
 KL = {"trl": {"kl_estimator": ("k3_exact", "k3")}, "verl": {"kl_estimator": ("k3_exact", "k3")}}
 
 
 def objective_of(algorithm: Any) -> str:
-    """The name of the preset that the settings are of, by what is particular to it."""
+    """Names the preset of the settings, by the values that only it has."""
     by_surrogate = {
         surrogates.cispo: "cispo",
         surrogates.sapo: "sapo",
@@ -164,7 +164,7 @@ def apply_variant(algorithm: Any) -> None:
 
 
 def _was_changed(algorithm: Any, name: str, changes: Changes) -> bool:
-    """Whether the settings are those of objective `name` after the changes of a variant. Another
+    """True if the settings are those of objective `name` after the changes of a variant. Another
     preset may have the changed values by itself, as dr_grpo has the upper clip of grpo's trl."""
     if not all(same(getattr(algorithm, k), new) for k, (_, new) in changes.items()):
         return False

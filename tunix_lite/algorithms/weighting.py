@@ -1,4 +1,4 @@
-"""How much each completion token counts: the aggregation of a loss, as weights.
+"""Weights of completion tokens: the aggregation of a loss.
 
 The weights are made once, where the whole global batch is in view. Afterwards a loss is a plain
 sum, so that micro-batches, shards and hosts only add up and none of them can change the result.

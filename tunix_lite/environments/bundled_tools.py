@@ -27,7 +27,7 @@ OPERATORS = {
 LONGEST = 500
 MOST_BITS = 4096
 WORD = re.compile(r"\w+")
-# of BM25, as in Robertson and Zaragoza (2009)
+# constants of BM25, as in Robertson and Zaragoza (2009)
 K1 = 1.2
 B = 0.75
 # bytes of all texts in a folder that are searched
@@ -152,10 +152,10 @@ class FolderSearch:
         Args:
             query: Words to look for.
         """
-        found = _index(self.folder).best(query, self.results)
-        if not found:
+        paragraphs = _index(self.folder).best(query, self.results)
+        if not paragraphs:
             return "Nothing was found."
-        return "\n\n".join(f"[{where}]\n{text}" for where, text in found)
+        return "\n\n".join(f"[{where}]\n{text}" for where, text in paragraphs)
 
 
 @lru_cache(maxsize=8)

@@ -20,8 +20,8 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.rewards.scores import MOST_REWARD
 from tunix_lite.workers.child import KEPT, short_repr
 
-# who speaks in what an environment answers
-# a message of the assistant continues the model's own text
+# Roles of messages in an environment's answer. A message of the assistant continues the model's
+# own text.
 ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
 # names of the parts of a turn, in a dict or as attributes; the first that is there counts
 OBSERVATION = ("observation", "observations", "obs")
@@ -32,7 +32,7 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
 
 @dataclass(frozen=True)
 class Turn:
-    """What an environment answers to a completion.
+    """Answer of an environment to a completion.
 
     observation: the text that the model reads next, or messages ({role, content} each). reward: for
     this completion. done: whether the conversation is over; then nobody reads the observation.
@@ -63,7 +63,8 @@ class Environment(Protocol):
 
 
 class NotATurn(Exception):
-    """What an environment is or returned, in words."""
+    """Raised for an object that is no environment, or a value that is no turn. Its text describes
+    the object."""
 
 
 def fresh(make: Any) -> Any:
@@ -102,7 +103,8 @@ def call_step(environment: Any, completion: str, loop: "Loop") -> Turn:
 
 
 def read_turn(value: Any) -> Turn:
-    """What `step` returned as a Turn. Raises NotATurn for anything that is not listed above."""
+    """Reads the return value of `step` as a Turn. Raises NotATurn for anything that is not listed
+    above."""
     observation, reward, done, info = _parts(value)
     done = _read_done(done)
     if done and (observation is None or observation == []):
@@ -216,7 +218,7 @@ MOST_NAME = 100
 
 
 def _read_info(value: Any) -> dict[str, bool | int | float]:
-    """What of it is a flag or a finite number; environments keep many other things there."""
+    """Reads the flags and finite numbers of `info`; environments keep many other things there."""
     if not isinstance(value, Mapping):
         return {}
     items = {escaped(str(name), MOST_NAME): _plain(item) for name, item in value.items()}
@@ -245,7 +247,7 @@ class Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def finish(self, value: Any) -> Any:
-        """The value, or what it comes to if it is awaitable."""
+        """Returns the value, or its result if it is awaitable."""
         if not inspect.isawaitable(value):
             return value
         if self._loop is None:
@@ -270,8 +272,8 @@ def _call_with(reset: Callable, example: dict) -> Any:
         takes_example = False
     if takes_example:
         return reset(example)
-    given = {"seed": seed_of(example), "options": dict(example)}
-    return reset(**{name: value for name, value in given.items() if name in known})
+    arguments = {"seed": seed_of(example), "options": dict(example)}
+    return reset(**{name: value for name, value in arguments.items() if name in known})
 
 
 def seed_of(example: dict) -> int:

@@ -12,7 +12,7 @@ class Game(Protocol):
     """A kind of game: what a task's source needs to know."""
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One example. It depends on nothing but the settings and what it draws from rng."""
+        """Makes one example. It depends on nothing but the settings and the draws from rng."""
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ def last_integer(text: str) -> int | None:
 
 
 def left_to_environment(completion: str, example: dict) -> float:
-    """0 for every completion: what is right, the environment alone can say."""
+    """Gives 0 to every completion: only the environment can say what is right."""
     return 0.0

@@ -58,7 +58,7 @@ class Worlds:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One world."""
+        """Makes one world."""
         squares = [divmod(int(i), self.size) for i in rng.permutation(self.size * self.size)]
         start, goal = squares[:2]
         walls: list[tuple[int, int]] = []
@@ -95,8 +95,8 @@ def distance(
 
 
 def seen(example: dict, at: tuple[int, int]) -> str:
-    """What the model reads of a world when it is at a square: "goal 2 up 1 left", or a map in which
-    A is itself, G the goal and # a wall."""
+    """Describes a world as the model reads it when it is at a square: "goal 2 up 1 left", or a map
+    in which A is itself, G the goal and # a wall."""
     goal = tuple(example["goal"])
     if example["view"] == "directions":
         down = goal[0] - at[0]

@@ -42,7 +42,7 @@ class Secrets:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One game."""
+        """Makes one game."""
         secret = int(rng.integers(self.low, self.high + 1))
         question = f"Guess {self.low} to {self.high}."
         return {"secret": secret, "low": self.low, "high": self.high, "question": question}
@@ -100,7 +100,8 @@ class GuessingGame:
         return Turn("higher" if self.secret > guess else "lower", reward)
 
     def _learn_from(self, guess: int) -> float:
-        """What a wrong guess gets; the numbers that it rules out are no longer possible."""
+        """Returns the reward of a wrong guess; the numbers that it rules out are no longer
+        possible."""
         reward = self.possible if self.least <= guess <= self.most else 0.0
         if self.secret > guess:
             self.least = max(self.least, guess + 1)

@@ -19,7 +19,7 @@ except ImportError as error:
     GenericEnvClient = None
     WHY_NOT = str(error)
 
-# of an observation, not meant for the model
+# fields of an observation that the model does not read
 NOT_SHOWN = ("done", "reward", "metadata")
 
 
@@ -53,7 +53,7 @@ class Episodes:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One episode."""
+        """Makes one episode."""
         check_openenv()
         return {"seed": int(rng.integers(2**31))}
 
@@ -143,12 +143,12 @@ class OpenEnv:
                 self._client.close()
         self._client = None
 
-    def _asked(self, method: str, *given: Any, **named: Any) -> Any:
-        """The answer of the server. A session that failed is closed."""
+    def _asked(self, method: str, *args: Any, **named: Any) -> Any:
+        """Calls a method of the client. A session that failed is closed."""
         if self._client is None:
             raise ValueError("the episode is over: call reset first")
         try:
-            return getattr(self._client, method)(*given, **named)
+            return getattr(self._client, method)(*args, **named)
         except TimeoutError as error:
             self.close()
             raise TimeoutError(
@@ -162,11 +162,12 @@ class OpenEnv:
             ) from error
 
     def _connection(self) -> Any:
-        """What stands for the session: another object after the client has connected again."""
+        """Returns the object that stands for the session; it is another one after the client has
+        connected again."""
         return getattr(self._client.async_client, "_ws", None)
 
     def _text(self, observation: Any) -> str:
-        """What the model reads of an observation."""
+        """Writes an observation as the model reads it."""
         if self.show is not None:
             return str(self.show(observation))
         if not isinstance(observation, dict):

@@ -29,7 +29,7 @@ from tunix_lite.workers.child import NotANumber, short_repr
 from tunix_lite.workers.pool import Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
 
-# how an environment may fail
+# kinds of failures of an environment
 FAILURES = ("error", "timeout", "crash", "not_a_turn")
 # times that one call is made again because its process was lost by other conversations
 MOST_REPLAYS = 100
@@ -37,8 +37,8 @@ NAME = "environment"
 
 
 class Reply(NamedTuple):
-    """What came of a call. turn: of a reset, its observation alone, or None for the task's own
-    prompt. failure: "", or one of FAILURES; message: how it failed. seconds: that the call took.
+    """Result of a call. turn: of a reset, its observation alone, or None for the task's own prompt.
+    failure: "", or one of FAILURES; message: how it failed. seconds: that the call took.
 
     Example: Reply(Turn("Higher."), seconds=0.001).
     """
@@ -63,7 +63,7 @@ class Conversations:
     def __init__(self, make: Any):
         self.make = make
         self._loop = Loop()
-        # by number: the environment, and how many completions it has answered
+        # (environment, number of completions it has answered), by number of the conversation
         self._live: dict[int, tuple[Any, int]] = {}
 
     def __reduce__(self) -> tuple:
@@ -77,12 +77,12 @@ class Conversations:
                 environment = fresh(self.make)
                 prompt = call_reset(environment, call["example"], self._loop)
                 self._live[number] = (environment, 0)
-                found = [prompt, 0.0, False, {}]
+                answer = [prompt, 0.0, False, {}]
             elif call["do"] == "close":
                 environment, _ = self._live.pop(number, (None, 0))
                 if callable(close := getattr(environment, "close", None)):
                     self._loop.finish(close())
-                found = ["", 0.0, True, {}]
+                answer = ["", 0.0, True, {}]
             else:
                 environment, turns = self._live.get(number, (None, -1))
                 if turns != call["turn"]:
@@ -91,20 +91,20 @@ class Conversations:
                 self._live[number] = (environment, -1)
                 turn = call_step(environment, completion, self._loop)
                 self._live[number] = (environment, turns + 1)
-                found = [turn.observation, turn.reward, turn.done, turn.info]
+                answer = [turn.observation, turn.reward, turn.done, turn.info]
         except NotATurn as error:
             raise _NotATurn(str(error)) from error
-        return json.dumps([*found, time.perf_counter() - began])
+        return json.dumps([*answer, time.perf_counter() - began])
 
 
 @dataclass
 class _Conversation:
-    """One conversation, as the run knows it."""
+    """State of one conversation in the run's process."""
 
     number: int
     place: int
     example: dict
-    # what was answered so far, that of reset first, and the completions between
+    # answers so far, that of reset first, and the completions between
     turns: list[Turn | None] = field(default_factory=list)
     completions: list[str] = field(default_factory=list)
     failed: bool = False
@@ -176,7 +176,7 @@ class EnvironmentPool:
     # ---- a call, and the calls that come before it where the process is new
 
     def _begin(self, conversation: _Conversation, completion: str | None) -> "Future[Reply]":
-        """completion: None resets."""
+        """Begins a call. completion: None resets."""
         reply: Future = Future()
         done = len(conversation.completions)
         _Call(self, conversation, completion, reply).submit(0 if completion is None else done + 1)
@@ -200,7 +200,7 @@ class _Call:
         return 0 if self.completion is None else len(self.conversation.completions) + 1
 
     def submit(self, at: int) -> None:
-        """Makes the call at this place; what follows it is made when it is answered."""
+        """Makes the call at this place; the next one is made when it is answered."""
         self.began = time.monotonic()
         conversation = self.conversation
         texts = [*conversation.completions, self.completion or ""]
@@ -211,7 +211,7 @@ class _Call:
         called.add_done_callback(partial(self._answered, at))
 
     def _answered(self, at: int, called: Future) -> None:
-        """In the thread that feeds the worker."""
+        """Handles an answer, in the thread that feeds the worker."""
         try:
             self._take(at, called.result()[NAME])
         except BaseException as error:
@@ -219,8 +219,8 @@ class _Call:
             with suppress(Exception):
                 self.reply.set_exception(error)
 
-    def _take(self, at: int, found: Outcome) -> None:
-        kind, value = found
+    def _take(self, at: int, outcome: Outcome) -> None:
+        kind, value = outcome
         if kind:
             self._fail(kind, value, at)
             return
@@ -263,7 +263,7 @@ class _Call:
         what = f"the completion {short_repr(texts[at - 1])}"
         if at == 0:
             what = f"the example {short_repr(self.conversation.example)}"
-        # what would be right comes last
+        # the correct form comes last in the message
         wrong, _, right = how.rpartition("; ") if kind == "not_a_turn" else (how, "", "")
         message = f"the environment {wrong} for {what}" + (f"; {right}" if right else "")
         if settings.on_error == "raise":

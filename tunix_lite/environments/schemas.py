@@ -1,4 +1,4 @@
-"""A Python function as a tool: what a model is told of it, and whether a call of it fits.
+"""Describes Python functions as tools for a model, and checks its calls of them.
 
 The schema is made of the type hints and the docstring, in the form that chat templates take
 (OpenAI's, JSON schema). Where it cannot be made, one message says why.
@@ -34,8 +34,8 @@ def tool_name(tool: Callable) -> str:
 
 
 def schema_of(tool: Callable) -> dict:
-    """What a chat template shows of a tool: {"type": "function", "function": {name, description,
-    parameters}}. Raises ValueError where it cannot be made."""
+    """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
+    description, parameters}}. Raises ValueError where it cannot be made."""
     name = tool_name(tool)
     text = inspect.getdoc(_documented(tool)) or ""
     described, arguments = _described(text)
@@ -68,7 +68,7 @@ def parameters_of(tool: Callable) -> dict[inspect.Parameter, Any]:
         parameters = inspect.signature(tool).parameters.values()
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(f"the types of the tool {name} cannot be read: {error}") from error
-    found = {}
+    types_of = {}
     for parameter in parameters:
         if parameter.name in bound:
             continue
@@ -81,12 +81,12 @@ def parameters_of(tool: Callable) -> dict[inspect.Parameter, Any]:
                 f"the tool {name} has no type hint for {parameter.name}; write, for example, "
                 f"{parameter.name}: str"
             )
-        found[parameter] = hints[parameter.name]
-    return found
+        types_of[parameter] = hints[parameter.name]
+    return types_of
 
 
 def misfit(tool: Callable, arguments: Any) -> str:
-    """Why the tool cannot be called with these arguments, in words; "" if it can be."""
+    """Explains why the tool cannot be called with these arguments; "" if it can be."""
     name = tool_name(tool)
     parameters = {parameter.name: (parameter, hint) for parameter, hint in _known(tool)}
     if not isinstance(arguments, dict):
@@ -111,18 +111,19 @@ def _known(tool: Callable) -> list[tuple[inspect.Parameter, Any]]:
 
 
 def _documented(tool: Callable) -> Callable:
-    """What has the docstring and the type hints: a function, or the method that calls an object."""
+    """Returns the object that has the docstring and the type hints: a function, or the method that
+    calls an object."""
     plain = tool.func if isinstance(tool, partial) else tool
     return plain if inspect.isroutine(plain) else type(plain).__call__
 
 
 def _described(text: str) -> tuple[str, dict[str, str]]:
-    """The first paragraph of a docstring, and what later lines say of arguments."""
+    """Splits a docstring into its first paragraph and its descriptions of arguments."""
     first, _, rest = text.partition("\n\n")
     arguments = {}
     for line in rest.splitlines():
-        if found := ARGUMENT.fullmatch(line):
-            arguments[found[1]] = found[2].strip()
+        if match := ARGUMENT.fullmatch(line):
+            arguments[match[1]] = match[2].strip()
     return " ".join(first.split()), arguments
 
 

@@ -1,4 +1,4 @@
-"""How conversations are held: their limits, their credit, and what becomes of one that fails."""
+"""Settings of conversations: their limits, their credit, and what becomes of one that fails."""
 
 from dataclasses import dataclass
 

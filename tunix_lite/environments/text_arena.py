@@ -22,7 +22,7 @@ except ImportError as error:
     textarena = None
     WHY_NOT = str(error)
 
-# where a game says which moves there are, as in "Available Moves: '[0]', '[4]'"
+# beginning of a list of moves, as in "Available Moves: '[0]', '[4]'"
 LISTS_MOVES = re.compile(r"(?:available|legal|possible|valid) (?:actions?|moves?)\b[^:\n]*:", re.I)
 MOVE = re.compile(r"\[[^\[\]\n]+\]")
 # stands for a number that a player chooses, as in "[bet X]"
@@ -67,7 +67,7 @@ class TextArenaGames:
         return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """One game."""
+        """Makes one game."""
         check_textarena()
         game = self.games[int(rng.integers(len(self.games)))]
         return {"game": game, "seed": int(rng.integers(2**31))}
@@ -144,14 +144,16 @@ class TextArena:
             ) from error
         except LookupError as error:
             # nltk explains at length, with empty lines before and after
-            words = " ".join(str(error).replace("*", " ").split())
-            raise ValueError(f"{game} lacks data of a package of its own: {words[:160]}") from error
+            reason = " ".join(str(error).replace("*", " ").split())
+            raise ValueError(
+                f"{game} lacks data of a package of its own: {reason[:160]}"
+            ) from error
         return made
 
     # ---- moves
 
     def _play(self, move: str) -> bool:
-        """Whether the game is over after this move of the player whose turn it is."""
+        """Plays the move of the player whose turn it is, and tells if the game is over."""
         done, _ = self.game.step(action=move)
         self.played = move
         return bool(done)
@@ -164,7 +166,7 @@ class TextArena:
         return done
 
     def _over(self) -> Turn:
-        """The end: what the game gives, and what it says of the model's play."""
+        """Ends the game: its reward, and its verdict on the model's play."""
         rewards, said = self.game.close()
         reward = float((rewards or {}).get(self.me, 0.0))
         mine = said.get(self.me, {})
@@ -177,7 +179,7 @@ class TextArena:
         return "\n".join(self._lines(self.me))
 
     def _lines(self, player: int) -> list[str]:
-        """What a player has not seen yet, without its own moves."""
+        """Returns the lines that a player has not seen yet, without its own moves."""
         state = self.game.state
         new = state.observations[player]
         state.observations[player] = []
@@ -198,8 +200,8 @@ def random_move(observation: str) -> str:
     """An opponent: one of the moves that the game listed last, such as "Available Moves: '[0]',
     '[4]'", each as likely as the others. Raises ValueError where no moves are listed."""
     listed = LISTS_MOVES.split(observation)
-    found = MOVE.findall(listed[-1].split("\n[")[0]) if len(listed) > 1 else []
-    moves = [move for move in found if not PLACEHOLDER.search(move)]
+    listed_moves = MOVE.findall(listed[-1].split("\n[")[0]) if len(listed) > 1 else []
+    moves = [move for move in listed_moves if not PLACEHOLDER.search(move)]
     if not moves:
         raise ValueError(
             "this game does not list the moves that there are: task.environment.opponent must be a "

@@ -41,16 +41,16 @@ class ToolCall:
 
 def calls_in(completion: str) -> list[ToolCall]:
     """All calls of a completion, in their order; [] if it has none."""
-    if found := HERMES.findall(completion):
-        return [call for text in found for call in _of_json(text, is_call=True)]
-    if found := FUNCTION.findall(completion):
-        return [_with_arguments(name, text) for name, text in found]
+    if bodies := HERMES.findall(completion):
+        return [call for text in bodies for call in _of_json(text, is_call=True)]
+    if named := FUNCTION.findall(completion):
+        return [_with_arguments(name, text) for name, text in named]
     text = completion.strip()
     calls = []
     for kind, body in FENCE.findall(text):
         # a block of JSON or Python may be part of an answer
-        found = _of_json(body, is_call=kind == "tool_call")
-        calls += found or (_of_python(body) if kind == "tool_code" else [])
+        in_json = _of_json(body, is_call=kind == "tool_call")
+        calls += in_json or (_of_python(body) if kind == "tool_code" else [])
     if calls:
         return calls
     is_tagged = text.startswith(PYTHON_TAG)
@@ -76,18 +76,20 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
     if len(text) > LONGEST or text[:1] not in ("{", "["):
         problem = f"a call is JSON of a name and arguments; this is {short_repr(text)}"
         return [ToolCall("", problem=problem)] if is_call else []
-    found = []
+    values = []
     try:
         decoder = json.JSONDecoder()
         while text:
             value, end = decoder.raw_decode(text)
-            found += value if isinstance(value, list) else [value]
+            values += value if isinstance(value, list) else [value]
             text = text[end:].lstrip("; \n\t\r,")
     except (ValueError, RecursionError) as error:
         return [ToolCall("", problem=f"the call is no JSON: {error}")] if is_call else []
-    calls = [_of_object(value) for value in found]
+    calls = [_of_object(value) for value in values]
     if is_call:
-        return [call or ToolCall("", problem=_nameless(value)) for call, value in zip(calls, found)]
+        return [
+            call or ToolCall("", problem=_nameless(value)) for call, value in zip(calls, values)
+        ]
     return [call for call in calls if call] if all(calls) else []
 
 
@@ -97,10 +99,10 @@ def _of_object(value: Any) -> ToolCall | None:
     if isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name")
-    given = [key for key in ARGUMENTS if key in value]
-    if not isinstance(name, str) or (not given and set(value) != {"name"}):
+    keys = [key for key in ARGUMENTS if key in value]
+    if not isinstance(name, str) or (not keys and set(value) != {"name"}):
         return None
-    return _with_arguments(name, value[given[0]] if given else {})
+    return _with_arguments(name, value[keys[0]] if keys else {})
 
 
 def _with_arguments(name: str, arguments: Any) -> ToolCall:

@@ -62,7 +62,7 @@ class ToolEnvironment:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """Returns the variables of the chat template beside the messages."""
         return {"tools": self.schemas} if self.role == "tool" else {}
 
     def reset(self, example: dict) -> None:
@@ -95,7 +95,7 @@ class ToolEnvironment:
         return Turn("", reward, done=True, info=info)
 
     def _made(self, call: ToolCall) -> tuple[str, bool]:
-        """What a call comes to, as the model reads it, and whether it went well."""
+        """Makes a call. Returns its result, as the model reads it, and whether it went well."""
         problem = call.problem or self._misfit(call)
         if problem:
             return f"Error: {problem}", False

@@ -10,13 +10,14 @@ from tunix_lite.environments.settings import ConversationConfig
 COMPLETION = "The answer is 7."
 # that a call may take here; one that takes longer is not judged
 SECONDS = 5.0
-# how a call may have failed for good
+# failures that stay
 FOR_GOOD = ("error", "not_a_turn", "crash")
 
 
 class Tried(NamedTuple):
-    """How an environment fails, in words ("": it does not); the prompt with which it begins (None:
-    that of the task); and what it answers to a made-up completion (None: nothing that is read).
+    """Result of a try: how the environment fails, in words ("": it does not); the prompt with which
+    it begins (None: that of the task); and its answer to a made-up completion (None: nothing that
+    is read).
 
     Example: Tried("", "Guess a number.", "Higher.").
     """
@@ -27,7 +28,7 @@ class Tried(NamedTuple):
 
 
 def try_environment(environment: Any, example: dict, settings: ConversationConfig) -> Tried:
-    """What an environment does with an example and a made-up completion.
+    """Tries an environment with an example and a made-up completion.
 
     It is called in a process of its own, which ends with the call. Raises ValueError if that
     process cannot start.

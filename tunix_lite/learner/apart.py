@@ -1,5 +1,5 @@
-"""An update in two programs, for loops that are written outside: gradients, which add up over
-calls, and the step of the optimizer.
+"""Splits an update into two programs, for loops that are written outside: gradients, which add up
+over calls, and the step of the optimizer.
 
 They are made of what learner/step.py makes its single program of.
 """

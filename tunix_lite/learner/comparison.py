@@ -1,11 +1,10 @@
-"""Comparing the policy with a teacher at each token: what `collect` keeps of the teacher, and what
-the update makes of it.
+"""Compares the policy with a teacher at each token: `collect` stores the teacher's outputs, and the
+update computes the divergence from them.
 
-The teacher reads the completions once, and of each token is kept what its distribution is made of:
-its hidden state, or its k likeliest tokens with their log-probabilities. They travel with the batch
-as streams [B, T, K], so that packing and micro-batches take them along, and the update makes the
-divergence of models/divergence.py of them. The teacher's output embedding stays where it is, on the
-mesh, and is a constant of the batch.
+The teacher reads the completions once. For each token its hidden state is stored, or its k
+likeliest tokens with their log-probabilities. They travel with the batch as streams [B, T, K], so
+that packing and micro-batches take them along. models/divergence.py computes the divergence. The
+teacher's output embedding stays where it is, on the mesh, and is a constant of the batch.
 """
 
 from collections.abc import Callable
@@ -33,30 +32,30 @@ TABLE = "teacher_table"
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a comparison depends on beside arrays.
+    """Inputs of a comparison beside arrays.
 
     Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144).
     """
 
     comparison: TeacherComparison
-    softcap: float | None  # of the teacher's logits
-    embed_dim: int  # of the teacher
-    vocabulary: int  # of the policy: tokens that a larger teacher has besides are left out
+    softcap: float | None  # softcap of the teacher's logits
+    embed_dim: int  # width of the teacher
+    vocabulary: int  # tokens of the policy; a larger teacher's other tokens are left out
 
     def streams(self, dtype: DTypeLike) -> dict[str, tuple[int, DTypeLike]]:
-        """By name, the length and the type of the vector that is kept of each token."""
+        """Returns the length and the type of the vector that is stored for each token, by name."""
         k = self.comparison.top_k
         if not k:
             return {HIDDEN: (self.embed_dim, dtype)}
         return {TOKENS: (k, jnp.int32), LOGPROBS: (k + 1, jnp.float32)}
 
     def vocabulary_of(self, table: Any) -> Any:
-        """The rows of the teacher's output embedding that the policy has tokens for."""
+        """Returns the rows of the teacher's output embedding that the policy has tokens for."""
         return table if len(table) == self.vocabulary else table[: self.vocabulary]
 
     def shapes(self, rows: RowBatch, table: Any, dtype: DTypeLike) -> RowBatch:
-        """The shapes of rows, with those of what a comparison adds to them; table: the shape of the
-        teacher's output embedding."""
+        """Returns the shapes of rows with the arrays that a comparison adds to them; table: the
+        shape of the teacher's output embedding."""
 
         def vectors(length: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
             shape = (*rows.tokens.shape, length)
@@ -80,9 +79,9 @@ class FrozenComparer:
     Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence.
     """
 
-    params: Params  # of the teacher, on the mesh, never donated
+    params: Params  # weights of the teacher, on the mesh, never donated
     table: jax.Array | None  # its output embedding, where the whole vocabulary is compared
-    rows: RowLayout  # how a batch is laid out for it
+    rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
 
@@ -92,14 +91,14 @@ class FrozenComparer:
         seen: the same completions as the teacher reads them, after other prompts; None: as they
         are. Raises ValueError if another number of tokens counts in a sequence of it.
         """
-        # what else a batch holds would only make another program
+        # Other fields of a batch would only make another program.
         read = batch if seen is None else seen
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
-        found = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
-        found = {name: realigned(values, read, batch) for name, values in found.items()}
+        streams = jax.tree.map(layout.back, self.compiled(laid_out)(self.params, laid_out))
+        streams = {name: realigned(values, read, batch) for name, values in streams.items()}
         constants = None if self.table is None else {TABLE: self.table}
-        return batch.replace(streams=batch.streams | found, constants=constants)
+        return batch.replace(streams=batch.streams | streams, constants=constants)
 
     def compiled(self, batch: RowBatch) -> Callable:
         """Returns the compiled program for this batch in rows, or for its shapes."""
@@ -127,7 +126,8 @@ def description_program(scores: Callable, teacher: Teacher) -> Callable:
 def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
 ) -> Callable[..., ComparedScores]:
-    """The scores of the policy, and how far it is from the teacher at each token that counts.
+    """Returns the scores of the policy, and how far it is from the teacher at each token that
+    counts.
 
     scores: policy.batch_scores with its settings. A batch needs the streams of a comparison.
     """
@@ -149,21 +149,23 @@ def _compared_head(
 ) -> ComparedScores:
     """The scores [R, M] of hidden states, and the divergence of each."""
     # the scores of the sampled tokens, as without a comparison
-    found = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
+    scores = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
     spec = head_spec(len(table_VD), softcap, temperature)
-    # what was kept of the teacher at the same tokens
-    kept = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
+    # the teacher's streams at the same tokens
+    of_teacher = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
     if comparison.top_k:
-        divergence = list_divergence(kind, spec, before_RMD, table_VD, kept[TOKENS], kept[LOGPROBS])
+        divergence = list_divergence(
+            kind, spec, before_RMD, table_VD, of_teacher[TOKENS], of_teacher[LOGPROBS]
+        )
     else:
         theirs = head_spec(len(table_VD), teacher.softcap, temperature)
         table_VE = batch.constants[TABLE]
         divergence = head_divergence(
-            kind, spec, before_RMD, table_VD, theirs, kept[HIDDEN], table_VE
+            kind, spec, before_RMD, table_VD, theirs, of_teacher[HIDDEN], table_VE
         )
-    return ComparedScores(*found, divergence)
+    return ComparedScores(*scores, divergence)
 
 
 def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:

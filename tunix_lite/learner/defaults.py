@@ -1,5 +1,5 @@
-"""What `auto` stands for in optimizer.learning_rate and training.mixed_precision: the rate follows
-what trains, the precision follows the device.
+"""Chooses the values of `auto` in optimizer.learning_rate and training.mixed_precision: the rate
+follows what trains, the precision follows the device.
 
 docs/guide/training.md gives the source of each number.
 """
@@ -46,9 +46,9 @@ def with_rate(optimizer: Optimizer, trains: str, learns_from: str) -> Optimizer:
     return replace(optimizer, learning_rate=usual_rate(optimizer, trains, learns_from))
 
 
-def precision(asked: str, num_params: int, platform: str) -> str:
+def precision(setting: str, num_params: int, platform: str) -> str:
     """training.mixed_precision with a type for auto: bf16 for a real model on an accelerator, else
     fp32."""
-    if asked != AUTO:
-        return asked
+    if setting != AUTO:
+        return setting
     return "bf16" if num_params >= REAL and platform in ACCELERATORS else "fp32"

@@ -74,7 +74,7 @@ def _by_shard(
     grad_shardings: Any,
     sync_every: int,
 ) -> tuple[Callable[[Any], Sums], Any, int, jax.Array | None]:
-    """The same sum in larger parts, each of which a shard adds up by itself: (fn, batch, parts,
+    """Groups the parts into larger ones, which each shard adds up by itself: (fn, batch, parts,
     num_used)."""
     parts = parts // sync_every
     num_used = None if num_used is None else -(-num_used // sync_every)
@@ -106,7 +106,7 @@ def _is_max(leaf: Any) -> bool:
 
 
 def _empty_sums(like: Sums) -> Sums:
-    """What sums and maxima of these shapes start from."""
+    """Returns the start values of sums and maxima of these shapes."""
 
     def start_of(x: Any) -> Any:
         if _is_max(x):

@@ -29,7 +29,8 @@ LEAST_RMS = 1e-3
 
 @dataclass(frozen=True)
 class LearningRateConfig:
-    """What all optimizers share: the learning rate over the run, and the clipping of gradients."""
+    """Settings that all optimizers share: the learning rate over the run, and the clipping of
+    gradients."""
 
     # The usual rate of this optimizer as a multiple of AdamW's.
     TIMES_ADAMW: ClassVar[float] = 1.0
@@ -96,7 +97,7 @@ class OptimizerConfig(LearningRateConfig):
         )
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         return f"adamw({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
 
 
@@ -148,7 +149,7 @@ class AdafactorConfig(LearningRateConfig):
         return optax.chain(*parts, optax.scale(-1.0))
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         more = f", momentum {self.momentum:g}" if self.momentum else ""
         weights = ", times the rms of the weights" if self.scale_by_weights else ""
         clip = f", clip rms {self.clip_rms:g}" if self.clip_rms else ""
@@ -217,7 +218,7 @@ class MuonConfig(LearningRateConfig):
         )
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         size = "" if self.rms is None else f", rms {self.rms:g}"
         momentum = f"{'nesterov ' if self.nesterov else ''}momentum {self.momentum:g}"
         muon = f"{momentum}, {self.ns_steps} Newton-Schulz steps{size}"
@@ -246,7 +247,7 @@ class LionConfig(LearningRateConfig):
         )
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         return f"lion({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
 
 
@@ -272,7 +273,7 @@ class SGDConfig(LearningRateConfig):
         return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
 
     def describe(self, rate: str) -> str:
-        """In words."""
+        """Describes the optimizer."""
         name = "nesterov momentum" if self.nesterov else "momentum"
         return f"sgd({rate}{f', {name} {self.momentum:g}' if self.momentum else ''})"
 
@@ -285,7 +286,8 @@ def _decay(weight_decay: float) -> str:
 
 
 def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
-    """The settings with the learning rate that data-parallel shards (fsdp) in this number get."""
+    """Returns the settings with the learning rate for this number of data-parallel shards
+    (fsdp)."""
     if not cfg.scale_lr_with_devices:
         return cfg
     return replace(cfg, learning_rate=cfg.learning_rate * num_shards)
@@ -355,8 +357,8 @@ def describe(cfg: Optimizer, num_shards: int = 1, max_steps: int | None = None) 
 
 
 def _matrix_dims(table: Table) -> Any:
-    """By weight, which of its dims are the inputs and the outputs of a matrix; MaskedNode, as
-    optax.partition marks it: it is none for Muon.
+    """Returns the dims of each weight that are the inputs and the outputs of a matrix; MaskedNode,
+    as optax.partition marks it, where Muon has no matrix.
 
     A stack of layers is as many matrices. The embedding and the head are not meant for Muon.
     """
@@ -397,7 +399,7 @@ def _per_matrix(factor: Callable, dims: Any) -> optax.GradientTransformation:
 
 
 def _matrix_size(inputs: int, outputs: int, rms: float | None) -> float:
-    """What an orthogonal matrix is multiplied by: see MuonConfig.rms."""
+    """Returns the factor of an orthogonal matrix: see MuonConfig.rms."""
     if rms is None:
         return math.sqrt(max(1.0, outputs / inputs))
     return math.sqrt(max(inputs, outputs)) * rms
@@ -483,7 +485,7 @@ class StateLeaf:
     shape: jax.ShapeDtypeStruct
     # the path of the weight; None: it belongs to none, as a counter does
     weight: tuple[str, ...] | None
-    # which dims of the weight its own dims are
+    # the dims of the weight that the array has
     dims: tuple[int, ...] = ()
 
 
@@ -508,8 +510,8 @@ def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any
 def _dims_kept(
     whole: tuple[int, ...], part: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[int, ...] | None:
-    """Which dims of a weight an array beside it has: all, or all but one (Adafactor); None: it has
-    none of them."""
+    """Finds the dims of a weight that an array beside it has: all, or all but one (Adafactor);
+    None: it has none of them."""
     every = tuple(range(len(whole)))
     if part == whole:
         return every
@@ -533,8 +535,8 @@ def _names(path: tuple) -> tuple[str, ...]:
 def apply_update(
     optimizer: optax.GradientTransformation, grads: Params, state: TrainState, seed: int
 ) -> tuple[tuple[Params, Any], jax.Array]:
-    """(the new params, the new state of the optimizer), and the norm of what was added. It is
-    computed in float32; `seed` is that of rounding to what is kept."""
+    """(the new params, the new state of the optimizer), and the norm of the change. It is computed
+    in float32; `seed` is that of rounding to the types of the old ones."""
     params = widen(state.params)
     updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
@@ -557,10 +559,10 @@ def round_to_kept(new: tuple[Params, Any], state: TrainState, seed: int) -> tupl
     that they are the same on every mesh.
     """
     key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-    kept = jax.tree.leaves((state.params, state.opt_state))
+    old_leaves = jax.tree.leaves((state.params, state.opt_state))
     leaves, form = jax.tree.flatten(new)
     keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
-    rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, kept, keys)]
+    rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, old_leaves, keys)]
     return form.unflatten(rounded)
 
 

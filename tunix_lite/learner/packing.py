@@ -1,12 +1,12 @@
-"""Bin packing: where the tokens of a batch stand in rows, so that padding is not computed.
+"""Bin packing: places the tokens of a batch in rows, so that padding is not computed.
 
 A batch is [B, T]: left-padded prompts, then right-padded completions. Packed, its sequences stand
 side by side in rows [R, W]; M is the number of scored tokens (loss_weight is not 0) of the row that
 has most. A loss is a weighted sum over tokens, so it is the same however they stand. Neighbours
 that start with the same prompt may share it: the prompt stands once, in the prefix of the row
-(prefix_columns), and their completions stand in its num_lanes lanes (lane_columns each). What
-stands in a lane sees the prefix and that lane, never another lane, so attention costs no more than
-without sharing.
+(prefix_columns), and their completions stand in its num_lanes lanes (lane_columns each). A token in
+a lane sees the prefix and that lane, never another lane, so attention costs no more than without
+sharing.
 
 Example: prompt 5 6 with the completions 7 8 and 9, and prompt 3 with the completion 4, in a row
 with a prefix of 3 columns and two lanes of 3:
@@ -14,7 +14,7 @@ with a prefix of 3 columns and two lanes of 3:
   tokens          5 6 3|7 8 4|9 . .
   segment_ids     1 1 2|1 1 2|1 0 0    a token sees only its segment,
   completion_ids  0 0 0|1 1 1|2 0 0    of that the prompt, 0, and its own completion,
-  positions       0 1 0|2 3 1|2 0 0    of those what stands at its position or before
+  positions       0 1 0|2 3 1|2 0 0    of those the tokens at its position or before
   scored          3 4 5 6              the columns of 7 8 4 9
   previous        1 3 2 1              the columns whose hidden states predict them: 7, 9 follow 6
 """
@@ -29,16 +29,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowShape:
-    """What a packed row has room for, in columns: shared prompts in its prefix, then lanes.
+    """Columns of a packed row: shared prompts in its prefix, then lanes.
 
     Example: RowShape(3, 2, 3) is the row above, 9 columns wide.
     """
 
-    lane_columns: int  # of each lane
+    lane_columns: int  # columns of each lane
     num_lanes: int = 1
     # 0: prompts are not shared, and a sequence stands in a lane
     prefix_columns: int = 0
-    # whether a batch whose rows score few tokens takes programs of its own
+    # True: a batch whose rows score few tokens takes programs of its own
     narrows: bool = False
 
     @property
@@ -47,7 +47,7 @@ class RowShape:
 
     @property
     def scored_sizes(self) -> list[int]:
-        """What M may be, the most first. A run compiles a program for each before its first
+        """Possible values of M, the most first. A run compiles a program for each before its first
         step."""
         most = self.num_lanes * self.lane_columns
         return [most, -(-3 * most // 4)] if self.narrows and most > 1 else [most]
@@ -59,7 +59,7 @@ class RowShape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Where the tokens of a [B, T] batch stand in rows [R, W], and what each may see.
+    """Places of the tokens of a [B, T] batch in rows [R, W], and what each may see.
 
     Example: for the row at the top of this file, `source` is [[1, 2, 12, 3, 4, 13, 8, -1, -1]] if T
     = 5 and prompts are left-padded to 3 columns.
@@ -133,17 +133,17 @@ def packed(
     """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
     last.
 
-    Micro-batch i is the i-th `rows_per_part` rows of every shard. What no token that counts can see
-    is dropped: what follows the last such token of a sequence, and a sequence without any. With a
-    prefix, neighbours with the same prompt share it: what stands before the last `lane_columns`
-    columns, as far as none of it counts. Raises ValueError where a sequence does not fit into a
-    row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how many it takes),
-    and as `unpacked` does.
+    Micro-batch i is the i-th `rows_per_part` rows of every shard. Tokens that no counted token can
+    see are dropped: those behind the last counted token of a sequence, and a sequence without any.
+    With a prefix, neighbours with the same prompt share it: the tokens before the last
+    `lane_columns` columns, as far as none of them counts. Raises ValueError where a sequence does
+    not fit into a row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how
+    many it takes), and as `unpacked` does.
     """
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
 
-    # what stands in one row together, and where
+    # sequences that stand in one row together, and their places
     sequences = _sequences(token_mask_BT, counts_BT, shape)
     groups = _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape)
     units = [unit for group in groups for unit in group]
@@ -172,8 +172,8 @@ def packed(
 
 
 def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
-    """How many rows `packed` takes at most, for sequences of at most `longest` tokens, prompts
-    shared or not.
+    """Counts the rows that `packed` takes at most, for sequences of at most `longest` tokens,
+    prompts shared or not.
 
     Of two used rows, whatever opened the later did not fit into the earlier, so together they hold
     more than `width`. Summed over every row and the next (after the last, the first): 2 * tokens >
@@ -184,7 +184,8 @@ def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
 
 
 def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
-    """How many rows `packed` takes at most, where every `group_size` neighbours have one prompt.
+    """Counts the rows that `packed` takes at most, where every `group_size` neighbours have one
+    prompt.
 
     In a row of its own a completion needs no more than a lane.
     """
@@ -192,7 +193,7 @@ def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
 
 
 class _Sequence(NamedTuple):
-    """What is kept of one sequence, as places in the flattened batch."""
+    """Tokens of one sequence that go into rows, as places in the flattened batch."""
 
     start: int  # its first real token
     prefix: int  # tokens of its prompt, which it could share, if the row has a prefix
@@ -200,14 +201,14 @@ class _Sequence(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """What stands in one row together: a shared prompt, and the rest of its sequences."""
+    """Sequences that stand in one row together: a shared prompt, and the rest of each."""
 
     prefix: int  # tokens
     sequences: list[_Sequence]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each rest."""
+        """Tokens of each sequence behind the shared prompt."""
         return [one.stop - one.start - self.prefix for one in self.sequences]
 
     @property
@@ -339,8 +340,8 @@ def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, li
 
 
 def _spread_rows(fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int) -> np.ndarray:
-    """Where each used row stands: the fullest first, dealt across the shards of a part, then to the
-    next part.
+    """Places the used rows: the fullest first, dealt across the shards of a part, then to the next
+    part.
 
     Every other pass goes the other way round, or the first shard and the first part would always
     get the fuller row. fills: tokens of each used row.
@@ -373,7 +374,7 @@ def _fill_rows(
     previous = np.tile(np.arange(width) - 1, num_rows)
     count = np.arange(width, dtype=np.int32)
 
-    # where the next token of each row goes: in its prefix, then in each of its lanes
+    # column of the next token of each row: in its prefix, then in each of its lanes
     starts = shape.prefix_columns + shape.lane_columns * np.arange(-1, shape.num_lanes)
     starts[0] = 0
     ends = np.arange(0, num_rows * width, width)[:, None] + starts
@@ -410,7 +411,7 @@ def _fill_rows(
 def _scored(
     counts_RW: np.ndarray, previous_RW: np.ndarray, shape: RowShape
 ) -> dict[str, np.ndarray]:
-    """The [R, M] arrays of Packed; the fullest row says what M is."""
+    """The [R, M] arrays of Packed; the fullest row decides M."""
     R, W = counts_RW.shape
     counted = np.flatnonzero(counts_RW)
     counted_R = np.bincount(counted // W, minlength=R)

@@ -128,5 +128,5 @@ def sequence_scores(
     meta = attention.one_sequence_per_row(token_mask_BT)
     hidden_BTD = decoder.forward(params, cfg, tokens_BT, meta, dtype)[:, :-1]
     table_VD = decoder.output_table(params, cfg)
-    found = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
-    return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in found))
+    scores = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
+    return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))

@@ -1,4 +1,4 @@
-"""How the sequences of a batch become rows on the mesh, and how values come back from there."""
+"""Lays out the sequences of a batch as rows on the mesh, and brings values back from there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ PACKING = ("none", "sequences", "prefix")
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the sequences of a batch become rows. Widths and counts are fixed, so that programs
+    """Lays out the sequences of a batch as rows. Widths and counts are fixed, so that programs
     compile once.
 
     Example: RowLayout("none", 2, 64): a sequence a row, two micro-batches, and the last 64 columns
@@ -32,7 +32,7 @@ class RowLayout:
     num_parts: int = 1
     # columns at the end of unpacked rows in which all scored tokens are; None: as many as needed
     num_scored: int | None = None
-    shape: RowShape | None = None  # of packed rows
+    shape: RowShape | None = None  # shape of packed rows
     rows_per_part: int = 0  # packed rows in a micro-batch of a shard
 
     @property
@@ -93,7 +93,7 @@ class RowLayout:
         }
 
     def _last_columns(self, counts_BT: np.ndarray) -> int:
-        """How many columns at the end of the rows contain all scored tokens."""
+        """Counts the columns at the end of the rows that contain all scored tokens."""
         width = counts_BT.shape[1]
         needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
         if self.num_scored is None:
@@ -114,8 +114,8 @@ def row_shapes(
     values: Sequence[str],
     streams: Sequence[str] = (),
 ) -> RowBatch:
-    """What `layout.lay_out` makes of [num_sequences, length], as ShapeDtypeStructs placed on the
-    current mesh.
+    """Returns the shapes that `layout.lay_out` makes of [num_sequences, length], as
+    ShapeDtypeStructs placed on the current mesh.
 
     Packed rows are as many as could ever be needed. Unpacked rows need `num_scored`. values: the
     fields of float32 that the batch has; streams: the names of its streams.

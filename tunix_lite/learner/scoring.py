@@ -23,13 +23,13 @@ class Rescore:
     Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights.
     """
 
-    rows: RowLayout  # how a batch is laid out for it
+    rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
         """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        # what else a batch holds would only make another program
+        # Other fields of a batch would only make another program.
         read = Batch(batch.tokens, batch.token_mask, batch.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
@@ -48,7 +48,7 @@ class FrozenScorer:
     """
 
     params: Params  # on the mesh, never donated
-    rows: RowLayout  # how a batch is laid out for it
+    rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
     program: Callable
 
@@ -78,8 +78,8 @@ def on_every_device(
     """
 
     def score(params: Params, batch: RowBatch) -> Any:
-        found = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
-        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), found)
+        scores = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
+        return jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), scores)
 
     return jax.jit(score)
 

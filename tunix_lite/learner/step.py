@@ -39,11 +39,11 @@ class TrainStep:
     optimizer: optax.GradientTransformation
     # the adapters that train; None: all weights do
     lora: LoraConfig | None = None
-    # of the adapters' dropout and of rounding
+    # seed of the adapters' dropout and of rounding
     seed: int = 0
     # micro-batches after which the gradient crosses the mesh
     sync_every: int = 1
-    # of the compiler, by platform
+    # options of the compiler, by platform
     compiler_options: OptionsByPlatform = field(default_factory=dict)
 
     def __call__(
@@ -60,7 +60,7 @@ class TrainStep:
     def program(
         self, state: TrainState, frozen: Params | None, batch: RowBatch
     ) -> jax.stages.Wrapped:
-        """What is compiled for these arguments, or for their shapes."""
+        """Returns the jitted function for these arguments, or for their shapes."""
         shardings = jax.tree.map(lambda x: x.sharding, (state, frozen, batch))
         # the new state lies where the old one did
         of_state = shardings[0]

@@ -33,9 +33,9 @@ def _forward(
 
 
 def _backward(
-    activation: str, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    activation: str, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    gate, up = kept
+    gate, up = residuals
     activated, slope = SLOPES[activation](wide(gate))
     of_gate = wide(cotangent) * wide(up) * slope
     of_up = wide(cotangent) * activated

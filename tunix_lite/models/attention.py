@@ -42,7 +42,7 @@ LANES = 128
 
 @flax.struct.dataclass
 class AttentionMeta:
-    """Which tokens may see each other. The arrays are int32, [B, T].
+    """Tells which tokens may see each other. The arrays are int32, [B, T].
 
     Example, one row with a prompt of two tokens, two completions of it, and a padding token:
 
@@ -51,11 +51,11 @@ class AttentionMeta:
         completion_ids  0 0 | 1 1 | 2 | 0
     """
 
-    # of a token in its own sequence, from 0
+    # position of a token in its own sequence, from 0
     positions: jax.Array
-    # which sequence, or group that shares a prompt, a token belongs to; 0: padding
+    # number of the sequence, or of the group that shares a prompt; 0: padding
     segments: jax.Array
-    # which completion of its segment; 0: the prompt, which all of them see. None: none share one
+    # number of the completion in its segment; 0: the prompt, which all see. None: none share one
     completion_ids: jax.Array | None = None
     # columns of the shared prompts, which all lanes see (packing.RowShape)
     prefix_columns: int = flax.struct.field(pytree_node=False, default=0)
@@ -64,7 +64,7 @@ class AttentionMeta:
 
 
 def meta_of_rows(batch: RowBatch) -> AttentionMeta:
-    """Where the tokens of a batch in rows stand, and what each sees."""
+    """Returns the positions of the tokens of a batch in rows, and what each sees."""
     return AttentionMeta(
         batch.positions,
         batch.segment_ids,
@@ -263,7 +263,7 @@ def window_of(cfg: Architecture, is_local: bool | jax.Array) -> int | jax.Array 
 
 
 def piece_length(q_BTNH: jax.Array, S: int) -> int:
-    """How many queries of a row have their scores with S keys computed at once."""
+    """Counts the queries of a row whose scores with S keys are computed at once."""
     B, T, N, _ = q_BTNH.shape
     per_query_on_a_device = B * N * S // (parts_of("batch") * parts_of("heads"))
     length = max(SCORES_AT_ONCE // per_query_on_a_device, -(-T // MOST_PIECES), 1)
@@ -413,8 +413,8 @@ flash_attention_under_vmap.defvjp(
 
 
 def merge_vmapped_rows(fn: Callable) -> Callable:
-    """fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the rows
-    of all shards."""
+    """Wraps fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the
+    rows of all shards."""
     per_shard = jax.custom_batching.custom_vmap(fn)
 
     @per_shard.def_vmap
@@ -543,7 +543,7 @@ class CannotCompile(ValueError):
 
 
 def choose(
-    asked: str,
+    setting: str,
     cfg: Architecture,
     platform: str,
     dtype: DTypeLike,
@@ -552,25 +552,25 @@ def choose(
 ) -> tuple[str, str]:
     """The implementation for rows of `width` tokens, a name of IMPLEMENTATIONS, and the reason.
 
-    asked: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
+    setting: `training.attention`, auto or such a name. shares_prompts: whether the completions of a
     group share one copy of their prompt. Raises ValueError if the one asked for cannot do it, and
     CannotCompile if only this machine cannot.
     """
-    if asked == "xla":
+    if setting == "xla":
         return "xla", "as training.attention says"
     native = NATIVE.get(platform)
-    if asked == "auto" and native is None:
+    if setting == "auto" and native is None:
         return "xla", f"the one for {platform}"
-    name = native if asked == "auto" else asked
+    name = native if setting == "auto" else setting
     reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
     kind = ValueError
     if reason is None and name == "cudnn":
         reason = _cudnn_fails(cfg, dtype)
         kind = CannotCompile
-    if asked != "auto":
+    if setting != "auto":
         if reason:
-            raise kind(f"attention={asked}: {reason}; use auto or xla")
-        return asked, "as training.attention says"
+            raise kind(f"attention={setting}: {reason}; use auto or xla")
+        return setting, "as training.attention says"
     return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
 
 
@@ -582,8 +582,8 @@ def obstacle(
     width: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Why the implementation `name` cannot compute this here; None: it can. Arguments as of
-    `choose`.
+    """Explains why the implementation `name` cannot compute this here; None: it can. Arguments as
+    of `choose`.
 
     On an NVIDIA GPU it compiles a small kernel to find out.
     """
@@ -601,7 +601,8 @@ def unsupported(
     width: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Why the implementation `name` was not made for this, on any machine; None: it was."""
+    """Explains why the implementation `name` was not made for this, on any machine; None: it
+    was."""
     if NATIVE.get(platform) != name:
         return f"it does not run on {platform}"
     if name == "cudnn":
@@ -631,7 +632,7 @@ def unsupported(
 
 def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
     """Compiles a small kernel, because only that shows whether the library is there and takes it.
-    The error in one line; None: it compiles."""
+    Returns the error in one line; None: it compiles."""
     x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)
     mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
     attention = partial(jax.nn.dot_product_attention, implementation="cudnn")

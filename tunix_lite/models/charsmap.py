@@ -32,10 +32,10 @@ def longest_replacement(charsmap: bytes) -> int:
 
     # Every offset must be in the replacements, and not inside of a character, whose other bytes are
     # 0x80 to 0xbf.
-    found = np.unique(_replacement_offsets(units))
-    if found.size and found[-1] > len(replacements):
+    offsets = np.unique(_replacement_offsets(units))
+    if offsets.size and offsets[-1] > len(replacements):
         raise ValueError("its table of characters leads outside of it")
-    first_bytes = [replacements[offset : offset + 1] for offset in found]
+    first_bytes = [replacements[offset : offset + 1] for offset in offsets]
     if any(b"\x80" <= byte <= b"\xbf" for byte in first_bytes):
         raise ValueError("its table of characters leads into the middle of a character")
     return max((len(text) for text in texts), default=0)
@@ -53,7 +53,7 @@ def _replacement_offsets(units: np.ndarray) -> np.ndarray:
 
     # From the root, one byte of all possible texts at a time.
     positions = offsets[:1]
-    found = []
+    reached_offsets = []
     for _ in range(LEVELS):
         # Any byte can follow, so all 256 units around a position must be there.
         if np.any(positions | 0xFF >= len(units)):
@@ -65,7 +65,7 @@ def _replacement_offsets(units: np.ndarray) -> np.ndarray:
         with_leaf = below[reached[(units[reached] & HAS_LEAF) > 0]]
         if np.any(with_leaf >= len(units)):
             raise ValueError("its table of characters leads outside of it")
-        found.append(units[with_leaf] & (LEAF - 1))
+        reached_offsets.append(units[with_leaf] & (LEAF - 1))
         if not reached.size:
             break
-    return np.concatenate(found)
+    return np.concatenate(reached_offsets)

@@ -62,12 +62,12 @@ class ChatTemplate:
         return cls(text, where, None)
 
     def names(self, key: str) -> bool:
-        """Whether the text of the template has this name, without which it cannot read a key."""
+        """True if the text of the template has this name, without which it cannot read a key."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     def render(self, **values: Any) -> str:
-        """What the template writes with these plain values. Raises ValueError, naming the file, if
-        it fails, or takes too long or too much memory."""
+        """Renders the template with these plain values. Raises ValueError, naming the file, if it
+        fails, or takes too long or too much memory."""
         now = datetime.now()
         try:
             if self.compiled is not None:

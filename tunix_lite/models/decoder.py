@@ -140,8 +140,8 @@ def copy_to_score(
     cfg: Architecture,
     dtype: DTypeLike,
 ) -> Params:
-    """A copy of the parameters that only scores and never trains: what `for_compute` casts is kept
-    in the compute dtype."""
+    """Casts the parameters that `for_compute` would cast to the compute dtype: a copy that only
+    scores and never trains."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
         return weight.dtype if weight.axes[-1] == "norm" else dtype
@@ -177,7 +177,7 @@ def per_layer_params(
 
 
 def per_layer_shardings(shardings: Any, cfg: Architecture, join_qkv: bool = False) -> Any:
-    """The shardings of what `per_layer_params` returns, given those of the parameters."""
+    """The shardings of the result of `per_layer_params`, given those of the parameters."""
 
     def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
         return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
@@ -190,7 +190,7 @@ def per_layer_shardings(shardings: Any, cfg: Architecture, join_qkv: bool = Fals
 
 
 def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
-    """Whether sampling on this mesh multiplies with q, k and v at once (`per_layer_params`).
+    """True if sampling on this mesh multiplies with q, k and v at once (`per_layer_params`).
 
     On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
     take longer than one. Where values are rounded, they stay as the trainer computes them.
@@ -232,11 +232,11 @@ def forward(
 ) -> jax.Array:
     """Hidden states [B, T, D] of whole rows, after the final norm. Padding may be on either side.
 
-    meta: which tokens see each other, and their positions. dtype: of the computation. remat: what
-    the forward pass keeps for the backward pass, a name of REMAT. attend: one of
-    attention.IMPLEMENTATIONS. reduce_dtype: what the gradients of the layers are summed in over the
-    mesh, as weights.for_compute takes it. tp_reduce_dtype: what the two sums of a layer over tp are
-    taken in, as weights.project takes it. scan_layers: the program has one layer and runs it in a
+    meta: which tokens see each other, and their positions. dtype: of the computation. remat: the
+    values that the forward pass keeps for the backward pass, a name of REMAT. attend: one of
+    attention.IMPLEMENTATIONS. reduce_dtype: type in which the gradients of the layers are summed
+    over the mesh, as weights.for_compute takes it. tp_reduce_dtype: type of the two sums of a layer
+    over tp, as weights.project takes it. scan_layers: the program has one layer and runs it in a
     loop; else it has all of them, which takes longer to compile and less to run.
     """
     angles = rope_angles_by_kind(cfg, meta.positions)
@@ -296,7 +296,7 @@ def _unrolled(
     are_local: list[bool],
     policy: Callable[..., bool] | None,
 ) -> jax.Array:
-    """As `_scanned`, but each layer has a place of its own in the program, and its kind is known
+    """Like `_scanned`, but each layer has a place of its own in the program, and its kind is known
     while compiling."""
     of_kind = {is_local: partial(layer, is_local) for is_local in set(are_local)}
     if policy is not None:
@@ -341,7 +341,7 @@ REMAT = {
     "none": _and_kernels(KEPT("product", "scores", "attended")),
     # products with weights, nothing within attention
     "dots": KEPT("product"),
-    # what goes into attention and what comes out of it
+    # inputs and outputs of attention
     "save_qkv_out": _and_kernels(KEPT("q", "k", "v", "attended")),
     # the input of each layer
     "block": jax.checkpoint_policies.nothing_saveable,
@@ -366,20 +366,20 @@ def forward_by_layer(
     layer keeps, in a list.
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
-    [B, T, N, H], what the layer keeps): which earlier tokens the queries see, and the cache of
-    their keys and values, are its business. tp_reduce_dtype: as `forward` takes it. attend_norms:
+    [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
+    the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. attend_norms:
     as `block` takes it. products: None has plain ones. angles: of the positions, by kind of layer;
     None: they are computed here.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
-    kept = []
+    by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
         of_layer = partial(attend_fn, layer)
         x_BTD, kept_of_layer = block(x_BTD, w, cfg, angles[kind], of_layer, products, attend_norms)
-        kept.append(kept_of_layer)
-    return norm(x_BTD, params["final_norm"], cfg), kept
+        by_layer.append(kept_of_layer)
+    return norm(x_BTD, params["final_norm"], cfg), by_layer
 
 
 # ---- embedding and logits
@@ -427,7 +427,8 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
-    """What hidden states are multiplied with for logits, [V, D]: the embedding, or the head."""
+    """Returns the matrix that hidden states are multiplied with for logits, [V, D]: the embedding,
+    or the head."""
     return params["embed" if cfg.tied else "head"]
 
 
@@ -454,8 +455,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Products:
-    """What a layer multiplies with its weights. Decoding may have kernels of its own for it
-    (kernels/decode_products.py).
+    """Multiplies activations with the weights of a layer. Decoding may have kernels of its own for
+    it (kernels/decode_products.py).
 
     Example: Products().qkv(x_BTD, w), where `w` are the weights of a layer, ready for `project`.
     """
@@ -468,7 +469,7 @@ class Products:
         return tuple(project(x_BTD, w[name]) for name in "qkv")
 
     def out(self, attended_BTNH: jax.Array, w: dict[str, Any]) -> jax.Array:
-        """What attention adds to the residual stream, [B, T, D]."""
+        """Returns the output of attention for the residual stream, [B, T, D]."""
         return project(attended_BTNH, w["o"], 2, self.tp_reduce_dtype)
 
     def gated(self, x_BTD: jax.Array, w: dict[str, Any], activation: str) -> jax.Array:
@@ -479,7 +480,7 @@ class Products:
         return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)
 
     def down(self, hidden_BTF: jax.Array, w: dict[str, Any]) -> jax.Array:
-        """What the feed-forward adds to the residual stream, [B, T, D]."""
+        """Returns the output of the feed-forward for the residual stream, [B, T, D]."""
         return project(hidden_BTF, w["down"], 1, self.tp_reduce_dtype)
 
     def after_layer(self, x_BTD: jax.Array) -> jax.Array:
@@ -506,7 +507,7 @@ def block(
     """
     # Attention.
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, LAYER_INPUT)
-    attended_BTD, kept = attention_part(
+    attended_BTD, extra = attention_part(
         normed_BTD, w, cfg, angles, attend_fn, products, attend_norms
     )
     if cfg.post_norms:
@@ -519,7 +520,7 @@ def block(
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *RESIDUAL)
-    return products.after_layer(x_BTD), kept
+    return products.after_layer(x_BTD), extra
 
 
 def attention_part(
@@ -546,8 +547,8 @@ def attention_part(
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
     if attend_norms:
-        out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
-        return constrain(products.out(out_BTNH, w), *RESIDUAL), kept
+        out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
+        return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
     if cfg.qk_norm:
         q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
@@ -560,9 +561,9 @@ def attention_part(
     k_BTKH = checkpoint_name(k_BTKH, "k")
     v_BTKH = checkpoint_name(v_BTKH, "v")
 
-    out_BTNH, kept = attend_fn(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
-    return constrain(products.out(out_BTNH, w), *RESIDUAL), kept
+    return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
 
 
 def gated_mlp(
@@ -651,8 +652,8 @@ def scaled_frequency(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     turns = scaling.original_positions * frequency / (2 * np.pi)
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return frequency * (kept + (1 - kept) / scaling.factor)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (share + (1 - share) / scaling.factor)
 
 
 def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How far the distributions of two models are apart at each token, without ever holding the logits
+"""Divergence between the distributions of two models at each token, without ever holding the logits
 of all tokens over the vocabulary, of one model or of both.
 
 With p of the student and q of the teacher, both over the whole vocabulary, for each token
@@ -40,7 +40,7 @@ from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather
 
 @dataclass(frozen=True)
 class Kind:
-    """Which divergence it is.
+    """Kind of divergence.
 
     Example: Kind("jensen_shannon", 0.5).
     """
@@ -198,18 +198,18 @@ def _forward_with_residuals(
 ) -> tuple[jax.Array, tuple]:
     hidden, table, teacher, teacher_table = (primal.value for primal in primals)
     arrays = (hidden, _placed(table), teacher, _placed(teacher_table))
-    value, found = _forward(kind, specs, *arrays)
+    value, sums = _forward(kind, specs, *arrays)
     # whether the table trains is known while tracing
     trains = () if primals[1].perturbed else None
-    return value, (arrays, found, trains)
+    return value, (arrays, sums, trains)
 
 
 def _backward(
     kind: Kind, specs: tuple[HeadSpec, HeadSpec], residuals: tuple, g_BM: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None, None]:
     """The gradients of the student's hidden states and table; the teacher has none."""
-    (hidden_BMD, table_NPSD, teacher_BME, teacher_NPSE), found, trains = residuals
-    ours_total, theirs_total, slopes, g = (x[..., None, None] for x in (*found, g_BM))
+    (hidden_BMD, table_NPSD, teacher_BME, teacher_NPSE), sums, trains = residuals
+    ours_total, theirs_total, slopes, g = (x[..., None, None] for x in (*sums, g_BM))
 
     # the third pass: the slope of the divergence by each logit of the student
     def cotangent(products: jax.Array, block: tuple) -> jax.Array:
@@ -276,9 +276,9 @@ def top_tokens(
         return _best(k, best, jnp.concatenate([tokens, named], axis=-1)), None
 
     start = (none + BELOW_ALL, none.astype(jnp.int32) - 1)
-    found, _ = jax.lax.scan(add_block, start, _numbered(table_NPSD))
+    candidates, _ = jax.lax.scan(add_block, start, _numbered(table_NPSD))
     # the best of each part of the vocabulary meet here
-    _, tokens_BMK = _best(k, *(x.reshape(*x.shape[:2], -1) for x in found))
+    _, tokens_BMK = _best(k, *(x.reshape(*x.shape[:2], -1) for x in candidates))
     return tokens_BMK, _list_forward(spec, hidden_BMD, table_NPSD, tokens_BMK)[0]
 
 
@@ -348,15 +348,15 @@ def _list_forward(
         S = logits.shape[-1]
         places = _places(spec, tokens_BMK, block[1], block[0])
         # a token that is elsewhere finds any logit here, which is left out below
-        found = jnp.take_along_axis(logits, jnp.minimum(places, S - 1), axis=-1)
+        listed = jnp.take_along_axis(logits, jnp.minimum(places, S - 1), axis=-1)
         is_listed = _spread(places, jnp.ones((), jnp.int32), S) > 0
         rest = _grown(rest, jnp.where(is_listed, BELOW_ALL, logits))
-        return (_grown(sums, logits), rest, chosen + jnp.where(places < S, found, 0.0)), None
+        return (_grown(sums, logits), rest, chosen + jnp.where(places < S, listed, 0.0)), None
 
     empty = (zeros + BELOW_ALL, zeros)
-    found, _ = jax.lax.scan(add_block, (empty, empty, chosen), _numbered(table_NPSD))
-    log_total, log_rest = (_log_total(sums) for sums in found[:2])
-    both = jnp.concatenate([jnp.sum(found[2], axis=2), log_rest[..., None]], axis=-1)
+    totals, _ = jax.lax.scan(add_block, (empty, empty, chosen), _numbered(table_NPSD))
+    log_total, log_rest = (_log_total(sums) for sums in totals[:2])
+    both = jnp.concatenate([jnp.sum(totals[2], axis=2), log_rest[..., None]], axis=-1)
     return both - log_total[..., None], (log_total, log_rest)
 
 
@@ -384,7 +384,7 @@ def _list_backward(
         is_token = block_tokens(spec, block_PSD, index) >= 0
         real = jnp.where(is_token, logits, BELOW_ALL)
 
-        # of the tokens of the lists, each at its place in the block; and of all others
+        # slopes of the tokens of the lists, each at its place in the block; and of all others
         places = _places(spec, tokens_BMK, block_PSD, index)
         is_listed = _spread(places, jnp.ones((), jnp.int32), logits.shape[-1]) > 0
         slope = _spread(places, of_each, logits.shape[-1])

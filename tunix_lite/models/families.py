@@ -93,7 +93,7 @@ def _listed(hf: dict, otherwise: list[str], keys: str | None) -> list[str]:
 
 
 def every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """As `local_by_list`, but without a list every nth layer is global; n may be overridden by
+    """Like `local_by_list`, but without a list every nth layer is global; n may be overridden by
     `sliding_window_pattern`."""
 
     def kinds(hf: dict) -> list[str]:
@@ -101,10 +101,10 @@ def every_nth_global(n: int) -> Callable[[dict], list[str]]:
             key: hf.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")
         }
         check_agree(spellings)
-        given = next((value for value in spellings.values() if value), None)
-        every = _number(given or n, "sliding_window_pattern", int)
+        pattern = next((value for value in spellings.values() if value), None)
+        every = _number(pattern or n, "sliding_window_pattern", int)
         kinds = ["local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])]
-        return _listed(hf, kinds, given and f"sliding_window_pattern={every}")
+        return _listed(hf, kinds, pattern and f"sliding_window_pattern={every}")
 
     return kinds
 
@@ -132,7 +132,8 @@ class Family:
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     # model_type of models that hold one of this family as their text part
     wrapper: str | None = None
-    prefixes: tuple[str, ...] = ()  # of such models' tensors, where our names begin with "model."
+    # beginnings of the tensor names of such models, in place of our "model."
+    prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
 
 
@@ -274,8 +275,8 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
         raise ValueError(_gguf(Path(folder)))
     if not file.parent.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    if not file.is_file() and (found := sorted(Path(folder).glob("*.gguf"))):
-        raise ValueError(_gguf(found[0]))
+    if not file.is_file() and (files := sorted(Path(folder).glob("*.gguf"))):
+        raise ValueError(_gguf(files[0]))
     if not file.is_file():
         raise ValueError(
             f"{folder} has no config.json; a model folder in Hugging Face format has one"
@@ -285,13 +286,15 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
     # The family.
     kind = hf.get("model_type")
     known = [family] if family else FAMILIES.values()
-    found = next((f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None)
-    if found is None and family is not None:
+    named_family = next(
+        (f for f in known if kind in (f.model_type, f.wrapper) and kind is not None), None
+    )
+    if named_family is None and family is not None:
         raise ValueError(
             f"{file}: model_type is {shown(kind)}; the family {family.name} has "
             f"{family.model_type!r}"
         )
-    if found is None:
+    if named_family is None:
         supported = ", ".join(str(f.model_type) for f in known)
         raise ValueError(
             f"{file}: model_type is {shown(kind)}; supported is {supported} (docs/extend/model "
@@ -299,10 +302,10 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
         )
 
     # The architecture. Of a larger model, its text part.
-    if kind == found.wrapper:
+    if kind == named_family.wrapper:
         hf = hf.get("text_config") or {}
     try:
-        return config_from(_object(hf, "text_config"), found), found
+        return config_from(_object(hf, "text_config"), named_family), named_family
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError, OverflowError) as error:
@@ -310,7 +313,7 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
 
 
 def _gguf(file: Path) -> str:
-    """What to do with a GGUF file."""
+    """Tells what to do with a GGUF file."""
     named = f"'{escaped(str(file.parent))}', gguf_file='{escaped(file.name)}'"
     return (
         f"{file} is in GGUF format, which is not read; transformers can write it as a folder in "
@@ -336,7 +339,7 @@ def config_from(hf: dict, family: Family) -> Architecture:
         )
 
     # Keys that are missing, and sizes that later ones are derived from.
-    given = hf
+    config = hf
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
@@ -358,7 +361,7 @@ def config_from(hf: dict, family: Family) -> Architecture:
     values["pattern"] = shortest_pattern(kinds)
     if "local" not in kinds:
         values["window"] = None
-    values |= _rope(given, family, kinds)
+    values |= _rope(config, family, kinds)
 
     # The flags of the family are not in config.json, but fields that are must agree with them.
     for name in sorted(values.keys() & family.flags.keys()):
@@ -420,17 +423,17 @@ def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
     return tuple(kinds[:period])
 
 
-def _rope(given: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
-    """The rope settings of local and of global layers. given: a config.json, in the newer spelling
+def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
+    """The rope settings of local and of global layers. config: a config.json, in the newer spelling
     (`rope_parameters`), the older one, or in both where they agree."""
-    newer = _object(given.get("rope_parameters") or {}, "rope_parameters")
-    scaling = _object(given.get("rope_scaling") or {}, "rope_scaling")
-    of_global = _one_rope(given, family, newer, "full_attention", "rope_theta", scaling)
+    newer = _object(config.get("rope_parameters") or {}, "rope_parameters")
+    scaling = _object(config.get("rope_scaling") or {}, "rope_scaling")
+    of_global = _one_rope(config, family, newer, "full_attention", "rope_theta", scaling)
     of_local = of_global
     # Newer, one object for each kind; older, a key of its own for the local layers.
-    if "full_attention" in newer or "rope_local_base_freq" in family.absent | given:
+    if "full_attention" in newer or "rope_local_base_freq" in family.absent | config:
         theta_key = "rope_local_base_freq" if family.rope_by_kind else "rope_theta"
-        of_local = _one_rope(given, family, newer, "sliding_attention", theta_key, {})
+        of_local = _one_rope(config, family, newer, "sliding_attention", theta_key, {})
 
     scaling = _scaling(of_global)
     if "local" in kinds and _scaling(of_local) is not None:
@@ -443,7 +446,7 @@ def _rope(given: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
 
 
 def _one_rope(
-    given: dict,
+    config: dict,
     family: Family,
     newer: dict,
     kind: str,
@@ -453,7 +456,7 @@ def _one_rope(
     """The rope object of one kind of layer, out of both spellings."""
     if "full_attention" in newer:
         newer = _object(newer[kind], "rope_parameters")
-    newer, older = map(_with_rope_type, (newer, {"rope_theta": given.get(theta_key), **scaling}))
+    newer, older = map(_with_rope_type, (newer, {"rope_theta": config.get(theta_key), **scaling}))
     for key, value in older.items():
         old_name = theta_key if key == "rope_theta" else f"rope_scaling.{key}"
         check_agree({f"rope_parameters.{key}": newer.get(key), old_name: value})
@@ -508,10 +511,10 @@ def check_flags(cfg: Architecture, family: Family) -> None:
                 f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}"
             )
     expected = set(family.names)
-    found = set(layer_weights(cfg))
-    if expected != found:
+    names = set(layer_weights(cfg))
+    if expected != names:
         raise ValueError(
-            f"layers have {sorted(found)}, but in the family {family.name} {sorted(expected)}"
+            f"layers have {sorted(names)}, but in the family {family.name} {sorted(expected)}"
         )
 
     # A config.json that is written and read again must give the same architecture.
@@ -593,7 +596,7 @@ def architecture_differences(one: Architecture, other: Architecture) -> list[str
 
 
 def is_wrapped(folder: Path | None, family: Family | None) -> bool:
-    """Whether the folder has a larger model of which ours is the text part (Gemma 3 with its vision
+    """True if the folder has a larger model of which ours is the text part (Gemma 3 with its vision
     tower)."""
     if folder is None or family is None or family.wrapper is None:
         return False

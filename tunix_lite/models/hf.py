@@ -112,15 +112,15 @@ class Tensors:
         return iter(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As stored."""
+        """Shape of a tensor on disk."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it: BF16, F16, F32 ..."""
+        """Type of a tensor, as safetensors spells it: BF16, F16, F32 ..."""
         return self._entries[name].dtype
 
     def num_bytes(self, name: str) -> int:
-        """In the file."""
+        """Bytes of a tensor in the file."""
         return math.prod(self.shape(name)) * jnp.dtype(DTYPES[self.dtype(name)]).itemsize
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -133,10 +133,10 @@ class Tensors:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor is, and what it is."""
+    """Place, shape and type of a tensor."""
 
     file: Path
-    name: str  # in the file
+    name: str  # name in the file
     shape: tuple[int, ...]
     dtype: str
 
@@ -291,9 +291,9 @@ def check_weights(
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
     for name in sorted(names & wanted.keys()):
-        found = tensors.shape(name)
-        if found != wanted[name]:
-            problems.append(f"shape: {name} is {list(found)}, and should be {list(wanted[name])}")
+        shape = tensors.shape(name)
+        if shape != wanted[name]:
+            problems.append(f"shape: {name} is {list(shape)}, and should be {list(wanted[name])}")
         if tensors.dtype(name) not in DTYPES:
             problems.append(
                 f"dtype: {name} is {tensors.dtype(name)}, and should be one of {', '.join(DTYPES)}"

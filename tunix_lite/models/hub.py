@@ -19,7 +19,7 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_./-]+))?")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` is written as `org/name` or `org/name@revision` and nothing on this machine
+    """True if `text` is written as `org/name` or `org/name@revision` and nothing on this machine
     has that path."""
     match = _NAME.fullmatch(text)
     # What the hub does not allow in a name.
@@ -115,7 +115,7 @@ def _explain(
     revision: str | None,
     kind: str,
 ) -> str:
-    """What went wrong with the download of a model or a dataset, and what to do about it."""
+    """Explains why the download of a model or a dataset failed, and what to do about it."""
     from huggingface_hub import constants, errors
 
     download = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
@@ -173,7 +173,7 @@ def _has_config(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all files of weights are there. Raises ValueError for an index that is none."""
+    """True if all files of weights are there. Raises ValueError for an index that is none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         indexed = read_object(index).get("weight_map")

@@ -43,7 +43,7 @@ ADAPTER_SEED = 0x10A
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Which weights get an adapter, of what size, and how the frozen base is stored."""
+    """Selects the weights that get an adapter, its size, and how the frozen base is stored."""
 
     # Rank of the LoRA adapters, which are then the only weights that train. 0 trains all weights.
     rank: int = 0

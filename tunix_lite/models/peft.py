@@ -88,13 +88,13 @@ def read_adapter_config(
                 "it out"
             )
 
-    found = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
-    _check_tensors(folder, cfg, family, found)
-    return found
+    own_lora = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
+    _check_tensors(folder, cfg, family, own_lora)
+    return own_lora
 
 
 def _rank_and_alpha(folder: Path) -> tuple[int, float]:
-    """What adapter_config.json says. Raises ValueError for anything in it that is not supported."""
+    """Reads adapter_config.json. Raises ValueError for anything in it that is not supported."""
     file = folder / CONFIG
     try:
         config = read_object(file)
@@ -222,10 +222,10 @@ def _without_wrapper(name: str, family: Family) -> str:
 def _header(folder: Path, family: Family) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor of the adapter, by name."""
     try:
-        found = hf.header(folder / TENSORS)
+        entries = hf.header(folder / TENSORS)
     except ValueError as error:
         raise ValueError(f"adapter: {error}") from error
-    return {_without_wrapper(name, family): entry for name, entry in found.items()}
+    return {_without_wrapper(name, family): entry for name, entry in entries.items()}
 
 
 def _modules(folder: Path, family: Family) -> set[str]:
@@ -264,7 +264,7 @@ def _check_tensors(
 ) -> None:
     """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
     dtype."""
-    found = _header(folder, family)
+    entries = _header(folder, family)
     wanted = {}
     for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
@@ -274,20 +274,20 @@ def _check_tensors(
         wanted |= dict.fromkeys(_names(path, cfg, family), shape)
 
     problems = [
-        f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found
+        f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in entries
     ]
     problems += [
-        f"unexpected: {escaped(name)} {list(found[name][0])}"
-        for name in sorted(found.keys() - wanted.keys())
+        f"unexpected: {escaped(name)} {list(entries[name][0])}"
+        for name in sorted(entries.keys() - wanted.keys())
     ]
     problems += [
-        f"shape: {name} is {list(found[name][0])}, and should be {list(wanted[name])}"
-        for name in sorted(found.keys() & wanted.keys())
-        if found[name][0] != wanted[name]
+        f"shape: {name} is {list(entries[name][0])}, and should be {list(wanted[name])}"
+        for name in sorted(entries.keys() & wanted.keys())
+        if entries[name][0] != wanted[name]
     ]
     problems += [
         f"dtype: {escaped(name)} is {dtype}, and should be one of {', '.join(hf.DTYPES)}"
-        for name, (_, dtype) in sorted(found.items())
+        for name, (_, dtype) in sorted(entries.items())
         if dtype not in hf.DTYPES
     ]
     if problems:

@@ -1,4 +1,4 @@
-"""Where values are rounded to bfloat16: decided here, not by the compiler.
+"""Rounds values to bfloat16 at places that are decided here, not by the compiler.
 
 The sampler and the trainer compute the same model in two programs: token by token on a cache, and
 whole rows in a scan over layers. XLA may drop a rounding to bfloat16 where a step back to float32
@@ -26,7 +26,7 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
 
 
 def is_rounded(dtype: DTypeLike) -> bool:
-    """Whether values are kept in fewer bits than they are computed in."""
+    """True if values are stored in fewer bits than they are computed in."""
     return at_least_float32(dtype) != dtype
 
 
@@ -39,8 +39,8 @@ def stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x as `dtype` keeps it, rounded here."""
     if x.dtype == dtype or not is_rounded(dtype):
         return x.astype(dtype)
-    kept = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)
+    bits = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, bits.nexp, bits.nmant).astype(dtype)
 
 
 def added(x: jax.Array, y: jax.Array) -> jax.Array:

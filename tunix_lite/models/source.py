@@ -1,4 +1,4 @@
-"""Where a model comes from: bundled, random, a folder in Hugging Face layout, or a name on the hub.
+"""Sources of models: bundled, random, a folder in Hugging Face layout, or a name on the hub.
 
 `locate` checks everything but the weights, `download` gets them and checks their headers, and
 `load_weights` makes the parameters.
@@ -26,7 +26,7 @@ from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
-# how weights that do not train may be kept
+# storage types of weights that do not train
 STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
@@ -35,7 +35,7 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, how it is divided over the devices, and which part of it trains.
+    """Selects the model, its division over the devices, and the part of it that trains.
 
     Example: `ModelConfig(weights="google/gemma-3-1b-it", mesh_shape=((4, 1), ("fsdp", "tp")))`.
     """
@@ -196,18 +196,18 @@ def locate(model: ModelConfig) -> FoundModel:
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
     """`locate` for a model that scores the student's tokens. Raises ValueError, too, where the two
     have other tokens."""
-    found = locate(teacher.as_model())
-    if found.tokenizer.vocabulary != student.tokenizer.vocabulary:
+    located = locate(teacher.as_model())
+    if located.tokenizer.vocabulary != student.tokenizer.vocabulary:
         raise ValueError(
             f"weights={teacher.weights} has another tokenizer than model.weights={student.name}: "
             "the same token is another text there; use a teacher of the same family"
         )
-    if found.cfg.vocab_size < student.cfg.vocab_size:
+    if located.cfg.vocab_size < student.cfg.vocab_size:
         raise ValueError(
-            f"weights={teacher.weights} has vocab_size={found.cfg.vocab_size}, and "
+            f"weights={teacher.weights} has vocab_size={located.cfg.vocab_size}, and "
             f"model.weights={student.name} may sample any of {student.cfg.vocab_size} tokens"
         )
-    return found
+    return located
 
 
 def _of_folder(
@@ -215,7 +215,7 @@ def _of_folder(
     family: Family | None,
     model: ModelConfig,
 ) -> tuple[Architecture, Family]:
-    """What config.json says. Raises ValueError if model.architecture computes something else."""
+    """Reads config.json. Raises ValueError if model.architecture computes something else."""
     cfg, family = families.read_config(folder, family)
     cfg = _untied(cfg, model)
     if model.architecture is not None:
@@ -234,39 +234,39 @@ def _untied(cfg: Architecture, model: ModelConfig) -> Architecture:
     return replace(cfg, tied=False) if model.untie_head else cfg
 
 
-def download(found: FoundModel) -> FoundModel:
+def download(located: FoundModel) -> FoundModel:
     """The same model with its weights on this machine, downloaded if need be, and their headers
     checked. Raises ValueError as `locate` does.
 
     It is not part of `locate`, so that everything else that can be wrong is found before gigabytes
     are downloaded.
     """
-    if found.folder is None:
-        return found
+    if located.folder is None:
+        return located
     with _setting("model.weights"):
-        folder = found.folder
-        if hub.is_hub_name(found.name):
+        folder = located.folder
+        if hub.is_hub_name(located.name):
             # The name of the folder is the revision whose config.json and tokenizer were read.
-            folder = hub.snapshot(f"{found.name.partition('@')[0]}@{folder.name}")
-        hf.check_weights(folder, found.cfg, found.family)
-    return replace(found, folder=folder)
+            folder = hub.snapshot(f"{located.name.partition('@')[0]}@{folder.name}")
+        hf.check_weights(folder, located.cfg, located.family)
+    return replace(located, folder=folder)
 
 
-def weight_tables(found: FoundModel) -> tuple[Table | None, Table]:
-    """The table of the frozen base (None: nothing is frozen), and that of what trains."""
-    table = decoder.weights(found.cfg)
-    if found.lora is None:
+def weight_tables(located: FoundModel) -> tuple[Table | None, Table]:
+    """The table of the frozen base (None: nothing is frozen), and that of trained weights."""
+    table = decoder.weights(located.cfg)
+    if located.lora is None:
         return None, table
-    return stored_table(table, found.lora.base), adapter_weights(table, found.lora)
+    return stored_table(table, located.lora.base), adapter_weights(table, located.lora)
 
 
-def weights_digest(found: FoundModel) -> str:
+def weights_digest(located: FoundModel) -> str:
     """16 characters that differ between different weights: a hash of the sizes of the files and of
     the bytes at their ends; "random" of random weights."""
-    if found.folder is None:
+    if located.folder is None:
         return "random"
     digest = hashlib.sha256()
-    for file in sorted(found.folder.glob("*.safetensors")):
+    for file in sorted(located.folder.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as f:
             digest.update(f"{file.name} {size}".encode() + f.read(SAMPLE))
@@ -275,26 +275,26 @@ def weights_digest(found: FoundModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def num_adapters(found: FoundModel) -> int:
+def num_adapters(located: FoundModel) -> int:
     """Parameters in adapters; 0: all weights train."""
-    return 0 if found.lora is None else weights.num_params(weight_tables(found)[1])
+    return 0 if located.lora is None else weights.num_params(weight_tables(located)[1])
 
 
-def check_mesh(found: FoundModel, mesh: MeshSizes) -> None:
+def check_mesh(located: FoundModel, mesh: MeshSizes) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
     adapters."""
-    for table in weight_tables(found):
+    for table in weight_tables(located):
         if table is not None:
             weights.check_divisible(table, mesh)
 
 
 def load_weights(
-    found: FoundModel,
+    located: FoundModel,
     seed: int = 0,
     storage: str = "fp32",
     on_bytes: hf.OnBytes | None = None,
 ) -> tuple[Params | None, Params]:
-    """The frozen base (None: nothing is frozen) and what trains, on the current mesh.
+    """The frozen base (None: nothing is frozen) and the weights that train, on the current mesh.
 
     seed: of random weights and of new adapters. storage: of what trains, fp32 or bf16; the base has
     its own in model.lora.base. on_bytes: gets the bytes read so far, and those of all. Raises
@@ -302,37 +302,37 @@ def load_weights(
 
     Example: `base, params = load_weights(locate(ModelConfig()))`; base is None without adapters.
     """
-    if found.lora is None:
-        return None, load_base(found, seed, storage, on_bytes)
-    base = load_base(found, seed, found.lora.base, on_bytes)
-    adapters = load_new_adapters(found, seed)
+    if located.lora is None:
+        return None, load_base(located, seed, storage, on_bytes)
+    base = load_base(located, seed, located.lora.base, on_bytes)
+    adapters = load_new_adapters(located, seed)
     return base, jax.tree.map(lambda x: x.astype(STORAGE[storage]), adapters)
 
 
-def load_new_adapters(found: FoundModel, seed: int) -> Params:
+def load_new_adapters(located: FoundModel, seed: int) -> Params:
     """The adapters that training starts from: those of model.lora.adapter, or random ones."""
-    if found.lora.adapter is not None:
-        folder = Path(found.lora.adapter)
-        return peft.load_adapters(folder, found.cfg, found.family, found.lora)
-    table = adapter_weights(decoder.weights(found.cfg), found.lora)
+    if located.lora.adapter is not None:
+        folder = Path(located.lora.adapter)
+        return peft.load_adapters(folder, located.cfg, located.family, located.lora)
+    table = adapter_weights(decoder.weights(located.cfg), located.lora)
     return weights.init_params(table, jax.random.fold_in(jax.random.key(seed), ADAPTER_SEED))
 
 
 def load_base(
-    found: FoundModel,
+    located: FoundModel,
     seed: int,
     storage: str,
     on_bytes: hf.OnBytes | None = None,
 ) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
-    if found.folder is None:
-        return init_stored(decoder.weights(found.cfg), jax.random.key(seed), storage)
-    return hf.load_params(found.folder, found.cfg, found.family, storage, on_bytes)
+    if located.folder is None:
+        return init_stored(decoder.weights(located.cfg), jax.random.key(seed), storage)
+    return hf.load_params(located.folder, located.cfg, located.family, storage, on_bytes)
 
 
 def settings_to_keep(
     model: ModelConfig,
-    found: FoundModel,
+    located: FoundModel,
     seed: int,
 ) -> dict:
     """Plain values, enough to load what a run trains from any working directory."""
@@ -341,15 +341,15 @@ def settings_to_keep(
         path = as_path(name)
         return str(path.absolute()) if path.is_dir() else name
 
-    kept = replace(
+    settings = replace(
         model,
-        architecture=found.cfg,
-        lora=replace(found.lora, adapter=None) if found.lora else LoraConfig(),
+        architecture=located.cfg,
+        lora=replace(located.lora, adapter=None) if located.lora else LoraConfig(),
         weights=absolute(model.weights),
         tokenizer=absolute(model.tokenizer),
         chat_template=model.chat_template and str(as_path(model.chat_template).absolute()),
     )
-    return {"model": asdict(kept), "seed": seed}
+    return {"model": asdict(settings), "seed": seed}
 
 
 def _folder(name: str) -> Path:

@@ -39,7 +39,7 @@ def render_template(
     values: dict,
     now: datetime,
 ) -> str:
-    """What the template writes. now: for templates that write the date. Raises TemplateFailed."""
+    """Renders the template. now: for templates that write the date. Raises TemplateFailed."""
 
     # It makes Llama 3's prompt depend on the day, as it does in transformers.
     def strftime_now(format: str) -> str:
@@ -68,7 +68,7 @@ _compiled = cache(compile_template)
 
 
 def check_text(text: str) -> str:
-    """Nothing, if the text is a template. Raises TemplateFailed."""
+    """Raises TemplateFailed if the text is no template."""
     _compiled(text)
     return ""
 
@@ -97,15 +97,15 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """Makes dicts, as the class dict does, without giving the class itself to a template."""
+    """Makes dicts, as the class dict does; a template does not get the class itself."""
 
     __call__ = staticmethod(dict)
     fromkeys = staticmethod(dict.fromkeys)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Templates may keep values in it, but not under names with an underscore in front, some of
-    which mean something to Python."""
+    """Stores values of templates, but not under names with an underscore in front, some of which
+    mean something to Python."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         _no_underscore(name)

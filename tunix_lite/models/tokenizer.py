@@ -78,9 +78,9 @@ class Tokenizer:
     special: dict[str, str]  # bos_token, eos_token, pad_token ... as the template expects them
     eos_ids: tuple[int, ...]  # any of these ends a completion (Gemma 3: 1 and 106)
     pad_id: int  # padding; masks decide which tokens count (Llama 3 names no pad_token)
-    # what the tokenizer itself puts before a text: Gemma and Llama a BOS, Qwen nothing
+    # tokens that the tokenizer puts before a text: Gemma and Llama a BOS, Qwen nothing
     start_ids: tuple[int, ...]
-    # how many tokens the model has; a text that needs another one is refused. None: not known
+    # number of tokens of the model; a text that needs another one is refused. None: not known
     vocab_size: int | None = None
 
     @classmethod
@@ -130,18 +130,18 @@ class Tokenizer:
         Folders may not name it: those of Qwen's base models name <|endoftext|>, and their template
         writes <|im_end|>.
         """
-        asked = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
+        turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
         try:
-            written = self.chat(asked, add_generation_prompt=False)
+            written = self.chat(turns, add_generation_prompt=False)
         except ValueError:
             # No template, or one for other conversations.
             return []
-        _, found, after = written.rpartition(PROBE)
+        _, marker, after = written.rpartition(PROBE)
         added = self.backend.get_added_tokens_decoder()
         ends = [
             (len(token.content), i)
             for i, token in added.items()
-            if found and token.content and after.lstrip().startswith(token.content)
+            if marker and token.content and after.lstrip().startswith(token.content)
         ]
         return [i for _, i in sorted(ends)[-1:]]
 
@@ -162,12 +162,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it takes conversations; else it takes plain text only."""
+        """True if the tokenizer takes conversations; else it takes plain text only."""
         return self.template is not None
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether the chat template writes the tools that it is given."""
+        """True if the chat template writes the tools that it is given."""
         if self.template is None:
             return False
         function = {
@@ -175,9 +175,9 @@ class Tokenizer:
             "description": "",
             "parameters": {"type": "object", "properties": {}},
         }
-        asked = [{"role": "user", "content": "Question"}]
+        messages = [{"role": "user", "content": "Question"}]
         try:
-            written = self.chat(asked, tools=[{"type": "function", "function": function}])
+            written = self.chat(messages, tools=[{"type": "function", "function": function}])
         except ValueError:
             return False
         return PROBE in written
@@ -202,8 +202,8 @@ class Tokenizer:
         return {i: text for text, i in self.vocabulary.items() if i >= self.vocab_size}
 
     def _in_table(self, ids: list[int]) -> list[int]:
-        """The same tokens. Raises ValueError if the model has no embedding for one of them: JAX
-        would take the last one there is."""
+        """Checks that the model has an embedding for each token, and returns them. Raises
+        ValueError for one that it has not: JAX would take the last one there is."""
         if self.beyond and (lost := [i for i in ids if i in self.beyond]):
             raise ValueError(
                 f"a text holds {shown(self.beyond[lost[0]])}, token {lost[0]} of the tokenizer, "
@@ -212,17 +212,17 @@ class Tokenizer:
         return ids
 
     def special_in(self, text: str) -> list[tuple[int, int]]:
-        """Where a text spells special tokens, [start, end) in characters each: the tokens that the
-        tokenizer calls special, and those that end a turn."""
+        """Finds the special tokens that a text spells, [start, end) in characters each: the tokens
+        that the tokenizer calls special, and those that end a turn."""
         if self._has_normalized:
             with _panics_named():
-                found = self.backend.encode(text, add_special_tokens=False)
+                encoded = self.backend.encode(text, add_special_tokens=False)
             return [
                 span
-                for token, span in zip(found.ids, found.offsets)
+                for token, span in zip(encoded.ids, encoded.offsets)
                 if token in self._special_tokens
             ]
-        return [found.span() for found in self._special_texts.finditer(text)]
+        return [match.span() for match in self._special_texts.finditer(text)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of the tokens. skip_special: without the special tokens."""
@@ -260,7 +260,7 @@ class Tokenizer:
             messages=messages, add_generation_prompt=add_generation_prompt, **values
         )
 
-    def prompt(self, asked: str | Quoted | list[dict], **variables) -> list[int]:
+    def prompt(self, conversation: str | Quoted | list[dict], **variables) -> list[int]:
         """The tokens of a user message, or of a conversation, ready for the model to continue, with
         its BOS once.
 
@@ -269,13 +269,13 @@ class Tokenizer:
         """
 
         def write(read: Callable) -> str:
-            messages = _read(asked, read)
+            messages = _read(conversation, read)
             if isinstance(messages, str) and not self.has_chat_template:
                 return messages
             return self.chat(_conversation(messages), **_read(variables, read))
 
         # The templates of some fine-tunes leave out what the tokenizer starts with.
-        ids = self.written_ids(write, *_quoted_in([asked, variables]))
+        ids = self.written_ids(write, *_quoted_in([conversation, variables]))
         if tuple(ids[: len(self.start_ids)]) != self.start_ids:
             ids = [*self.start_ids, *ids]
 
@@ -287,16 +287,19 @@ class Tokenizer:
         twice = ids.count(bos_id) > 1 if bos_id in self.start_ids else ids[:2] == [bos_id] * 2
         if twice:
             raise ValueError(
-                f"the chat template and the message {shortened(asked)} together hold more than one "
-                f"{bos}"
+                f"the chat template and the message {shortened(conversation)} together hold more "
+                f"than one {bos}"
             )
         return ids
 
     def demonstration(
-        self, asked: str | Quoted | list[dict], completion: str | Quoted | dict, **variables
+        self,
+        conversation: str | Quoted | list[dict],
+        completion: str | Quoted | dict,
+        **variables,
     ) -> list[int]:
-        """The tokens that follow `prompt(asked)`: those of the completion, a text or a message of
-        the assistant, and the one that ends the turn."""
+        """The tokens that follow `prompt(conversation)`: those of the completion, a text or a
+        message of the assistant, and the one that ends the turn."""
         turn = completion
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
@@ -304,7 +307,7 @@ class Tokenizer:
         def write(read: Callable) -> str:
             if not self.has_chat_template:
                 return read(turn["content"])
-            messages = _conversation(_read(asked, read))
+            messages = _conversation(_read(conversation, read))
             values = _read(variables, read)
             before = self.chat(messages, **values)
             answered = [*messages, _read(turn, read)]
@@ -319,7 +322,7 @@ class Tokenizer:
             return full[len(before) :]
 
         # Up to the first end of a turn. Where the template writes none, one is added.
-        ids = self.written_ids(write, *_quoted_in([asked, turn, variables]))
+        ids = self.written_ids(write, *_quoted_in([conversation, turn, variables]))
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return ids[: ends[0] + 1]
@@ -358,8 +361,8 @@ class Tokenizer:
     # ---- texts that spell special tokens but mean plain text
 
     def written_ids(self, write: Callable[[Callable], str], *texts: str | Quoted) -> list[int]:
-        """The tokens of what `write(read)` writes, in which special tokens spelled in quoted parts
-        of `texts` are plain text. write: calls read(text) for each of the texts."""
+        """Encodes the text that `write(read)` writes; special tokens spelled in quoted parts of
+        `texts` are plain text there. write: calls read(text) for each of the texts."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
         quoted = [text for text in texts if isinstance(text, Quoted) and text.parts]
         if not quoted:
@@ -388,9 +391,9 @@ class Tokenizer:
         backend, names, ids = self._renamed
         parts = []
         at = 0
-        for found in self._special_texts.finditer(covered):
-            parts += [written[at : found.start()], names[found.group()]]
-            at = found.end()
+        for match in self._special_texts.finditer(covered):
+            parts += [written[at : match.start()], names[match.group()]]
+            at = match.end()
         renamed = "".join([*parts, written[at:]])
         with _panics_named():
             encoded = backend.encode(renamed, add_special_tokens=False)
@@ -409,12 +412,12 @@ class Tokenizer:
 
     @cached_property
     def _unknown(self) -> set[int]:
-        """What the tokenizer gives for a character that it does not know."""
+        """Returns the ids that the tokenizer gives for a character that it does not know."""
         return set(self.backend.encode(chr(PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
-        """By id: the tokens that the tokenizer calls special, and those that end a turn."""
+        """Tokens by id: those that the tokenizer calls special, and those that end a turn."""
         ends = {self.backend.token_to_id(text) for text in self.special.values()} | {*self.eos_ids}
         added = self.backend.get_added_tokens_decoder()
         return {
@@ -423,7 +426,7 @@ class Tokenizer:
 
     @cached_property
     def _has_normalized(self) -> bool:
-        """Whether another text than its own spells one of them, as `<EOS>` spells `<eos>` where a
+        """True if another text than its own spells one of them, as `<EOS>` spells `<eos>` where a
         normalizer makes lower case."""
         return any(token.normalized for token in self._special_tokens.values())
 
@@ -442,8 +445,8 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer with other names for special tokens; name by text; and real id by its
-        id.
+        """Returns the same tokenizer with other names for special tokens; name by text; and real id
+        by its id.
 
         No text can hold such a name: it consists of private characters, drawn anew in every
         process.
@@ -473,7 +476,7 @@ def _quoted_in(value: Any) -> list[Quoted]:
 
 
 def _read(value: Any, read: Callable[[Quoted], str]) -> Any:
-    """The same with read(text) in place of each of these texts."""
+    """Returns the value with read(text) in place of each of these texts."""
     if isinstance(value, Quoted):
         return read(value)
     if isinstance(value, Mapping):
@@ -481,8 +484,8 @@ def _read(value: Any, read: Callable[[Quoted], str]) -> Any:
     return [_read(item, read) for item in value] if type(value) is list else value
 
 
-def _conversation(asked: str | list[dict]) -> list[dict]:
-    return [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+def _conversation(content: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 
 class TextStream:
@@ -529,7 +532,7 @@ class TextStream:
         return new
 
     def _may_change(self, text: str) -> bool:
-        """Whether the next token may change the end of the text."""
+        """True if the next token may change the end of the text."""
         if text.endswith("\ufffd"):
             return True
         # A run of byte tokens (Gemma's <0xE4>) is decoded together: what looks like a character may
@@ -568,14 +571,14 @@ def _check_charsmaps(file: Path) -> None:
         file.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        for found in CHARSMAP.finditer(content):
+        for match in CHARSMAP.finditer(content):
             with _charsmap_named(file):
-                _longest_replacement(found[1].replace(b"\\/", b"/"))
+                _longest_replacement(match[1].replace(b"\\/", b"/"))
 
 
 @contextlib.contextmanager
 def _charsmap_named(file: Path) -> Iterator[None]:
-    """A ValueError from inside names the file."""
+    """Adds the name of the file to a ValueError from inside."""
     try:
         yield
     except ValueError as error:
@@ -587,8 +590,8 @@ def _longest_replacement(encoded: str | bytes) -> int:
 
 
 def _growth(part: dict) -> int:
-    """How many times as long the replacements of a normalizer or a decoder can make a text. part:
-    as the library writes it in JSON."""
+    """Bounds how many times as long the replacements of a normalizer or a decoder can make a text.
+    part: as the library writes it in JSON."""
     growth = 1
     for inner in part.get("normalizers") or part.get("decoders") or ():
         growth *= _growth(inner)
@@ -616,7 +619,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
 
 @contextlib.contextmanager
 def _panics_named() -> Iterator[None]:
-    """A panic of the library inside becomes a ValueError. A regular expression of the file that
+    """Turns a panic of the library inside into a ValueError. A regular expression of the file that
     never ends is a cause. The folder is not named: clients of a server read the message."""
     try:
         yield
@@ -633,7 +636,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None
     if not isinstance(entries, dict):
         raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    # by number, so that new tokens get theirs
+    # sorted by number, so that new tokens get theirs
     for number, entry in sorted(entries.items(), key=lambda item: (len(item[0]), item[0])):
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise ValueError(

@@ -1,8 +1,9 @@
 """The tokens that stand between two turns of the model in a conversation.
 
-What the model has sampled is never tokenised again: its tokens stay, and the tokens of what was
-answered follow. They are those with which the chat template would go on. To find them, it writes a
-conversation in which the model's turn is a placeholder; what follows the placeholder is tokenised.
+The tokens that the model has sampled are never tokenised again: they stay, and the tokens of the
+answer follow. Those are the ones with which the chat template would go on. To find them, it writes
+a conversation in which the model's turn is a placeholder; what follows the placeholder is
+tokenised.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ SPECIAL_TOKENS = ("text", "control", "error")
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """A tokenizer that writes what is answered to a turn.
+    """A tokenizer that writes answers to a turn.
 
     special_tokens_in_data: whether a special token that an answer spells is letters (text), the
     token (control), or an error. variables: go to the chat template, such as `tools`.
@@ -43,22 +44,22 @@ class TurnTokens:
                 "error"
             )
 
-    def prompt(self, asked: str | list[dict]) -> list[int]:
+    def prompt(self, messages: str | list[dict]) -> list[int]:
         """The tokens of the prompt with which a conversation begins: a user's message, or
         messages."""
-        if isinstance(asked, str):
-            return self.tokenizer.prompt(self._as_data(asked), **self.variables)
-        return self.tokenizer.prompt(self._quoted(asked), **self.variables)
+        if isinstance(messages, str):
+            return self.tokenizer.prompt(self._as_data(messages), **self.variables)
+        return self.tokenizer.prompt(self._quoted(messages), **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one that it
         samples in the next.
 
-        messages: what was answered, {role, content} each; a text is a user's message. ended:
-        whether the turn's last token is one that ends it; else it was cut, and the token that ends
-        it comes first here. Without a chat template, what was answered stands there as it is. So
-        do messages of the assistant: they continue the model's own text, with no turn in between.
-        An empty answer is a line break then.
+        messages: the answer, {role, content} each; a text is a user's message. ended: True if the
+        turn's last token is one that ends it; else it was cut, and the token that ends it comes
+        first here. Without a chat template, the text of the answer stands there as it is. So do
+        messages of the assistant: they continue the model's own text, with no turn in between. An
+        empty answer is a line break then.
 
         Raises ValueError where the chat template refuses these messages.
         """
@@ -107,7 +108,7 @@ class TurnTokens:
         return self._behind_the_end(ids) if ended else ids
 
     def _after_the_turn(self, messages: list[dict], placeholder: str) -> str:
-        """What the chat template writes from the end of a turn of the model on."""
+        """Returns the text that the chat template writes from the end of a turn of the model on."""
         before = [
             {"role": "user", "content": "Question"},
             {"role": "assistant", "content": placeholder},
@@ -131,7 +132,8 @@ class TurnTokens:
         return after
 
     def _behind_the_end(self, ids: list[int]) -> list[int]:
-        """What follows the first token that ends a turn; all, where the template writes none."""
+        """Returns the tokens behind the first one that ends a turn; all, where the template writes
+        none."""
         ends = self.tokenizer.eos_ids
         first = next((place for place, token in enumerate(ids) if token in ends), None)
         return ids if first is None else ids[first + 1 :]
@@ -166,7 +168,7 @@ def _absent(text: str, messages: list[dict]) -> str:
 
 
 def _wanted(messages: list[dict]) -> str:
-    """What an environment may answer instead, in words."""
+    """Describes what an environment may answer instead."""
     roles = ", ".join(message["role"] for message in messages) or "none"
     return (
         f"what follows a turn of the model has the roles {roles} here; one message of the role "

@@ -39,7 +39,7 @@ AXES = ("vocab", "seq", "embed")
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What the blocks depend on besides arrays.
+    """Inputs of the blocks besides arrays.
 
     Example: HeadSpec(softcap=30.0, temperature=1.0, share=32768): 8 parts of 262,144 tokens.
     """
@@ -69,7 +69,7 @@ def token_scores(
 
 
 def head_spec(vocabulary: int, softcap: float | None, temperature: float) -> HeadSpec:
-    """What the blocks of a head depend on, for a vocabulary of this size on the current mesh."""
+    """Returns the inputs of a head's blocks, for a vocabulary of this size on the current mesh."""
     return HeadSpec(softcap, temperature, vocabulary // parts_of("vocab"))
 
 
@@ -88,8 +88,8 @@ def table_in_blocks(table_VD: jax.Array, tokens: int) -> jax.Array:
 
 
 def num_blocks(vocabulary: int, tokens: int) -> int:
-    """How many blocks a part of the vocabulary is cut into; a number that divides it, if one is
-    near.
+    """Counts the blocks that a part of the vocabulary is cut into; a number that divides it, if one
+    is near.
 
     vocabulary: entries of the part. tokens: of the batch on one device.
     """

@@ -76,7 +76,7 @@ class Weight:
     shape: tuple[int, ...]
     # logical axes, one per dim; parallel.mesh.RULES says which mesh axis divides them
     axes: tuple[str, ...]
-    # of one layer
+    # initialiser of one layer
     init: Initializer = fan_in()
     # leading dims that are inputs; 0: nothing is projected with it (norms, biases, the embedding)
     inputs: int = 1
@@ -84,12 +84,12 @@ class Weight:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the first dim counts layers."""
+        """True if the first dim counts layers."""
         return self.axes[0] == "layers"
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a node of a table is a `Weight`, not a dict of them."""
+    """True if a node of a table is a `Weight`, not a dict of them."""
     return isinstance(leaf, Weight)
 
 
@@ -99,7 +99,7 @@ def stacked(weight: Weight, count: int) -> Weight:
 
 
 def unstacked(weight: Weight) -> Weight:
-    """One of the layers of a stacked weight. Another weight is returned unchanged."""
+    """Selects one layer of a stacked weight. Another weight is returned unchanged."""
     if not weight.is_stacked:
         return weight
     return replace(weight, shape=weight.shape[1:], axes=weight.axes[1:])
@@ -155,20 +155,20 @@ class ComputeCopy:
     Example: a float32 weight under mixed_precision=bf16 -> value in bfloat16, master in float32.
     """
 
-    # in the dtype of the computation, gathered over fsdp; no gradient goes through it
+    # weight in the dtype of the computation, gathered over fsdp; no gradient goes through it
     value: Any
-    # in the dtype of the sums, divided over fsdp; never read, and the whole gradient goes to it
+    # weight in the dtype of the sums, divided over fsdp; never read, gets the whole gradient
     master: Any
     axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
 def is_quantized(leaf: Leaf) -> bool:
-    """Whether a leaf is `Int8` or `Nf4`."""
+    """True if a leaf is `Int8` or `Nf4`."""
     return isinstance(leaf, Int8 | Nf4)
 
 
 def are_plain(params: Params) -> bool:
-    """Whether all leaves are arrays: there are no adapters, and nothing is quantised."""
+    """True if all leaves are arrays: there are no adapters, and nothing is quantised."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Lora) or is_quantized(x))
     return not any(isinstance(leaf, Lora) or is_quantized(leaf) for leaf in leaves)
 
@@ -301,9 +301,9 @@ def for_compute(
 
 
 class _GradientInfo(NamedTuple):
-    """What is known of a weight's gradient while compiling."""
+    """Facts about a weight's gradient that are known while compiling."""
 
-    axes: tuple[str, ...]  # of the weight
+    axes: tuple[str, ...]  # axes of the weight
     inputs: int
     dtype: DTypeLike
 

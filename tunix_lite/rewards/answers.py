@@ -59,30 +59,30 @@ class Mark(NamedTuple):
 
 
 def marked_answers(text: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
-    """What a text marks as its answer, in the order in which the marks begin."""
+    """Finds the answers that a text marks, in the order in which the marks begin."""
     # An end that is cut off at its front may begin within a mark, which is then not seen.
     text = text[-LOOKED_AT:]
-    found = []
+    answers = []
     if "boxed" in marks:
-        found += _boxed(text)
+        answers += _boxed(text)
     if "tag" in marks:
-        found += _tagged(text)
+        answers += _tagged(text)
     if "hashes" in marks:
-        found += [
+        answers += [
             Mark(match.start(), "hashes", match["line"] or match["next"] or "")
             for match in _HASHES.finditer(text)
         ]
     if "words" in marks:
-        found += _after_words(text)
-    return sorted(found)
+        answers += _after_words(text)
+    return sorted(answers)
 
 
 def read_answer(completion: str, how: str = "flexible") -> str | None:
     """The answer as text, for display: what the last mark holds, or (flexible) the last number."""
     if marks := marked_answers(completion):
         return marks[-1].text.strip() or None
-    found = last_number(completion) if how == "flexible" else None
-    return None if found is None else found[0]
+    last = last_number(completion) if how == "flexible" else None
+    return None if last is None else last[0]
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class NumericAnswer:
         if expected is None:
             wrong = f"{self.field}={_shown(field_of(example, self.field))} of an example"
             raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares text")
-        found = read_number(completion, self.how, self.percent)
-        if found is None:
+        number = read_number(completion, self.how, self.percent)
+        if number is None:
             return no_answer(f"it holds no number ({self.how})")
         allowed = max(
             Fraction(self.tolerance),
             Fraction(self.relative_tolerance) * abs(expected),
         )
-        return float(abs(found - expected) <= allowed)
+        return float(abs(number - expected) <= allowed)
 
 
 def read_number(text: str, how: str = "flexible", percent: str = "unit") -> Fraction | None:
@@ -135,8 +135,8 @@ def read_number(text: str, how: str = "flexible", percent: str = "unit") -> Frac
     for mark in marks[: -MOST_MARKS - 1 : -1]:
         if not is_sentence(mark, text):
             return _number_marked(mark, number_in, percent)
-    found = last_number(text, percent)
-    return None if found is None else found[1]
+    last = last_number(text, percent)
+    return None if last is None else last[1]
 
 
 def _number_marked(mark: Mark, read: Callable, percent: str) -> Fraction | None:
@@ -146,8 +146,8 @@ def _number_marked(mark: Mark, read: Callable, percent: str) -> Fraction | None:
 
 
 def is_sentence(mark: Mark, text: str) -> bool:
-    """Whether a mark is words that give no number, such as `the answer is clear`, or a heading
-    behind `####` with more text below it: what stands before such a mark still counts."""
+    """True if a mark is words that give no number, such as `the answer is clear`, or a heading
+    behind `####` with more text below it. A number before such a mark still counts."""
     if any(sign.isdigit() for sign in mark.text) or not _PROSE.search(mark.text):
         return False
     is_heading = mark.kind == "hashes" and "\n" in text[mark.place :].strip()
@@ -176,10 +176,10 @@ class ExactAnswer:
     def __call__(self, completion: str, example: dict) -> float:
         expected = field_of(example, self.field)
         texts = expected if isinstance(expected, list | tuple) else [expected]
-        found = self._read(completion)
-        if not found:
+        answer = self._read(completion)
+        if not answer:
             return no_answer(f"it holds no answer ({self.how})")
-        return float(found in [self._normal(str(text)) for text in texts])
+        return float(answer in [self._normal(str(text)) for text in texts])
 
     def _read(self, completion: str) -> str:
         if marks := marked_answers(completion):
@@ -221,10 +221,10 @@ class ChoiceAnswer:
         if len(expected) != 1 or expected not in letters:
             wrong = f"{self.field}={_shown(field_of(example, self.field))} of an example"
             raise ValueError(f"{wrong} is none of choices={self.choices}")
-        found = self._read(completion, letters)
-        if found is None:
+        letter = self._read(completion, letters)
+        if letter is None:
             return no_answer(f"it chooses none of {letters} ({self.how})")
-        return float(found == expected)
+        return float(letter == expected)
 
     def _read(self, completion: str, letters: str) -> str | None:
         one = f"[{letters}{letters.lower()}]"
@@ -238,8 +238,8 @@ class ChoiceAnswer:
         completion = completion[-LOOKED_AT:]
         for mark in reversed(marked_answers(completion)):
             said = _without_words(mark.text)
-            if (found := whole.fullmatch(said)) and not several.match(said):
-                return found[1].upper()
+            if (match := whole.fullmatch(said)) and not several.match(said):
+                return match[1].upper()
             if self.how == "strict":
                 return None
             if several.search(said):
@@ -247,8 +247,8 @@ class ChoiceAnswer:
             if not is_sentence(mark, completion):
                 return _last_letter(said, letters)
         text = undecorated(completion)
-        if found := re.fullmatch(rf"\(?({one})\)?", text):
-            return found[1].upper()
+        if match := re.fullmatch(rf"\(?({one})\)?", text):
+            return match[1].upper()
         return None if self.how == "strict" else _last_letter(text, letters)
 
 
@@ -273,7 +273,7 @@ def _last_letter(text: str, letters: str) -> str | None:
 def _boxed(text: str) -> Iterator[Mark]:
     """`\\boxed{...}` with all braces inside of it, and `\\boxed 5`. Of boxes within a box, the
     inner ones."""
-    # where each open brace began, if it is that of a box
+    # the match of each open brace; None for a brace that is not a box's
     opened: list[re.Match | None] = []
     last_closed = -1
     for match in _BOX_OR_BRACE.finditer(text):

@@ -61,7 +61,7 @@ class PassesTests:
 
     @property
     def most_seconds(self) -> float:
-        """What a call may take; rewards.timeout must be above it."""
+        """Most seconds that a call may take; rewards.timeout must be above it."""
         return self.total_seconds
 
     def __call__(self, completion: str, example: dict) -> float:
@@ -98,7 +98,7 @@ class PassesTests:
         return tests[: self.max_tests]
 
     def _passes(self, code: str, test: str | dict, seconds: float) -> tuple[bool, str]:
-        """Whether the code passes a test, and by which limit it was stopped ("": by none)."""
+        """Tells if the code passes a test, and by which limit it was stopped ("": by none)."""
         is_program = isinstance(test, dict)
         checks = checks_of("" if is_program else test)
         job = {

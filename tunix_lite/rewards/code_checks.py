@@ -40,19 +40,19 @@ class Opaque:
 
 @dataclass(frozen=True)
 class CutAssert:
-    """What one assert compares. Example: `assert f(1) == 3` is CutAssert(["=="], {1: 3}, 2)."""
+    """Comparison of one assert. Example: `assert f(1) == 3` is CutAssert(["=="], {1: 3}, 2)."""
 
     operators: list[str]
     # the operands that are written out, by their places among all
     literals: dict[int, Any]
     num_operands: int
     is_negated: bool = False
-    # whether a test that came to its end must have come by
+    # True: a test that came to its end must have passed this assert
     is_required: bool = True
 
     def holds(self, values: list[Any], own: bool | None) -> bool:
-        """Whether it holds for the values of the other operands. own: what the code's process makes
-        of it, which counts where an object of the code is compared with another one."""
+        """True if the assert holds for the values of the other operands. own: the verdict of the
+        code's process, which counts where an object of the code is compared with another one."""
         has_opaque = any(isinstance(value, Opaque) for value in values)
         if has_opaque and not self.literals:
             return bool(own) != self.is_negated
@@ -78,7 +78,7 @@ class Checks:
     checks: list[CutAssert] = field(default_factory=list)
 
     def are_met(self, reports: list[str]) -> bool:
-        """Whether each report is right, and none is missing."""
+        """True if each report is right, and none is missing."""
         met = set()
         try:
             for report in reports:
@@ -148,8 +148,8 @@ class _Cutter(ast.NodeTransformer):
         return node if catches else self._visit_maybe(node, True)
 
     def _has_items(self, items: ast.expr) -> bool:
-        """Whether a loop over it surely runs: a list that is written out, or a range or zip of
-        such."""
+        """True if a loop over `items` surely runs: they are a list that is written out, or a range
+        or zip of such."""
         if isinstance(items, ast.Name):
             return items.id in self._lists
         if isinstance(items, ast.Call) and isinstance(items.func, ast.Name):
@@ -205,7 +205,7 @@ def _conjuncts(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def _can_be_cut(test: ast.Compare) -> bool:
-    """Whether it may be compared here: `is` of None, True and False only, and `in` only of a
+    """True if the test may be compared here: `is` of None, True and False only, and `in` only of a
     container that is written out, as others say themselves what they hold."""
     for op, item in zip(test.ops, test.comparators, strict=True):
         is_literal, value = _literal(item)
@@ -218,7 +218,7 @@ def _can_be_cut(test: ast.Compare) -> bool:
 
 
 def _literal(node: ast.expr) -> tuple[bool, Any]:
-    """Whether an expression is written out, and its value."""
+    """Tells if an expression is written out, and returns its value."""
     try:
         return True, ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

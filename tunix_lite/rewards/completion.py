@@ -25,8 +25,8 @@ UNITS = ("tokens", "words", "characters")
 
 
 def length_of(completion: str, unit: str) -> int:
-    """The completion's length in tokens, words or characters. Raises ValueError where tokens are
-    asked of a plain text, which has none."""
+    """Counts the completion's length in tokens, words or characters. Raises ValueError where tokens
+    are asked of a plain text, which has none."""
     if unit == "characters":
         return len(completion)
     if unit == "words":

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def field_of(example: Mapping, field: str) -> Any:
-    """What the example has in a field. Dots lead into the objects of a row:
+    """Reads a field of the example. Dots lead into the objects of a row:
     `reward_model.ground_truth`.
 
     Raises ValueError if there is no such field.

@@ -58,7 +58,7 @@ def ranks_of(values: list[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Diversity:
-    """How much a completion differs from the others of its group, from 0, a copy of each, to 1,
+    """Difference of a completion from the others of its group, from 0, a copy of each, to 1,
     nothing in common with any.
 
     It is the mean, over the others, of 1 - (n-grams in both) / (n-grams in either). A completion

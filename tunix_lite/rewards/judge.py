@@ -27,9 +27,9 @@ from tunix_lite.workers.limits import time_limit
 # bytes of an answer that are read, and characters of what is wrong that are shown
 LONGEST = 1024 * 1024
 SHOWN = 200
-# of a request that may well succeed when it is made again
+# statuses of requests that may well succeed when they are made again
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504)
-# of a server that cannot be reached, speaks no HTTP, or answers something else than asked
+# errors of a server that cannot be reached, speaks no HTTP, or sends another kind of answer
 FAILURES = (
     OSError,
     http.client.HTTPException,
@@ -45,12 +45,12 @@ SCORE = (
     r"(?i)score(?:\s*\([^)\n]{0,40}\))?[^\w(-]{0,9}\(?"
     r"(-?\d+(?:\.\d+)?)(?![.,]?\d)(?!\s*(?:to|-|\u2013)\s*\d)"
 )
-# what YAML makes of words without quotes
+# values that YAML makes of words without quotes
 WORDS_OF_YAML = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 
 
 class JudgeError(RuntimeError):
-    """The judge could not be asked, or what it answered is no score."""
+    """Raised if the judge could not be asked, or its answer holds no score."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Judge:
 
     @property
     def most_seconds(self) -> float:
-        """What a call may take; rewards.timeout must be above it."""
+        """Most seconds that a call may take; rewards.timeout must be above it."""
         waits = self.backoff * (2**self.retries - 1)
         return self.timeout * (self.retries + 1) + waits
 
@@ -124,10 +124,10 @@ class Judge:
         body = self._request(completion, example)
         key = hashlib.sha256(json.dumps([self.base_url, body]).encode()).hexdigest()
         cache = None if self.cache is None else _cache_of(self.cache)
-        if cache is not None and (kept := cache.get(key)) is not None:
+        if cache is not None and (cached := cache.get(key)) is not None:
             # another pattern may find no score in it: then it is asked for again
             with contextlib.suppress(JudgeError):
-                return self._score(kept)
+                return self._score(cached)
         answer = self._ask(body)
         score = self._score(answer)
 
@@ -152,18 +152,18 @@ class Judge:
         }
 
     def _score(self, answer: str) -> float:
-        found = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
-        if not found:
+        matches = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
+        if not matches:
             raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
-            words = self._words()
-            if found[-1].casefold() not in words:
-                raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is none of {list(words)}")
-            return words[found[-1].casefold()]
+            scores = self._words()
+            if matches[-1].casefold() not in scores:
+                raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}")
+            return scores[matches[-1].casefold()]
         try:
-            number = float(found[-1])
+            number = float(matches[-1])
         except ValueError as error:
-            raise JudgeError(f"the judge's {found[-1][:SHOWN]!r} is no number") from error
+            raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is no number") from error
         if not self.lowest <= number <= self.highest:
             wrong = f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}"
             raise JudgeError(wrong)
@@ -171,11 +171,11 @@ class Judge:
 
     def _words(self) -> dict[str, float]:
         """The words of `scores` in small letters."""
-        found = {}
+        scores = {}
         for word, score in self.scores.items():
             written = WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)]
-            found |= {name.casefold(): score for name in written}
-        return found
+            scores |= {name.casefold(): score for name in written}
+        return scores
 
     # ---- the server
 
@@ -198,12 +198,12 @@ class Judge:
                     break
             except FAILURES as error:
                 failure = f"{type(error).__name__}: {error}"[:SHOWN]
-        asked = f"asked {attempt + 1} times" if attempt else "asked once"
-        failed = f"the judge at {self.base_url} gave no answer, {asked}: {failure}"
+        attempts = f"asked {attempt + 1} times" if attempt else "asked once"
+        failed = f"the judge at {self.base_url} gave no answer, {attempts}: {failure}"
         raise JudgeError(_printable(failed))
 
     def _said(self, error: urllib.error.HTTPError) -> str:
-        """What the server said with a status, as far as it can be read."""
+        """Reads the message of the server beside a status, as far as it can be read."""
         with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
             return error.read(SHOWN).decode(errors="replace")
         return ""
@@ -249,12 +249,12 @@ def _is_header(text: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Without what acts on a terminal: a server may say anything."""
+    """Replaces characters that act on a terminal: a server may say anything."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Only the named server is asked: a key must not go to another one."""
+    """Refuses redirects: a key must go to the named server alone."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -299,7 +299,7 @@ class _Cache:
         self._answers[key] = answer
 
     def _catch_up(self) -> None:
-        """Reads what was appended since, by whichever process."""
+        """Reads the lines that were appended since, by whichever process."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._read)
@@ -310,8 +310,8 @@ class _Cache:
         self._read += len(said) - len(rest)
         for line in lines:
             try:
-                kept = json.loads(line)
-                self._answers[kept["key"]] = str(kept["answer"])
+                entry = json.loads(line)
+                self._answers[entry["key"]] = str(entry["answer"])
             except (ValueError, LookupError, TypeError, RecursionError):
                 # the beginning of a line whose writer was killed: it is asked for again
                 continue

@@ -16,8 +16,8 @@ def correct(completion: str, example: dict) -> float:
 
     Example: `correct("12 + 3 = 15", {"answer": "15"})` is 1.0.
     """
-    found, expected = final_answer(completion), str(example["answer"]).replace(",", "")
+    answer, expected = final_answer(completion), str(example["answer"]).replace(",", "")
     try:
-        return float(found is not None and float(found) == float(expected))
+        return float(answer is not None and float(answer) == float(expected))
     except ValueError as error:
         raise ValueError(f"the answer {expected[:200]!r} of an example is not a number") from error

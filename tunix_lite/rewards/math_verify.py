@@ -56,13 +56,13 @@ class MathVerify:
         package = _package()
         # it is given no timeouts: those are signals as well, and would end ours
         parsed = (package.parse(text, parsing_timeout=None) for text in _texts_of(completion))
-        found = next(filter(_holds_mathematics, parsed), [])
-        if not found:
+        answer = next(filter(_holds_mathematics, parsed), [])
+        if not answer:
             return no_answer("it holds no expression that could be parsed")
         try:
             is_right = package.verify(
                 list(expected),
-                found,
+                answer,
                 float_rounding=self.decimals,
                 numeric_precision=self.digits,
                 timeout_seconds=None,
@@ -80,9 +80,9 @@ def _expected(answer: str, seconds: float) -> tuple:
     """The parsed answer of an example, as LaTeX; marks of mathematics may stand around it."""
     for text in _readings(answer):
         with time_limit(seconds, "math-verify"):
-            found = _package().parse(text, parsing_timeout=None)
-        if _holds_mathematics(found):
-            return tuple(found)
+            parsed = _package().parse(text, parsing_timeout=None)
+        if _holds_mathematics(parsed):
+            return tuple(parsed)
     raise ValueError(f"math-verify cannot parse the answer {answer[:200]!r} of an example")
 
 
@@ -97,7 +97,8 @@ def _readings(answer: str) -> tuple[str, ...]:
 
 
 def _texts_of(completion: str) -> tuple[str, ...]:
-    """What is parsed of a completion: what its last mark holds; without a mark, all of it."""
+    """Returns the texts of a completion that are parsed: those in its last mark; without a mark,
+    all of it."""
     marks = marked_answers(completion)
     if not marks or is_sentence(marks[-1], completion):
         return (completion,)
@@ -111,14 +112,15 @@ def _texts_of(completion: str) -> tuple[str, ...]:
     return (f"\\boxed{{{mark.text}}}",) if mark.kind == "boxed" else _readings(mark.text)
 
 
-def _holds_mathematics(found: list) -> bool:
-    """Whether something was parsed; what could not be is there as a text."""
-    return any(not isinstance(part, str) for part in found)
+def _holds_mathematics(parsed: list) -> bool:
+    """True if something was parsed as mathematics; a part that could not be parsed is there as a
+    text."""
+    return any(not isinstance(part, str) for part in parsed)
 
 
 @functools.cache
 def _package() -> ModuleType:
-    """math_verify, ready, and without its warnings that timeouts are off: ours are on."""
+    """Imports math_verify, without its warnings that timeouts are off: ours are on."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

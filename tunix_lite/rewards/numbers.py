@@ -22,7 +22,7 @@ SCALES = {
     "trillion": 10**12,
     "lakh": 10**5,
     "crore": 10**7,
-    # of these the plural alone: `5 ten-dollar notes` are 5
+    # only the plural of these: `5 ten-dollar notes` are 5
     "tens": 10,
     "halves": Fraction(1, 2),
     "thirds": Fraction(1, 3),
@@ -165,7 +165,7 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
     Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None.
     """
     text = undecorated(text)
-    # of an equation, what it comes to; `x >= 3` is none
+    # the right side of an equation; `x >= 3` is none
     before, _, text = text.rpartition("=")
     is_second = "=" in before and _SECOND.search(before[-40:])
     if is_second or before.endswith(("<", ">", "!")):
@@ -175,15 +175,15 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
         text = text[prefix.end() :]
     if text[:1] + text[-1:] in ("()", "[]"):
         text = text[1:-1].strip()
-    found = NUMBER.match(text)
+    match = NUMBER.match(text)
     # (5,) is a list
     if (
-        found is None
+        match is None
         or text.endswith(",")
-        or _larger_at(_without_scale(text[found.end() :])) is not None
+        or _larger_at(_without_scale(text[match.end() :])) is not None
     ):
         return None
-    return _value(found, text, percent)
+    return _value(match, text, percent)
 
 
 def number_in(text: str, percent: str = "unit") -> Fraction | None:
@@ -195,19 +195,19 @@ def number_in(text: str, percent: str = "unit") -> Fraction | None:
     if (whole := number_of(text, percent)) is not None:
         return whole
     text = undecorated(text)
-    found = NUMBER.search(text)
-    if found is None:
+    match = NUMBER.search(text)
+    if match is None:
         return None
-    found = _without_binary_sign(found, text)
-    rest = text[found.end() :]
-    if _LEADS_IN.search(text[: found.start()]) or _AFTER.match(rest):
+    match = _without_binary_sign(match, text)
+    rest = text[match.end() :]
+    if _LEADS_IN.search(text[: match.start()]) or _AFTER.match(rest):
         return None
     rest = _without_scale(rest)
     larger_at = _larger_at(rest)
     remark = _REMARK.search(rest)
     if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None
-    return _value(found, text, percent)
+    return _value(match, text, percent)
 
 
 def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
@@ -221,22 +221,22 @@ def numbers_in(text: str, percent: str = "unit") -> list[tuple[str, Fraction]]:
 
 
 def _numbers(text: str) -> Iterator[re.Match]:
-    """Where a number stands that is no part of something else, in order."""
+    """Finds the numbers that are no part of something else, in order."""
     text = undecorated(text)
     place = 0
-    while found := NUMBER.search(text, place):
-        place = found.end()
-        found = _without_binary_sign(found, text)
-        before = text[max(0, found.start() - 8) : found.start()]
-        if not (_BEFORE.search(before) or _AFTER.match(text, found.end())):
-            yield found
+    while match := NUMBER.search(text, place):
+        place = match.end()
+        match = _without_binary_sign(match, text)
+        before = text[max(0, match.start() - 8) : match.start()]
+        if not (_BEFORE.search(before) or _AFTER.match(text, match.end())):
+            yield match
 
 
 def _values(numbers: Iterable[re.Match], percent: str) -> Iterator[tuple[str, Fraction]]:
-    for found in numbers:
-        value = _value(found, found.string, percent)
+    for match in numbers:
+        value = _value(match, match.string, percent)
         if value is not None:
-            yield found.group().strip(), value
+            yield match.group().strip(), value
 
 
 def undecorated(text: str) -> str:
@@ -275,7 +275,7 @@ _CHARACTERS = {
     # spaces that separate thousands
     0x00A0: "\u202f",
     0x2009: "\u202f",
-    # of another keyboard
+    # full-width signs
     0xFF05: "%",
     0xFF04: "$",
 }
@@ -290,40 +290,40 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°")
 
 
 def _larger_at(rest: str) -> int | None:
-    """Where, in what follows a number, something begins that the number is only a part of; None
-    where units and words follow."""
+    """Returns the place, in the text behind a number, where something begins that the number is
+    only a part of; None where units and words follow."""
     if _CONNECTS_AT_ONCE.match(rest):
         return 0
-    words = 0
+    num_words = 0
     for token in _TOKEN.finditer(rest):
         if token["operator"]:
             return token.start()
         if token["word"]:
-            words += 1
-            is_variable = words == 1 and not _is_of_a_unit(token["word"], token)
-            if is_variable or (words <= 2 and _CONNECTS.match(rest, token.start())):
+            num_words += 1
+            is_variable = num_words == 1 and not _is_of_a_unit(token["word"], token)
+            if is_variable or (num_words <= 2 and _CONNECTS.match(rest, token.start())):
                 return token.start()
     return None
 
 
-def _is_of_a_unit(word: str, found: re.Match) -> bool:
-    """Whether letters behind a number are a unit or a word, and no variables: `5 km`, `5 clips`;
+def _is_of_a_unit(word: str, match: re.Match) -> bool:
+    """True if letters behind a number are a unit or a word, and no variables: `5 km`, `5 clips`;
     not `5x`, `5 xy`."""
     if len(word) == 1 and word in _UNIT_LETTERS:
         return True
     if _GREEK.search(word):
-        # of a unit only in micrometres and the like
+        # mu is a unit in micrometres and the like; other Greek letters are variables
         return word[0] == "\u03bc"
     # other writings have units of one letter
     if not word[0].isascii() or "." in word or "'" in word:
         return True
     if len(word) == 1:
         return (
-            word in "aI" and found.start() > 0 and bool(_NEXT_WORD.match(found.string, found.end()))
+            word in "aI" and match.start() > 0 and bool(_NEXT_WORD.match(match.string, match.end()))
         )
     if len(word) == 2:
         return word.lower() in _SHORT_WORDS
-    return found.start() > 0 or len(word) > 3 or word.lower() in _SHORT_UNITS
+    return match.start() > 0 or len(word) > 3 or word.lower() in _SHORT_UNITS
 
 
 def _without_scale(rest: str) -> str:
@@ -331,62 +331,62 @@ def _without_scale(rest: str) -> str:
     return rest[scale.end() :] if scale else rest
 
 
-def _without_binary_sign(found: re.Match, text: str) -> re.Match:
+def _without_binary_sign(match: re.Match, text: str) -> re.Match:
     """The match without a sign that belongs to a sum: in `5-3`, `x - 3` it is no sign of the 3."""
-    sign = found["sign"]
+    sign = match["sign"]
     if not sign:
-        return found
-    before = text[max(0, found.start() - 8) : found.start()]
+        return match
+    before = text[max(0, match.start() - 8) : match.start()]
     is_binary = bool(before.rstrip()) and (
         before.rstrip()[-1].isalnum() or before.rstrip()[-1] in ")}]%"
     )
     is_apart = sign != sign.rstrip() or not before[-1:].isspace()
     if not (is_binary and is_apart):
-        return found
-    return NUMBER.match(text, found.start() + len(sign)) or found
+        return match
+    return NUMBER.match(text, match.start() + len(sign)) or match
 
 
-def _value(found: re.Match, text: str, percent: str) -> Fraction | None:
+def _value(match: re.Match, text: str, percent: str) -> Fraction | None:
     """The number that was matched; None for one of too many digits, or over nothing."""
-    if sum(c.isdigit() for c in found.group()) > MOST_DIGITS:
+    if sum(c.isdigit() for c in match.group()) > MOST_DIGITS:
         return None
     try:
-        value = _magnitude(found)
+        value = _magnitude(match)
     except (ZeroDivisionError, OverflowError):
         return None
     if value is None:
         return None
 
     # sign, per cent and words such as million
-    signs = f"{found['sign'] or ''}{found['second'] or ''}"
+    signs = f"{match['sign'] or ''}{match['second'] or ''}"
     if signs.count("-") == 1:
         value = -value
-    if found["percent"] and percent == "fraction":
+    if match["percent"] and percent == "fraction":
         value /= 100
-    if scale := _SCALE.match(text, found.end()):
+    if scale := _SCALE.match(text, match.end()):
         for word in scale[0].lower().split():
             value *= SCALES.get(word) or SCALES[word.removesuffix("s")]
     return value
 
 
-def _magnitude(found: re.Match) -> Fraction | None:
-    if found["frac"]:
-        above, below = (Fraction(_bare(part)) for part in re.findall(_ARGUMENT, found["frac"]))
-        if found["whole"] and (above < 0 or below < 0):
+def _magnitude(match: re.Match) -> Fraction | None:
+    if match["frac"]:
+        above, below = (Fraction(_bare(part)) for part in re.findall(_ARGUMENT, match["frac"]))
+        if match["whole"] and (above < 0 or below < 0):
             return None
-        return int(found["whole"] or 0) + above / below
-    if found["mixed"]:
-        return int(found["mixed"]) + Fraction(int(found["above"]), int(found["below"]))
-    if found["over"]:
-        return Fraction(_bare(found["over"])) / Fraction(_bare(found["under"]))
-    if found["ten"]:
-        return _power_of_ten(int(found["ten"]))
+        return int(match["whole"] or 0) + above / below
+    if match["mixed"]:
+        return int(match["mixed"]) + Fraction(int(match["above"]), int(match["below"]))
+    if match["over"]:
+        return Fraction(_bare(match["over"])) / Fraction(_bare(match["under"]))
+    if match["ten"]:
+        return _power_of_ten(int(match["ten"]))
 
     # a decimal, perhaps with a power of ten
-    value = Fraction(_bare(found["decimal"]))
-    if not found["power"]:
+    value = Fraction(_bare(match["decimal"]))
+    if not match["power"]:
         return value
-    power = _power_of_ten(int(re.search(r"[-+]?\d+\s*\}?$", found["power"])[0].rstrip("} ")))
+    power = _power_of_ten(int(re.search(r"[-+]?\d+\s*\}?$", match["power"])[0].rstrip("} ")))
     return None if power is None else value * power
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tunix_lite.rewards.fields import field_of
 
-# what TRL gives beside columns, and what a reward here cannot know
+# arguments that TRL gives beside columns, and that a reward here cannot get
 UNKNOWN = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -38,23 +38,23 @@ class OfTRL:
             )
 
     def __call__(self, completions: list[str], example: dict) -> list[float | None]:
-        given = {name: [value] * len(completions) for name, value in example.items()}
-        given.pop("prompts", None)
+        columns = {name: [value] * len(completions) for name, value in example.items()}
+        columns.pop("prompts", None)
         prompt = self._prompt(example)
         if prompt is not None:
-            given["prompts"] = [prompt] * len(completions)
+            columns["prompts"] = [prompt] * len(completions)
         elif "prompts" in self._required:
             raise ValueError(
                 f"{_name(self.fn)} asks for prompts, and an example has neither `prompt` nor "
                 "`messages`; give the reward the text of task.prompt: prompt: '{question}'"
             )
-        given["completions"] = [
+        columns["completions"] = [
             [{"role": "assistant", "content": text}] if self.messages else text
             for text in completions
         ]
         names = inspect.signature(self.fn).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in names.values())
-        return self.fn(**{k: v for k, v in given.items() if takes_all or k in names})
+        return self.fn(**{k: v for k, v in columns.items() if takes_all or k in names})
 
     @property
     def _required(self) -> list[str]:
@@ -90,13 +90,13 @@ class OfVerl:
     extra_info: str | None = "extra_info"
 
     def __call__(self, completion: str, example: dict) -> float | None:
-        found = self.fn(
+        score = self.fn(
             data_source=None if self.data_source is None else field_of(example, self.data_source),
             solution_str=completion,
             ground_truth=field_of(example, self.ground_truth),
             extra_info=None if self.extra_info is None else field_of(example, self.extra_info),
         )
-        return found["score"] if isinstance(found, dict) else found
+        return score["score"] if isinstance(score, dict) else score
 
 
 def _name(fn: Callable) -> str:

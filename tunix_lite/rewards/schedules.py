@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Linear:
-    """From `start` in the first update in a straight line to `end` after `steps` updates, then
-    `end`.
+    """Moves from `start` in the first update in a straight line to `end` after `steps` updates, and
+    stays there.
 
     Example: Linear(1.0, 0.0, 100): 1 in update 0, 0.5 in update 50, 0 from update 100 on.
     """

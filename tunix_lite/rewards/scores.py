@@ -1,4 +1,5 @@
-"""The values of reward functions: a number, or a Score, which says more; and what is neither."""
+"""Values of reward functions: a number, or a Score, which says more; and errors for anything
+else."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +13,8 @@ MOST_REWARD = 1e18
 
 
 class Score(float):
-    """A number, and what kept the completion from getting more. Anywhere else it is that number.
+    """A number with the reason why the completion did not get more. Anywhere else it is that
+    number.
 
     kind: "no_answer", the completion holds no answer that could be read; or "stopped", its code was
     stopped by a limit. A run counts both (`rewards/no_answer`, `rewards/stopped`), so that a score

@@ -1,4 +1,4 @@
-"""How near a completion comes to a reference text: ROUGE-L and edit distance.
+"""Similarity of a completion to a reference text: ROUGE-L and edit distance.
 
 Both keep one number of as many bits as a text has units (Hyyro's and Myers' algorithms), so their
 memory is linear. Of longer texts the first `most` units are compared.
@@ -40,13 +40,14 @@ def common_length(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many insertions, deletions and replacements make one sequence the other (Levenshtein)."""
+    """Counts the insertions, deletions and replacements that make one sequence the other
+    (Levenshtein)."""
     if not first:
         return len(second)
     masks = _masks(first)
     every = (1 << len(first)) - 1
     last = 1 << (len(first) - 1)
-    # where a column of the table rises by one, and where it falls
+    # bits of the places where a column of the table rises by one, and where it falls
     up = every
     down = 0
     distance = len(first)
@@ -84,15 +85,15 @@ class RougeL:
             raise ValueError(f"measure={self.measure!r}; it is f, precision or recall")
 
     def __call__(self, completion: str, example: dict) -> float:
-        found = units_of(completion, self.split)[: self.most]
-        return max(self._score(found, text) for text in _references(example, self.field))
+        units = units_of(completion, self.split)[: self.most]
+        return max(self._score(units, text) for text in _references(example, self.field))
 
-    def _score(self, found: Sequence[str], reference: str) -> float:
+    def _score(self, units: Sequence[str], reference: str) -> float:
         expected = units_of(reference, self.split)[: self.most]
-        common = common_length(expected, found)
+        common = common_length(expected, units)
         if not common:
             return 0.0
-        precision = common / len(found)
+        precision = common / len(units)
         recall = common / len(expected)
         f = 2 * precision * recall / (precision + recall)
         return {"f": f, "precision": precision, "recall": recall}[self.measure]
@@ -121,20 +122,20 @@ class EditSimilarity:
         texts = (completion, reference)
         if self.strip:
             texts = tuple(text.strip() for text in texts)
-        found, expected = (units_of(text, self.split)[: self.most] for text in texts)
-        longest = max(len(found), len(expected))
-        return 1.0 if not longest else 1 - edit_distance(found, expected) / longest
+        units, expected = (units_of(text, self.split)[: self.most] for text in texts)
+        longest = max(len(units), len(expected))
+        return 1.0 if not longest else 1 - edit_distance(units, expected) / longest
 
 
 def _masks(units: Sequence[str]) -> dict[str, int]:
-    """In which places each unit stands, as bits."""
+    """Returns the places at which each unit stands, as bits."""
     places: dict[str, list[int]] = {}
     for place, unit in enumerate(units):
         places.setdefault(unit, []).append(place)
     masks = {}
-    for unit, found in places.items():
+    for unit, places_of_unit in places.items():
         bits = bytearray(len(units) // 8 + 1)
-        for place in found:
+        for place in places_of_unit:
             bits[place // 8] |= 1 << place % 8
         masks[unit] = int.from_bytes(bits, "little")
     return masks

@@ -58,7 +58,7 @@ class Tags:
         return is_once and completion.index(f"<{tag}>") < completion.index(f"</{tag}>")
 
     def _is_all(self, completion: str) -> bool:
-        """Whether nothing but space stands before, between and behind the tags."""
+        """True if nothing but space stands before, between and behind the tags."""
         place = 0
         for tag in self.tags:
             start = completion.index(f"<{tag}>")
@@ -131,8 +131,8 @@ class TargetLength:
 
 @dataclass(frozen=True)
 class CosineLength:
-    """Between two values along half a cosine of the length, others for a right completion than for
-    a wrong one: among right ones short is better, among wrong ones long is.
+    """Moves between two values along half a cosine of the length, others for a right completion
+    than for a wrong one: among right ones short is better, among wrong ones long is.
 
     With x = min(length / max_length, 1), a value goes from its `_short` at x = 0 to its `_long` at
     x = 1 as long + (short - long) (1 + cos(pi x)) / 2.
@@ -216,8 +216,8 @@ class Repetition:
 
 def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     """All runs of n words, in lower case, of the first LONGEST characters of a text."""
-    words = text[:LONGEST].lower().split()
-    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    split = text[:LONGEST].lower().split()
+    return [tuple(split[i : i + n]) for i in range(len(split) - n + 1)]
 
 
 def _check_unit(unit: str) -> None:

@@ -29,7 +29,7 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
         raise ValueError("no example is held out; set evaluation.num_examples=0")
     said = [_known(task, num_held_out)]
 
-    # whether there are fewer held-out examples than evaluation.num_examples
+    # fewer held-out examples than evaluation.num_examples
     count = len(task.config.source.held_out)
     if count < num_held_out:
         if task.leaves_out:
@@ -42,7 +42,8 @@ def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
 
 
 def _known(task: Task, num_held_out: int) -> str:
-    """What `_check` found; of a file that was checked in the same way, what it found then."""
+    """Returns what `_check` reports; a file that was already checked in the same way is not read
+    again."""
     train = task.config.source.train
     held_out = task.config.source.held_out
     if isinstance(train, RowStream):
@@ -63,7 +64,7 @@ def _known(task: Task, num_held_out: int) -> str:
         return "; ".join(said)
     if not isinstance(train, Rows):
         return _check(task, num_held_out)
-    asked = (
+    key = (
         task.limits,
         task.config.template,
         task.config.special_tokens_in_data,
@@ -72,27 +73,27 @@ def _known(task: Task, num_held_out: int) -> str:
         id(held_out),
     )
     # a start asks twice
-    if asked not in train.known:
-        train.known[asked] = _check(task, num_held_out)
-    return train.known[asked]
+    if key not in train.known:
+        train.known[key] = _check(task, num_held_out)
+    return train.known[key]
 
 
 def _check(task: Task, num_held_out: int) -> str:
     train = task.config.source.train
     held_out = task.config.source.held_out
-    asked, special = _read(task, train)
+    hashes, special = _read(task, train)
     unfit = _measure(task, train, len(train), "training", special)
     evaluated = replace(task, learned=())
     asked_then, special_then = _read(evaluated, held_out)
     unfit += _measure(evaluated, held_out, num_held_out, "held-out", special_then)
 
-    # what people are to know
+    # the lines for people
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     said += [*unfit, *_left_out(train, held_out)]
-    both = _count(asked_then, asked)
+    both = _count(asked_then, hashes)
     if isinstance(train, Rows):
         train.known[_of_both(task)] = both
-    said += _of_prompts(both, asked)
+    said += _of_prompts(both, hashes)
     if count := len(special) + (0 if held_out is train else len(special_then)):
         setting = task.config.special_tokens_in_data
         taken = {"text": "as mere text", "control": "as control tokens"}[setting]
@@ -103,8 +104,8 @@ def _check(task: Task, num_held_out: int) -> str:
 
 
 def _of_prompts(both: int, hashes: Sequence[int]) -> list[str]:
-    """What a start says of held-out prompts that are trained on, and of prompts that come several
-    times. hashes: of the training prompts."""
+    """Describes held-out prompts that are trained on, and prompts that come several times. hashes:
+    of the training prompts."""
     said = []
     if both:
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
@@ -114,7 +115,7 @@ def _of_prompts(both: int, hashes: Sequence[int]) -> list[str]:
 
 
 def held_out_in_training(task: Task) -> int | None:
-    """How many of the held-out prompts are training prompts, too; None where examples are made, and
+    """Counts the held-out prompts that are training prompts, too. None where examples are made, and
     not looked through."""
     train = task.config.source.train
     held_out = task.config.source.held_out
@@ -130,7 +131,7 @@ def held_out_in_training(task: Task) -> int | None:
 
 
 def _of_both(task: Task) -> tuple:
-    """What `held_out_in_training` depends on, beside the training examples."""
+    """Returns the inputs of `held_out_in_training` beside the training examples."""
     return "both", task.config.template, id(task.config.source.held_out)
 
 
@@ -139,13 +140,13 @@ def _hashes(task: Task, examples: Sequence) -> list[int]:
 
 
 def _count(hashes: list[int], among: Iterable[int]) -> int:
-    """How many of these hashes are among those."""
+    """Counts the hashes that are in `among`."""
     both = {*hashes}.intersection(among)
     return sum(prompt in both for prompt in hashes)
 
 
 def _left_out(*splits: Sequence) -> list[str]:
-    """What a start says of rows that were left out."""
+    """Describes the rows that were left out."""
     return [
         f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
         f"{rows.first_skipped}"
@@ -156,7 +157,7 @@ def _left_out(*splits: Sequence) -> list[str]:
 
 def _read(task: Task, examples: Sequence) -> tuple[list[int], list[int]]:
     """A hash of each prompt, and the examples whose fields spell special tokens."""
-    asked = []
+    hashes = []
     special = []
     for i, example in enumerate(examples):
         try:
@@ -167,10 +168,10 @@ def _read(task: Task, examples: Sequence) -> tuple[list[int], list[int]]:
             if task.limits.skips:
                 continue
             raise ValueError(f"{where(examples, i)}: {error}") from error
-        asked.append(task.text.template.hash(example))
+        hashes.append(task.text.template.hash(example))
         if spells:
             special.append(i)
-    return asked, special
+    return hashes, special
 
 
 def _measure(
@@ -181,8 +182,8 @@ def _measure(
     special: list[int],
     limit: int | None = None,
 ) -> list[str]:
-    """What becomes of those of the first `most` that are too long, or that cannot be taken, in
-    words. limit: examples that become tokens, evenly spread; None: MEASURED.
+    """Describes those of the first `most` examples that are too long, or that cannot be taken, and
+    what becomes of them. limit: examples that become tokens, evenly spread; None: MEASURED.
 
     Raises ValueError, if they are an error: how many are too long; or the place of one that cannot
     be tokens.
@@ -195,7 +196,7 @@ def _measure(
     )
     measured = sorted({*places, *(i for i in special[:MEASURED] if i < count)})
 
-    # by field: the tokens, by the number of the example
+    # number of tokens, by field and number of the example
     limits = task.limits
     lengths: dict[str, dict[int, int]] = {name: {} for name in ("prompt", *task.learned)}
     refused = []
@@ -212,11 +213,11 @@ def _measure(
 
     said = []
     cuts = limits.long_prompts == "truncate"
-    for name, found in lengths.items():
+    for name, token_counts in lengths.items():
         setting, most_tokens = "generation.max_new_tokens", limits.max_new_tokens
         if name == "prompt":
             setting, most_tokens = "generation.max_prompt_length", limits.max_prompt_length
-        too_long = {i: length for i, length in found.items() if length > most_tokens}
+        too_long = {i: length for i, length in token_counts.items() if length > most_tokens}
         # a run counts the prompts that it cuts
         if not too_long or (cuts and name == "prompt"):
             continue

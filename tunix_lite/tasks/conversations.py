@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.05
 # the reward that environments give, as reward/environment has it
 ENVIRONMENT = "environment"
 
-# what a process knows of an answer: observation (a text, messages, or None), reward, done, failure,
+# an answer as processes share it: observation (a text, messages, or None), reward, done, failure,
 # message, seconds, info
 Answer = list[Any]
 
@@ -58,11 +58,11 @@ class EnvironmentPartner:
         self._turns = text.turn_tokens
         self._max_prompt_length = max_prompt_length
         self._stops = settings.on_error == "raise"
-        # by row: what this process waits for; the text of the turn; whether it ended by itself
+        # calls of this process, texts of turns, and whether they ended by themselves; by row
         self._futures: dict[int, Future] = {}
         self._completions: dict[int, str] = {}
         self._ended: dict[int, bool] = {}
-        # rows that wait for an answer, of whichever process
+        # rows of all processes that wait for an answer
         self._waiting: set[int] = set()
         self._failed_at_start: dict[int, Answer] = {}
         # until they are counted with the first turn
@@ -88,8 +88,8 @@ class EnvironmentPartner:
         return [self._prompt(row, observation) for row, observation in enumerate(observations)]
 
     def _prompt(self, row: int, observation: str | list[dict] | None) -> list[int]:
-        """The prompt of a row. That of the task stands where the environment begins with none, or
-        with one that cannot be used: then it has failed."""
+        """Reads the prompt of a row. The task's own prompt replaces one that is missing, or that
+        cannot be used: then the environment has failed."""
         example = self._examples[row]
         if observation is None:
             return self._text.prompt(example)
@@ -103,8 +103,8 @@ class EnvironmentPartner:
         return prompt
 
     def _refused(self, why: str) -> Answer:
-        """An answer of an environment that the model cannot read. Raises SharedError where errors
-        are raised; all processes find the same."""
+        """Replaces an answer of an environment that the model cannot read. Raises SharedError where
+        errors are raised; all processes see the same."""
         message = f"the environment returned what the model cannot read: {why}"
         if self._stops:
             raise SharedError(f"{message}; conversation.on_error=zero or drop continues without it")
@@ -125,13 +125,13 @@ class EnvironmentPartner:
         Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
         run was asked to stop while it waited.
         """
-        found = {
+        answers = {
             row: self._failed_at_start[row] for row in self._waiting & set(self._failed_at_start)
         }
-        self._waiting -= set(found)
+        self._waiting -= set(answers)
         if self._waiting:
-            found |= self._exchange(wait_for_one=wait and not found, patience=patience)
-        return {row: self._reply(row, found[row]) for row in found}
+            answers |= self._exchange(wait_for_one=wait and not answers, patience=patience)
+        return {row: self._reply(row, answers[row]) for row in answers}
 
     def close(self) -> None:
         """Ends the environments of all rows."""
@@ -141,7 +141,7 @@ class EnvironmentPartner:
     # ---- answers of all processes
 
     def _own(self, rows: Iterable[int]) -> list[int]:
-        """Those of the rows whose environments this process steps."""
+        """Selects the rows whose environments this process steps."""
         return [row for row in rows if row % self._processes.count == self._processes.index]
 
     def _exchange(self, wait_for_one: bool, patience: float = 0.0) -> dict[int, Answer]:
@@ -156,10 +156,10 @@ class EnvironmentPartner:
             errors = [error for _, error, _ in everyone if error is not None]
             if errors:
                 raise SharedError(errors[0])
-            found = {row: answer for answers, *_ in everyone for row, answer in answers}
-            self._waiting -= set(found)
-            if found or not wait_for_one:
-                return found
+            arrived = {row: answer for answers, *_ in everyone for row, answer in answers}
+            self._waiting -= set(arrived)
+            if arrived or not wait_for_one:
+                return arrived
 
     def _own_answers(self, seconds: float, patience: float) -> tuple[dict[int, Answer], str | None]:
         """Answers of this process that have come after so many seconds; or what went wrong.
@@ -223,7 +223,7 @@ def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) ->
 
 
 def answer_from(reply: Reply) -> Answer:
-    """What all processes must know of a reply, as JSON has it."""
+    """Returns the parts of a reply that all processes must know, as JSON has them."""
     turn = reply.turn
     if turn is None:
         return [None, 0.0, False, reply.failure, reply.message, reply.seconds, {}]
@@ -242,7 +242,8 @@ def check_length(prompt: list[int], max_prompt_length: int) -> None:
 
 
 def opening_of(observation: str | list[dict] | None) -> str | None:
-    """What the model reads first, for display: the last message; None: the prompt of the task."""
+    """Returns the text that the model reads first, for display: the last message; None: the prompt
+    of the task."""
     if observation is None or isinstance(observation, str):
         return observation
     return observation[-1]["content"]
@@ -267,17 +268,17 @@ def observation_text(observation: str | list[dict] | None) -> str:
 
 
 def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[float]]:
-    """What the environment gave each turn of each row: nothing to one that failed, and
-    limit_reward in all to one that reached a limit, with on_limit=penalise."""
-    found = []
+    """Returns the rewards that the environment gave the turns of each row. A row that failed gets
+    none; one that reached a limit gets limit_reward in all, with on_limit=penalise."""
+    row_rewards = []
     for one in rollout.conversations:
         rewards = list(one.rewards)
         if one.ended == "failed":
             rewards = [0.0] * len(rewards)
         elif one.reached_limit and settings.on_limit == "penalise":
             rewards = [*[0.0] * (len(rewards) - 1), settings.limit_reward]
-        found.append(rewards)
-    return found
+        row_rewards.append(rewards)
+    return row_rewards
 
 
 def with_environment(
@@ -298,8 +299,8 @@ def of_conversations(
     dropped_B: np.ndarray,
     by_turn: list[list[float]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What conversations are worth, and which are dropped: where the environment failed, or a limit
-    ended them, it is not what rewards say."""
+    """Returns the total reward of each conversation, and which are dropped. A failed environment,
+    or a limit with on_limit=penalise, overrides the total."""
     total_B = np.array(total_B, np.float64)
     dropped_B = dropped_B.copy()
     for row, one in enumerate(rollout.conversations):
@@ -330,7 +331,8 @@ def failed_replies(rollout: Rollout) -> list[TurnReply]:
 
 
 def failed_line(failed: list[TurnReply], count: int) -> str:
-    """For the console: how many of so many conversations failed, in which way, and the first."""
+    """Describes for the console how many of `count` conversations failed, in which way, and the
+    first."""
     kinds = Counter(reply.failure for reply in failed)
     how = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
     first = failed[0].message

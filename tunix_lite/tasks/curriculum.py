@@ -18,8 +18,8 @@ from tunix_lite.types import Metrics
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Which prompts are asked, by their pass rate: the share of right ones of all completions that
-    were sampled for a prompt so far. By default all are asked alike.
+    """Chooses the prompts that are asked by their pass rate: the share of right ones of all
+    completions that were sampled for a prompt so far. By default all are asked alike.
 
     Example: CurriculumConfig(drop_at=0.9) asks no prompt again that was solved 9 of 10 times.
     """
@@ -70,21 +70,21 @@ class CurriculumConfig:
 
     @property
     def judges_prompts(self) -> bool:
-        """Whether the pass rate of each prompt counts."""
+        """True if the pass rate of each prompt counts."""
         return self.drop_at is not None or bool(self.band)
 
     @property
     def is_on(self) -> bool:
-        """Whether it changes anything."""
+        """True if the curriculum changes anything."""
         return self.judges_prompts or bool(self.levels)
 
     def drops(self, right: int, judged: int) -> bool:
-        """Whether a prompt is not asked again; right: of `judged` completions."""
+        """True if a prompt is not asked again; right: of `judged` completions."""
         known = self.drop_at is not None and judged >= self.min_completions
         return known and right / judged >= self.drop_at
 
     def share(self, right: int, judged: int) -> float:
-        """How often a prompt is asked where the data have it, 0 to 1."""
+        """Returns how often a prompt is asked where the data have it, 0 to 1."""
         if judged < self.min_completions:
             return 1.0
         if self.drops(right, judged):
@@ -93,37 +93,37 @@ class CurriculumConfig:
         return self.outside if is_outside else 1.0
 
     def words(self) -> str:
-        """What it does, for people."""
-        found = []
+        """Describes the curriculum for people."""
+        parts = []
         if self.levels:
-            found.append(
+            parts.append(
                 f"{len(self.levels)} levels, the next one at a pass rate of {self.rise_at:g} over "
                 f"{self.over_prompts} prompts"
             )
         if self.drop_at is not None:
-            found.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
+            parts.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
         if self.band:
             low, high = self.band
-            found.append(f"those outside of {low:g} to {high:g} are asked {self.outside:g} times")
+            parts.append(f"those outside of {low:g} to {high:g} are asked {self.outside:g} times")
         if self.judges_prompts:
-            found.append(f"after {self.min_completions} completions of a prompt")
-        return ", ".join(found)
+            parts.append(f"after {self.min_completions} completions of a prompt")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class CurriculumState:
-    """What a curriculum knows at some step of a run.
+    """State of a curriculum at some step of a run.
 
     Example: CurriculumState(rates={"5feceb66ffc86f38": (8, 8)}) knows one prompt, always solved.
     """
 
     # counted from 0
     level: int = 0
-    # of the newest prompts of the level: right ones, of so many completions
+    # (right completions, all completions) of each of the newest prompts of the level
     recent: tuple[tuple[int, int], ...] = ()
-    # by level and round, "0.0": how far the data have been gone through
+    # position in the data, by level and round, such as "0.0"
     positions: dict[str, int] = field(default_factory=dict)
-    # by digest of the example: right ones, of so many completions
+    # (right completions, all completions), by digest of the example
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def as_json(self) -> dict:
@@ -131,14 +131,14 @@ class CurriculumState:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict, levels: int) -> "CurriculumState":
+    def from_json(cls, saved: dict, levels: int) -> "CurriculumState":
         """The state that `as_json` wrote. levels: of the settings. Raises ValueError."""
         try:
             state = cls(
-                _count(found["level"]),
-                tuple(_pair(item) for item in found["recent"]),
-                {str(key): _count(item) for key, item in found["positions"].items()},
-                {str(key): _pair(item) for key, item in found["rates"].items()},
+                _count(saved["level"]),
+                tuple(_pair(item) for item in saved["recent"]),
+                {str(key): _count(item) for key, item in saved["positions"].items()},
+                {str(key): _pair(item) for key, item in saved["rates"].items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"not the state of a curriculum ({error!r})") from error
@@ -166,7 +166,7 @@ class Draw:
     """
 
     examples: list[dict]
-    # where the next draw begins
+    # position at which the next draw begins
     position: int
     # examples not asked for their pass rate, those among them that are asked all the same since
     # there are no others, and examples that cannot be taken
@@ -196,8 +196,8 @@ def draw_prompts(
     unfit: list[Look] = []
     for position, place in walk:
         example = examples[place]
-        if look is not None and not (found := look(example)).fits:
-            unfit.append(found)
+        if look is not None and not (seen := look(example)).fits:
+            unfit.append(seen)
         elif is_asked(settings, state, example, seed, position):
             chosen.append(example)
         else:
@@ -216,7 +216,7 @@ def draw_prompts(
 def is_asked(
     settings: CurriculumConfig, state: CurriculumState, example: dict, seed: int, position: int
 ) -> bool:
-    """Whether an example is asked at this position of the data: always, never, or by chance."""
+    """True if an example is asked at this position of the data: always, never, or by chance."""
     if not state.rates:
         return True
     share = settings.share(*state.rates.get(digest(example), (0, 0)))

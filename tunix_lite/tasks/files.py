@@ -21,7 +21,7 @@ from tunix_lite.tasks.row_files import (
 from tunix_lite.tasks.task import Reward, TaskConfig
 
 NO_TRAIN = "train is missing: give task.train=FILE"
-# of the rows of one file, every so many-th is held out
+# Every so many-th row is held out, where there is one file.
 HELD_OUT_EVERY = 10
 
 

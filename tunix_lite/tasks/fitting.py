@@ -1,4 +1,4 @@
-"""Which rows of data a run can take, and their tokens, of limited length.
+"""Decides which rows of data a run can take, and makes their tokens, of limited length.
 
 A row does not fit if its prompt or what is to be learned from it is too long, if the chat template
 refuses it, or if there is nothing to learn from. generation.long_prompts says what becomes of one
@@ -18,7 +18,7 @@ TRUNCATE = "or set generation.long_prompts=truncate or drop"
 
 
 class Look(NamedTuple):
-    """What a look at a row has found.
+    """Result of a look at a row.
 
     Example: Look("train.jsonl, line 3: the prompt 'What ...' has 60 tokens, more than ...", 60).
     """
@@ -28,26 +28,26 @@ class Look(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the run takes the row."""
+        """True if the run takes the row."""
         return not self.why
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What a row must be to be taken.
+    """Conditions that a row must meet to be taken.
 
     Example: RowLimits(48, 16, "drop", ("completion",), skips=False).
     """
 
     max_prompt_length: int
     max_new_tokens: int
-    long_prompts: str  # what becomes of what is too long: error, truncate or drop
+    long_prompts: str  # treatment of prompts that are too long: error, truncate or drop
     learned: tuple[str, ...]  # the fields that the algorithm learns from; () for sampled ones
     skips: bool  # task.on_error=skip: what would be an error is left out
 
     @property
     def leaves_out(self) -> bool:
-        """Whether some rows may be left out; else one that cannot be taken is an error."""
+        """True if some rows may be left out; else one that cannot be taken is an error."""
         return self.long_prompts == "drop" or self.skips
 
     @property
@@ -56,7 +56,8 @@ class RowLimits:
         return "task.on_error=skip" if self.skips else "generation.long_prompts=drop"
 
     def look(self, text: PromptText, example: dict) -> Look:
-        """Whether the example is taken. Raises ValueError for what no setting leaves out."""
+        """Tells if the example is taken, and if not, why. Raises ValueError for what no setting
+        leaves out."""
         try:
             return self._look(text, example)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What is logged of grades: metrics of rewards, of groups, of completions, and of what failed."""
+"""Metrics of grades: of rewards, of groups, of completions, and of what failed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -33,8 +33,8 @@ def grade_metrics(
     say: Callable[[str], None] | None,
     failed_environment: str = "",
 ) -> Metrics:
-    """Of the rewards, of what failed, and of groups. Raises SharedError if all completions are
-    dropped.
+    """Returns the metrics of rewards, of what failed, and of groups. Raises SharedError if all
+    completions are dropped.
 
     of_calls: as RewardCalls.outcomes returns them. kinds_BN, unscorable_B: as in
     reward_calls.dropped_of. say, failed_environment: as in `failure_metrics`.
@@ -48,8 +48,8 @@ def grade_metrics(
 def reward_metrics(
     total_B: np.ndarray, each: dict[str, np.ndarray], kinds_BN: np.ndarray, dropped_B: np.ndarray
 ) -> Metrics:
-    """Of the weighted sum and of each reward, over the completions that are kept. A failed reward
-    counts 0; one that skips a completion does not count there."""
+    """Returns the metrics of the weighted sum and of each reward, over completions that are not
+    dropped. A failed reward counts 0; one that skips a completion does not count there."""
     kept_B = ~dropped_B
     metrics = {
         "reward/mean": float(total_B[kept_B].mean()),
@@ -66,13 +66,13 @@ def reward_metrics(
 
 
 def group_metrics(total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]) -> Metrics:
-    """What share of groups are worth 0 throughout, 1 throughout, and mixed: the weighted sum as it
-    was given. groups: the rows of each; dropped completions do not count."""
-    kept = [total_B[rows][~dropped_B[rows]] for rows in groups]
+    """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
+    weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
+    totals = [total_B[rows][~dropped_B[rows]] for rows in groups]
     return {
-        "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in kept),
-        "reward/groups_all_one": _share(len(one) > 0 and (one == 1).all() for one in kept),
-        "reward/groups_mixed": _share(len(one) > 0 and one.min() < one.max() for one in kept),
+        "reward/groups_all_zero": _share(len(one) > 0 and (one == 0).all() for one in totals),
+        "reward/groups_all_one": _share(len(one) > 0 and (one == 1).all() for one in totals),
+        "reward/groups_mixed": _share(len(one) > 0 and one.min() < one.max() for one in totals),
     }
 
 
@@ -88,8 +88,8 @@ def failure_metrics(
     say: Callable[[str], None] | None,
     failed_environment: str = "",
 ) -> Metrics:
-    """How many calls failed in which way, and how many completions are dropped for it; a line to
-    `say` if something failed. Raises SharedError if all are dropped.
+    """Counts the calls that failed in each way, and the completions that are dropped for it; a line
+    to `say` if something failed. Raises SharedError if all are dropped.
 
     outcomes: of all calls, as RewardCalls.outcomes returns them. failed_environment: how the first
     environment failed, in words.
@@ -118,7 +118,7 @@ def failure_metrics(
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
-    """How many are right, how long they are, and how they ended."""
+    """Returns metrics of how many completions are right, how long they are, and how they ended."""
     lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
     finished_B = np.asarray(rollout.finished)
     # Of those that ended by themselves; 0 where none did.
@@ -137,7 +137,7 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
 
 
 def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
-    """Of rewards: how long the run waited for them, and how long calls took that this process made.
+    """Returns how long the run waited for rewards, and how long the calls of this process took.
 
     of_calls: seconds of each call of a function.
     """
@@ -151,7 +151,7 @@ def time_metrics(seconds: float, of_calls: list[float]) -> Metrics:
 def with_full_prompts(
     examples: list[dict], rollout: Rollout, num_generations: int = 1
 ) -> list[dict]:
-    """The examples whose prompt fills its row, one of each group: only such a prompt can have been
-    cut."""
+    """Selects the examples whose prompt fills its row, one of each group: only such a prompt can
+    have been cut."""
     full_P = np.asarray(rollout.token_mask)[::num_generations, 0]
     return [example for example, is_full in zip(examples[::num_generations], full_P) if is_full]

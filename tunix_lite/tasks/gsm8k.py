@@ -13,7 +13,7 @@ from tunix_lite.rewards.numbers import last_number, number_of
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
 
-# of the reference code of the paper: the first one counts
+# pattern of the paper's reference code: the first match counts
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
 # split -> what its files are called on the hub
 HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
@@ -33,8 +33,8 @@ class Solutions:
                 raise ValueError(
                     f"a row of GSM8K has a text `{name}`; this one has {fields_of(row)}"
                 )
-        _, found, number = row["answer"].rpartition("####")
-        if not found or number_of(number.strip()) is None:
+        _, marker, number = row["answer"].rpartition("####")
+        if not marker or number_of(number.strip()) is None:
             raise ValueError(f"the answer ends in {row['answer'][-40:]!r}, not in `#### 72`")
 
 
@@ -95,8 +95,8 @@ def _example(row: dict) -> dict:
 def strict(completion: str, example: dict) -> float:
     """1 if the number after the first `####` and a space equals `answer`, as in the paper's own
     code, else 0."""
-    found = HASHES.search(completion)
-    number = None if found is None else number_of(found[1].rstrip("."))
+    match = HASHES.search(completion)
+    number = None if match is None else number_of(match[1].rstrip("."))
     return float(number is not None and number == number_of(example["answer"]))
 
 
@@ -107,5 +107,5 @@ def flexible(completion: str, example: dict) -> float:
         return strict(completion, example)
     if completion.rstrip().endswith("####"):
         return 0.0
-    found = last_number(completion)
-    return 0.0 if found is None else float(found[1] == number_of(example["answer"]))
+    last = last_number(completion)
+    return 0.0 if last is None else float(last[1] == number_of(example["answer"]))

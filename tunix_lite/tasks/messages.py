@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
     role: str
     content: str | None  # None: there is none, beside tool calls
-    # what made the content of the example's fields; None: the content is data as a whole
+    # template that made the content of the example's fields; None: the content is all data
     template: str | None = None
     # all other keys, such as tool_calls and reasoning_content
     more: Mapping[str, Any] | None = None
@@ -108,19 +108,19 @@ def tools_in(example: Mapping) -> list[dict] | None:
     tools = example.get("tools")
     if tools is None:
         return None
-    found = tools
+    listed = tools
     if isinstance(tools, str):
         try:
-            found = json.loads(tools)
+            listed = json.loads(tools)
         except (ValueError, RecursionError):
-            found = tools
-    if not isinstance(found, list | tuple) or not all(isinstance(one, Mapping) for one in found):
+            listed = tools
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, Mapping) for one in listed):
         raise ValueError(
             f"`tools` is {shortened(tools)}; the chat template takes a list of objects, such as "
             '[{"type": "function", "function": {"name": "add", ...}}]. Give a column that is not '
             "for it another name"
         )
-    return without_nulls(list(found))
+    return without_nulls(list(listed))
 
 
 def without_nulls(value: Any) -> Any:

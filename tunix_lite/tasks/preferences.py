@@ -34,7 +34,7 @@ class PairTemplate(PromptTemplate):
         turns = {name: _turns(name, row[name]) for name in FIELDS}
         pair = dict(row)
         if self.prompt is None and row.get("prompt") is None and row.get("messages") is None:
-            before = {name: found[:-1] for name, found in turns.items()}
+            before = {name: messages[:-1] for name, messages in turns.items()}
             if not before["chosen"] or before["chosen"] != before["rejected"]:
                 raise ValueError(
                     "a preference needs a `prompt`, or `chosen` and `rejected` as conversations "
@@ -58,14 +58,14 @@ class PairTemplate(PromptTemplate):
             return 0
         if self.prompt is not None:
             return len(turns) - 1
-        asked = conversation_of(row)
-        if [_stripped(turn) for turn in turns[: len(asked)]] != list(map(_stripped, asked)):
+        prompt = conversation_of(row)
+        if [_stripped(turn) for turn in turns[: len(prompt)]] != list(map(_stripped, prompt)):
             raise ValueError(
                 f"`{name}` begins with other messages than the prompt of the row; leave "
                 "`prompt` or `messages` out of the row, or let `chosen` and `rejected` hold the "
                 "answers alone"
             )
-        return len(asked)
+        return len(prompt)
 
 
 def _turns(name: str, answer: Any) -> list[Message]:

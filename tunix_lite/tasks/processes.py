@@ -1,5 +1,5 @@
-"""What the processes of a run do together in a task: they take the same examples, and each grades
-its share of the completions."""
+"""The common work of a run's processes in a task: they take the same examples, and each grades its
+share of the completions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ class SharedError(ValueError):
 
 
 def raises_shared_error(method: Callable) -> Callable:
-    """A method of examples, which are the same on all processes; so its errors are shared."""
+    """Decorates a method whose examples are the same on all processes, so that its errors are
+    shared."""
 
     @wraps(method)
     def call(*arguments):
@@ -47,7 +48,8 @@ ALONE = Processes()
 
 
 def same_on_all(processes: Processes, take: Callable[[], tuple]) -> tuple:
-    """What `take` returns, after all processes have compared it. take: () -> (examples, ...).
+    """Returns the result of `take`, after all processes have compared it. take: () -> (examples,
+    ...).
 
     Raises SharedError on all of them if one has other examples, or if `take` raises ValueError on
     one.
@@ -75,5 +77,5 @@ def same_on_all(processes: Processes, take: Callable[[], tuple]) -> tuple:
 
 
 def unlike_the_first(digests: list[str]) -> str:
-    """The processes that have another one than process 0, in words; "" if there are none."""
+    """Names processes whose value differs from process 0's; "" if there are none."""
     return " and ".join(f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0])

@@ -28,7 +28,7 @@ FILLERS = range(0x4E00, 0x9FA5)
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How the fields of an example become the messages that a prompt is made of.
+    """Turns the fields of an example into the messages that a prompt is made of.
 
     Example: PromptTemplate("What is {q}?").messages({"q": "1 + 2"}) -> [Message("user", "What is 1
     + 2?", ...)].
@@ -42,17 +42,19 @@ class PromptTemplate:
     def messages(self, example: dict) -> list[Message]:
         """The messages that the model answers. Raises ValueError if the example does not fit."""
         if self.prompt is not None:
-            asked = [Message("user", self._filled_in("prompt", self.prompt, example), self.prompt)]
+            messages = [
+                Message("user", self._filled_in("prompt", self.prompt, example), self.prompt)
+            ]
         else:
-            asked, _ = self.split(example)
-        if self.system is None or asked[0].role == "system":
-            return asked
-        return self.with_system(asked, example)
+            messages, _ = self.split(example)
+        if self.system is None or messages[0].role == "system":
+            return messages
+        return self.with_system(messages, example)
 
-    def with_system(self, asked: list[Message], example: dict) -> list[Message]:
+    def with_system(self, messages: list[Message], example: dict) -> list[Message]:
         """The messages after the system message, which there must be."""
         system = self._filled_in("system", self.system, example)
-        return [Message("system", system, self.system), *asked]
+        return [Message("system", system, self.system), *messages]
 
     def tools(self, example: dict) -> list[dict] | None:
         """The tools of the row for the chat template; None: it has none, or task.prompt or
@@ -61,7 +63,7 @@ class PromptTemplate:
         return None if "tools" in written else tools_in(example)
 
     def hash(self, example: dict) -> int:
-        """Of what is asked, 64 bits; the same within one process."""
+        """Returns a 64-bit hash of the prompt; the same within one process."""
         return hash(repr((self.messages(example), self.tools(example))))
 
     def check(self, example: dict) -> None:
@@ -106,25 +108,25 @@ class PromptTemplate:
 
 @dataclass(frozen=True)
 class PromptText:
-    """How the examples of a task become text and tokens.
+    """Turns the examples of a task into text and tokens.
 
     Example: PromptText(PromptTemplate("{q}?"), "text", tokenizer).ask({"q": "1 + 2"}) is "1 + 2?".
     """
 
     template: PromptTemplate
-    special_tokens_in_data: str  # of TaskConfig
+    special_tokens_in_data: str  # setting of TaskConfig
     tokenizer: Tokenizer
-    variables: dict = field(default_factory=dict)  # for the chat template, such as `tools`
+    variables: dict = field(default_factory=dict)  # variables of the chat template, such as `tools`
 
     @cached_property
     def turn_tokens(self) -> TurnTokens:
-        """How what is answered to a turn becomes tokens."""
+        """Maker of the tokens of answers to a turn."""
         return TurnTokens(self.tokenizer, self.special_tokens_in_data, self.variables)
 
-    def opened_with(self, asked: str | list[dict], example: dict) -> list[int]:
+    def opened_with(self, messages: str | list[dict], example: dict) -> list[int]:
         """The tokens of other messages with which the conversation of an example begins."""
         variables = self.variables_of(example)
-        return replace(self.turn_tokens, variables=variables).prompt(asked)
+        return replace(self.turn_tokens, variables=variables).prompt(messages)
 
     def ask(self, example: dict) -> str:
         """The user's message for an example, the last one if there are several. Raises ValueError
@@ -150,25 +152,25 @@ class PromptText:
         learned: of an answer in several turns only those of the assistant. Each turn ends with the
         token that ends it."""
         with self._naming(example):
-            asked = self._asked(example)
+            prompt = self._asked(example)
             turns = [self._written(turn, example) for turn in self.completion(example, name)]
             variables = self.variables_of(example)
             if len(turns) > 1:
-                return self._answered(asked, turns, variables)
-            answer = self.tokenizer.demonstration(asked, turns[0], **variables)
+                return self._answered(prompt, turns, variables)
+            answer = self.tokenizer.demonstration(prompt, turns[0], **variables)
             return answer, [True] * len(answer)
 
     def _answered(
-        self, asked: str | Quoted | list[dict], turns: list[dict], variables: dict
+        self, prompt: str | Quoted | list[dict], turns: list[dict], variables: dict
     ) -> tuple[list[int], list[bool]]:
         """The tokens of several turns that follow a prompt, and which are the assistant's."""
-        history = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+        history = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         num_answered = len(history)
         tokens: list[int] = []
         learned: list[bool] = []
         for turn in turns:
             if turn["role"] == "assistant":
-                # what was asked since the last answer; the prompt holds what was before the first
+                # messages since the last answer; the prompt holds those before the first
                 if tokens:
                     tokens += self.tokenizer.between(history[:num_answered], history, **variables)
                     learned += [False] * (len(tokens) - len(learned))
@@ -232,14 +234,15 @@ class PromptText:
             raise ValueError(f"{self.place(example)}{error}") from error
 
     def _asked(self, example: dict) -> str | Quoted | list[dict]:
-        """What the tokenizer makes a prompt of: a message, or a conversation."""
+        """Returns the input from which the tokenizer makes a prompt: a message, or a
+        conversation."""
         messages = [self._written(message, example) for message in self.template.messages(example)]
         first = messages[0]
         is_text = len(messages) == 1 and first.keys() == {"role", "content"}
         return first["content"] if is_text and first["role"] == "user" else messages
 
     def variables_of(self, example: dict) -> dict:
-        """What the chat template gets beside the messages of an example."""
+        """Returns the variables of the chat template beside the messages of an example."""
         tools = self.template.tools(example)
         if tools is None:
             return self.variables
@@ -256,8 +259,8 @@ class PromptText:
         return self.variables | {"tools": self._quoted(tools)}
 
     def _written(self, message: Message, example: dict) -> dict:
-        """The message as the tokenizer shall take it. Raises ValueError for a key that the chat
-        template does not read."""
+        """Writes a message for the tokenizer, with the data in it marked. Raises ValueError for a
+        key that the chat template does not read."""
         self._check_keys(message)
         content = self._as_data(message.text, self._special_in(message, example))
         return message.as_template_reads(content, self._quoted)
@@ -283,7 +286,7 @@ class PromptText:
     # ---- special tokens in data
 
     def spells_special(self, example: dict, names: Sequence[str] = ()) -> bool:
-        """Whether data spells a special token in the prompt of the example, or in what is learned
+        """True if data spells a special token in the prompt of the example, or in what is learned
         from these fields. Raises ValueError for what the tokenizer cannot take."""
         messages = list(self.template.messages(example))
         for name in names:
@@ -306,8 +309,8 @@ class PromptText:
         return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
     def _special_in(self, message: Message, example: dict) -> list[tuple[int, int]]:
-        """Where fields of the example spell special tokens in a message, [start, end) each; those
-        of task.prompt and task.system themselves are meant."""
+        """Returns the spans in a message where fields of the example spell special tokens, [start,
+        end) each. Special tokens in task.prompt and task.system themselves are intended."""
         text, template = message.text, message.template
         if not (spelled := self.tokenizer.special_in(text)) or template is None:
             return spelled
@@ -327,8 +330,7 @@ class PromptText:
         )
 
     def _as_data(self, text: str, spelled: list[tuple[int, int]]) -> str | Quoted:
-        """The text as the tokenizer shall take it, with special tokens of the data in these
-        places."""
+        """Marks special tokens of the data in the text as plain text, in these places."""
         if not spelled or self.special_tokens_in_data == "control":
             return text
         if self.special_tokens_in_data == "text":

@@ -99,9 +99,9 @@ def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
             "one of its dependencies, pycosat, is built by a C compiler"
         )
     try:
-        given = json.loads(settings)
-        given = {key: tuple(x) if isinstance(x, list) else x for key, x in given.items()}
-        return reasoning_gym.create_dataset(name, seed=seed, size=size, **given)
+        arguments = json.loads(settings)
+        arguments = {key: tuple(x) if isinstance(x, list) else x for key, x in arguments.items()}
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **arguments)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"reasoning-gym refuses {name} with {settings}: {error}") from error
 
@@ -113,7 +113,7 @@ def entry_of(name: str, settings: str, seed: int, size: int, index: int) -> dict
 
 
 def score(completion: str, example: dict) -> float:
-    """What the task's own verifier gives for the completion's answer, 0 to 1."""
+    """Scores the completion's answer by the task's own verifier, 0 to 1."""
     *problem, index = example["problem"]
     entry = entry_of(example["task"], *problem, index)
     dataset = dataset_of(example["task"], *problem)

@@ -1,4 +1,5 @@
-"""The calls of rewards on the completions of a batch: who makes which, and what came out."""
+"""Calls rewards on the completions of a batch, shared between processes, and collects the
+outcomes."""
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -70,9 +71,9 @@ class RewardCalls:
         futures = [self._futures.get(number) for number in numbers]
         if any(future is None or not future.done() or future.exception() for future in futures):
             return None
-        found = _read_values(futures[0].result())
+        own = _read_values(futures[0].result())
         of_group = _read_values(futures[1].result()) if self._group_names else {}
-        return found | self._of_member(of_group, self.groups[group].index(row))
+        return own | self._of_member(of_group, self.groups[group].index(row))
 
     def outcomes(self, look: Callable[[], None] | None = None) -> list[dict[str, Outcome]]:
         """Waits for all calls of all processes. Returns the outcomes of each call, by function.
@@ -87,40 +88,41 @@ class RewardCalls:
         return shared_outcomes(futures, graded, self._processes, look)
 
     def of_completions(self, outcomes: list[dict[str, Outcome]]) -> list[dict[str, Outcome]]:
-        """The outcomes for each completion; of a group's call, what it says of that completion."""
+        """Returns the outcomes for each completion, with its part of the outcomes of a group's
+        call."""
         count = len(self.examples)
-        found = [dict(one) for one in outcomes[:count]]
+        completion_outcomes = [dict(one) for one in outcomes[:count]]
         for rows, of_group in zip(self.groups, outcomes[count:]):
             for place, row in enumerate(rows):
-                found[row] |= self._of_member(of_group, place)
-        return found
+                completion_outcomes[row] |= self._of_member(of_group, place)
+        return completion_outcomes
 
     def _of_member(self, of_group: dict[str, Outcome], place: int) -> dict[str, Outcome]:
-        """What a call for a group says of the completion at this place in it."""
-        found = {}
+        """Returns the outcomes of a group's call for the completion at this place in the group."""
+        own = {}
         for name, (kind, values) in of_group.items():
             if kind:
-                found[name] = (kind, values)
+                own[name] = (kind, values)
             elif values[place] is None:
-                found[name] = (self.pool.settings.on_none, IS_NONE)
+                own[name] = (self.pool.settings.on_none, IS_NONE)
             else:
-                found[name] = ("", values[place])
-        return found
+                own[name] = ("", values[place])
+        return own
 
     def first_failure(self, outcomes: list[dict[str, Outcome]]) -> str:
-        """In words: `reward 'short' is nan for the completion '...'`. If nothing failed, the first
-        completion that a reward did not score; "" if all were scored."""
+        """Describes the first failure: `reward 'short' is nan for the completion '...'`. If nothing
+        failed, the first completion that a reward did not score; "" if all were scored."""
         kinds = {kind for one in outcomes for kind, _ in one.values()}
         shown = kinds.intersection(FAILURES) or kinds - {""}
         texts = [str(self.completions[row]) for row in range(len(self.examples))]
         of_groups = [[texts[row] for row in rows] for rows in self.groups]
-        found = (
+        failures = (
             self.pool.describe_failure(name, outcome, called_on)
             for called_on, one in zip([*texts, *of_groups], outcomes)
             for name, outcome in one.items()
             if outcome[0] in shown
         )
-        return next(found, "")
+        return next(failures, "")
 
 
 def shared_outcomes(
@@ -129,8 +131,8 @@ def shared_outcomes(
     processes: Processes,
     look: Callable[[], None] | None = None,
 ) -> list[dict[str, Outcome]]:
-    """What came out of each call, by whichever process. Raises ValueError on all if one of them
-    does.
+    """Returns the outcome of each call, by whichever process. Raises ValueError on all if one of
+    them does.
 
     graded: a digest of it, which must be the same everywhere; held-out examples are compared
     nowhere else. look: called now and then while it waits.
@@ -173,10 +175,10 @@ def _read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
 def _results(
     futures: tuple[Future, ...], gives_up: Callable[[], bool]
 ) -> list[dict[str, Outcome]] | None:
-    """In the order of calls, whatever that of the workers is; None if gives_up() says so before all
-    are there.
+    """Returns the results in the order of calls, whatever that of the workers is; None if
+    gives_up() is true before all are there.
 
-    Raises what one of them raises, without the others.
+    Raises the error of a call, without waiting for the others.
     """
     left = set(futures)
     while left:
@@ -194,13 +196,14 @@ def _results(
 
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
-    """What a function says of each completion, [B] float64; nan where it failed or said None."""
-    found = (one[name] for one in outcomes)
-    return np.array([np.nan if failed else value for failed, value in found], np.float64)
+    """Returns the value that a function gives each completion, [B] float64; nan where it failed or
+    said None."""
+    of_function = (one[name] for one in outcomes)
+    return np.array([np.nan if failed else value for failed, value in of_function], np.float64)
 
 
 def texts_of(outcomes: list[dict[str, Outcome]], name: str) -> list[str | None]:
-    """What a function reads out of each completion; None where it failed."""
+    """Returns the text that a function reads out of each completion; None where it failed."""
     return [None if failed else value for failed, value in (one[name] for one in outcomes)]
 
 
@@ -210,7 +213,8 @@ def kinds_of(outcomes: list[dict[str, Outcome]], names: list[str]) -> np.ndarray
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
-    """Which completions nothing is learned from, and which of those are unscorable; [B] bool.
+    """Tells which completions nothing is learned from, and which of those are unscorable; [B] bool
+    each.
 
     kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
     """
@@ -220,8 +224,8 @@ def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndar
 
 
 def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    """Why functions failed on a completion, or found no answer in it, by their names:
-    {"reward 'near'": "error: ..."}."""
+    """Explains, by function, why it failed on a completion or found no answer in it: {"reward
+    'near'": "error: ..."}."""
     reasons = {}
     for name, (kind, how) in outcomes.items():
         if kind:

@@ -62,11 +62,11 @@ class PlacedRow(dict):
 
     @property
     def place(self) -> str:
-        """File and line."""
+        """File and line of the row."""
         return f"{self._file} {self._number}"
 
     def changed(self, values: Mapping) -> "PlacedRow":
-        """Other values of the same place."""
+        """Replaces the values; the place stays."""
         return PlacedRow(values, self._file, self._number)
 
     def __reduce__(self):
@@ -79,12 +79,12 @@ def place_of(example: Mapping) -> str:
 
 
 def where(examples: Sequence[dict], index: int) -> str:
-    """Where example `index` stands: file and line, or its number."""
+    """Names the place of example `index`: file and line, or its number."""
     return place_of(examples[index]) or f"example {index}"
 
 
 def _counted(file: str, kind: str) -> str:
-    """The file with the word for what is counted in it."""
+    """Returns the file with the word for its unit, `line` or `row`."""
     return f"{file}, {'row' if kind == 'parquet' else 'line'}"
 
 
@@ -123,10 +123,10 @@ class Rows(list):
         kind: one of KINDS.
         """
         self.file = file
-        # how many rows were left out, and why the first of them
+        # number of rows that were left out, and the reason for the first
         self.skipped = 0
         self.first_skipped = ""
-        # what was found out about all of them, by what was asked
+        # cached results of checks of all rows, by their settings
         self.known: dict = {}
         for number, read in KINDS[kind](file):
             try:
@@ -168,8 +168,9 @@ class Rows(list):
 
 
 def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) -> Rows:
-    """As the file is now: a start reads it twice, once to check the settings, and the second time
-    finds it here. checker: see Rows; one that does the same must compare equal."""
+    """Reads the rows of a file, as it is now. A start reads it twice: once to check the settings,
+    and the second time finds it here. checker: see Rows; one that does the same must compare
+    equal."""
     check_is_file(file)
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
@@ -211,7 +212,7 @@ class RowsOnDisk(Sequence):
         self.file = file
         self.skipped = 0
         self.first_skipped = ""
-        # what was made of these rows, such as a reader that is ahead
+        # objects made of these rows, such as a reader that is ahead
         self.known: dict = {}
         # a hash of each prompt, if a checker says what the prompt is
         self.prompts = array("q")
@@ -255,7 +256,8 @@ class RowsOnDisk(Sequence):
 def rows_on_disk(
     file: str, modified: int, on_error: str = "raise", checker: Any = None
 ) -> RowsOnDisk:
-    """As the file is now: a start asks twice. modified: its time in nanoseconds."""
+    """Reads the rows of a file on disk, as it is now; a start asks twice. modified: its time in
+    nanoseconds."""
     return RowsOnDisk(file, on_error, checker)
 
 
@@ -289,7 +291,7 @@ class RowStream:
         self.skipped: set[str] = set()
         self.first_skipped = ""
         self._said = 0
-        # what was found out about the files, by what was asked
+        # cached results of checks of the files, by their settings
         self.known: dict = {}
         # rows of an epoch, once one has been read to its end
         self.num_rows: int | None = None
@@ -306,12 +308,12 @@ class RowStream:
         return rows
 
     def news(self) -> str:
-        """What is new of malformed rows since it was asked last; "" if nothing is."""
-        found = len(self.skipped)
-        if found == self._said:
+        """Describes the malformed rows since the last call; "" if there are none."""
+        num_skipped = len(self.skipped)
+        if num_skipped == self._said:
             return ""
-        self._said = found
-        return f"{found:,} malformed rows left out so far, the first: {self.first_skipped}"
+        self._said = num_skipped
+        return f"{num_skipped:,} malformed rows left out so far, the first: {self.first_skipped}"
 
     def batch(
         self,
@@ -345,11 +347,11 @@ class RowStream:
                 left -= self.num_rows
                 continue
             rows = self._epoch(why_not)
-            found = 0
+            num_read = 0
             for number in count():
                 block = list(islice(rows, self.buffer))
-                found += len(block)
-                # what was had before is not even read
+                num_read += len(block)
+                # rows before the position are not even read
                 if left >= len(block):
                     left -= len(block)
                 else:
@@ -359,9 +361,9 @@ class RowStream:
                     left = 0
                 if len(block) < self.buffer:
                     break
-            if not found:
+            if not num_read:
                 raise ValueError(self._empty())
-            self.num_rows = found
+            self.num_rows = num_read
 
     def _epoch(self, why_not: Callable[[dict], str] | None = None) -> Iterator[Callable[[], dict]]:
         """A function that reads it, for each row of all files. Where malformed rows are left out,
@@ -460,7 +462,7 @@ def _digest_of_files(files: tuple[tuple[str, int, int, int], ...]) -> str:
         with open(path, "rb") as opened:
             if is_whole:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
-            # of a block that reaches into the next file, what lies in this one
+            # A block may reach into the next file: only its part in this one is read here.
             here = slice(bisect_left(starts, begin - BLOCK), bisect_left(starts, begin + size))
             for start in starts[here]:
                 first = max(start, begin)
@@ -497,7 +499,7 @@ def _raw_lines(file: str | Path) -> Iterator[tuple[int, int, bytes]]:
             if number == 1:
                 # the mark that editors on Windows put before UTF-8 is no part of the first row
                 line = line.removeprefix(codecs.BOM_UTF8)
-            # what is no ASCII may be white space, too
+            # White space need not be ASCII.
             if line.strip() and (not line.isspace() or line.decode(errors="replace").strip()):
                 yield number, end - len(line), line
 
@@ -547,7 +549,7 @@ def _csv_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
     """The first line names the columns. All values are texts."""
     # a field may be as long as it likes
     csv.field_size_limit(sys.maxsize)
-    # what is not UTF-8 becomes half characters, and is refused row by row
+    # Bytes that are not UTF-8 become half characters, and are refused row by row.
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         try:

@@ -1,5 +1,5 @@
-"""Where examples come from. Every batch is a pure function of (seed, step), so resuming needs no
-saved iterator.
+"""Sources of examples. Every batch is a pure function of (seed, step), so resuming needs no saved
+iterator.
 
 A source is anything with `train` and `held_out`, each a sequence of examples; an example is a dict.
 """
@@ -32,7 +32,7 @@ from tunix_lite.tasks.row_files import (
 LOOKED_AT = 2000
 # examples that stand for all of them where they are not in memory
 SAMPLED = 64
-# of a source
+# the splits of a source
 SPLITS = ("train", "held_out")
 # examples that become text together
 AT_ONCE = 1000
@@ -70,14 +70,15 @@ class FittingOrders:
         self.examples = examples
         self.limit = limit
         self._look = look
-        # by number of the example
+        # looks, by number of the example
         self._looks: dict[int, Look] = {}
         self._num_fitting: int | None = None
-        # by batch size and seed: where the batch after the last one begins
+        # beginning of the batch after the last one, by batch size and seed
         self._places: dict[tuple[int, int], _Place] = {}
 
     def are_of(self, examples: Sequence[dict]) -> bool:
-        """Whether they are of these very examples, or of others that are made in the same way."""
+        """True if the looks are of these very examples, or of others that are made in the same
+        way."""
         is_equal = is_dataclass(examples) and self.examples == examples
         return self.examples is examples or is_equal
 
@@ -87,7 +88,7 @@ class FittingOrders:
         place = self._places.pop((batch_size, seed), _Place())
         if step < place.step:
             place = _Place()
-        # of so many, examples wait for one batch at most: so the batch after this place is right
+        # With so many, an example waits for one batch at most: the batch after this place is right.
         if (self.num_fitting or 0) >= 2 * batch_size and step - place.step > 1:
             epoch, left = divmod((step - 1) * batch_size, self.num_fitting)
             place = _Place(step - 1, epoch * len(self.examples))
@@ -112,7 +113,7 @@ class FittingOrders:
         while len(chosen) < batch_size:
             i = int(order[place.position])
             place.position += 1
-            # where none is left out, the batches are those of `batch_at`
+            # If no example is left out, the batches are those of `batch_at`.
             fits = self.fits(i)
             if fits and i in chosen and self.num_fitting != count:
                 place.waiting.append(i)
@@ -127,20 +128,20 @@ class FittingOrders:
         return chosen, passed_over
 
     def fits(self, i: int) -> bool:
-        """Whether example number i is taken."""
+        """True if example number i is taken."""
         if i not in self._looks:
             self._looks[i] = self._look(self.examples[i])
         return self._looks[i].fits
 
     @property
     def num_fitting(self) -> int | None:
-        """How many of all examples are taken; None: not all were looked at."""
+        """Counts the examples that are taken; None: not all were looked at."""
         if self._num_fitting is None and len(self._looks) == len(self.examples):
             self._num_fitting = sum(look.fits for look in self._looks.values())
         return self._num_fitting
 
     def _too_few(self, batch_size: int) -> str:
-        """What is said where a batch cannot be filled."""
+        """Describes why a batch cannot be filled."""
         looks = self._looks.values()
         fit = sum(look.fits for look in looks)
         others = [look.why for look in looks if look.prompt_length is None]
@@ -163,7 +164,7 @@ class FittingOrders:
 
 @dataclass
 class _Place:
-    """Where a batch begins: its number, the position in the order, and the numbers of examples that
+    """Beginning of a batch: its number, the position in the order, and the numbers of examples that
     the batch before it held already, which this one takes."""
 
     step: int = 0
@@ -259,8 +260,8 @@ def _digest_of_split(examples: Sequence[dict]) -> str:
 
 
 def digest(value: Any) -> str:
-    """Of what examples are made of. The same in every process: not of addresses, nor of the order
-    of a set."""
+    """Hashes the values that examples are made of. The same in every process: it uses no addresses
+    and no order of a set."""
     try:
         text = json.dumps(value, sort_keys=True, default=_as_json)
     except TypeError:
@@ -270,7 +271,7 @@ def digest(value: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON does not have, as something that it does."""
+    """Replaces a value that JSON does not have by one that it has."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -70,7 +70,7 @@ LEARNED_TURNS = ("last", "all")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function and what it counts in the total.
+    """A reward function and its weight in the total.
 
     Example: Reward(longest_first, 0.5, group=True) ranks the completions of a group.
     """
@@ -98,8 +98,8 @@ TAKEN = {
 
 @dataclass(frozen=True)
 class TaskLengthsConfig:
-    """How long the prompts and the completions of a task usually are, in tokens: what
-    generation.max_prompt_length and max_new_tokens are where nobody sets them.
+    """Usual lengths of the prompts and the completions of a task, in tokens: the values of
+    generation.max_prompt_length and max_new_tokens where nobody sets them.
 
     Example: `TaskLengthsConfig(256, 512)` for GSM8K.
     """
@@ -162,8 +162,8 @@ class TaskConfig:
                 "something else"
             )
         for name, reward in self.rewards.items():
-            given = "(completions, example)" if reward.group else "(completion, example)"
-            _check_call(f"rewards.{name}.fn", reward.fn, given)
+            arguments = "(completions, example)" if reward.group else "(completion, example)"
+            _check_call(f"rewards.{name}.fn", reward.fn, arguments)
             if callable(reward.weight):
                 _check_call(f"rewards.{name}.weight", reward.weight, "(step)")
         _check_call("correct", self.correct, "(completion, example)")
@@ -175,12 +175,13 @@ class TaskConfig:
 
     @property
     def template(self) -> PromptTemplate:
-        """How an example becomes messages."""
+        """Template of the messages of an example."""
         return PromptTemplate(self.prompt, self.system, self.learned_turns)
 
     def functions(self) -> dict[str, Callable]:
-        """All that is called on completions, by the name in messages: (completion, example) ->
-        plain value, or (completions, example) -> list of numbers for those in `group_names`."""
+        """Returns all functions that are called on completions, by the name in messages:
+        (completion, example) -> plain value, or (completions, example) -> list of numbers for those
+        in `group_names`."""
         called = {
             _of(name): partial(numbers if reward.group else number, reward.fn)
             for name, reward in self.rewards.items()
@@ -191,7 +192,7 @@ class TaskConfig:
         return called | {"extract": partial(text, self.extract)}
 
     def weights(self, step: int) -> dict[str, float]:
-        """What each reward counts in update number `step` (from 0).
+        """Returns the weight of each reward in update number `step` (from 0).
 
         Raises ValueError for a schedule that gives no finite number.
         """
@@ -217,7 +218,7 @@ class TaskConfig:
 
     @property
     def correct_is(self) -> str:
-        """Which of the functions says what is right: often it is a reward, and is not called a
+        """Names the function that says what is right: often it is a reward, and is not called a
         second time."""
         same = (
             _of(name)
@@ -246,12 +247,12 @@ def check_environment(environment: Any) -> None:
         ) from error
 
 
-def _check_call(where: str, fn: Callable, given: str) -> None:
+def _check_call(where: str, fn: Callable, arguments: str) -> None:
     """Raises ValueError if fn cannot be called with so many arguments."""
     try:
-        inspect.signature(fn).bind(*given.split(","))
+        inspect.signature(fn).bind(*arguments.split(","))
     except TypeError as error:
-        raise ValueError(f"{where} is called with {given} and its settings: {error}") from error
+        raise ValueError(f"{where} is called with {arguments} and its settings: {error}") from error
 
 
 def _of(name: str) -> str:
@@ -259,7 +260,7 @@ def _of(name: str) -> str:
 
 
 def _bound(fn: Callable) -> tuple:
-    """What makes two functions the same one: bound settings, too."""
+    """Returns a key that is equal for equal functions: bound settings count, too."""
     return (fn.func, fn.args, fn.keywords) if isinstance(fn, partial) else (fn,)
 
 
@@ -279,16 +280,16 @@ class Task:
     # what is too long: error; truncate: a prompt keeps its last tokens, and what is learned its
     # first; drop: take another example
     long_prompts: str = "error"
-    pool: Pool | None = None  # where rewards are called; None: where they are asked for
+    pool: Pool | None = None  # workers that call rewards; None: the run's own process calls them
     # gets a line where rewards fail; None: only the metrics have it
     say: Callable[[str], None] | None = None
-    # who takes the same batches and shares the grades; alone, while settings may still be wrong
+    # processes that take the same batches and share the grades; ALONE until settings are checked
     processes: Processes = ALONE
     step: int = 0  # the number of the update, which weights of rewards may depend on
     # gets all that is graded, such as groups of which the algorithm keeps none
     on_graded: Callable[[Graded], None] | None = None
     conversation: ConversationConfig = ConversationConfig()
-    # where environments answer; None: completions are single turns, or nobody has begun yet
+    # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
     # the fields of an example that the algorithm learns from; (): completions are sampled
     learned: tuple[str, ...] = ()
@@ -296,7 +297,7 @@ class Task:
     orders: dict = field(default_factory=dict, compare=False, repr=False)
 
     def at_step(self, step: int) -> "Task":
-        """The task as it grades for update number `step` (from 0): with the weights of then."""
+        """Returns the task with the reward weights of update number `step` (from 0)."""
         has_schedule = any(callable(reward.weight) for reward in self.config.rewards.values())
         return replace(self, step=step) if has_schedule else self
 
@@ -308,8 +309,8 @@ class Task:
         processes: Processes = ALONE,
         conversation: ConversationConfig | None = None,
     ) -> Iterator["Task"]:
-        """The task as a run uses it, with rewards as `settings` say, and environments as
-        `conversation` says. The workers begin to start now, and are gone at the end."""
+        """Starts the workers of rewards, as `settings` say, and of environments, as `conversation`
+        says. Yields the task that uses them. The workers are gone at the end."""
         conversation = self.conversation if conversation is None else conversation
         with contextlib.ExitStack() as at_end:
             pool = Pool(self.config.functions(), settings)
@@ -329,7 +330,7 @@ class Task:
 
     @cached_property
     def text(self) -> PromptText:
-        """How an example becomes text and tokens."""
+        """Maker of the text and tokens of an example."""
         config = self.config
         return PromptText(
             config.template,
@@ -372,26 +373,27 @@ class Task:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether some examples may be left out; else one that cannot be taken is an error."""
+        """True if some examples may be left out; else one that cannot be taken is an error."""
         return self.limits.leaves_out
 
     @property
     def limits(self) -> RowLimits:
-        """What an example must be to be taken."""
+        """Conditions that an example must meet to be taken."""
         skips = getattr(self.config.source, "on_error", "raise") == "skip"
         return RowLimits(
             self.max_prompt_length, self.max_new_tokens, self.long_prompts, self.learned, skips
         )
 
     def look(self, example: dict) -> Look:
-        """Whether a training example is taken. Raises ValueError for one that is an error."""
+        """Tells if a training example is taken, and if not, why. Raises ValueError for one that is
+        an error."""
         return self.limits.look(self.text, example)
 
     def held_out(self, count: int) -> list[dict]:
         """The first `count` held-out examples, of those that fit if others are left out. ValueError
         if too few."""
-        asked = replace(self.limits, learned=())
-        look = partial(asked.look, self.text) if asked.leaves_out else None
+        limits = replace(self.limits, learned=())
+        look = partial(limits.look, self.text) if limits.leaves_out else None
         return first_fitting(self.config.source.held_out, count, look)
 
     @raises_shared_error
@@ -431,8 +433,8 @@ class Task:
         return side_by_side(prompts, completions, widths, self.tokenizer.pad_id)
 
     def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
-        """Who answers the turns of one conversation per example; None without an environment. The
-        environments have begun.
+        """Starts the environments that answer the turns of one conversation per example; None
+        without an environment.
 
         Raises SharedError if one fails and conversation.on_error=raise.
         """
@@ -459,11 +461,11 @@ class Task:
         return self.grader(examples, num_generations).results(rollout)
 
     def truncated(self, examples: list[dict]) -> int:
-        """How many prompts are longer than `max_prompt_length`."""
+        """Counts the prompts that are longer than `max_prompt_length`."""
         return sum(self.text.length(example) > self.max_prompt_length for example in examples)
 
     def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
-        """What another host has otherwise, if its data files or its tokenizer are not the same.
+        """Returns a digest that differs on a host with other data files or another tokenizer.
         splits: of the data that are compared."""
         tokens = [self.text.prompt(example) for example in examples]
         return digest([digest_of_data(self.config.source, splits), examples, tokens])
@@ -492,7 +494,7 @@ class Grader:
         pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
         names = task.config.group_names
         self._calls = RewardCalls(pool, names, examples, task.processes, num_generations)
-        # for which the run waited
+        # seconds for which the run waited for rewards
         self.seconds = 0.0
 
     def submit(self, row: int, tokens: Sequence[int]) -> None:
@@ -539,9 +541,9 @@ class Grader:
 
         outcomes = self._calls.of_completions(of_calls)
         texts = [str(self._calls.completions[row]) for row in range(len(self.examples))]
-        found = self._graded(self.examples, texts, outcomes, rollout)
-        metrics = self._metrics(found.graded, of_calls, found.kinds_BN, found.unscorable_B)
-        graded = replace(found.graded, metrics=metrics)
+        grades = self._graded(self.examples, texts, outcomes, rollout)
+        metrics = self._metrics(grades.graded, of_calls, grades.kinds_BN, grades.unscorable_B)
+        graded = replace(grades.graded, metrics=metrics)
         if self.task.on_graded is not None:
             self.task.on_graded(graded)
         return graded
@@ -561,7 +563,7 @@ class Grader:
         kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
         by_turn: list[list[float]] = []
         if rollout.conversations is not None:
-            # what environments gave each turn of each completion
+            # rewards of environments for each turn of each completion
             by_turn = turn_rewards(rollout, self.task.conversation)
             each, kinds_BN = with_environment(each, kinds_BN, by_turn)
         if by_turn:
@@ -605,7 +607,7 @@ class Grader:
         kinds_BN: np.ndarray,
         unscorable_B: np.ndarray,
     ) -> Metrics:
-        """What is logged of grades, completions, and what they took."""
+        """Returns the metrics of grades, completions, and what they took."""
         task = self.task
         rollout = graded.rollout
         failed = failed_replies(rollout)

@@ -24,15 +24,15 @@ COMPLETIONS = (
 )
 # until the calls must have ended; a function that is not done by then is not judged
 SECONDS = 5.0
-# how a call may have failed for good; one that takes long may take less the next time
+# failures that stay; a call that takes long may take less the next time
 FOR_GOOD = ("error", "not_number", "crash")
 
 
 def failing_functions(
     config: TaskConfig, example: dict, group: int, settings: RewardsConfig
 ) -> str:
-    """Which of the user's functions fail on made-up completions of this example, in words; "" if
-    none does, or if none could be called.
+    """Describes the user's functions that fail on made-up completions of this example; "" if none
+    does, or if none could be called.
 
     group: completions of an example. settings: of the run; `timeout` and `on_none` count here.
 
@@ -46,21 +46,21 @@ def failing_functions(
     own = replace(settings, on_error="zero", workers=1, timeout=limit)
     texts = [CompletionText(text, len(text.split())) for text in COMPLETIONS]
     groups = set(config.group_names)
-    found: dict[str, list[Outcome]] = {name: [] for name in called}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in called}
 
     # A worker that does not start says so when the run itself needs one.
     with suppress(ValueError, TimeoutError), closing(Pool(called, own)) as pool:
         for text in texts:
-            asked = [
+            calls = [
                 (name, pool.submit([text] * group if name in groups else text, example, [name]))
                 for name in called
             ]
-            for name, future in asked:
-                found[name].append(future.result(SECONDS)[name])
-        failed = [name for name in found if all(kind in FOR_GOOD for kind, _ in found[name])]
+            for name, future in calls:
+                outcomes[name].append(future.result(SECONDS)[name])
+        failed = [name for name in outcomes if all(kind in FOR_GOOD for kind, _ in outcomes[name])]
         shown = {name: [texts[0]] * group if name in groups else texts[0] for name in failed}
         return "; ".join(
-            pool.describe_failure(name, found[name][0], shown[name]) for name in failed
+            pool.describe_failure(name, outcomes[name][0], shown[name]) for name in failed
         )
     return ""
 
@@ -69,7 +69,7 @@ def _functions_to_try(config: TaskConfig) -> dict[str, Callable]:
     """The plain functions of a task that are not of this package, and that a worker can be given,
     by the name that messages have for them."""
     functions = config.functions()
-    found = {}
+    plain_functions = {}
     for name, fn in functions.items():
         plain = fn.args[0]
         while isinstance(plain, partial):
@@ -79,5 +79,5 @@ def _functions_to_try(config: TaskConfig) -> dict[str, Callable]:
             continue
         with suppress(ValueError):
             check_portable({name: fn})
-            found[name] = fn
-    return found
+            plain_functions[name] = fn
+    return plain_functions

@@ -102,13 +102,13 @@ def reaches_target(completion: str, example: dict) -> float:
     text, _, rest = text.rstrip(". ").partition("=")
     if rest.strip() not in ("", str(example["target"])):
         return 0.0
-    found = evaluated(text)
-    if found is None:
+    evaluation = evaluated(text)
+    if evaluation is None:
         return 0.0
-    value, used = found
-    given = Counter(example["numbers"])
-    too_many = used - given
-    left_over = given - used if example["use_all"] else None
+    value, used = evaluation
+    available = Counter(example["numbers"])
+    too_many = used - available
+    left_over = available - used if example["use_all"] else None
     return float(value == example["target"] and not too_many and not left_over)
 
 
