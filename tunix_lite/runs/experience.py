@@ -43,15 +43,15 @@ class Experience:
 
 
 class ExperienceSource(Protocol):
-    """Where the loop gets its experience from."""
+    """Gives the loop its experience."""
 
     def compile_ahead(self, state: TrainState) -> None:
         """Compiles what sampling needs, before the first step. Nothing is sampled here."""
         ...
 
     def take(self, step: int, params: Params) -> Experience:
-        """What update number `step` (from 0) learns from. Raises RunFailed, naming the step, if
-        data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
+        """Returns the experience of update number `step` (from 0). Raises RunFailed, naming the
+        step, if data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
 
         params: what the policy samples with now, adapters attached to their base. The next update
         donates them: who samples beside an update copies them first.
@@ -64,9 +64,9 @@ class ExperienceSource(Protocol):
         ...
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
-        """How good the policy is after `step` updates, on evaluation.num_examples held-out
-        examples. patience: seconds after which it says how far it is. Raises RunFailed if a reward
-        fails, StopRun if a signal ends it.
+        """Evaluates the policy after `step` updates on evaluation.num_examples held-out examples.
+        patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
+        a signal ends it.
 
         params: as of `take`.
         """
@@ -154,7 +154,7 @@ class FreshExperience:
         return batch, metrics | self._curriculum.end(self._console.say) | found, graded
 
     def _drawn(self, step: int, rollout: int, params: Params) -> Drawn:
-        """Whom the algorithm asks for completions, of which examples, and metrics of these."""
+        """Returns the policy to sample from, its task and examples, and metrics of these."""
         task = self._curriculum.begin(step, self._task.at_step(step))
         if self._overlap is not None:
             return self._overlap.draw(step, self._policy, task, params)

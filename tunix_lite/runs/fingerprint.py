@@ -1,5 +1,5 @@
-"""What the numbers of a run depend on, kept beside its checkpoints: a run goes on only from a
-checkpoint of the same run.
+"""Fingerprints a run: the settings its numbers depend on, kept beside its checkpoints. A run
+resumes only from a checkpoint of the same run.
 
 What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
 how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
@@ -159,7 +159,7 @@ def _decay(run: RunConfig) -> dict:
 
 
 def _evaluation(run: RunConfig) -> dict:
-    """What held-out numbers, and with them the best checkpoint, are of; how often changes none."""
+    """Returns the settings of held-out numbers and the best checkpoint, without the interval."""
     found = plain(run.evaluation)
     del found["_target_"], found["interval_steps"]
     return found
@@ -216,7 +216,7 @@ def read_fingerprint(file: Path) -> dict:
 
 
 def packing_of(theirs: dict, file: Path) -> str:
-    """How the run with this fingerprint, read from `file`, packed its sequences. Raises
+    """Returns how the run with this fingerprint, read from `file`, packed its sequences. Raises
     ValueError."""
     kept = theirs.get("training")
     found = kept.get("packing") if isinstance(kept, dict) else None

@@ -1,5 +1,5 @@
-"""What a run says of its own numbers while it goes on, once each: that most of its groups teach
-nothing, and that many completions are cut off."""
+"""Warns about a run's own numbers, each warning once: most groups teach nothing, or many
+completions are cut off."""
 
 from dataclasses import dataclass, field
 

@@ -49,7 +49,7 @@ class InFlight:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "InFlight":
-        """What `as_arrays` was called on. Raises ValueError for arrays that it does not make."""
+        """Rebuilds the object from the arrays of `as_arrays`. Raises ValueError for others."""
         wanted = {"next_step", *OF_COMPLETIONS, *OF_TOKENS}
         if arrays.keys() != wanted:
             raise ValueError(f"it has {sorted(arrays)} and not {sorted(wanted)}")
@@ -131,8 +131,8 @@ class ConversationsInFlight:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "ConversationsInFlight":
-        """What `as_arrays` was called on, without metrics. Raises ValueError for arrays that it
-        does not make."""
+        """Rebuilds the object, without metrics, from the arrays of `as_arrays`. Raises ValueError
+        for others."""
         types = OF_ROLLOUT | OF_ROWS
         wanted = {"step", "version", "conversations", *types}
         if arrays.keys() != wanted:
@@ -194,6 +194,6 @@ def reply_from(found: dict) -> TurnReply:
 
 
 def in_flight_from(arrays: dict[str, np.ndarray]) -> InFlight | ConversationsInFlight:
-    """What a checkpoint holds. Raises ValueError for arrays that nobody makes."""
+    """Rebuilds the partial rollouts of a checkpoint. Raises ValueError for malformed arrays."""
     kind = ConversationsInFlight if "conversations" in arrays else InFlight
     return kind.from_arrays(arrays)

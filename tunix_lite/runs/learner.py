@@ -1,4 +1,4 @@
-"""What learns: the state, the policy that acts with it, and the compiled update."""
+"""The learner of a run: its state, the policy that acts with it, and the compiled update."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class Learner:
     seconds: Counter = field(default_factory=Counter)
 
     def policy_params(self, state: TrainState) -> Params:
-        """What the policy samples with: the parameters, with adapters attached to their base."""
+        """Returns the parameters to sample with: adapters attached to their base."""
         return acting_params(self.frozen, state.params, self.train_step.lora)
 
     def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
@@ -161,7 +161,7 @@ def _load_frozen(parts: Parts, console: Console) -> dict[str, Params]:
 
 
 def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
-    """How the run samples."""
+    """Builds the sampler of a run."""
     return make_generate_with_partner(
         resolved.cfg,
         resolved.run.generation,

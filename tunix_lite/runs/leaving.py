@@ -90,8 +90,8 @@ class Unfinished:
 
 
 def is_of_the_machine(error: BaseException, folder: Path) -> bool:
-    """Whether devices, memory, the disk of the run, another process, a sampler that is wrong, or
-    numbers that are not finite are behind it."""
+    """Returns whether the error comes from devices, memory, the run's disk, another process, a
+    wrong sampler, or numbers that are not finite."""
     kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError, SamplerFault)
     return trouble(error, folder) is not None or any(
         isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error)
@@ -134,7 +134,7 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether what is done every so many steps, and after the last one, is done after this one."""
+    """Returns whether work that is done every `every` steps, and after the last, is due now."""
     return step == last or bool(every and step % every == 0)
 
 

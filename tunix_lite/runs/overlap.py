@@ -44,11 +44,11 @@ Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 
 
 class Overlap(Protocol):
-    """What runs/experience.py asks for its completions, and runs/watch.py for what to keep."""
+    """Gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """What update number `step` (from 0) learns from; `policy` and `params` sample what is
-        missing, and more for later updates."""
+        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
+        those that are missing, and more for later updates."""
         ...
 
     def beside_update(self) -> Metrics:
@@ -62,7 +62,7 @@ class Overlap(Protocol):
         ...
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """What is in flight after `step` updates, as arrays for a checkpoint."""
+        """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
         ...
 
 
@@ -100,7 +100,7 @@ class BatchesInFlight:
         return self._of(step)[1]
 
     def dropped(self, steps: Sequence[int]) -> Metrics:
-        """How many examples were passed over, if any may be."""
+        """Counts the examples that were passed over, if the task may pass any over."""
         if not self.session.task.leaves_out:
             return {}
         return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
@@ -213,7 +213,7 @@ class Carry:
 
 
 def staleness_metrics(rollout: Rollout, step: int) -> Metrics:
-    """How many updates behind the tokens are that update number `step` learns from."""
+    """Measures how many updates old the tokens are that update number `step` learns from."""
     ages = step - rollout.versions[rollout.completion_mask]
     return {
         "rollout/staleness_mean": float(ages.mean()),
@@ -438,8 +438,8 @@ class OneStep:
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
-    """What the run's rollouts leave for later updates, as at this step; None: nothing. Raises
-    ConfigError if the checkpoint does not have it."""
+    """Restores the run's overlapping rollouts at this step; None without overlap. Raises
+    ConfigError if the checkpoint lacks them."""
     run = resolved.run
     if run.rollout.overlap == "none" or (
         run.rollout.overlap == "one_step" and not run.rollout.is_stale
@@ -463,7 +463,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
 
 
 def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:
-    """What is in flight at this step; nothing where the run begins, or goes on with other
+    """Reads the rollouts in flight at this step; none if the run begins here or resumes with other
     settings."""
     nothing = InFlight([], step)
     if parts.resume_from is None or (run.resume.force and parts.differs):

@@ -34,7 +34,7 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Reference:
-    """Which policy it is.
+    """Names the reference policy.
 
     Example: Reference("the weights that training starts from") where no folder is needed to have it
     again.

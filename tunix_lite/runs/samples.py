@@ -42,8 +42,8 @@ def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[
 
 
 def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarray]:
-    """What is worth seeing as a distribution, over the completions of a step or over their tokens:
-    float64 arrays by name, empty ones left out."""
+    """Collects distributions over the completions of a step, or over their tokens: float64 arrays
+    by name, without empty ones."""
     found = {"histograms/reward": graded.rewards}
     found |= {f"histograms/reward_{name}": values_B for name, values_B in graded.each.items()}
     advantages_B = advantages_of(graded, batch)
@@ -115,7 +115,7 @@ def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
 
 
 def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
-    """How a completion ended, its tokens and their log-probabilities as they were drawn."""
+    """Returns the end of a completion, its tokens, and their log-probabilities when drawn."""
     rollout = graded.rollout
     if rollout is None:
         return {}

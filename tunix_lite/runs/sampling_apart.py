@@ -91,7 +91,7 @@ class SamplingApart:
 
 
 def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
-    """Where the acting parameters of the model lie on this mesh."""
+    """Returns the shardings of the model's acting parameters on this mesh."""
     with jax.set_mesh(mesh):
         frozen, trained = source.weight_tables(model)
         base = None if frozen is None else weights.shardings(frozen)
@@ -99,7 +99,7 @@ def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
 
 
 def sampling_apart(session: Session, resolved: ResolvedRun) -> SamplingApart | None:
-    """How the run samples where rollout.mesh_shape gives sampling devices of its own; else None."""
+    """Builds the sampling on devices of its own, as rollout.mesh_shape asks; None without it."""
     mesh = session.parts.rollout_mesh
     if mesh is None:
         return None

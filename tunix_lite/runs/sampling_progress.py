@@ -1,5 +1,5 @@
-"""How far the completions of an evaluation, or of many prompts, are: how many, how fast, how long
-still, and how many of them are right."""
+"""Reports the progress of an evaluation, or of many prompts: completions done, speed, time left,
+and how many are right."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -44,7 +44,7 @@ from tunix_lite.types import TrainState
 
 @dataclass
 class Job:
-    """What a run knows of the job that it is a part of.
+    """The job that a run is part of.
 
     Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a run of a sweep.
     """
@@ -86,8 +86,8 @@ class Session:
 
     @property
     def begins_here(self) -> bool:
-        """Whether the first checkpoint of this folder is still to come: the run begins afresh, or
-        goes on from the folder of another run."""
+        """Returns whether this folder has no checkpoint yet: the run begins afresh, or resumes from
+        another run's folder."""
         return self.parts.resume_from != self.run_dir.checkpoints
 
 
@@ -154,7 +154,7 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
-    """What asks the run to stop: signals, and training.max_minutes from `began` on."""
+    """Builds the stopping of a run: by signals, and by training.max_minutes from `began` on."""
     passed = time.time() - began
     return Stopping(run.training.max_minutes, console.say, passed, run.training.grace_seconds)
 

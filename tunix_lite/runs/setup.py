@@ -57,7 +57,7 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, once its settings are checked.
+    """The components of a run whose settings are checked.
 
     `find_parts` gives it without a folder, `prepare` adds what the folder says.
 
@@ -92,16 +92,16 @@ class Parts:
 
     @property
     def batch(self) -> BatchPlan:
-        """How the sequences of an update are made up."""
+        """Returns the batch of an update: its prompts, completions and micro-batches."""
         return self.resolved.batch
 
     @property
     def rows(self) -> RowLayout:
-        """How the sequences of a batch are laid out."""
+        """Returns the layout of a batch's sequences in rows."""
         return self.resolved.rows
 
     def overwrites_other_run(self, run_dir: RunDir) -> bool:
-        """Whether the checkpoints in the run's own folder were made with other settings
+        """Returns whether checkpoints in the run's own folder were made with other settings
         (resume.force=true)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
@@ -184,7 +184,7 @@ def check_trackers(run: RunConfig) -> None:
 
 
 def find_parts(run: RunConfig) -> Parts:
-    """What a run is made of, as far as no folder of a run is needed. Raises ConfigError.
+    """Finds the components of a run that need no run folder. Raises ConfigError.
 
     Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
     sharding rules those of the process.
@@ -316,7 +316,7 @@ def of_frozen(name: str) -> Iterator[None]:
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
-    """What there is to know about the examples; num_prompts: of an update.
+    """Checks the examples and describes them; num_prompts: of an update.
 
     Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
     what the model and the algorithm can take.
@@ -471,7 +471,7 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
-    """Which of the run's own files it goes on without, in words. Raises ConfigError if that needs
+    """Describes missing or damaged files that resuming ignores. Raises ConfigError if that needs
     resume.force=true.
 
     The run's numbers do not depend on them. But metrics.jsonl promises every step, so a run does
@@ -498,8 +498,8 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
 
 
 def check_resumed(parts: Parts, earlier: RunDir) -> str:
-    """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError
-    if it may not. All weights of `parts` are on this machine."""
+    """Describes allowed differences from the run whose checkpoint this one resumes. Raises
+    ConfigError for others. All weights of `parts` are on this machine."""
     run = parts.resolved.run
     with error_context("resume"):
         try:
@@ -634,7 +634,7 @@ def _size(model: FoundModel) -> str:
 
 
 def run_metadata(run: RunConfig, parts: Parts) -> dict:
-    """What status.json says of the run beside its progress."""
+    """Returns the facts about the run that status.json holds beside its progress."""
     task_source = parts.task.config.source
     return {
         "algorithm": type(run.algorithm).__name__,

@@ -85,7 +85,7 @@ class StepDone:
 
     @property
     def ends_rollout(self) -> bool:
-        """Whether a run can be resumed from here: the next update has experience of its own."""
+        """Returns whether a run can resume here: the next update has experience of its own."""
         return self.experience.updates_left == 1
 
 
@@ -298,7 +298,7 @@ class Watch:
         return metrics
 
     def observed(self, done: StepDone) -> Metrics:
-        """What the user's observers say of a step. Raises RunFailed, naming the observer."""
+        """Returns the metrics of the user's observers. Raises RunFailed, naming the observer."""
         metrics: Metrics = {}
         for name, observer in self.session.run.tracking.observers.items():
             with error_context(f"tracking.observers.{name}", RunFailed):
@@ -492,8 +492,7 @@ def tokens_before(session: Session, start: int) -> int:
 
 
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
-    """Who gets the metrics of each step. They go on where this run does: what stands there of later
-    steps is of a run that was killed.
+    """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
 
     is_measured: False if the line of step `start` is still to get its held-out accuracy.
     """
