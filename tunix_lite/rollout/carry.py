@@ -68,12 +68,12 @@ class OpenCompletion:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Which completions it is compared with."""
+        """Names the group of completions that it is compared with."""
         return self.step, self.prompt
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Returns whether it has begun and not ended."""
         return bool(self.tokens) and self.reason is None
 
     def as_request(self, place: int, limit: int, criteria: StopCriteria) -> Request:
@@ -274,7 +274,7 @@ def _keys(seed_key: jax.Array, steps: Sequence[int]) -> jax.Array:
 
 
 def reread_metrics(completions: Sequence[OpenCompletion], prompts: Prompts) -> Metrics:
-    """How many completions went on, and the tokens that were read again for it."""
+    """Counts the completions that continued, and the tokens that were read again for them."""
     lengths = [len(one.tokens) + len(p) for one, p in zip(completions, prompts) if one.is_under_way]
     return {"rollout/carried": len(lengths), "rollout/reread_tokens": sum(lengths)}
 

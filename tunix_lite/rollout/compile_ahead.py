@@ -32,7 +32,7 @@ from tunix_lite.types import Params
 
 @dataclass(frozen=True)
 class RolloutSize:
-    """What the shapes of a rollout depend on, beside the lengths of its sequences.
+    """Sizes that give a rollout its shapes, beside the lengths of its sequences.
 
     Example: RolloutSize(num_prompts=16, num_generations=4, num_slots=64).
     """

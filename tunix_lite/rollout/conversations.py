@@ -72,7 +72,7 @@ from tunix_lite.types import (
 
 
 class Partner(Protocol):
-    """Who answers the turns of the rows of a rollout, such as environments."""
+    """Answers the turns of a rollout's rows, as environments do."""
 
     # of a conversation, at most
     max_turns: int
@@ -134,13 +134,13 @@ class Talk:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether its slot runs."""
+        """Returns whether its slot runs."""
         return self.slot is not None and not self.is_waiting and self.answer is None
 
 
 @dataclass
 class Patience:
-    """How long answers are waited for before a chunk is decoded.
+    """Decides how long to wait for answers before a chunk is decoded.
 
     A slot whose answer comes just after a chunk has begun stands still for all of it. Waiting for
     the answer costs the other slots less, if it comes soon. If it does not, the next chunks are
@@ -162,7 +162,7 @@ class Patience:
         return 0.5 * self.chunk_seconds * waiting / held
 
     def note(self, patience: float, all_came: bool) -> None:
-        """Whether all answers came within so many seconds."""
+        """Notes whether all answers came within so many seconds."""
         if patience:
             self.most = 0 if all_came else min(15, 2 * self.most + 1)
             self.left = self.most
@@ -207,12 +207,12 @@ class ConversationScheduler:
 
     @property
     def is_over(self) -> bool:
-        """Whether all conversations have ended."""
+        """Returns whether all conversations have ended."""
         return not self.engine.unfinished
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any slot runs."""
+        """Returns whether any slot runs."""
         return any(talk is not None and talk.is_sampling for talk in self.by_slot)
 
     def advance(self) -> list[Talk]:
@@ -305,7 +305,7 @@ class ConversationScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is free, or could be freed."""
+        """Returns whether a slot is free, or could be freed."""
         can_park = self.num_parked_now < self.most_parked
         free = sum(talk is None for talk in self.by_slot)
         held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
@@ -600,7 +600,7 @@ def make_generate_with_partner(*arguments: Any, **named: Any) -> Sampling:
 
 @dataclass(frozen=True)
 class ConversationRequests:
-    """What a rollout of conversations asks for.
+    """Requests and prompts of a rollout of conversations.
 
     Example: of two prompts with 4 generations each, that begin alike -> 2 prompts, 8 requests.
     """
@@ -658,8 +658,8 @@ def len_padded(prompt: Sequence[int], widths: list[int]) -> int:
 
 
 def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
-    """How many slots whose conversations wait may be parked at once, by the memory that is free on
-    every host. All hosts must ask."""
+    """Returns how many slots of waiting conversations may be parked at once, by the memory that is
+    free on every host. All hosts must call it."""
     spec = engine.programs.spec
     mesh_shape = {axis: axis_size(axis) for axis in AXES}
     with use_rules("rollout"):

@@ -292,7 +292,7 @@ def whole_or_stepwise(
 
 
 def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
-    """What a rollout that is sampled step by step comes to."""
+    """Runs the generator to its end, and returns its rollout."""
     while True:
         try:
             next(steps)

@@ -37,7 +37,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """How the tokens of one sequence are drawn.
+    """Settings that draw the tokens of one sequence.
 
     Example: DrawSettings(temperature=0.7, top_p=0.95, seed=3).
     """
@@ -57,14 +57,14 @@ class DrawSettings:
 
     @property
     def has_cutoffs(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """Returns whether some tokens can never be drawn."""
         is_cut = bool(self.top_k or self.top_p < 1 or self.min_p)
         return is_cut and self.temperature > 0
 
 
 @dataclass
 class NewTokens:
-    """What one chunk added to a sequence.
+    """Tokens that one chunk added to a sequence.
 
     Example: NewTokens([12, 1], [-0.1, -0.02], [-0.1, -0.02], reason="eos").
     """
@@ -165,7 +165,7 @@ class LiveEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take requests."""
+        """Returns whether it can take requests."""
         return self.failure is None and not self._is_closing and self._thread.is_alive()
 
     def submit(self, sequences: Sequence[LiveSequence]) -> None:

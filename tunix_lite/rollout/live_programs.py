@@ -42,7 +42,7 @@ MOST_TOP = 20
 
 @flax.struct.dataclass
 class SlotSampling:
-    """How each of the B slots draws.
+    """Sampling settings of each of the B slots.
 
     Example: SlotSampling of one slot that is greedy: temperature [0.], top_k [0], top_p [1.],
     min_p [0.].
@@ -60,7 +60,7 @@ class SlotSampling:
 
 @flax.struct.dataclass
 class Joining:
-    """Which slots take a prompt now, [B] each. Arrays of the host.
+    """Names the slots that take a prompt now, [B] each. Arrays of the host.
 
     Example: of two slots the second takes row 0 of the prompt cache: rows [0, 0], is_new [F, T].
     """

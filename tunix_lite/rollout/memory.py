@@ -1,5 +1,4 @@
-"""How much memory sampling takes on a device, and whether the weights can be whole there while it
-lasts."""
+"""Counts the bytes that sampling takes on a device, and chooses whole or sharded weights for it."""
 
 import math
 import os
@@ -36,8 +35,7 @@ PARKED_SHARE = 0.25
 
 @dataclass(frozen=True)
 class SamplingMemory:
-    """How much is sampled at once on a mesh, from which bytes follow. Nothing here lives on a
-    device.
+    """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
 
     Example: `SamplingMemory(cfg, jnp.bfloat16, GenerationConfig(), RolloutConfig(), 64, ((16, 4),),
     {"fsdp": 4, "tp": 1}, ShardingConfig().table("rollout")).cache_bytes()`.
@@ -103,7 +101,7 @@ class SamplingMemory:
         return kv_cache.tree_bytes(shapes) + self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
 
     def parking(self, num_conversations: int, host_bytes: int | None) -> "Parking":
-        """What becomes of slots whose conversations wait for an environment.
+        """Decides what becomes of slots whose conversations wait for an environment.
 
         num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
         knows.
@@ -131,8 +129,8 @@ class SamplingMemory:
 
 @dataclass(frozen=True)
 class Parking:
-    """What becomes of the slots of conversations that wait for their environments: the places are
-    held, or some caches are parked on the host.
+    """Decides what becomes of slots whose conversations wait for environments: they keep their
+    places, or some of their caches are parked on the host.
 
     Example: `Parking("auto", slot_bytes=2**20, without_slot=12, room_bytes=2**23).most` is 8.
     """
@@ -163,7 +161,7 @@ class Parking:
 
     @property
     def most_bytes(self) -> int:
-        """What they take on a host, where all that could be parked are."""
+        """Returns the bytes of all parked slots on a host, at most."""
         most = self.without_slot if self.most is None else self.most
         return most * self.slot_bytes
 

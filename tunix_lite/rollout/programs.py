@@ -37,7 +37,7 @@ NOISE_AT_ONCE = 2**22
 
 
 class Ahead(NamedTuple):
-    """What a step finds computed. None: it is computed where it is used.
+    """Values computed before a step. None: the step computes it where it is used.
 
     Example: step(slots, Ahead()).
     """
@@ -50,7 +50,7 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """What the programs depend on besides arrays.
+    """Static settings of the sampling programs.
 
     Example: `SamplerSpec(cfg, GenerationConfig(32, 64), end_ids=(1,), pad_id=0, dtype=jnp.float32,
     chunk=16)`.
@@ -86,7 +86,7 @@ class SamplerSpec:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether tokens seen so far are made less likely, so that slots must remember them."""
+        """Returns whether seen tokens are made less likely, so that slots must remember them."""
         return self.generation.repetition_penalty != 1
 
 
@@ -152,7 +152,8 @@ class Slots:
 
 @flax.struct.dataclass
 class DecodedChunk:
-    """What one call of decode drew. Every device holds all of it, so that every host can read it.
+    """Tokens that one call of decode drew. Every device holds all of it, so that every host can
+    read it.
 
     Example: with chunk=2 and 2 slots, of which the second ended at once, `tokens` is [[5, 1],
     [7, -1]].
@@ -633,7 +634,7 @@ def read_drawn(
 
 
 def products_of(spec: SamplerSpec) -> decoder.Products:
-    """What multiplies with the weights of layers."""
+    """Returns the multiplication with layers' weights that this sampler uses."""
     if spec.fused:
         from tunix_lite.kernels.decode_products import FusedProducts
 

@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class StopCriteria:
-    """What ends a completion before its limit.
+    """Tokens and texts that end a completion before its limit.
 
     Example: `StopCriteria({1: "eos"}, ("\\n\\n",), tokenizer)`.
     """
@@ -76,7 +76,7 @@ def stop_text_end(
     new: list[int],
     criteria: StopCriteria,
 ) -> int | None:
-    """How many of the new tokens complete a stop text; None if they complete none."""
+    """Returns how many of the new tokens complete a stop text; None if they complete none."""
     if not criteria.texts:
         return None
     if request.text is None:

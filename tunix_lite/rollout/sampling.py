@@ -80,8 +80,8 @@ def gumbel_noise(
     positions_B: jax.Array,
     vocab_size: int,
 ) -> jax.Array:
-    """What is added to the logits of the next token of each row, [B, V] float32. It depends on the
-    key of the row and on the number of tokens drawn so far, positions_B."""
+    """Draws the noise added to the logits of each row's next token, [B, V] float32. It depends on
+    the key of the row and on the number of tokens drawn so far, positions_B."""
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys_B)
 

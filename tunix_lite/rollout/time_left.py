@@ -1,4 +1,4 @@
-"""How long a rollout still takes, by the completions that have ended and those that still grow.
+"""Estimates the time left of a rollout, by its ended and its growing completions.
 
 Short completions end first, so the mean length of those that have ended is too small. The lengths
 are estimated as lifetimes are, with Kaplan and Meier: a completion that still grows, or was cut,
@@ -83,7 +83,7 @@ class SamplingClock:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a chunk was read."""
+        """Returns whether a chunk was read."""
         return bool(self.tokens)
 
     def take(self, requests: Sequence[Request]) -> None:
@@ -191,7 +191,7 @@ class SamplingClock:
 
 
 class LengthEstimate:
-    """How long completions become, by those that have ended and those that still grow.
+    """Estimates the lengths of completions, by those that have ended and those that still grow.
 
     Example: `LengthEstimate([(7, True)], [9, 9], limit=16).draw(np.array([9]))` is the length of
     one that has 9 tokens now.
