@@ -1,4 +1,5 @@
-"""What a compiled program communicates, read from its optimised HLO text (`compiled.as_text()`).
+"""Lists the communication of a compiled program, from its optimised HLO text
+(`compiled.as_text()`).
 
 The compiler decides what is gathered, reduced and sent, and only its text shows it. `collectives`
 walks the program from its entry through loops, branches, fusions and calls, and lists each
@@ -138,7 +139,7 @@ def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class CallSite:
-    """What the callers of a computation say about it.
+    """Facts about a computation that its callers give.
 
     Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers.
     """
@@ -221,7 +222,7 @@ def read_collective(
 
 
 def is_sliced(reduced: Instruction, computation: Computation) -> bool:
-    """Whether each device uses only a slice of the result."""
+    """Returns whether each device uses only a slice of the result."""
     names = {reduced.name}
     for instruction in computation.instructions.values():
         if names & set(instruction.operands[:1]):

@@ -77,7 +77,7 @@ CompileWatcher = Callable[[str, float | None], None]
 
 
 class _Compiling(threading.local):
-    """What a thread has waited for the compiler."""
+    """Counts the seconds that a thread has waited for the compiler."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -122,7 +122,7 @@ def stopwatch() -> Callable[[], float]:
 
 
 def compile_seconds() -> float:
-    """How long this thread has waited for the compiler since this module first listened."""
+    """Returns how long this thread has waited for the compiler since this module first listened."""
     _listen()
     return _compiling.seconds
 
