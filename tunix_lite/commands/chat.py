@@ -68,7 +68,7 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
 
 
 def _introduction(model: LanguageModel, settings: ChatConfig) -> str:
-    """Whose weights answer, and what a line can be."""
+    """Introduces the model that answers, and the lines that can be typed."""
     lines = [HELP]
     if settings.checkpoint is not None:
         lines.insert(0, visible(f"the model of {Path(settings.checkpoint).resolve()}"))

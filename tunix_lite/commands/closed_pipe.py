@@ -45,7 +45,7 @@ def end_when_unread() -> None:
 
 
 def _is_closed() -> bool:
-    """Whether the reader of standard output has gone."""
+    """Returns whether the reader of standard output has gone."""
     try:
         watched = select.poll()
         watched.register(sys.stdout.fileno(), 0)

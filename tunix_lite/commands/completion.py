@@ -37,7 +37,7 @@ ASK = ("-sc", "--shell-completion")
 
 
 def asked(words: list[str]) -> bool:
-    """Whether a command line is about completion."""
+    """Returns whether a command line is about completion."""
     return bool(words) and words[0].partition("=")[0] in ASK
 
 
@@ -59,7 +59,7 @@ def answer(words: list[str], environ: Mapping[str, str] = os.environ) -> None:
 
 
 def candidates(line: str) -> list[str]:
-    """What the last word of a command line can become."""
+    """Lists the completions of the last word of a command line."""
     _, *words = line.split(" ")
     words = words or [""]
     *before, word = words

@@ -60,7 +60,7 @@ PARTIAL = ".partial.jsonl"
 
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
-    """What is asked, how often, and whom the model is compared with.
+    """Settings of an evaluation: tasks, examples, samples, and the model to compare with.
 
     Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
     """
@@ -103,7 +103,7 @@ class EvaluateTaskConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig(WhichWeights):
-    """Which model, what is asked, and where the results go."""
+    """Settings of the command: the model, its evaluation, and the folder of the results."""
 
     evaluate: EvaluateTaskConfig = field(default_factory=EvaluateTaskConfig)
     # Folder for the results. null uses evaluation/ in the run folder, or a folder under outputs/.
@@ -162,7 +162,7 @@ def evaluate_models(
 def evaluate_model(
     model: LanguageModel, run: RunConfig, asked: EvaluateTaskConfig | None = None
 ) -> dict[str, Estimate]:
-    """How good a loaded model is at the task of `run`: each score with its interval.
+    """Evaluates a loaded model on the task of `run`: each score with its interval.
 
     asked: how many examples and samples, and the level of the intervals; None: all held-out
     examples, greedy. `tasks` and `against` are the command's. Nothing is written. Raises
@@ -314,7 +314,7 @@ def _naming_against(asked: EvaluateTaskConfig) -> Iterator[None]:
 
 
 def _described(model: LanguageModel) -> dict:
-    """Which model it is, as results.json has it."""
+    """Describes the model, as results.json has it."""
     weights = model.source.name if model.run is None else model.run
     return {"weights": str(weights), "step": model.step, "dtype": np.dtype(model.dtype).name}
 

@@ -185,7 +185,7 @@ def answered(words: list[str]) -> bool:
 
 
 def topic(words: list[str]) -> str | None:
-    """What help is asked about: "" for the short form; None: for nothing."""
+    """Returns the topic that help is asked about: "" for the short form; None: for nothing."""
     for i, word in enumerate(words):
         flag, _, about = word.partition("=")
         if flag in HELP:

@@ -91,8 +91,7 @@ def check(run: RunConfig, folder: Path) -> None:
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
-    """What must be the same on all hosts and is not in the settings: the files, and the code, that
-    they name."""
+    """Digests the files and the code that the settings name; all hosts must have the same."""
     first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
     examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
     found = {
