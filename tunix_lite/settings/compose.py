@@ -151,8 +151,8 @@ def _variables_of(settings: dict) -> set[str]:
 
 
 def _may_be_secret(text: str) -> bool:
-    """Whether the value of a variable may be a key or a password: no number, no short word, and no
-    path on this machine. Hiding those would spoil messages."""
+    """Returns whether the value of a variable may be a key or a password: no number, no short word,
+    and no path on this machine. Hiding those would spoil messages."""
     first = re.match(r"/[^/]+", text)
     is_path = os.path.exists(text) or (first is not None and os.path.exists(first[0]))
     return len(text) >= 8 and not is_path and re.fullmatch(r"[\d.eE+-]+", text) is None
@@ -228,7 +228,7 @@ def explain(
 
 
 def _not_an_override(text: str, of: tuple[str, ...]) -> str:
-    """What to do about a word that Hydra's grammar refuses. of: as in `compose_values`."""
+    """Explains a word that Hydra's grammar refuses. of: as in `compose_values`."""
     start = f"{text}: cannot be read as an override; write "
     if "=" not in text and "+command=generate" in of:
         return f"{start}prompt='...'"
@@ -280,7 +280,8 @@ def _options_chosen(words: Iterable[str]) -> list[str]:
 
 
 def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) -> str | None:
-    """What a run with the options `chosen` says of these overrides: a hints.Refusal.
+    """Returns the message of a run with the options `chosen` about these overrides: a
+    hints.Refusal.
 
     Call it inside `hydra.initialize_config_dir`.
     """
@@ -297,7 +298,8 @@ def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) ->
 
 
 def refusal_of_a_run(words: list[str]) -> Refusal:
-    """What a run with the options that this command line chooses says of overrides."""
+    """Returns a function that gives the message of a run, with the options that this command line
+    chooses, about overrides."""
 
     def refusal(overrides: tuple[str, ...]) -> str | None:
         with _options_in(None):
@@ -375,7 +377,7 @@ def as_yaml(values: dict) -> str:
 
 
 def lacks_a_reference(error: ConfigError) -> bool:
-    """Whether composing failed because what a setting refers to is missing."""
+    """Returns whether composing failed because a setting refers to something that is missing."""
     return isinstance(error.__cause__, OmegaConfBaseException)
 
 

@@ -129,7 +129,7 @@ def refuse_foreign(
 
 
 def meant(name: str, value: str, known: list[str]) -> Hint | None:
-    """What a name with a value is among our settings and groups."""
+    """Translates a name with a value into our settings and groups."""
     if name in FILES:
         return Hint((), "a YAML file of yours is --config-dir FOLDER --config-name NAME")
     if name in known:
