@@ -60,7 +60,7 @@ def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name is of a file inside the folder."""
+    """Returns whether a name is of a file inside the folder."""
     return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 

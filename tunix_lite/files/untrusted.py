@@ -233,7 +233,8 @@ def _reason(error: Exception) -> str:
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are in one another. Goes down level by level."""
+    """Returns whether more than `most` lists and objects are in one another. Goes down level by
+    level."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []
