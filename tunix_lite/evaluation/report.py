@@ -15,7 +15,7 @@ SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came of one task.
+    """Scores of one task.
 
     Example: TaskResult(256, {"model": {"accuracy": Estimate(0.5, 0.44, 0.56)}}).
     """
@@ -57,7 +57,7 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
 
 
 def as_plain(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> dict:
-    """What results.json holds."""
+    """Returns the content of results.json."""
     found = {name: asdict(result) for name, result in tasks.items()}
     return {"models": models, "settings": settings, "tasks": found}
 
