@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How agents are run.
+    """Settings that run agents.
 
     Example: AgentConfig(timeout=30.0, on_error="zero").
     """
@@ -54,7 +54,7 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an episode ended.
+    """The end of an episode.
 
     Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout", message="30 s").
     """
@@ -68,7 +68,7 @@ class Ended:
 
 
 class NoReward(Exception):
-    """What an agent returned is no reward, in words."""
+    """Says in words why the value that an agent returned is no reward."""
 
 
 class Runner:
@@ -185,7 +185,7 @@ class Runner:
         ended.put((place, how))
 
     def _returned(self, episode: Episode) -> Any:
-        """What the agent returns. It gets the client that it would use elsewhere."""
+        """Calls the agent and returns its value. It gets the client that it would use elsewhere."""
         url = self.base_url(episode)
         if self._is_async:
             return asyncio.run(self._finish(url, episode))

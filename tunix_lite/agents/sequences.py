@@ -47,7 +47,7 @@ class TokenSequence:
         self.num_calls += 1
 
     def is_start_of(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt begins with all of these tokens."""
+        """Returns whether the prompt begins with all of these tokens."""
         return list(prompt[: len(self.tokens)]) == self.tokens
 
 
