@@ -38,8 +38,8 @@ FEWEST_PROGRAMS = 66
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of a product computes: so many rows and columns, of one of so many parts of
-    the sum.
+    """The part of a product that a program computes: so many rows and columns, of one of so many
+    parts of the sum.
 
     Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs.
     """
@@ -49,7 +49,7 @@ class Tile:
     parts: int = 1
 
     def programs(self, B: int, O: int) -> int:
-        """How many there are."""
+        """Counts the programs."""
         return pl.cdiv(B, self.rows) * pl.cdiv(O, self.columns) * self.parts
 
 
