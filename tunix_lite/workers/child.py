@@ -212,7 +212,7 @@ def _end_with(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    """Where the system does not do it, and if the parent was gone before we asked."""
+    """Watches the parent where the system does not, and if it was gone before we asked."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -42,7 +42,8 @@ def _environment(process: Path) -> bytes:
 
 
 def _is_loading(process: Path) -> bool:
-    """Whether a process has memory, but no place in it for its environment yet (proc(5), stat)."""
+    """Returns whether a process has memory, but no place in it for its environment yet (proc(5),
+    stat)."""
     memory = int((process / "statm").read_text().split()[0])
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     # the field env_end is number 51, and the name in brackets is number 2

@@ -44,7 +44,7 @@ class NoScore(NotANumber):
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """Where reward functions run, and what becomes of a call that fails."""
+    """Settings of reward functions: where they run, and what becomes of a call that fails."""
 
     # When a reward fails: raise stops the run, zero counts it as 0, drop skips the completion.
     on_error: str = "raise"
