@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _no_command(word: str) -> str:
-    """What is wrong with a first word that is no command."""
+    """Explains a first word that is no command."""
     there = f"there is {', '.join(COMMANDS)}"
     if not word:
         return f"error: which command? {there}; tunix-lite --help says what they do"

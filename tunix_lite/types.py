@@ -85,7 +85,7 @@ FINISH = (
 
 @dataclass(frozen=True)
 class TurnReply:
-    """What an environment answers to a turn of a conversation.
+    """The answer of an environment to a turn of a conversation.
 
     Example: TurnReply(tokens=[106, 107, 105], reward=0.0, observation="higher"): the conversation
     goes on after these tokens.
@@ -137,7 +137,7 @@ class Conversation:
 
     @property
     def reached_limit(self) -> bool:
-        """Whether there was no room for more, and the environment had not ended it."""
+        """Returns whether there was no room for more, and the environment had not ended it."""
         return self.ended in ("tokens", "turns")
 
     @property
@@ -213,7 +213,7 @@ class Graded:
 
 @flax.struct.dataclass
 class Batch:
-    """What an algorithm makes to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
+    """A batch to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
 
     `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so nobody shifts by one. The
     real tokens of a sequence stand side by side; a token that counts has a real one before it.
@@ -251,7 +251,7 @@ def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
 
 @flax.struct.dataclass
 class RowBatch:
-    """What an update sees: a batch laid out in rows on the mesh, and where its tokens stand.
+    """A batch laid out in rows on the mesh, and where its tokens stand: the input of an update.
 
     learner.rows.RowLayout makes it. The fields of Batch are [R, W] here, and so are those of the
     layout unless they say otherwise. Without packing, the rows are the sequences: R = B, W = T.
@@ -289,7 +289,7 @@ class RowBatch:
 
     @property
     def per_row(self) -> "RowBatch":
-        """What is cut into micro-batches: the fields that have rows."""
+        """Returns the fields that have rows, which are cut into micro-batches."""
         return self.replace(num_parts=None, constants=None)
 
     def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
@@ -298,7 +298,7 @@ class RowBatch:
 
 @flax.struct.dataclass
 class TrainState:
-    """What an update changes, and therefore what it may donate and what a checkpoint holds.
+    """The state that an update changes: it may be donated, and a checkpoint holds it.
 
     Example: TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params)) before the
     first update.
