@@ -74,7 +74,7 @@ def complete_held_out(
     temperature: float,
     progress: SamplingProgress | None = None,
 ) -> Evaluated:
-    """As `evaluate`, of these examples."""
+    """Evaluates these examples; see `evaluate`."""
     greedy = complete_and_grade(policy, task, params, examples, key, progress=progress)
     metrics = greedy_metrics(greedy)
     if not num_samples:

@@ -30,11 +30,11 @@ class Experience:
     updates: first with updates_left=2, then with updates_left=1.
     """
 
-    # the batch in rows on the mesh: what the update takes
+    # the batch in rows on the mesh, which the update takes
     rows: RowBatch
     # the same as the algorithm made it, [B, T] on the host; with algorithm.mini_batches, a part
     batch: Batch
-    # of collecting: rewards, completions, time/rollout; {} where the batch is handed out again
+    # metrics of collecting: rewards, completions, time/rollout; {} for a batch handed out again
     metrics: Metrics
     # the completions of `batch` with their rewards; None where nothing was sampled, as in SFT
     graded: Graded | None
@@ -149,11 +149,11 @@ class FreshExperience:
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
-        policy, task, examples, found = self._drawn(step, rollout, params)
+        policy, task, examples, example_metrics = self._source(step, rollout, params)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | self._curriculum.end(self._console.say) | found, graded
+        return batch, metrics | self._curriculum.end(self._console.say) | example_metrics, graded
 
-    def _drawn(self, step: int, rollout: int, params: Params) -> Drawn:
+    def _source(self, step: int, rollout: int, params: Params) -> Drawn:
         """Returns the policy to sample from, its task and examples, and metrics of these."""
         task = self._curriculum.begin(step, self._task.at_step(step))
         if self._overlap is not None:
@@ -166,14 +166,14 @@ class FreshExperience:
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
         """
-        found = []
+        examples = []
         dropped = 0
         for r in range(self._rounds):
             seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
             more, unfit = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
-            found += more
+            examples += more
             dropped += unfit
-        return found, {"prompts/dropped": dropped} if self._leaves_out else {}
+        return examples, {"prompts/dropped": dropped} if self._leaves_out else {}
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""

@@ -48,20 +48,20 @@ class Learner:
     policy: Policy
     # (state, frozen, rows) -> (state, metrics); it knows its compiled program
     train_step: TrainStep
-    # what the run comes to on its mesh, with all its choices made
+    # the resolved run on its mesh, with all its choices made
     resolved: ResolvedRun
     stopping: Stopping
-    # what the policy samples with
+    # the policy's sampler
     sampler: Sampling
     # the seed of sampling; every step folds its number in
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
-    # which prompts are asked
+    # chooses the prompts
     curriculum: RunCurriculum | EveryPrompt
-    # what rollouts leave for later updates; None: nothing (rollout.overlap=none)
+    # rollouts kept for later updates; None: none are (rollout.overlap=none)
     overlap: Overlap | None = None
-    # of the step under way: what parts of collecting took, by the name of their metric
+    # seconds of collecting in the current step, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
     def policy_params(self, state: TrainState) -> Params:
@@ -151,12 +151,12 @@ def build_learner(session: Session) -> Learner:
 def _load_frozen(parts: Parts, console: Console) -> dict[str, Params]:
     """The weights of the algorithm's frozen models, such as a teacher. Raises ConfigError."""
     weights = {}
-    for name, found in parts.frozen_models.items():
+    for name, model in parts.frozen_models.items():
         with error_context(f"algorithm.{name}"):
             storage = parts.resolved.frozen_models[name].storage
-            with BytesProgress(console, "loading", f"the {name} {found.name}") as on_bytes:
+            with BytesProgress(console, "loading", f"the {name} {model.name}") as on_bytes:
                 seed = parts.resolved.run.seed
-                weights[name] = source.load_base(found, seed, storage, on_bytes)
+                weights[name] = source.load_base(model, seed, storage, on_bytes)
     return weights
 
 
@@ -177,8 +177,8 @@ def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
 def _with_sampling_weights(
     resolved: ResolvedRun, params: Params, say: Callable[[str], None]
 ) -> ResolvedRun:
-    """Choose whether the sampler gathers the weights over fsdp: a matter of memory, never of the
-    numbers. All that stays on the devices is there by now."""
+    """Chooses whether the sampler gathers the weights over fsdp, which does not change results.
+    Call it after all resident arrays are allocated."""
     sampling_weights, why = memory.choose_weights(
         params,
         resolved.cfg,

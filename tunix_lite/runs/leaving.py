@@ -152,14 +152,15 @@ def diverged(
     metrics: Metrics | None = None,
     unsaved: OSError | None = None,
 ) -> str:
-    """Why a run gives up, and how to go on. unsaved: why its state could not be saved, if so."""
+    """Says why a run gives up, and how to go on. unsaved: why its state could not be saved, if
+    so."""
     seen = f"{loss_numbers(metrics)}; " if metrics else ""
     updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
-    kept = f"checkpoint {step} in {checkpoints} has the weights before"
+    state = f"checkpoint {step} in {checkpoints} has the weights before"
     if unsaved is not None:
-        kept = f"the weights before could not be saved ({unsaved})"
+        state = f"the weights before could not be saved ({unsaved})"
     return (
-        f"step {step}: {seen}{updates} not finite. None was made: {kept}. A learning rate that is "
+        f"step {step}: {seen}{updates} not finite. None was made: {state}. A learning rate that is "
         "too high is the usual cause; a reward or a loss of your own that divides by 0 is another. "
         "resume.force=true goes on from the newest checkpoint with other settings, a higher "
         "training.max_skipped_in_a_row with the same ones"
@@ -167,7 +168,7 @@ def diverged(
 
 
 def sampler_fault(step: int, gap: float, most: float) -> str:
-    """Why a run stops whose sampler and trainer disagree. gap, most: nats a token."""
+    """Says why a run stops whose sampler and trainer disagree. gap, most: nats a token."""
     return (
         f"step {step}: the trainer gives the sampler's tokens log-probabilities that differ by "
         f"{gap:.3g} nats a token on average; training.max_sampler_gap={most:g} is the limit, and "

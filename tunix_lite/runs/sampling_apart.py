@@ -28,9 +28,9 @@ class SamplingApart:
     """
 
     mesh: jax.sharding.Mesh
-    # of a conversations.make_generate_with_partner
+    # the result of conversations.make_generate_with_partner
     generate: Sampling
-    # of acting parameters, on the mesh
+    # shardings of acting parameters on the mesh
     shardings: Params
     # whether some of the weights never change: their copies stay
     has_frozen: bool
@@ -47,8 +47,8 @@ class SamplingApart:
         on_finished: Callable[[int, Any], None] | None = None,
         **answers: Any,
     ) -> Generator[None, None, Rollout]:
-        """As `generate` with stepwise=True. params: on the mesh that learns. They are copied when
-        the first step has been made. answers: what algorithm.who_answers gives."""
+        """Samples like `generate` with stepwise=True. params: on the mesh that learns. They are
+        copied when the first step has been made. answers: the result of algorithm.who_answers."""
         with jax.set_mesh(self.mesh):
             inner = self.generate(
                 self.copied(params),
@@ -71,7 +71,7 @@ class SamplingApart:
             yield
 
     def compile_ahead(self, params: Params, *size: int, **about: Any) -> None:
-        """As of `generate`."""
+        """Compiles the programs of `generate`."""
         with jax.set_mesh(self.mesh):
             self.generate.compile_ahead(self.copied(params), *size, **about)
 

@@ -53,7 +53,7 @@ class Job:
     began: float | None = None
     # the setting with which the same command goes on; None: hydra.run.dir of the run's folder
     resume_hint: str | None = None
-    # what the same process has found already about this run (setup.find_parts); None: nothing
+    # components that this process has found already (setup.find_parts); None: not yet
     found: Parts | None = None
     # set by open_run: a sweep asks it why the run was stopped
     stopping: Stopping | None = None
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass
 class Session:
-    """An open run: its settings, its parts, and whom it tells what.
+    """An open run: its settings, components, console and status.
 
     Example: `with open_run(run, folder) as session: session.console.say("hello")`.
     """
@@ -76,7 +76,7 @@ class Session:
     stopping: Stopping
     # the parts' task; in an open run its reward workers are running
     task: Task = field(init=False)
-    # closes, in reverse order, what the run has opened
+    # closes everything that the run has opened, in reverse order
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     # the last state; None until the loop has ended
     state: TrainState | None = field(default=None, repr=False)
@@ -202,8 +202,8 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
 
 
 def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
-    """For ExitStack.push: calls `close`. Where an error is under way, an OSError of closing is
-    added to it as a note; otherwise it is raised."""
+    """Wraps `close` for ExitStack.push. Where an error is under way, an OSError of closing is added
+    to it as a note; otherwise it is raised."""
 
     def leave(_: Any, error: BaseException | None, __: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Before a run: every check that needs files or devices, and the summary shown at its start."""
+"""Prepares a run: every check that needs files or devices, and the summary shown at its start."""
 
 import contextlib
 import inspect
@@ -106,17 +106,17 @@ class Parts:
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
 
-def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Parts:
+def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Parts:
     """The parts of a run that will write to this folder, and every check that needs files or
     devices. Raises ConfigError.
 
-    found: what this gave for the same run, where this process has called it already, as the check
-    before Hydra makes a folder does. Loads no weights and makes no folder. It calls plain functions
+    checked: the result of an earlier call for the same run in this process, such as the check
+    before Hydra makes a folder. Loads no weights and makes no folder. It calls plain functions
     among the user's rewards, compiles small programs where attention tries cuDNN (NVIDIA),
     downloads the files of a hub model after everything else has been found right, and writes and
     removes a small file in a folder that is there, to see whether it can be written.
     """
-    parts = with_rewards_tried(find_parts(run)) if found is None else found
+    parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -224,7 +224,7 @@ def resolver(
         mesh_shape=dict(mesh.shape),
         platform=mesh.devices.flat[0].platform,
         is_attached=True,
-        frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
+        frozen_cfgs={name: frozen.cfg for name, frozen in frozen_models.items()},
     )
 
 
@@ -285,10 +285,10 @@ def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
 
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
     """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
-    found = {}
+    models = {}
     for name, settings in run.algorithm.needs.frozen_models.items():
         with of_frozen(name):
-            found[name] = source.locate_teacher(settings, model)
+            models[name] = source.locate_teacher(settings, model)
     comparison = getattr(run.algorithm, "comparison", None)
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
         with error_context("algorithm"):
@@ -296,7 +296,7 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
                 f"top_k={comparison.top_k} leaves no token out of vocab_size="
                 f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
             )
-    return found
+    return models
 
 
 @contextlib.contextmanager
@@ -409,8 +409,8 @@ def check_curriculum(run: RunConfig, task: Task) -> None:
             if any(one.name == "source" and not one.init for one in fields(run.task)):
                 raise ValueError("levels are settings of task.source, which a task of files lacks")
             of_level = source_of_level(run.task.source, run.curriculum, i)
-            asked = replace(task, config=replace(run.task, source=of_level))
-            check_all_rows(asked, False, 0)
+            at_level = replace(task, config=replace(run.task, source=of_level))
+            check_all_rows(at_level, False, 0)
 
 
 def download_models(parts: Parts) -> Parts:
@@ -418,9 +418,9 @@ def download_models(parts: Parts) -> Parts:
     with error_context(""):
         model = source.download(parts.model)
     frozen_models = {}
-    for name, found in parts.frozen_models.items():
+    for name, frozen in parts.frozen_models.items():
         with of_frozen(name):
-            frozen_models[name] = source.download(found)
+            frozen_models[name] = source.download(frozen)
     return replace(parts, model=model, frozen_models=frozen_models)
 
 
@@ -478,9 +478,9 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
     not go on in silence where one is missing; of status.json it says what begins anew.
     """
     _, _, began, damage = read_status(run_dir.status)
-    found = []
+    notes = []
     if damage:
-        found.append(
+        notes.append(
             f"{damage}: seconds are counted from now on, and accuracies are those of metrics.jsonl"
         )
     with error_context("resume"):
@@ -493,8 +493,8 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
                     "the steps that can be read, and keeps what cannot be in "
                     "metrics.damaged-1.jsonl"
                 ) from error
-            found.append(f"{error}: what can be read of it goes on")
-    return "; ".join(found)
+            notes.append(f"{error}: what can be read of it goes on")
+    return "; ".join(notes)
 
 
 def check_resumed(parts: Parts, earlier: RunDir) -> str:
@@ -557,9 +557,9 @@ def startup_summary(
     rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
-    for name, found in parts.frozen_models.items():
-        kept = parts.resolved.frozen_models[name].storage
-        rows.append((name, f"{_size(found)}, weights {found.name}, kept as {kept}"))
+    for name, model in parts.frozen_models.items():
+        storage = parts.resolved.frozen_models[name].storage
+        rows.append((name, f"{_size(model)}, weights {model.name}, kept as {storage}"))
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.resolved.packing_reason:
         rows.append(("packing", parts.resolved.packing_reason))
