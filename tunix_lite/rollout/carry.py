@@ -175,8 +175,8 @@ class CarrySampler:
         usual: tuple[int, int],
         most: int,
     ) -> RolloutScheduler:
-        """Those under way first: they are read whole. The prompts of the others are read once for
-        their group."""
+        """Builds the scheduler. Completions under way come first: they are read whole. The prompts
+        of the others are read once for their group."""
         num_carried = sum(one.is_under_way for one in in_order)
         counts: dict[tuple[int, int], int] = {}
         of_groups = []
@@ -322,10 +322,10 @@ def completions_of(
     num_generations: int,
 ) -> list[OpenCompletion]:
     """The completions of a whole rollout, all drawn with one version of the weights."""
-    found = []
+    completions = []
     for row, mask in enumerate(np.asarray(rollout.completion_mask)):
         prompt, generation = divmod(row, num_generations)
-        found.append(
+        completions.append(
             OpenCompletion(
                 step,
                 prompt,
@@ -337,4 +337,4 @@ def completions_of(
                 reason=FINISH[rollout.finish[row]],
             )
         )
-    return found
+    return completions

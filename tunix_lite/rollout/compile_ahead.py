@@ -151,5 +151,5 @@ def compile_rewind(programs: TurnPrograms, slots: Slots, chunk: int) -> None:
     """Compiles what takes back tokens behind a stop text, of chunks of so many tokens."""
     num_slots = len(slots.requests)
     tokens = jax.ShapeDtypeStruct((chunk, num_slots), jnp.int32)
-    kept = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
-    results(programs.rewind, slots, results(programs.save, slots), tokens, kept)
+    num_kept = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+    results(programs.rewind, slots, results(programs.save, slots), tokens, num_kept)

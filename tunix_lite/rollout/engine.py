@@ -51,12 +51,12 @@ class Sampling:
     """
 
     sample: Callable
-    # (params, num_prompts, num_generations, temperature=...): every program that so many prompts
-    # with so many completions can need, whatever their lengths are
+    # (params, num_prompts, num_generations, temperature=...): compiles every program that so many
+    # prompts and completions of any length need
     compile_ahead: Callable[..., None]
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        return self.sample(*given, **options)
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.sample(*arguments, **options)
 
 
 def make_sampler(
@@ -243,8 +243,8 @@ def make_generate(
         metrics: Metrics = {}
 
         def chunks():
-            given = (params, prompts, key, num_generations, temperature, None)
-            metrics.update((yield from sample(*given, limits=limits, tokenizer=tokenizer)))
+            arguments = (params, prompts, key, num_generations, temperature, None)
+            metrics.update((yield from sample(*arguments, limits=limits, tokenizer=tokenizer)))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():
@@ -283,9 +283,9 @@ def whole_or_stepwise(
     generator."""
 
     def generate(
-        *given: Any, stepwise: bool = False, **options: Any
+        *arguments: Any, stepwise: bool = False, **options: Any
     ) -> Rollout | Generator[None, None, Rollout]:
-        steps = in_steps(*given, **options)
+        steps = in_steps(*arguments, **options)
         return steps if stepwise else to_the_end(steps)
 
     return generate
@@ -329,7 +329,7 @@ class RolloutArrays:
         generation: GenerationConfig,
         pad_id: int,
     ) -> "RolloutArrays":
-        """So many rows of padding."""
+        """Makes so many rows of padding."""
         width = generation.max_prompt_length
         shape = (num_rows, width + generation.max_new_tokens)
         return cls(

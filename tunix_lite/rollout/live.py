@@ -70,11 +70,11 @@ class NewTokens:
     """
 
     tokens: list[int]
-    # under the distribution that was drawn from
+    # log-probabilities under the distribution that was drawn from
     logprobs: list[float]
-    # under softmax(logits / temperature)
+    # log-probabilities under softmax(logits / temperature)
     full_logprobs: list[float]
-    # of each token, the likeliest ones there: (token, log-probability); [] where none is asked for
+    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     # eos or length, once the sequence has ended; error with a message
     reason: str | None = None

@@ -106,7 +106,7 @@ class LivePrograms:
     make_slots: Callable
     # (slots, columns) -> Slots with a cache of so many columns
     resize: Callable
-    # as of programs.Programs
+    # the same as Programs.prefill
     prefill: Callable
     # (slots, prompt cache, Joining) -> Slots; donates the slots
     admit: Callable
@@ -218,7 +218,8 @@ def draw_cut_off(
     how: SlotSampling,
     ahead: Ahead,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `sampling.draw`, with what each slot cuts off. full_BV: logits over the temperature."""
+    """Draws like `sampling.draw`, with each slot's own cutoffs. full_BV: logits over the
+    temperature."""
     is_random_B1 = how.temperature[:, None] > 0
     cut_BV = sampling.apply_row_cutoffs(
         full_BV, how.top_k[:, None], how.top_p[:, None], how.min_p[:, None]

@@ -60,15 +60,15 @@ class SamplerSpec:
     generation: GenerationConfig
     # tokens that end a completion and are part of it
     end_ids: tuple[int, ...]
-    # read by slots that hold no running sequence
+    # token that slots without a running sequence read
     pad_id: int
-    # of the computation
+    # dtype of the computation
     dtype: DTypeLike
     # tokens that each slot decodes in one call
     chunk: int
     # whether the cache holds int8 codes
     int8: bool = False
-    # as decoder.forward takes it
+    # dtype of sums over tp, for decoder.forward
     tp_reduce_dtype: DTypeLike = jnp.float32
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
@@ -97,9 +97,9 @@ class PromptCache:
     Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
     """
 
-    # of up to max_prompt_length columns, one entry per layer
+    # keys and values of up to max_prompt_length columns, one entry per layer
     cache: list[KV]
-    # [M, D] of the last token: the first token of a completion is drawn from it
+    # [M, D] hidden state of the last token: a completion's first token is drawn from it
     hidden: jax.Array
     # [M] tokens of each prompt
     lengths: jax.Array
@@ -200,7 +200,7 @@ class Programs:
     decode: Callable
     # the same for temperature 0, where nothing need be cut off
     decode_greedy: Callable
-    # by program, how many times it was compiled
+    # how many times each program was compiled
     compiles: Counter
 
 
@@ -514,8 +514,8 @@ def repeat(
 
 
 def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
-    """For a CPU: what all steps of a chunk find computed, each array with a leading dim of
-    `spec.chunk`.
+    """Computes, on a CPU, the values that all steps of a chunk need, each array with a leading dim
+    of `spec.chunk`.
 
     A slot that runs moves on by one token a step. What a slot that has ended computes is not used.
     """
