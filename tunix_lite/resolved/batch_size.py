@@ -100,8 +100,8 @@ def _check_given(settings: TrainingConfig) -> None:
     is_packed = _is_packed(settings)
     is_auto = settings.micro_batch_size == "auto"
     if settings.prompts_per_step is None and (is_packed or is_auto):
-        asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
-        raise ConfigError(f"training: {asked} needs prompts_per_step: training.prompts_per_step=16")
+        value = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+        raise ConfigError(f"training: {value} needs prompts_per_step: training.prompts_per_step=16")
     if is_auto and not is_packed and settings.gradient_accumulation_steps:
         raise ConfigError(
             "training: micro_batch_size=auto derives gradient_accumulation_steps: "

@@ -41,9 +41,9 @@ class Shapes:
     state: TrainState
     # the base under adapters; None: all weights train
     frozen: Params | None
-    # what the KL term is taken to, under LoRA the frozen base itself; None: no KL term
+    # the reference of the KL term, under LoRA the frozen base itself; None: no KL term
     reference: Params | None
-    # by name, those of the algorithm that score
+    # the algorithm's models that score, by name
     frozen_models: dict[str, Params]
 
     def acting(self, resolved: ResolvedRun) -> Params:

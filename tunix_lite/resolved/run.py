@@ -126,15 +126,15 @@ class ResolvedRun:
     def rollouts(self) -> tuple[tuple[int, int], ...]:
         """(prompts, completions of each) of what is sampled on the mesh: to learn from, unless that
         has devices of its own, and to evaluate."""
-        found = []
+        rollouts = []
         if not self.run.algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
             prompts = self.batch.prompts * self.run.algorithm.needs.mini_batches
-            found.append((prompts, self.run.algorithm.num_generations))
+            rollouts.append((prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
-            found.append((self.run.evaluation.num_examples, 1))
+            rollouts.append((self.run.evaluation.num_examples, 1))
         if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
-            found.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
-        return tuple(found)
+            rollouts.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
+        return tuple(rollouts)
 
     @property
     def has_rollouts(self) -> bool:
@@ -154,7 +154,7 @@ class ResolvedRun:
 
     @property
     def num_conversations(self) -> int:
-        """Of the largest rollout."""
+        """Counts the conversations of the largest rollout."""
         return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
@@ -492,15 +492,15 @@ def choose_attention(
 
     Where the devices are not attached, cuDNN that is asked for by name is assumed to work there.
     """
-    asked = run.training.attention
+    choice = run.training.attention
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
     try:
-        return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
+        return attention.choose(choice, cfg, platform, dtype, row_width(run, rows), shares_prompts)
     except attention.CannotCompile:
         if is_attached:
             raise
-        return asked, "as training.attention says"
+        return choice, "as training.attention says"
 
 
 def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
