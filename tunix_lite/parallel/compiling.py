@@ -184,14 +184,14 @@ def _processor() -> str:
 
 def _remove_oldest(folder: Path, most_bytes: int) -> None:
     """Removes the programs that were written first, until the others have at most so many bytes."""
-    found = []
+    files = []
     for file in folder.iterdir():
         # another process may remove it, too
         with contextlib.suppress(FileNotFoundError):
             status = file.stat()
-            found.append((status.st_mtime, status.st_size, file))
+            files.append((status.st_mtime, status.st_size, file))
     total = 0
-    for _, size, file in sorted(found, reverse=True):
+    for _, size, file in sorted(files, reverse=True):
         total += size
         if total > most_bytes:
             file.unlink(missing_ok=True)

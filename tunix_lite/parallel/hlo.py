@@ -38,7 +38,7 @@ class Instruction:
     type: str  # "f32[8,16]{1,0}", or a tuple of such
     op: str  # "all-gather-start"
     operands: list[str]
-    rest: str  # of the line, from the operands on
+    rest: str  # the line from the operands on
 
 
 @dataclass

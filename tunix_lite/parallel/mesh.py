@@ -48,7 +48,7 @@ RULES: dict[str, str | None] = {
     "layers": None,
     # a norm's scale is too small to be worth a gather
     "norm": None,
-    # of adapters
+    # the inner dim of adapters
     "rank": None,
     # a quantised weight's scales: dims that count blocks
     "embed_blocks": "fsdp",
@@ -95,7 +95,7 @@ class ShardingConfig:
             )
 
     def table(self, name: str) -> dict[str, str | None]:
-        """All rules of the table `name`, train or rollout, with these changes."""
+        """Returns all rules of the table `name`, train or rollout, with these changes."""
         return RULES | getattr(self, name)
 
 
@@ -385,8 +385,8 @@ def move(
     axes: tuple[str, ...],
     to: tuple[str, ...],
 ) -> jax.Array:
-    """x, which has the sharding of the axes `axes`, with that of the axes `to`. Its gradient goes
-    the other way, and arrives with the sharding of x.
+    """Moves x from the sharding of the axes `axes` to that of the axes `to`. Its gradient goes the
+    other way, and arrives with the sharding of x.
 
     A plain constraint would give the gradient the same sharding as the value: every device would
     sum all of it, where a reduce-scatter is enough.
