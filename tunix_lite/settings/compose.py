@@ -100,15 +100,15 @@ def _options_in(more_conf: str | None) -> Iterator[None]:
         yield
 
 
-def expand_short_forms(words: list[str]) -> list[str]:
+def expand_short_forms(argv: list[str]) -> list[str]:
     """The words of a command line, with `resume=X` written out as `resume.folder=X`, and with the
     quotes that Hydra wants around a text with braces, commas or spaces."""
     short = "resume="
-    words = [
+    argv = [
         "resume.folder=" + word.removeprefix(short) if word.startswith(short) else word
-        for word in words
+        for word in argv
     ]
-    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in words]
+    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in argv]
 
 
 # Settings of a run whose value is a text: a shell's quotes around it are enough.
@@ -265,18 +265,18 @@ def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -
     return []
 
 
-def setting_names(of: tuple[str, ...] = (), words: Iterable[str] = ()) -> Iterator[str]:
+def setting_names(of: tuple[str, ...] = (), argv: Iterable[str] = ()) -> Iterator[str]:
     """The dotted names of all settings, composed when they are asked for: of the options that these
     words of a command line choose, or of the default ones where that fails."""
     with _options_in(None):
-        yield from _known_settings([*of, *_options_chosen(words)], of, "config")
+        yield from _known_settings([*of, *_options_chosen(argv)], of, "config")
 
 
-def _options_chosen(words: Iterable[str]) -> list[str]:
+def _options_chosen(argv: Iterable[str]) -> list[str]:
     """The words of a command line that choose an option of a group: `algorithm=dpo`."""
     is_option = re.compile(r"(\w+)=\w+")
-    found = [(word, is_option.fullmatch(word)) for word in words]
-    return [word for word, match in found if match and (conf_dir() / match[1]).is_dir()]
+    matches = [(word, is_option.fullmatch(word)) for word in argv]
+    return [word for word, match in matches if match and (conf_dir() / match[1]).is_dir()]
 
 
 def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) -> str | None:
@@ -297,13 +297,13 @@ def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) ->
     return None
 
 
-def refusal_of_a_run(words: list[str]) -> Refusal:
+def refusal_of_a_run(argv: list[str]) -> Refusal:
     """Returns a function that gives the message of a run, with the options that this command line
     chooses, about overrides."""
 
     def refusal(overrides: tuple[str, ...]) -> str | None:
         with _options_in(None):
-            return _refusal(_options_chosen(words), "config", overrides)
+            return _refusal(_options_chosen(argv), "config", overrides)
 
     return refusal
 
