@@ -53,7 +53,7 @@ class EpisodeGroups:
 
     @property
     def metrics(self) -> Metrics:
-        """Of rewards, calls and failures. Raises RunFailed where an episode failed and
+        """Measures rewards, calls and failures. Raises RunFailed where an episode failed and
         on_error=raise, or where none is left."""
         failed = [one for one in self.ended if one.failure]
         if failed and self.on_error == "raise":
