@@ -133,10 +133,10 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
         is_seen = (at < held) & (at != column)
         scores = jnp.where(is_seen[None], _capped(cfg, scores), FAR_BELOW)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        kept = jnp.exp(top - new_top)
+        rescale = jnp.exp(top - new_top)
         probs = jnp.exp(scores - new_top[:, None])
         values = triton.dot(probs.astype(dtype), v_CH[here, :], precision=exact)
-        return new_top, total * kept + jnp.sum(probs, axis=1), summed * kept[:, None] + values
+        return new_top, total * rescale + jnp.sum(probs, axis=1), summed * rescale[:, None] + values
 
     blocks = pl.cdiv(held, COLUMNS_AT_ONCE)
     _, total, summed = jax.lax.fori_loop(0, blocks, add_columns, (top, total, summed))

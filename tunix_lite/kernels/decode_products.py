@@ -130,7 +130,7 @@ class FusedProducts(Products):
         return jax.lax.optimization_barrier(x_BTD)
 
     def _to_residual(self, x: jax.Array, weight: jax.Array, name: str) -> jax.Array:
-        """x [B, 1, *S] times a weight [*S, D], [B, 1, D]. name: of the first dim of S."""
+        """Multiplies x [B, 1, *S] with a weight [*S, D], [B, 1, D]. name: of the first dim of S."""
         axis = _spec((name,), weight.shape[:1])[0]
         rows = _rows(x)
         summed = [axis, *[None] * (x.ndim - 3)]
@@ -175,8 +175,8 @@ def _product(
     most_parts: int = 1,
     activation: str | None = None,
 ) -> jax.Array:
-    """x times each weight, side by side, [P, B, O], or activation(x gate) * (x up) of two. dtype:
-    of the result; parts of a sum are float32."""
+    """Multiplies x with each weight, side by side, [P, B, O], or returns activation(x gate) * (x
+    up) of two. dtype: of the result; parts of a sum are float32."""
     B, S = x_BS.shape
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]
