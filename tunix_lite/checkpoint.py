@@ -199,17 +199,17 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             check_only_files(folder)
-            kept = digests.read_digests(folder) or {}
-            by_size = sorted(kept, key=lambda name: kept[name][0])
-            found = digests.changed_files(
-                folder, kept, by_size[jax.process_index() :: jax.process_count()]
+            recorded = digests.read_digests(folder) or {}
+            by_size = sorted(recorded, key=lambda name: recorded[name][0])
+            damage = digests.changed_files(
+                folder, recorded, by_size[jax.process_index() :: jax.process_count()]
             )
         except ValueError as error:
-            found = [str(error)]
-        found = [problem for problems in allgather_values(found) for problem in problems]
-        if found:
-            more = f", and {len(found) - 1} more files" if len(found) > 1 else ""
-            raise ValueError(self._damaged(step, found[0] + more))
+            damage = [str(error)]
+        damage = [problem for problems in allgather_values(damage) for problem in problems]
+        if damage:
+            more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
+            raise ValueError(self._damaged(step, damage[0] + more))
 
     def save(
         self,
@@ -348,7 +348,7 @@ class Checkpoints:
             raise ValueError(self._why_not(step, wanted, whole, error)) from error
 
     def _why_not(self, step: int, wanted, whole: bool, error: Exception) -> str:
-        """Why a step could not be restored: it holds other arrays, or it is damaged."""
+        """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
             tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
             here = _shapes(wanted)

@@ -495,7 +495,7 @@ def reduction_of(algorithm: Any) -> str | None:
 
 
 def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
-    """Why the algorithm cannot run so, and what to write into its class."""
+    """Says why the algorithm cannot run so, and what to write into its class."""
     name = type(algorithm).__name__
     choices = ", ".join(
         f'loss_reduction = "{key}" for {LOSS_REDUCTIONS[key]}' for key in LOSS_REDUCTIONS

@@ -144,11 +144,11 @@ def foreign_words() -> tuple[list[Word], dict[str, str]]:
 @functools.cache
 def _index() -> dict[str, tuple[Word, bool]]:
     """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
-    found: dict[str, tuple[Word, bool]] = {}
+    by_word: dict[str, tuple[Word, bool]] = {}
     for each in foreign_words()[0]:
         for project, name in each.all_names():
-            found[name.lower()] = (each, project == "ours")
-    return found
+            by_word[name.lower()] = (each, project == "ours")
+    return by_word
 
 
 def _normal(key: str) -> str:
@@ -375,15 +375,15 @@ def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
 
     # In the same section, or in any if it names none.
     beside = [k for k in offered if not section or k.rpartition(".")[0] == section]
-    found = _closest(name, [k.rpartition(".")[2] for k in beside])
-    found = [k for k in beside if k.rpartition(".")[2] in found]
-    return found if len(found) <= 2 else []
+    nearest = _closest(name, [k.rpartition(".")[2] for k in beside])
+    nearest = [k for k in beside if k.rpartition(".")[2] in nearest]
+    return nearest if len(nearest) <= 2 else []
 
 
-def near_word(word: str, words: Iterable[str]) -> str | None:
+def near_word(word: str, choices: Iterable[str]) -> str | None:
     """The one of these words that is meant by a misspelt one; None: not exactly one."""
-    found = _closest(word, words)
-    return found[0] if len(found) == 1 else None
+    nearest = _closest(word, choices)
+    return nearest[0] if len(nearest) == 1 else None
 
 
 def _closest(name: str, names: Iterable[str]) -> list[str]:

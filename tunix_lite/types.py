@@ -55,7 +55,7 @@ class TokenScores(NamedTuple):
     """
 
     logprobs: jax.Array  # log p of each token given the tokens before it
-    entropy: jax.Array  # in nats, of the whole distribution that the token was drawn from
+    entropy: jax.Array  # nats of the whole distribution that the token was drawn from
 
     # numpy would make one array of both fields without a word; so it raises TypeError
     __array_ufunc__ = None
@@ -94,7 +94,7 @@ class TurnReply:
     # what stands between the turn and the next one, markers of the template included; [] where the
     # conversation is over
     tokens: list[int] = field(default_factory=list)
-    # whether the environment has ended the conversation
+    # True if the environment has ended the conversation
     done: bool = False
     reward: float = 0.0
     observation: str = ""  # as text, for display
@@ -102,7 +102,7 @@ class TurnReply:
     # error, timeout, crash or not_a_turn, where the environment failed on the turn
     failure: str = ""
     message: str = ""  # how it failed
-    seconds: float = 0.0  # that the environment took
+    seconds: float = 0.0  # time of the environment
     # flags of the environment, by name: {"tool_call": True, "tool_error": False}
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class Conversation:
 
     @property
     def rewards(self) -> list[float]:
-        """Of each turn."""
+        """Returns the reward of each turn."""
         return [turn.reply.reward for turn in self.turns]
 
 
@@ -168,7 +168,7 @@ class Rollout:
     # [B, T] int32, the updates that the weights had seen from which a token was drawn; -1 off the
     # completion; None without rollout.overlap: all of them are of the update under way
     versions: Any = None
-    # of conversations: [B, T] int16, the turn that sampled a token, from 1; 0 on all other tokens
+    # [B, T] int16 for conversations: the turn that sampled a token, from 1; 0 on all other tokens
     turn_ids: Any = None
     # [B] array of `Conversation`; None where completions are single turns. What an environment
     # answers is in token_mask, and not in completion_mask
@@ -198,14 +198,14 @@ class Graded:
     dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
     # every reward by name, without its weight: [B] float64, nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
-    # by name, what each reward counts in the sum
+    # weight of each reward in the sum, by name
     weights: dict[str, float] = field(default_factory=dict)
     # the example that each completion answers
     examples: list[dict] = field(default_factory=list)
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
-    # of conversations: what the environment gave each turn of each; [] where there is none
+    # rewards of the environment for each turn of each conversation; [] where there is none
     turn_rewards: list[list[float]] = field(default_factory=list)
-    # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
+    # why functions failed on each completion, by name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
     # completions of a group, which stand side by side
     num_generations: int = 1
@@ -231,7 +231,7 @@ class Batch:
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
     # those of policy.compare are [B, T, K]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
-    # by name, arrays on the mesh that are of no token, such as a teacher's output embedding
+    # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
     constants: Any = flax.struct.field(pytree_node=False, default=None)
 
 
@@ -278,7 +278,7 @@ class RowBatch:
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
-    # by name, arrays that are of no token and are never cut up; None: there are none
+    # arrays that belong to no token and are never cut up, by name; None: there are none
     constants: dict[str, jax.Array] | None = None
     # micro-batches that the rows can be cut into; `num_parts` of them run
     max_parts: int = flax.struct.field(pytree_node=False, default=1)
