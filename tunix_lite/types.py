@@ -91,7 +91,7 @@ class TurnReply:
     goes on after these tokens.
     """
 
-    # what stands between the turn and the next one, markers of the template included; [] where the
+    # tokens between this turn and the next one, with the markers of the template; [] where the
     # conversation is over
     tokens: list[int] = field(default_factory=list)
     # True if the environment has ended the conversation
@@ -131,8 +131,8 @@ class Conversation:
     # done: the environment ended it; tokens, turns: there was no room for more; failed: the
     # environment failed
     ended: str
-    # what the model read first, where the environment began with a text of its own; None: the
-    # prompt of the task
+    # the text that the model read first, where the environment began with its own; None: the prompt
+    # of the task
     opening: str | None = None
 
     @property
@@ -266,10 +266,9 @@ class RowBatch:
     old_logprobs: jax.Array | None = None
     ref_logprobs: jax.Array | None = None
     streams: dict[str, jax.Array] = flax.struct.field(default_factory=dict)
-    # int32, the number, within the row, of the sequence (or of the group that shares a prompt)
-    # which the token belongs to; 0: none
+    # int32, number in the row of the token's sequence, or of its group with one prompt; 0: none
     segment_ids: jax.Array | None = None
-    positions: jax.Array | None = None  # int32, of a token in its own sequence
+    positions: jax.Array | None = None  # int32, place of a token in its own sequence
     # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
     completion_ids: jax.Array | None = None
     # [R, M] int32, the columns of the scored tokens; None: the last M

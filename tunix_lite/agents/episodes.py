@@ -36,7 +36,7 @@ class Episode:
     example: dict[str, Any]
     # seed of the episode; sampling depends on it and on the number of a call
     seed: int
-    # how tokens are drawn, whatever the agent asks for; None: as it asks
+    # sampling settings that override the agent's; None: the agent's
     draw: DrawSettings | None = None
     # sequences in the order in which calls ended
     sequences: list[TokenSequence] = field(default_factory=list)

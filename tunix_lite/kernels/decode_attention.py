@@ -2,7 +2,7 @@
 
 It does norms, rotary positions, two writes to the cache, scores, softmax and weighted sum, for
 which plain products take some eight kernels. Each program of it (Pallas, which hands it to Triton)
-serves one sequence and one key head: it writes the new key and value into the cache and goes over
+serves one sequence and one key head. It writes the new key and value into the cache, and goes over
 the columns that hold a token, with an online softmax (arXiv:1805.02867). It rounds where `decoder`
 rounds, but in bfloat16 the probabilities are rounded before they are divided by their sum.
 

@@ -1,6 +1,6 @@
-"""Programs that are compiled before they run, so that their memory is known and the time of
-compiling does not count as time of running; a clock of compiling; and the folder in which programs
-are kept for the next start."""
+"""Compiles programs before they run, so that their memory is known and the time of compiling does
+not count as time of running. Has a clock of compiling, and the folder in which programs are kept
+for the next start."""
 
 import contextlib
 import functools

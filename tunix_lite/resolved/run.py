@@ -77,7 +77,7 @@ class ResolvedRun:
     # sizes by axis name
     mesh_shape: dict[str, int]
     batch: BatchPlan
-    # how the sequences of a batch are laid out
+    # layout of a batch's sequences
     rows: RowLayout
     # sequences decoded at once, a multiple of fsdp
     slots: int

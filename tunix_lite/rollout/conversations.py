@@ -114,7 +114,7 @@ class Talk:
     parked: Slots | None = None
     # [begin, end) of each turn among the tokens, and its answer
     turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
-    # where the turn that is being sampled begins
+    # first token of the turn that is being sampled
     begin: int = 0
     num_sampled: int = 0
     # whether its partner has yet to answer

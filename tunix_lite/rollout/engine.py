@@ -73,10 +73,10 @@ def make_sampler(
 
     It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
     rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
-    generation and position draw the same token, whatever the mesh, the number of slots, the chunk,
-    or the order and number of other requests. limits: tokens of each completion, [P * G], at most;
-    None: max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward
-    takes it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
+    generation and position draw the same token. The mesh, the number of slots, the chunk and other
+    requests change nothing. limits: tokens of each completion, [P * G], at most; None:
+    max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward takes
+    it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)

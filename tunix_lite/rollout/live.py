@@ -1,9 +1,9 @@
 """A sampler that requests join and leave at any time: what a server needs.
 
-One thread owns the devices. Other threads hand it requests; it gives free slots to them in the
-order in which they came, decodes a chunk of tokens in all slots at once, and calls each request
-back with its new tokens. A request's tokens depend on its prompt, its settings and its seed, and
-on nobody else's.
+One thread owns the devices. Other threads hand it requests, which get free slots in the order in
+which they came. It decodes a chunk of tokens in all slots at once, and calls each request back with
+its new tokens. A request's tokens depend on its prompt, its settings and its seed, and on nobody
+else's.
 """
 
 import threading
@@ -50,7 +50,7 @@ class DrawSettings:
     # 0: all tokens
     min_p: float = 0.0
     seed: int = 0
-    # which completion of the same prompt and seed
+    # index among the completions of the same prompt and seed
     generation: int = 0
     # the likeliest tokens that are reported at each position
     top_logprobs: int = 0

@@ -44,7 +44,7 @@ class Ahead(NamedTuple):
 
     # rotary angles of the tokens that the step reads, by kind of layer
     angles: dict[str, decoder.Angles] | None = None
-    # what sampling.gumbel_noise gives for the tokens that the step draws
+    # the result of sampling.gumbel_noise for the tokens that the step draws
     noise_BV: jax.Array | None = None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from tunix_lite.types import Batch
 
-# how the name of a stream begins among the arrays of a batch
+# prefix of a stream's name among the arrays of a batch
 STREAM = "streams."
 
 

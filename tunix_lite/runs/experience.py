@@ -73,7 +73,7 @@ class ExperienceSource(Protocol):
         ...
 
 
-# what an algorithm collects: the batch, metrics, and the graded completions if there are any
+# the result of collecting: the batch, metrics, and the graded completions if there are any
 Collected = tuple[Batch, Metrics, Graded | None]
 
 

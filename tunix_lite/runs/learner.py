@@ -41,7 +41,7 @@ class Learner:
     `state, metrics = update(state, learner.frozen, rows)`: the old state is donated.
     """
 
-    # what an update changes, as it is when the run begins; the first update donates it
+    # the state at the start of the run; the first update donates it
     state: TrainState
     # the base that adapters are attached to; None: all weights train
     frozen: Params | None

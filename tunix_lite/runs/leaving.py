@@ -35,11 +35,11 @@ class Unfinished:
     save: Callable[[], None]  # the state as it is now, in the background
     wait: Callable[[], None]  # until what was saved is on disk
     on_disk: int  # the step whose state a checkpoint holds, or that the run began with
-    # what trackers have not been given yet of the last whole step
+    # calls that give trackers the rest of the last whole step
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def log_pending(self) -> None:
-        """Give trackers what they have not been given yet of the last whole step."""
+        """Gives trackers the rest of the last whole step."""
         while self.pending:
             self.pending.pop()()
 

@@ -1,8 +1,8 @@
 """The reference of the KL term: the policy that training starts from, the same however often the
 run is resumed.
 
-Where the settings of the model do not name all of it, as when training starts from an adapter or
-from another run's checkpoint, the run keeps it in its own folder, `reference/<step>/`: an adapter
+The settings of the model may not name all of it, as when training starts from an adapter or from
+another run's checkpoint. Then the run keeps it in its own folder, `reference/<step>/`: an adapter
 may be overwritten, and another run goes on. `reference.json` says which one it is.
 """
 

@@ -35,7 +35,7 @@ class SamplingApart:
     # whether some of the weights never change: their copies stay
     has_frozen: bool
     between_chunks: Callable[[], None] | None = None
-    # what was copied last, and the copies; empty where nothing is frozen
+    # the arrays copied last, and their copies; empty where nothing is frozen
     _copied: tuple[list, list] = field(default=([], []), repr=False)
 
     def steps(

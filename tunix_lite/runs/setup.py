@@ -73,7 +73,7 @@ class Parts:
     data: str = ""
     # the folder of checkpoints to resume from; None: the run starts from step 0
     resume_from: Path | None = None
-    # which of its checkpoints; None: the newest
+    # the step of its checkpoint; None: the newest
     resume_step: int | None = None
     # the reference of the KL term; None: there is no KL term
     reference: Reference | None = None
@@ -85,7 +85,7 @@ class Parts:
     frozen_models: dict[str, FoundModel] = field(default_factory=dict)
     # text: rewards that fail on made-up completions, where the settings let the run go on
     failing: str = ""
-    # where sampling has devices of its own (rollout.mesh_shape); None: it has not
+    # the mesh of sampling on devices of its own (rollout.mesh_shape); None: there is none
     rollout_mesh: jax.sharding.Mesh | None = None
     # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
@@ -112,9 +112,9 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
 
     checked: the result of an earlier call for the same run in this process, such as the check
     before Hydra makes a folder. Loads no weights and makes no folder. It calls plain functions
-    among the user's rewards, compiles small programs where attention tries cuDNN (NVIDIA),
-    downloads the files of a hub model after everything else has been found right, and writes and
-    removes a small file in a folder that is there, to see whether it can be written.
+    among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
+    downloads the files of a hub model after everything else has been found right. To see whether a
+    folder can be written, it writes and removes a small file there.
     """
     parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep

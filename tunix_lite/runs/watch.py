@@ -129,7 +129,7 @@ class Watch:
     # the clocks of these
     _elapsed: Callable[[], float] = field(default=float, init=False)
     _compiling: Callable[[], float] = field(default=float, init=False)
-    # what the step does now, for the console
+    # the step's current activity, for the console
     _doing: str = field(default="", init=False)
     # optimizer updates before the one under way, which sets its learning rate
     _updates_before: int = field(default=0, init=False)

@@ -28,7 +28,7 @@ ON_ERROR = ("raise", "zero", "drop")
 ON_NONE = ("error", "unscorable", "skip")
 # the kinds of outcomes that are failures; others are "", and those that on_none asks for
 FAILURES = ("error", "timeout", "crash", "not_number")
-# how a message goes on after the name of a function that returned None
+# end of a message about a function that returned None, after its name
 IS_NONE = "is None, not a number,"
 # completions sent to a worker at once, at most
 BATCH = 16
@@ -309,7 +309,7 @@ class Pool:
 
 # ---- small print
 
-# what a message calls those that run in a worker, by the group of their settings
+# words of messages for functions that run in a worker, by the group of their settings
 WORKERS_RUN = {"rewards": "rewards", "conversation": "environments"}
 
 

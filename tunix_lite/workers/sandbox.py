@@ -31,7 +31,7 @@ from typing import Any
 
 # seconds that starting and ending the processes of a job may take beside the code
 GRACE = 5.0
-# what a limit is called by which code was stopped
+# name of each limit by which code was stopped
 STOPPED = {
     "time": "took more than `seconds`",
     "output": "printed more than output_kib",
@@ -135,7 +135,7 @@ def run(job: dict, folder: str) -> dict:
     it printed, whether it came to its end, and which protections this kernel refused."""
     missing = _isolate(folder, job)
     output, writes_output = os.pipe()
-    # where the code's last words go: that it came to its end, or why not
+    # pipe of the code's last words: that it came to its end, or why not
     reports_fd, writes_reports = os.pipe()
     code_input = os.memfd_create("input")
     os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
