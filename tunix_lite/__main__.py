@@ -39,17 +39,17 @@ ELSEWHERE = {
 
 @as_long_as_read()
 def main() -> None:
-    words = sys.argv[1:]
-    command = words[0] if words else ""
+    argv = sys.argv[1:]
+    command = argv[0] if argv else ""
     # What shows something, and needs nothing that takes long to import.
-    if completion.asked(words):
-        completion.answer(words)
+    if completion.asked(argv):
+        completion.answer(argv)
     elif command == "--version":
         print(help_pages.versions())
     elif command == "help" or command.partition("=")[0] in help_pages.HELP:
-        help_pages.show_help(["--help", *words[1:]] if command == "help" else words)
-    elif command == "train" and help_pages.topic(words) is not None:
-        help_pages.show_help(words[1:])
+        help_pages.show_help(["--help", *argv[1:]] if command == "help" else argv)
+    elif command == "train" and help_pages.topic(argv) is not None:
+        help_pages.show_help(argv[1:])
     elif command in COMMANDS:
         sys.argv.pop(1)
         importlib.import_module(f"tunix_lite.commands.{command}").main()
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _no_command(word: str) -> str:
-    """What is wrong with a first word that is no command."""
+    """Explains a first word that is no command."""
     there = f"there is {', '.join(COMMANDS)}"
     if not word:
         return f"error: which command? {there}; tunix-lite --help says what they do"

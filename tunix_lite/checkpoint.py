@@ -161,7 +161,7 @@ class Checkpoints:
         return [step for step in self.steps() if not self._missing(step)]
 
     def _missing(self, step: int) -> str | None:
-        """What is wrong with the files of a checkpoint, by names and sizes; None: nothing."""
+        """Describes a fault in a checkpoint's files, by names and sizes; None: there is none."""
         folder = self.folder / str(step)
         if not folder.is_dir():
             return "it is a file and not a folder"
@@ -187,7 +187,7 @@ class Checkpoints:
             raise ValueError(self._damaged(step, missing))
 
     def has_digests(self, step: int) -> bool:
-        """Whether this checkpoint has digests; a copy may have lost them."""
+        """Returns whether this checkpoint has digests; a copy may have lost them."""
         return (self.folder / str(step) / digests.NAME).is_file()
 
     def _verify(self, step: int) -> None:
@@ -199,17 +199,17 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             check_only_files(folder)
-            kept = digests.read_digests(folder) or {}
-            by_size = sorted(kept, key=lambda name: kept[name][0])
-            found = digests.changed_files(
-                folder, kept, by_size[jax.process_index() :: jax.process_count()]
+            recorded = digests.read_digests(folder) or {}
+            by_size = sorted(recorded, key=lambda name: recorded[name][0])
+            damage = digests.changed_files(
+                folder, recorded, by_size[jax.process_index() :: jax.process_count()]
             )
         except ValueError as error:
-            found = [str(error)]
-        found = [problem for problems in allgather_values(found) for problem in problems]
-        if found:
-            more = f", and {len(found) - 1} more files" if len(found) > 1 else ""
-            raise ValueError(self._damaged(step, found[0] + more))
+            damage = [str(error)]
+        damage = [problem for problems in allgather_values(damage) for problem in problems]
+        if damage:
+            more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
+            raise ValueError(self._damaged(step, damage[0] + more))
 
     def save(
         self,
@@ -260,7 +260,7 @@ class Checkpoints:
         return self._read(step, handler, ocp.args.StandardRestore(abstract), abstract)
 
     def skipped_in_a_row(self, step: int) -> int:
-        """How many updates in a row were skipped up to this step, as `save` was given it.
+        """Returns how many updates in a row were skipped up to this step, as `save` was given it.
 
         Raises ValueError if the checkpoint is damaged.
         """
@@ -348,7 +348,7 @@ class Checkpoints:
             raise ValueError(self._why_not(step, wanted, whole, error)) from error
 
     def _why_not(self, step: int, wanted, whole: bool, error: Exception) -> str:
-        """Why a step could not be restored: it holds other arrays, or it is damaged."""
+        """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
             tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
             here = _shapes(wanted)
@@ -450,7 +450,8 @@ class Checkpoints:
 
 
 def is_step(name: str) -> bool:
-    """Whether this is the name of a checkpoint's folder: 0, 7, 60; not 007 or other digits."""
+    """Returns whether this is the name of a checkpoint's folder: 0, 7, 60; not 007 or other
+    digits."""
     return name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0")
 
 

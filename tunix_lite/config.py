@@ -49,7 +49,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long to train, on how much at a time, and what to keep."""
+    """Settings of training: its length, the size of its batches, and what is kept."""
 
     # Number of optimizer updates.
     max_steps: int = 60
@@ -222,7 +222,8 @@ CONSOLES = ("auto", "rich", "plain", "quiet")
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """What a run writes beside train.log, metrics.jsonl and its checkpoints."""
+    """Settings of the files that a run writes beside train.log, metrics.jsonl and its
+    checkpoints."""
 
     # true writes event files into the run folder, for `tensorboard --logdir outputs/`.
     tensorboard: bool = True
@@ -252,7 +253,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class ResumeConfig:
-    """Where a run goes on from. `resume=X` is short for `resume.folder=X`."""
+    """Settings of resuming. `resume=X` is short for `resume.folder=X`."""
 
     # Checkpoint to resume: auto (this run's folder, if it has one), none (start new), or the folder
     # of a run.
@@ -270,7 +271,7 @@ NO_FOLDER = ("", "none", "off", "no", "false", "true")
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How the program itself behaves."""
+    """Settings of the program itself."""
 
     # true checks the settings, shows the run and its memory plan, and ends without training.
     dry_run: bool = False
@@ -322,7 +323,7 @@ class RunConfig:
 
     @property
     def learning_temperature(self) -> float:
-        """What scores are divided by in the policy that learns: that of sampling, and 1 where
+        """Returns the divisor of scores in the policy that learns: that of sampling, and 1 where
         nothing is sampled."""
         return 1.0 if self.algorithm.needs.demonstrations else self.generation.temperature
 
@@ -480,8 +481,8 @@ LOSS_REDUCTIONS = {
 
 
 def reduction_of(algorithm: Any) -> str | None:
-    """What the algorithm declares that its loss sums over, a name of LOSS_REDUCTIONS; None: it does
-    not declare it.
+    """Returns what the algorithm declares that its loss sums over, a name of LOSS_REDUCTIONS; None:
+    it does not declare it.
 
     A subclass with a loss of its own declares it itself: what it inherits is about another loss.
     """
@@ -494,7 +495,7 @@ def reduction_of(algorithm: Any) -> str | None:
 
 
 def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
-    """Why the algorithm cannot run so, and what to write into its class."""
+    """Says why the algorithm cannot run so, and what to write into its class."""
     name = type(algorithm).__name__
     choices = ", ".join(
         f'loss_reduction = "{key}" for {LOSS_REDUCTIONS[key]}' for key in LOSS_REDUCTIONS
@@ -655,7 +656,7 @@ def _build_target(kind: Any, values: dict, where: str) -> Any:
 
 
 def _must_be_given(parameter: inspect.Parameter, settings: dict) -> bool:
-    """Whether a class cannot be built without another setting, this one."""
+    """Returns whether a class cannot be built without another setting, this one."""
     has_own = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     is_given = has_own or parameter.name in settings
     return not is_given and parameter.default is parameter.empty

@@ -59,7 +59,8 @@ STATUS = re.compile(
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error says that another process is gone, and not that something is wrong here.
+    """Returns whether an error says that another process is gone, and not that something is wrong
+    here.
 
     Where an array is copied to the host, jax raises some of them as ValueError; those begin with a
     status of XLA.

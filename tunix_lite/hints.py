@@ -1,4 +1,4 @@
-"""What somebody meant by a setting that does not exist: right, or nothing.
+"""Suggests the intended setting; suggests nothing when unsure.
 
 First the table of other projects' words (conf/words.yaml), then a setting of ours of the same name
 in another section, then one that is spelt almost so. A word that fits several settings gets no hint
@@ -25,7 +25,7 @@ BOOLEANS = {"true", "false"}
 
 @dataclass(frozen=True)
 class Hint:
-    """What to write, and what else there is to know; one of the two may be missing.
+    """The overrides to write, and a note about them; one of the two may be missing.
 
     Example: `translated("lr", "1e-5", known)` is Hint(("optimizer.learning_rate=1e-5",), "").
     """
@@ -144,11 +144,11 @@ def foreign_words() -> tuple[list[Word], dict[str, str]]:
 @functools.cache
 def _index() -> dict[str, tuple[Word, bool]]:
     """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
-    found: dict[str, tuple[Word, bool]] = {}
+    by_word: dict[str, tuple[Word, bool]] = {}
     for each in foreign_words()[0]:
         for project, name in each.all_names():
-            found[name.lower()] = (each, project == "ours")
-    return found
+            by_word[name.lower()] = (each, project == "ours")
+    return by_word
 
 
 def _normal(key: str) -> str:
@@ -156,7 +156,7 @@ def _normal(key: str) -> str:
 
 
 def translated(key: str, value: object, known: Iterable[str] | None = None) -> Hint | None:
-    """What a word of another project is here; None if the table does not have it.
+    """Translates a word of another project; None if the table does not have it.
 
     value: None if it is not known. known: the settings that there are; None: whatever the word's
     first meaning is.
@@ -178,7 +178,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
 
 
 def foreign_value(key: str, value: object) -> Hint | None:
-    """What a value of another project is for a setting of ours; None: nothing is known of it."""
+    """Translates another project's value of our setting; None: nothing is known of it."""
     each, is_ours = _index().get(_normal(key), (None, False))
     if not is_ours or _text(value).lower() not in each.values:
         return None
@@ -220,7 +220,7 @@ def _filled(each: Word, text: str, known: Iterable[str] | None) -> tuple[str, ..
 
 
 def _exists(override: str, known: set[str]) -> bool:
-    """Whether the setting, or what a `+` adds it to, is there. Options of groups are."""
+    """Returns whether the setting, or what a `+` adds it to, is there. Options of groups are."""
     key = override.partition("=")[0]
     if "." not in key or key.startswith("hydra."):
         return True
@@ -375,15 +375,15 @@ def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
 
     # In the same section, or in any if it names none.
     beside = [k for k in offered if not section or k.rpartition(".")[0] == section]
-    found = _closest(name, [k.rpartition(".")[2] for k in beside])
-    found = [k for k in beside if k.rpartition(".")[2] in found]
-    return found if len(found) <= 2 else []
+    nearest = _closest(name, [k.rpartition(".")[2] for k in beside])
+    nearest = [k for k in beside if k.rpartition(".")[2] in nearest]
+    return nearest if len(nearest) <= 2 else []
 
 
-def near_word(word: str, words: Iterable[str]) -> str | None:
+def near_word(word: str, choices: Iterable[str]) -> str | None:
     """The one of these words that is meant by a misspelt one; None: not exactly one."""
-    found = _closest(word, words)
-    return found[0] if len(found) == 1 else None
+    nearest = _closest(word, choices)
+    return nearest[0] if len(nearest) == 1 else None
 
 
 def _closest(name: str, names: Iterable[str]) -> list[str]:

@@ -23,8 +23,8 @@ _SECRETS: dict[str, str] = {}
 
 
 def hide(secret: str, before: str = "", after: str = "") -> None:
-    """From now on this text is shown and kept as `<secret:1a2b>`, 16 bits of its digest: enough to
-    see that it changed, and too few to guess it by.
+    """Hides a text: from now on it is shown and kept as `<secret:1a2b>`, 16 bits of its digest:
+    enough to see that it changed, and too few to guess it by.
 
     before, after: what must stand around it.
     """
@@ -35,9 +35,9 @@ def hide(secret: str, before: str = "", after: str = "") -> None:
 def hide_users_of_urls(value: Any) -> None:
     """Hides the name and the password of each URL in texts of nested plain values."""
     if isinstance(value, str):
-        for found in _USER_OF_URL.findall(value):
+        for user in _USER_OF_URL.findall(value):
             # A name such as `a` stands in other texts, too.
-            hide(found, "//", "@")
+            hide(user, "//", "@")
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             hide_users_of_urls(item)
@@ -103,8 +103,8 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _escaped(found: re.Match) -> str:
-    return found.group().encode("unicode_escape").decode()
+def _escaped(match: re.Match) -> str:
+    return match.group().encode("unicode_escape").decode()
 
 
 def device_name(kind: str, platform: str) -> str:

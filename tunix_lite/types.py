@@ -55,7 +55,7 @@ class TokenScores(NamedTuple):
     """
 
     logprobs: jax.Array  # log p of each token given the tokens before it
-    entropy: jax.Array  # in nats, of the whole distribution that the token was drawn from
+    entropy: jax.Array  # nats of the whole distribution that the token was drawn from
 
     # numpy would make one array of both fields without a word; so it raises TypeError
     __array_ufunc__ = None
@@ -85,16 +85,16 @@ FINISH = (
 
 @dataclass(frozen=True)
 class TurnReply:
-    """What an environment answers to a turn of a conversation.
+    """The answer of an environment to a turn of a conversation.
 
     Example: TurnReply(tokens=[106, 107, 105], reward=0.0, observation="higher"): the conversation
     goes on after these tokens.
     """
 
-    # what stands between the turn and the next one, markers of the template included; [] where the
+    # tokens between this turn and the next one, with the markers of the template; [] where the
     # conversation is over
     tokens: list[int] = field(default_factory=list)
-    # whether the environment has ended the conversation
+    # True if the environment has ended the conversation
     done: bool = False
     reward: float = 0.0
     observation: str = ""  # as text, for display
@@ -102,7 +102,7 @@ class TurnReply:
     # error, timeout, crash or not_a_turn, where the environment failed on the turn
     failure: str = ""
     message: str = ""  # how it failed
-    seconds: float = 0.0  # that the environment took
+    seconds: float = 0.0  # time of the environment
     # flags of the environment, by name: {"tool_call": True, "tool_error": False}
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -131,18 +131,18 @@ class Conversation:
     # done: the environment ended it; tokens, turns: there was no room for more; failed: the
     # environment failed
     ended: str
-    # what the model read first, where the environment began with a text of its own; None: the
-    # prompt of the task
+    # the text that the model read first, where the environment began with its own; None: the prompt
+    # of the task
     opening: str | None = None
 
     @property
     def reached_limit(self) -> bool:
-        """Whether there was no room for more, and the environment had not ended it."""
+        """Returns whether there was no room for more, and the environment had not ended it."""
         return self.ended in ("tokens", "turns")
 
     @property
     def rewards(self) -> list[float]:
-        """Of each turn."""
+        """Returns the reward of each turn."""
         return [turn.reply.reward for turn in self.turns]
 
 
@@ -168,7 +168,7 @@ class Rollout:
     # [B, T] int32, the updates that the weights had seen from which a token was drawn; -1 off the
     # completion; None without rollout.overlap: all of them are of the update under way
     versions: Any = None
-    # of conversations: [B, T] int16, the turn that sampled a token, from 1; 0 on all other tokens
+    # [B, T] int16 for conversations: the turn that sampled a token, from 1; 0 on all other tokens
     turn_ids: Any = None
     # [B] array of `Conversation`; None where completions are single turns. What an environment
     # answers is in token_mask, and not in completion_mask
@@ -198,14 +198,14 @@ class Graded:
     dropped: np.ndarray  # [B] bool: a reward failed, and nothing is to be learned from it
     # every reward by name, without its weight: [B] float64, nan where it failed
     each: dict[str, np.ndarray] = field(default_factory=dict)
-    # by name, what each reward counts in the sum
+    # weight of each reward in the sum, by name
     weights: dict[str, float] = field(default_factory=dict)
     # the example that each completion answers
     examples: list[dict] = field(default_factory=list)
     rollout: Rollout | None = None  # the same completions as arrays; None: they were not kept
-    # of conversations: what the environment gave each turn of each; [] where there is none
+    # rewards of the environment for each turn of each conversation; [] where there is none
     turn_rewards: list[list[float]] = field(default_factory=list)
-    # of each completion, why a function failed, by its name: {"reward 'short'": "timeout"}
+    # why functions failed on each completion, by name: {"reward 'short'": "timeout"}
     failures: list[dict[str, str]] = field(default_factory=list)
     # completions of a group, which stand side by side
     num_generations: int = 1
@@ -213,7 +213,7 @@ class Graded:
 
 @flax.struct.dataclass
 class Batch:
-    """What an algorithm makes to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
+    """A batch to learn from: arrays of the host, [B, T], about `tokens[b, t]`.
 
     `logprobs[b, t]` always means log p(tokens[b, t] | tokens[b, :t]), so nobody shifts by one. The
     real tokens of a sequence stand side by side; a token that counts has a real one before it.
@@ -231,7 +231,7 @@ class Batch:
     # float32, by name: values of the algorithm's own, which its loss reads as batch.streams[name];
     # those of policy.compare are [B, T, K]
     streams: dict[str, Any] = flax.struct.field(default_factory=dict)
-    # by name, arrays on the mesh that are of no token, such as a teacher's output embedding
+    # arrays on the mesh that belong to no token, by name, such as a teacher's output embedding
     constants: Any = flax.struct.field(pytree_node=False, default=None)
 
 
@@ -251,7 +251,7 @@ def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
 
 @flax.struct.dataclass
 class RowBatch:
-    """What an update sees: a batch laid out in rows on the mesh, and where its tokens stand.
+    """A batch laid out in rows on the mesh, and where its tokens stand: the input of an update.
 
     learner.rows.RowLayout makes it. The fields of Batch are [R, W] here, and so are those of the
     layout unless they say otherwise. Without packing, the rows are the sequences: R = B, W = T.
@@ -266,10 +266,9 @@ class RowBatch:
     old_logprobs: jax.Array | None = None
     ref_logprobs: jax.Array | None = None
     streams: dict[str, jax.Array] = flax.struct.field(default_factory=dict)
-    # int32, the number, within the row, of the sequence (or of the group that shares a prompt)
-    # which the token belongs to; 0: none
+    # int32, number in the row of the token's sequence, or of its group with one prompt; 0: none
     segment_ids: jax.Array | None = None
-    positions: jax.Array | None = None  # int32, of a token in its own sequence
+    positions: jax.Array | None = None  # int32, place of a token in its own sequence
     # int32, which completion of a shared prompt; 0: the prompt; None: none is shared
     completion_ids: jax.Array | None = None
     # [R, M] int32, the columns of the scored tokens; None: the last M
@@ -278,7 +277,7 @@ class RowBatch:
     previous: jax.Array | None = None
     is_scored: jax.Array | None = None  # [R, M] bool, False where a row has fewer
     num_parts: jax.Array | None = None  # [] int32, micro-batches that hold anything; None: all do
-    # by name, arrays that are of no token and are never cut up; None: there are none
+    # arrays that belong to no token and are never cut up, by name; None: there are none
     constants: dict[str, jax.Array] | None = None
     # micro-batches that the rows can be cut into; `num_parts` of them run
     max_parts: int = flax.struct.field(pytree_node=False, default=1)
@@ -289,7 +288,7 @@ class RowBatch:
 
     @property
     def per_row(self) -> "RowBatch":
-        """What is cut into micro-batches: the fields that have rows."""
+        """Returns the fields that have rows, which are cut into micro-batches."""
         return self.replace(num_parts=None, constants=None)
 
     def with_constants(self, constants: dict[str, jax.Array] | None) -> "RowBatch":
@@ -298,7 +297,7 @@ class RowBatch:
 
 @flax.struct.dataclass
 class TrainState:
-    """What an update changes, and therefore what it may donate and what a checkpoint holds.
+    """The state that an update changes: it may be donated, and a checkpoint holds it.
 
     Example: TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params)) before the
     first update.

@@ -1,4 +1,4 @@
-"""What an update learns from episodes: groups of them, their advantages, and rows of tokens.
+"""Turns episodes into the batch of an update: groups, their advantages, and rows of tokens.
 
 The advantage of an episode is that of its reward in its group, the episodes of the same example. It
 counts for each token that the model sampled in the episode, whichever of its sequences holds it.
@@ -53,7 +53,7 @@ class EpisodeGroups:
 
     @property
     def metrics(self) -> Metrics:
-        """Of rewards, calls and failures. Raises RunFailed where an episode failed and
+        """Measures rewards, calls and failures. Raises RunFailed where an episode failed and
         on_error=raise, or where none is left."""
         failed = [one for one in self.ended if one.failure]
         if failed and self.on_error == "raise":
@@ -90,7 +90,7 @@ class EpisodeGroups:
         return found_PG if limit is None else np.clip(found_PG, -limit, limit)
 
     def batch(self, algorithm: GRPO) -> Batch:
-        """What an update learns from: a sequence of an episode a row, [B, T], right-padded. Where
+        """Makes the batch of an update: a sequence of an episode a row, [B, T], right-padded. Where
         nothing is left to learn from, it is one row in which nothing counts."""
         advantages_B = self.advantages_PG(algorithm).reshape(-1)
         learned_PG = self.kept_PG

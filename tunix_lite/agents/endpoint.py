@@ -44,7 +44,7 @@ class Endpoint:
             raise ConfigError(f"the endpoint of the agents did not start: {self._failure}")
 
     def base_url(self, episode: Episode) -> str:
-        """What a client of the OpenAI API takes as its base_url, for calls of this episode."""
+        """Returns the base_url of an OpenAI client for the calls of this episode."""
         return f"{self._address}/episodes/{episode.id}/v1"
 
     def close(self) -> None:

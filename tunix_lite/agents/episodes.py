@@ -34,13 +34,13 @@ class Episode:
 
     id: str
     example: dict[str, Any]
-    # decides, with the number of a call, on what is sampled
+    # seed of the episode; sampling depends on it and on the number of a call
     seed: int
-    # how tokens are drawn, whatever the agent asks for; None: as it asks
+    # sampling settings that override the agent's; None: the agent's
     draw: DrawSettings | None = None
-    # in the order in which calls ended
+    # sequences in the order in which calls ended
     sequences: list[TokenSequence] = field(default_factory=list)
-    # what was sent to /episodes/ID/reward last
+    # the last value sent to /episodes/ID/reward
     reward: float | None = None
     num_calls: int = 0
     is_over: bool = False
@@ -82,19 +82,19 @@ class OpenEpisodes:
 
     def begin(self, episode: str, call: Call) -> Call:
         """See Recorder.begin."""
-        found = self._found(episode)
+        opened = self._found(episode)
         with self._lock:
-            if found.num_calls >= self.max_calls:
+            if opened.num_calls >= self.max_calls:
                 raise BadCall(
                     f"this episode has made {self.max_calls} calls, and it may make no more",
                     code="too_many_calls",
                 )
-            number = found.num_calls
-            found.num_calls += 1
+            number = opened.num_calls
+            opened.num_calls += 1
             # others of its calls may end meanwhile
-            earlier = [TokenSequence(list(one.tokens)) for one in found.sequences]
-        how = call.draw if found.draw is None else found.draw
-        seed = seed_of_call(found.seed, number, 0)
+            earlier = [TokenSequence(list(one.tokens)) for one in opened.sequences]
+        how = call.draw if opened.draw is None else opened.draw
+        seed = seed_of_call(opened.seed, number, 0)
         draw = replace(how, seed=seed, top_logprobs=call.draw.top_logprobs)
         prompts = call.prompts
         if call.is_text:
@@ -102,8 +102,8 @@ class OpenEpisodes:
         return replace(call, draw=draw, prompts=prompts)
 
     def _as_sampled(self, prompt: list[int], earlier: list[TokenSequence]) -> list[int]:
-        found = with_tokens_as_sampled(prompt, earlier, self.tokenizer)
-        return prompt if len(found) > self.max_prompt_length else found
+        as_sampled = with_tokens_as_sampled(prompt, earlier, self.tokenizer)
+        return prompt if len(as_sampled) > self.max_prompt_length else as_sampled
 
     @contextlib.contextmanager
     def submitting(self, episode: str) -> Iterator[None]:
@@ -117,13 +117,13 @@ class OpenEpisodes:
     def record(self, episode: str, call: Call, choices: list[Piece]) -> None:
         """See Recorder.record. What comes after the end of its episode is left out."""
         with self._lock:
-            found = self._open.get(episode)
-            if found is None:
+            opened = self._open.get(episode)
+            if opened is None:
                 return
             for index, choice in enumerate(choices):
                 prompt = call.prompts[index // call.choices]
                 sampled = SampledChoice(tuple(prompt), tuple(choice.tokens), tuple(choice.logprobs))
-                add_choice(found.sequences, sampled)
+                add_choice(opened.sequences, sampled)
 
     def reward(self, episode: str, value: float) -> None:
         """See Recorder.reward."""
@@ -131,7 +131,7 @@ class OpenEpisodes:
 
     def _found(self, episode: str) -> Episode:
         with self._lock:
-            found = self._open.get(episode)
-        if found is None:
+            opened = self._open.get(episode)
+        if opened is None:
             raise BadCall(IS_OVER, code="episode_is_over")
-        return found
+        return opened

@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """How agents are run.
+    """Settings that run agents.
 
     Example: AgentConfig(timeout=30.0, on_error="zero").
     """
@@ -54,7 +54,7 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class Ended:
-    """How an episode ended.
+    """The end of an episode.
 
     Example: Ended(1.0, seconds=0.8); Ended(None, 30.0, failure="timeout", message="30 s").
     """
@@ -68,7 +68,7 @@ class Ended:
 
 
 class NoReward(Exception):
-    """What an agent returned is no reward, in words."""
+    """Says in words why the value that an agent returned is no reward."""
 
 
 class Runner:
@@ -103,7 +103,8 @@ class Runner:
 
         class SharedConnections(openai.DefaultHttpxClient):
             def close(self) -> None:
-                """Nothing: an agent that closes its client would close those of all the others."""
+                """Does nothing: an agent that closes its client would close those of all the
+                others."""
 
         # Clients of one address share their connections. It needs no certificates, which take long
         # to load, and no proxy, which HTTP_PROXY may name.
@@ -130,27 +131,27 @@ class Runner:
         """
         waiting = deque(enumerate(opened))
         began: dict[int, float] = {}
-        found: dict[int, Ended] = {}
+        results: dict[int, Ended] = {}
         ended: queue.SimpleQueue = queue.SimpleQueue()
         try:
             while waiting or began:
                 while waiting and len(began) < self.config.parallel:
                     place, episode = waiting.popleft()
                     began[place] = time.monotonic()
-                    words = (place, episode, ended)
-                    threading.Thread(target=self._run_one, args=words, daemon=True).start()
+                    arguments = (place, episode, ended)
+                    threading.Thread(target=self._run_one, args=arguments, daemon=True).start()
                 between()
-                self._take_one(opened, began, found, ended)
+                self._take_one(opened, began, results, ended)
         finally:
             for episode in opened:
                 self.episodes.close(episode)
-        return [found[place] for place in range(len(opened))]
+        return [results[place] for place in range(len(opened))]
 
     def _take_one(
         self,
         opened: Sequence[Episode],
         began: dict[int, float],
-        found: dict[int, Ended],
+        results: dict[int, Ended],
         ended: queue.SimpleQueue,
     ) -> None:
         """Waits until an episode ends or takes too long, a second at most. Removes it from
@@ -169,10 +170,10 @@ class Runner:
         if place in began:
             del began[place]
             self.episodes.close(opened[place])
-            found[place] = how
+            results[place] = how
 
     def _run_one(self, place: int, episode: Episode, ended: queue.SimpleQueue) -> None:
-        """In a thread of its own."""
+        """Runs one episode in a thread of its own."""
         start = time.monotonic()
         try:
             reward = self._reward_of(self._returned(episode), episode)
@@ -185,7 +186,7 @@ class Runner:
         ended.put((place, how))
 
     def _returned(self, episode: Episode) -> Any:
-        """What the agent returns. It gets the client that it would use elsewhere."""
+        """Calls the agent and returns its value. It gets the client that it would use elsewhere."""
         url = self.base_url(episode)
         if self._is_async:
             return asyncio.run(self._finish(url, episode))

@@ -20,7 +20,7 @@ class SampledChoice:
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    # of each token under softmax(logits / temperature), in nats
+    # log-probability of each token under softmax(logits / temperature), in nats
     logprobs: tuple[float, ...]
 
 
@@ -32,9 +32,9 @@ class TokenSequence:
     """
 
     tokens: list[int] = field(default_factory=list)
-    # True on those that the model sampled
+    # True on tokens that the model sampled
     is_sampled: list[bool] = field(default_factory=list)
-    # of the sampled ones; 0 on all others
+    # log-probabilities of sampled tokens; 0 on all others
     logprobs: list[float] = field(default_factory=list)
     num_calls: int = 0
 
@@ -47,18 +47,18 @@ class TokenSequence:
         self.num_calls += 1
 
     def is_start_of(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt begins with all of these tokens."""
+        """Returns whether the prompt begins with all of these tokens."""
         return list(prompt[: len(self.tokens)]) == self.tokens
 
 
 def add_choice(sequences: list[TokenSequence], sampled: SampledChoice) -> None:
     """Adds a choice to the longest of the sequences that its prompt goes on with, or as a new
     one."""
-    found = [one for one in sequences if one.is_start_of(sampled.prompt)]
-    if not found:
-        found = [TokenSequence()]
-        sequences += found
-    max(found, key=lambda one: len(one.tokens)).add(sampled)
+    beginnings = [one for one in sequences if one.is_start_of(sampled.prompt)]
+    if not beginnings:
+        beginnings = [TokenSequence()]
+        sequences += beginnings
+    max(beginnings, key=lambda one: len(one.tokens)).add(sampled)
 
 
 def with_tokens_as_sampled(
@@ -78,7 +78,7 @@ def with_tokens_as_sampled(
         said = tokenizer.decode(one.tokens, skip_special=False)
         if not text.startswith(said) or said == text:
             continue
-        found = [*one.tokens, *tokenizer.encode(text[len(said) :])]
-        if tokenizer.decode(found, skip_special=False) == text:
-            return found
+        tokens = [*one.tokens, *tokenizer.encode(text[len(said) :])]
+        if tokenizer.decode(tokens, skip_special=False) == text:
+            return tokens
     return prompt

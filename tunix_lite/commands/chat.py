@@ -56,19 +56,19 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
 
         # a message for the model
         elif line.strip():
-            asked = [*messages, {"role": "user", "content": line}]
+            conversation = [*messages, {"role": "user", "content": line}]
             try:
-                answer = _answer(model, asked, run, turn)
+                answer = _answer(model, conversation, run, turn)
             except ValueError as error:
                 # Too long, or not what the template allows: the conversation stays as it was.
                 print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
                 continue
-            messages = [*asked, {"role": "assistant", "content": answer}]
+            messages = [*conversation, {"role": "assistant", "content": answer}]
             turn += 1
 
 
 def _introduction(model: LanguageModel, settings: ChatConfig) -> str:
-    """Whose weights answer, and what a line can be."""
+    """Introduces the model that answers, and the lines that can be typed."""
     lines = [HELP]
     if settings.checkpoint is not None:
         lines.insert(0, visible(f"the model of {Path(settings.checkpoint).resolve()}"))

@@ -38,22 +38,22 @@ def open_closed_streams() -> None:
 
 
 def end_when_unread() -> None:
-    """From here on the process ends without a word when nobody reads its output any more, as `cat`
-    does. For what only shows something: Hydra would print a traceback."""
+    """Makes the process end without a word when its output has no reader any more, as `cat` does.
+    For what only shows something: Hydra would print a traceback."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _is_closed() -> bool:
-    """Whether the reader of standard output has gone."""
+    """Returns whether the reader of standard output has gone."""
     try:
         watched = select.poll()
         watched.register(sys.stdout.fileno(), 0)
-        found = watched.poll(0)
+        events = watched.poll(0)
     # standard output is no file, as in a notebook
     except (OSError, ValueError):
         return False
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in found)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in events)
 
 
 def _drop_the_rest() -> None:

@@ -36,14 +36,14 @@ complete -o nospace -o default -F _tunix_lite tunix-lite
 ASK = ("-sc", "--shell-completion")
 
 
-def asked(words: list[str]) -> bool:
-    """Whether a command line is about completion."""
-    return bool(words) and words[0].partition("=")[0] in ASK
+def asked(argv: list[str]) -> bool:
+    """Returns whether a command line is about completion."""
+    return bool(argv) and argv[0].partition("=")[0] in ASK
 
 
-def answer(words: list[str], environ: Mapping[str, str] = os.environ) -> None:
+def answer(argv: list[str], environ: Mapping[str, str] = os.environ) -> None:
     """Does what `-sc install=bash`, `-sc uninstall=bash` or `-sc query=bash` asks for."""
-    what = words[1] if len(words) > 1 else ""
+    what = argv[1] if len(argv) > 1 else ""
     if what == "install=bash":
         print(BASH)
     elif what == "uninstall=bash":
@@ -52,17 +52,17 @@ def answer(words: list[str], environ: Mapping[str, str] = os.environ) -> None:
         print("\n".join(candidates(environ.get("COMP_LINE", ""))))
     else:
         print(
-            f"error: {' '.join(words)}: it is -sc install=bash, uninstall=bash or query=bash",
+            f"error: {' '.join(argv)}: it is -sc install=bash, uninstall=bash or query=bash",
             file=sys.stderr,
         )
         sys.exit(2)
 
 
 def candidates(line: str) -> list[str]:
-    """What the last word of a command line can become."""
-    _, *words = line.split(" ")
-    words = words or [""]
-    *before, word = words
+    """Lists the completions of the last word of a command line."""
+    _, *typed = line.split(" ")
+    typed = typed or [""]
+    *before, word = typed
     return sorted(each for each in _all(before, word) if each.startswith(word))
 
 

@@ -34,11 +34,11 @@ def look_at(run: RunConfig, folder: Path) -> Parts:
     messages: list[str] = []
     check_fits(plan, messages.append)
     title, rows = startup_summary(parts.resolved.run, parts, run_dir)
-    kept = [(name, text) for name, text in rows if name != "outputs"]
+    shown = [(name, text) for name, text in rows if name != "outputs"]
     if resume_from is not None:
-        kept.append(("resume", f"from the checkpoint in {resume_from}"))
+        shown.append(("resume", f"from the checkpoint in {resume_from}"))
     if is_first():
-        lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in kept)]
+        lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in shown)]
         lines += [*short_form(plan)[-2:], *messages, "nothing was run, nothing was written"]
         print("\n".join(visible(line) for line in lines), flush=True)
     return parts

@@ -60,7 +60,7 @@ PARTIAL = ".partial.jsonl"
 
 @dataclass(frozen=True)
 class EvaluateTaskConfig:
-    """What is asked, how often, and whom the model is compared with.
+    """Settings of an evaluation: tasks, examples, samples, and the model to compare with.
 
     Example: `EvaluateTaskConfig(num_examples=64, num_samples=8)`: avg@8 and pass@k of 64 examples.
     """
@@ -103,7 +103,7 @@ class EvaluateTaskConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig(WhichWeights):
-    """Which model, what is asked, and where the results go."""
+    """Settings of the command: the model, its evaluation, and the folder of the results."""
 
     evaluate: EvaluateTaskConfig = field(default_factory=EvaluateTaskConfig)
     # Folder for the results. null uses evaluation/ in the run folder, or a folder under outputs/.
@@ -135,17 +135,17 @@ def evaluate_models(
     keep_programs(run.runtime.program_cache)
     join_evaluation(run, settings)
     with exit_when_a_peer_is_lost():
-        asked = settings.evaluate
-        runs = {} if asked.tasks else {type(run.task.source).__name__.lower(): run}
+        options = settings.evaluate
+        runs = {} if options.tasks else {type(run.task.source).__name__.lower(): run}
         out = None
         seen = {}
         error = None
         # What is wrong may be of this machine alone, and the others must hear of it.
         try:
-            for name in asked.tasks:
+            for name in options.tasks:
                 runs[name] = composed_again([f"task={name}"])
             out = output_folder(run, settings, list(runs)) if is_first() else None
-            seen = check_models(run, asked, runs)
+            seen = check_models(run, options, runs)
         except ConfigError as problem:
             error = str(problem)
         with error_context(""):
@@ -153,7 +153,8 @@ def evaluate_models(
 
         models, scores, rows = score_models(run, settings, runs, out)
         results = {
-            name: report.task_result(found, asked.level, run.seed) for name, found in scores.items()
+            name: report.task_result(of_task, options.level, run.seed)
+            for name, of_task in scores.items()
         }
         if out is not None:
             _write(out, run, settings, models, results, rows)
@@ -162,7 +163,7 @@ def evaluate_models(
 def evaluate_model(
     model: LanguageModel, run: RunConfig, asked: EvaluateTaskConfig | None = None
 ) -> dict[str, Estimate]:
-    """How good a loaded model is at the task of `run`: each score with its interval.
+    """Evaluates a loaded model on the task of `run`: each score with its interval.
 
     asked: how many examples and samples, and the level of the intervals; None: all held-out
     examples, greedy. `tasks` and `against` are the command's. Nothing is written. Raises
@@ -183,32 +184,32 @@ def evaluate_model(
 
 def join_evaluation(run: RunConfig, settings: EvaluateConfig) -> None:
     """One evaluation of all processes that were started as one, which is mostly this one alone."""
-    asked = {"evaluate": plain(settings.evaluate), "step": settings.step}
+    values = {"evaluate": plain(settings.evaluate), "step": settings.step}
     with error_context(""):
         try:
-            initialise(run.launch, os.environ, process_info(plain(run) | asked))
+            initialise(run.launch, os.environ, process_info(plain(run) | values))
         except NotMet as error:
             raise RunFailed(str(error)) from error
 
 
 def check_models(
-    run: RunConfig, asked: EvaluateTaskConfig, runs: dict[str, RunConfig]
+    run: RunConfig, options: EvaluateTaskConfig, runs: dict[str, RunConfig]
 ) -> dict[str, str]:
     """Finds the models, and checks the examples of every task. Returns what must be the same on all
     processes and is not in the settings. Raises ConfigError."""
     with error_context(""):
-        found = {"weights": source.locate(run.model)}
-    if asked.against is not None:
-        with _naming_against(asked):
-            found["weights of evaluate.against"] = source.locate(_other_settings(asked))
+        models = {"weights": source.locate(run.model)}
+    if options.against is not None:
+        with _naming_against(options):
+            models["weights of evaluate.against"] = source.locate(_other_settings(options))
     examples = {
-        f"data of {name}": _examples(name, each, model.tokenizer, asked)
-        for model in found.values()
+        f"data of {name}": _examples(name, each, model.tokenizer, options)
+        for model in models.values()
         for name, each in runs.items()
     }
     if len(hosts()) == 1:
         return {}
-    seen = {name: source.weights_digest(model) for name, model in found.items()}
+    seen = {name: source.weights_digest(model) for name, model in models.items()}
     for name, held_out in examples.items():
         seen[name] = held_out.task.digest(held_out.examples, ("held_out",))
     for each in runs.values():
@@ -224,21 +225,21 @@ def score_models(
 
     out: the folder in which completions are written as they are graded; None: they are not.
     """
-    asked = settings.evaluate
+    options = settings.evaluate
     models = {}
     scores: dict[str, dict[str, dict[str, np.ndarray]]] = {name: {} for name in runs}
     rows: dict[str, list[dict]] = {}
     for which in ("model", "against"):
-        if which == "against" and asked.against is None:
+        if which == "against" and options.against is None:
             continue
-        model = open_chosen_model(run, settings) if which == "model" else _other_model(run, asked)
+        model = open_chosen_model(run, settings) if which == "model" else _other_model(run, options)
         models[which] = _described(model)
         for name, each in runs.items():
-            held_out = _examples(name, each, model.tokenizer, asked)
-            found, scores[name][which] = _evaluate_one(
-                each, asked, model, held_out, which, name, out
+            held_out = _examples(name, each, model.tokenizer, options)
+            completions, scores[name][which] = _evaluate_one(
+                each, options, model, held_out, which, name, out
             )
-            rows[f"{which}.{name}"] = found
+            rows[f"{which}.{name}"] = completions
         del model
     return models, scores, rows
 
@@ -271,57 +272,57 @@ def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) ->
 
 
 def _examples(
-    name: str, run: RunConfig, tokenizer: Tokenizer, asked: EvaluateTaskConfig
+    name: str, run: RunConfig, tokenizer: Tokenizer, options: EvaluateTaskConfig
 ) -> HeldOut:
     """The held-out examples of a task. Raises ConfigError, which names the task if there are
     several."""
-    if not asked.tasks:
-        return held_out_examples(run, tokenizer, asked.num_examples, asked.reference)
+    if not options.tasks:
+        return held_out_examples(run, tokenizer, options.num_examples, options.reference)
     with error_context(name):
-        return held_out_examples(run, tokenizer, asked.num_examples, asked.reference)
+        return held_out_examples(run, tokenizer, options.num_examples, options.reference)
 
 
-def _other_model(run: RunConfig, asked: EvaluateTaskConfig) -> LanguageModel:
+def _other_model(run: RunConfig, options: EvaluateTaskConfig) -> LanguageModel:
     """The model that evaluate.against names."""
     mesh_shape = run.model.mesh_shape
     dtype = run.training.mixed_precision
-    with _naming_against(asked):
-        return load(asked.against, step=asked.against_step, mesh_shape=mesh_shape, dtype=dtype)
+    with _naming_against(options):
+        return load(options.against, step=options.against_step, mesh_shape=mesh_shape, dtype=dtype)
 
 
-def _other_settings(asked: EvaluateTaskConfig) -> ModelConfig:
+def _other_settings(options: EvaluateTaskConfig) -> ModelConfig:
     """The `model` settings of the one that evaluate.against names, as `load` finds them.
 
     Raises ConfigError if that is the folder of a run without a checkpoint.
     """
-    folder = as_path(asked.against)
+    folder = as_path(options.against)
     if not (folder / RunDir.MODEL).is_file():
-        if asked.against_step is not None:
+        if options.against_step is not None:
             raise ConfigError("only a run has an against_step")
-        return ModelConfig(weights=asked.against)
+        return ModelConfig(weights=options.against)
     if Checkpoints(RunDir(folder).checkpoints).latest_step() is None:
         raise ConfigError("it holds no checkpoint")
     return build(ModelConfig, run_settings(folder)[0], "model")
 
 
 @contextlib.contextmanager
-def _naming_against(asked: EvaluateTaskConfig) -> Iterator[None]:
+def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
     """Puts evaluate.against in front of what is wrong with the model that it names."""
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"evaluate.against={asked.against}: {error}") from error
+        raise ConfigError(f"evaluate.against={options.against}: {error}") from error
 
 
 def _described(model: LanguageModel) -> dict:
-    """Which model it is, as results.json has it."""
+    """Describes the model, as results.json has it."""
     weights = model.source.name if model.run is None else model.run
     return {"weights": str(weights), "step": model.step, "dtype": np.dtype(model.dtype).name}
 
 
 def _evaluate_one(
     run: RunConfig,
-    asked: EvaluateTaskConfig,
+    options: EvaluateTaskConfig,
     model: LanguageModel,
     held_out: HeldOut,
     which: str,
@@ -331,14 +332,14 @@ def _evaluate_one(
     """The rows of the completions of a model on a task, and its scores. out: as of
     `score_models`."""
     count = len(held_out.examples)
-    drawn = f" and {asked.num_samples} samples of each" if asked.num_samples else ""
+    drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     _say(f"{name}, {which}: {count} greedy completions{drawn}")
-    counts = [(count, max(asked.num_samples, 1))]
+    counts = [(count, max(options.num_samples, 1))]
     dtype = run.training.tp_reduce_dtype
     generate = generate_of(model, run.generation, run.rollout, counts, dtype)
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     about = {"model": which, "task": name}
-    rollouts = rollout_sizes(count, asked.num_samples)
+    rollouts = rollout_sizes(count, options.num_samples)
     file = PartialFile(out, f"{which}.{name}", about)
     if file.path is not None:
         before = (
@@ -357,9 +358,9 @@ def _evaluate_one(
             model.params,
             HeldOut(task, held_out.examples),
             run.seed,
-            asked.num_samples,
-            asked.temperature,
-            asked.reference,
+            options.num_samples,
+            options.temperature,
+            options.reference,
             progress,
         )
     return [about | row for row in evaluation_rows(evaluated)], scores
@@ -380,18 +381,18 @@ def _write(
     rows: dict[str, list[dict]],
 ) -> None:
     """Prints the tables, and writes them, their numbers and all completions into the folder."""
-    asked = asdict(settings.evaluate) | {
+    facts = asdict(settings.evaluate) | {
         "seed": run.seed,
         "generation": asdict(run.generation),
         "mixed_precision": run.training.mixed_precision,
     }
-    text = report.as_markdown(models, asked, results)
+    text = report.as_markdown(models, facts, results)
     print(escape_for_terminal(text), end="")
-    numbers = json_value(report.as_plain(models, asked, results))
+    numbers = json_value(report.as_plain(models, facts, results))
     with _told_as_out(out):
         out.mkdir(parents=True, exist_ok=True)
-        for name, found in rows.items():
-            _replace(out / f"{name}.jsonl", json_lines(found))
+        for name, completions in rows.items():
+            _replace(out / f"{name}.jsonl", json_lines(completions))
         _replace(out / "results.md", text)
         _replace(out / "results.json", json.dumps(numbers, indent=2) + "\n")
         for file in out.glob(f"*{PARTIAL}"):

@@ -11,7 +11,7 @@ from tunix_lite.inference import export as exporting
 
 @dataclass(frozen=True)
 class ExportConfig(WhichWeights):
-    """What to write, and where."""
+    """Settings of the command: the tensors to write, and their folder."""
 
     # Folder to write. null uses export/<kind> in the run folder.
     out: str | None = None

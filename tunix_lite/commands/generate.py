@@ -180,7 +180,7 @@ def _as_text(row: dict) -> str:
 
 
 def partial_file(out: Path) -> Path:
-    """Where completions are until all of them have ended."""
+    """Returns the file of the completions until all of them have ended."""
     return out.with_name(f"{out.name}.partial")
 
 

@@ -80,7 +80,7 @@ class Setting:
     """
 
     key: str
-    # as the file has it
+    # the value as the file spells it
     default: str
     comment: str = ""
 
@@ -102,17 +102,17 @@ def settings_in(file: Path) -> dict[str, Setting]:
         for entry in (value.value if key.value == "defaults" else [])
         if isinstance(entry, yaml.ScalarNode)
     ]
-    found: dict[str, Setting] = {}
+    by_key: dict[str, Setting] = {}
     for name in begins_with:
-        found |= own if name == "_self_" else settings_in(file.parent / f"{name}.yaml")
+        by_key |= own if name == "_self_" else settings_in(file.parent / f"{name}.yaml")
     # a comment stays where a later file only changes the value
     for key, setting in own.items():
-        earlier = found.get(key)
+        earlier = by_key.get(key)
         comment = setting.comment or (earlier.comment if earlier else "")
-        found[key] = Setting(key, setting.default, comment)
+        by_key[key] = Setting(key, setting.default, comment)
     # a group that one file has as null, and a later one with settings
-    sections = {key[:i] for key in found for i, char in enumerate(key) if char == "."}
-    return {key: setting for key, setting in found.items() if key not in sections}
+    sections = {key[:i] for key in by_key for i, char in enumerate(key) if char == "."}
+    return {key: setting for key, setting in by_key.items() if key not in sections}
 
 
 def _own_settings(tree: yaml.MappingNode, text: str, section: str = "") -> Iterator[Setting]:
@@ -148,62 +148,62 @@ def options(group: str, more: str | None = None) -> list[str]:
     return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
 
 
-def all_settings(words: Iterable[str] = ()) -> dict[str, Setting]:
+def all_settings(argv: Iterable[str] = ()) -> dict[str, Setting]:
     """Every setting by its dotted name, with the options that a command line chooses."""
-    words = list(words)
+    argv = list(argv)
     chosen = groups()
-    for word in words:
+    for word in argv:
         group, _, option = word.partition("=")
-        if group in chosen and option in options(group, config_dir(words)):
+        if group in chosen and option in options(group, config_dir(argv)):
             chosen[group] = option
-    found: dict[str, Setting] = {}
+    by_key: dict[str, Setting] = {}
     for group, option in chosen.items():
         # a recipe changes settings of other groups, and has none of its own
         if group == "experiment":
             continue
-        folders = [conf_dir(), Path(config_dir(words) or ".")]
+        folders = [conf_dir(), Path(config_dir(argv) or ".")]
         files = [folder / group / f"{option}.yaml" for folder in folders]
         file = next(file for file in files if file.is_file())
         for key, setting in settings_in(file).items():
             name = f"{group}.{key}"
-            found[name] = Setting(name, setting.default, setting.comment)
-    return found | settings_in(conf_dir() / "config.yaml")
+            by_key[name] = Setting(name, setting.default, setting.comment)
+    return by_key | settings_in(conf_dir() / "config.yaml")
 
 
 # ---- showing it
 
 
-def answered(words: list[str]) -> bool:
+def answered(argv: list[str]) -> bool:
     """Shows our help or our version if a command line of training asks for it, where Hydra would
     show its own. It needs no JAX, so it is there at once."""
-    is_help = topic(words) is not None
-    if not is_help and "--version" not in words:
+    is_help = topic(argv) is not None
+    if not is_help and "--version" not in argv:
         return False
     with as_long_as_read():
-        show_help(words) if is_help else print(versions())
+        show_help(argv) if is_help else print(versions())
     return True
 
 
-def topic(words: list[str]) -> str | None:
-    """What help is asked about: "" for the short form; None: for nothing."""
-    for i, word in enumerate(words):
+def topic(argv: list[str]) -> str | None:
+    """Returns the topic that help is asked about: "" for the short form; None: for nothing."""
+    for i, word in enumerate(argv):
         flag, _, about = word.partition("=")
         if flag in HELP:
-            after = words[i + 1] if i + 1 < len(words) else ""
+            after = argv[i + 1] if i + 1 < len(argv) else ""
             return about or ("" if "=" in after or after.startswith("-") else after)
     return None
 
 
-def show_help(words: list[str]) -> None:
+def show_help(argv: list[str]) -> None:
     """Prints the help that a command line asks for; ends the process with 2 if it asks about
     nothing that there is."""
-    about = topic(words) or ""
+    about = topic(argv) or ""
     if not about:
-        print("\n".join(short_help(words)))
+        print("\n".join(short_help(argv)))
         return
     chosen = {
         key: setting
-        for key, setting in all_settings(words).items()
+        for key, setting in all_settings(argv).items()
         if about == "all" or key == about or key.startswith(f"{about}.")
     }
     if not chosen and about not in groups():
@@ -211,7 +211,7 @@ def show_help(words: list[str]) -> None:
         sys.exit(2)
     shown = list(groups()) if about == "all" else [about] if about in groups() else []
     choices = {
-        f"{group}=": f"one of {', '.join(options(group, config_dir(words)))}" for group in shown
+        f"{group}=": f"one of {', '.join(options(group, config_dir(argv)))}" for group in shown
     }
     lines = _table(choices)
     if about == "all":
@@ -221,10 +221,10 @@ def show_help(words: list[str]) -> None:
     print("\n".join(lines))
 
 
-def short_help(words: Iterable[str] = ()) -> list[str]:
+def short_help(argv: Iterable[str] = ()) -> list[str]:
     """One screen or two: commands, flags, groups, and the settings that people change."""
-    settings = all_settings(words)
-    more = config_dir(list(words))
+    settings = all_settings(argv)
+    more = config_dir(list(argv))
     lines = [
         "tunix_lite: RL post-training of language models in JAX",
         "",
@@ -281,10 +281,10 @@ def _wrapped(name: str, text: str, column: int) -> list[str]:
 
 def versions() -> str:
     """This package and what it stands on: "tunix_lite 0.1.0 (python 3.11.2, jax 0.10.2, ...)"."""
-    found = [f"python {sys.version.split()[0]}"]
+    texts = [f"python {sys.version.split()[0]}"]
     for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
         try:
-            found.append(f"{name} {version(name)}")
+            texts.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return f"tunix_lite {__version__} ({', '.join(found)})"
+            texts.append(f"{name} not installed")
+    return f"tunix_lite {__version__} ({', '.join(texts)})"

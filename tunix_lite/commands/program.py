@@ -77,15 +77,15 @@ def main(
         end_when_unread()
     if help_pages.answered(sys.argv[1:]):
         return
-    words = expand_short_forms(sys.argv[1:])
+    argv = expand_short_forms(sys.argv[1:])
     checked: list[tuple[dict, RunConfig]] = []
 
     def check_all() -> None:
-        refuse_foreign(words, setting_names((), words), HYDRA, refusal_of_a_run(words))
-        sys.argv[1:] = flags_first(words, HYDRA)
-        _check_on_disk({folder_key(words): folder_given(words)})
+        refuse_foreign(argv, setting_names((), argv), HYDRA, refusal_of_a_run(argv))
+        sys.argv[1:] = flags_first(argv, HYDRA)
+        _check_on_disk({folder_key(argv): folder_given(argv)})
         with error_context(""):
-            check_config_dir(config_dir(words))
+            check_config_dir(config_dir(argv))
         checked.extend(_check_runs(check, sys.argv[1:]))
 
     _or_exit(check_all)
@@ -99,9 +99,9 @@ def main(
 
     def job(values: dict, folder: Path) -> object:
         _hide_secrets_in(folder / ".hydra", sweep_folder())
-        found: list[object] = []
-        _or_exit(lambda: found.append(task(_run_of(values, checked), folder)), folder)
-        return found[0] if found else None
+        results: list[object] = []
+        _or_exit(lambda: results.append(task(_run_of(values, checked), folder)), folder)
+        return results[0] if results else None
 
     hydra_job(job)
 
@@ -202,8 +202,8 @@ def run_command(
         try:
             act()
         except ConfigError as error:
-            words = [text for text in known.overrides if text.partition("=")[0] in own]
-            values = compose_values(words, None, of)
+            overrides = [text for text in known.overrides if text.partition("=")[0] in own]
+            values = compose_values(overrides, None, of)
             without_run(build(kind, {key: values[key] for key in own}), error)
 
     _or_exit(as_long_as_read()(act_without_run if without_run else act), interrupted="")
@@ -225,15 +225,15 @@ def _words_of(name: str) -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def _folders_of(words: list[str], is_list: bool) -> list[str]:
+def _folders_of(argv: list[str], is_list: bool) -> list[str]:
     """Takes the first word out if it is a folder, and with is_list all that are; returns them.
 
     A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
     """
-    looked_at = words[:] if is_list else words[:1]
+    looked_at = argv[:] if is_list else argv[:1]
     taken = [word for word in looked_at if "=" not in word or os.path.isdir(word)]
     for word in taken:
-        words.remove(word)
+        argv.remove(word)
     return taken
 
 

@@ -91,15 +91,14 @@ def check(run: RunConfig, folder: Path) -> None:
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
-    """What must be the same on all hosts and is not in the settings: the files, and the code, that
-    they name."""
+    """Digests the files and the code that the settings name; all hosts must have the same."""
     first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
     examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
-    found = {
+    by_name = {
         "weights": weights_digest(parts.model),
         "data or tokenizer": parts.task.digest(examples),
     }
-    return found | user_code_digests(run)
+    return by_name | user_code_digests(run)
 
 
 def start(run: RunConfig, folder: Path) -> float | None:
@@ -113,13 +112,13 @@ def start(run: RunConfig, folder: Path) -> float | None:
             until_done.enter_context(lock_folder_for_all(folder, run.launch.timeout))
 
         # program.main hands over the very object that was checked; a run of a sweep looks again.
-        found = None
+        parts = None
         if sweep is None and FOUND and FOUND[0][0] is run:
-            found = FOUND[0][1]
+            parts = FOUND[0][1]
         FOUND.clear()
         if sweep is not None and run.tracking.report and is_first():
             SWEEPS[:] = [sweep]
-        job = Job(job_start_time(os.environ), resume_hint, found)
+        job = Job(job_start_time(os.environ), resume_hint, parts)
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.
         if sweep is not None and (reason := job.stopping.reason()):
@@ -159,28 +158,28 @@ def next_command(folder: Path) -> str:
 
 def last_accuracy(folder: Path) -> float | None:
     """The held-out accuracy that a run ended with, by its files; None: it was not evaluated."""
-    found, *_ = read_status(RunDir(folder).status)
-    return found.get("last", {}).get("accuracy")
+    status, *_ = read_status(RunDir(folder).status)
+    return status.get("last", {}).get("accuracy")
 
 
 def join(run: RunConfig) -> None:
     """One run of all processes that were started as one, in the folder of the first of them."""
     if has_joined():
         return
-    given, values = folder_given(sys.argv[1:]), plain(run)
-    folder = given or fresh_folder(run.project_name, sys.argv)
+    run_dir, values = folder_given(sys.argv[1:]), plain(run)
+    folder = run_dir or fresh_folder(run.project_name, sys.argv)
     with error_context(""):
         # can it be read?
         job_start_time(os.environ)
         if "$" in folder and not is_alone(run.launch, os.environ):
-            # by each process, at another time of day: the first one's counts
+            # each process would expand ${now} differently; process 0 decides
             folder = composing.fill_in_folder(folder, values)
-        ours = process_info(values | ({"hydra": {"run.dir": given}} if given else {}), folder)
+        ours = process_info(values | ({"hydra": {"run.dir": run_dir}} if run_dir else {}), folder)
         try:
             place, agreed = initialise(run.launch, os.environ, ours)
         except NotMet as error:
             raise RunFailed(str(error)) from error
-    if len(agreed.hosts) > 1 and (given is None or "$" in given):
+    if len(agreed.hosts) > 1 and (run_dir is None or "$" in run_dir):
         sys.argv += in_folder(agreed.folder, sys.argv)
     if place.process_id > 0:
         # .hydra/ is written by one

@@ -1,4 +1,4 @@
-"""Which weights a command uses: those of a run's checkpoint, or those that `model` names."""
+"""Chooses the weights of a command: those of a run's checkpoint, or those that `model` names."""
 
 import sys
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""What graded completions say of a model: statistics and texts. It knows no model and no run."""
+"""Turns graded completions into statistics and texts. It knows no model and no run."""

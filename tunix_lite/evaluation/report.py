@@ -15,7 +15,7 @@ SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came of one task.
+    """Scores of one task.
 
     Example: TaskResult(256, {"model": {"accuracy": Estimate(0.5, 0.44, 0.56)}}).
     """
@@ -38,9 +38,9 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
     estimates = {
         model: {
             name: estimate(values[~np.isnan(values)], level, seed=seed)
-            for name, values in found.items()
+            for name, values in of_model.items()
         }
-        for model, found in scores.items()
+        for model, of_model in scores.items()
     }
     num_examples = len(next(iter(scores[names[0]].values())))
     if len(names) == 1:
@@ -57,9 +57,9 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
 
 
 def as_plain(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> dict:
-    """What results.json holds."""
-    found = {name: asdict(result) for name, result in tasks.items()}
-    return {"models": models, "settings": settings, "tasks": found}
+    """Returns the content of results.json."""
+    by_task = {name: asdict(result) for name, result in tasks.items()}
+    return {"models": models, "settings": settings, "tasks": by_task}
 
 
 # ---- Markdown
@@ -93,12 +93,12 @@ def _table(result: TaskResult, level: float) -> list[str]:
                 name,
                 _shown(name, result.scores[ours][name].value),
                 _shown(name, result.scores[others[0]][name].value),
-                _shown(name, found.difference.value, "+"),
-                _interval(name, found.difference, "+"),
-                f"{found.p_value:.3g}",
-                f"{found.better}, {found.worse}",
+                _shown(name, compared.difference.value, "+"),
+                _interval(name, compared.difference, "+"),
+                f"{compared.p_value:.3g}",
+                f"{compared.better}, {compared.worse}",
             ]
-            for name, found in result.comparison.items()
+            for name, compared in result.comparison.items()
         ]
     else:
         heads = ["score", "value", interval]
@@ -109,8 +109,8 @@ def _table(result: TaskResult, level: float) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
 
 
-def _interval(name: str, found: Estimate, sign: str = "") -> str:
-    return f"{_shown(name, found.low, sign)} to {_shown(name, found.high, sign)}"
+def _interval(name: str, estimated: Estimate, sign: str = "") -> str:
+    return f"{_shown(name, estimated.low, sign)} to {_shown(name, estimated.high, sign)}"
 
 
 def _shown(name: str, value: float, sign: str = "") -> str:

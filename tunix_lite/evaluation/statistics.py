@@ -1,4 +1,4 @@
-"""What graded completions say of a model, and how sure that is: plain numpy, no model.
+"""Estimates scores of graded completions, and how sure they are: plain numpy, no model.
 
 Shapes: E examples, N samples of each. `correct_EN` is bool or 0/1. Every function is deterministic:
 what draws random numbers draws them from a seed of its own.

@@ -18,5 +18,5 @@ def check_on_disk(name: str, path: object) -> None:
 
 
 def is_address(path: str) -> bool:
-    """Whether a text names a place on the network: gs://bucket/run."""
+    """Returns whether a text names a place on the network: gs://bucket/run."""
     return ADDRESS.match(path.strip("'\"")) is not None

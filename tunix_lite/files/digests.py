@@ -25,8 +25,8 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
     but: names of files that are left out. The file is there as a whole or not at all. Uses at most
     a quarter of the cores, because a run trains meanwhile. Raises OSError.
     """
-    found = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-    names = [name for name in sorted(found) if name not in {NAME, *but}]
+    paths = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    names = [name for name in sorted(paths) if name not in {NAME, *but}]
     num_threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 4))
     with ThreadPoolExecutor(num_threads) as threads:
         digests = list(threads.map(lambda name: _digest(folder / name), names))
@@ -51,30 +51,30 @@ def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
         return None
     try:
         files = read_object(folder / NAME, MOST_BYTES)["files"]
-        kept = {name: (file["bytes"], file[ALGORITHM]) for name, file in files.items()}
+        recorded = {name: (file["bytes"], file[ALGORITHM]) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME} is damaged") from error
-    if not all(map(_is_below, kept)):
+    if not all(map(_is_below, recorded)):
         raise ValueError(f"{NAME} is damaged")
-    return kept
+    return recorded
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name is of a file inside the folder."""
+    """Returns whether a name is of a file inside the folder."""
     return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
 def changed_files(
-    folder: Path, kept: dict[str, tuple[int, str]], names: Iterable[str]
+    folder: Path, recorded: dict[str, tuple[int, str]], names: Iterable[str]
 ) -> list[str]:
     """The files that have changed since they were written, each with what is wrong with it.
 
-    kept: of `read_digests`. names: the files to compare. Each entry is a text such as
+    recorded: of `read_digests`. names: the files to compare. Each entry is a text such as
     `default/d/ab12 has other bytes than when it was written, ...`.
     """
 
     def compare(name: str) -> str | None:
-        size, digest = kept[name]
+        size, digest = recorded[name]
         try:
             there = (folder / name).stat().st_size
             if there != size:

@@ -48,8 +48,8 @@ def importing_only(names: Set[str], refusal: str) -> Iterator[None]:
 
 
 def import_named(path: str) -> Any:
-    """What a dotted path such as `package.module.NAME` means. Raises ValueError where there is no
-    such thing, or where it may not be imported: then nothing was."""
+    """Imports the object of a dotted path such as `package.module.NAME`. Raises ValueError where
+    there is no such thing, or where it may not be imported: then nothing was."""
     allowed = _allowed.get()
     if allowed is not None and path not in allowed[0]:
         raise ValueError(f"{shown(path)} {allowed[1]}")
@@ -80,7 +80,8 @@ def _add_working_folder(top: str) -> None:
 
 
 def _hint(error: Exception, module: str, name: str) -> str:
-    """What to do about a module that Python does not find, or about a name that it does not have.
+    """Suggests a remedy for a module that Python does not find, or for a name that it does not
+    have.
 
     Example: `; did you mean my_rewards?`, where my_rewards.py lies in this folder.
     """

@@ -45,21 +45,21 @@ def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 def parse_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object in a text. name: where the text is from, for the message of a ValueError."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError:
         raise ValueError(
             f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         ) from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{name} does not hold an object")
     # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
-    if text.count("[") + text.count("{") > MOST_DEPTH and is_deeper(found, MOST_DEPTH):
+    if text.count("[") + text.count("{") > MOST_DEPTH and is_deeper(content, MOST_DEPTH):
         raise ValueError(
             f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
         )
-    return found
+    return content
 
 
 def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
@@ -67,30 +67,30 @@ def read_yaml(file: Path, most: int = MOST_YAML) -> dict[str, Any]:
 
     Anchors are refused: a few lines of them stand for more than fits into memory.
     """
-    found = _parsed_yaml(file, most)
-    if not isinstance(found, dict):
+    content = _parsed_yaml(file, most)
+    if not isinstance(content, dict):
         raise ValueError(f"{file} does not hold a mapping")
-    return found
+    return content
 
 
 def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
     """The texts of a list in a YAML file, as Hydra keeps overrides. Raises ValueError, beginning
     with the file."""
-    found = _parsed_yaml(file, most)
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    content = _parsed_yaml(file, most)
+    if not isinstance(content, list) or not all(isinstance(text, str) for text in content):
         raise ValueError(f"{file} does not hold a list of texts")
-    return found
+    return content
 
 
 def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
         _check_yaml(text)
-        found = yaml.load(text, _SAFE)
+        content = yaml.load(text, _SAFE)
     # ValueError: a number of too many digits, a date that is none
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} is not YAML ({str(error).splitlines()[0]})") from error
-    return found
+    return content
 
 
 def _check_yaml(text: str) -> None:
@@ -140,8 +140,8 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
 
 
 def read_from(file: Path, offset: int, most: int = MOST_LINE) -> tuple[bytes, int]:
-    """At most `most` bytes of a file from `offset` on, and how many bytes it has now. Raises
-    ValueError, beginning with the file."""
+    """Reads at most `most` bytes of a file from `offset` on, and returns how many bytes it has now.
+    Raises ValueError, beginning with the file."""
     with _opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         stream.seek(offset)
@@ -233,7 +233,8 @@ def _reason(error: Exception) -> str:
 
 
 def is_deeper(value: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are in one another. Goes down level by level."""
+    """Returns whether more than `most` lists and objects are in one another. Goes down level by
+    level."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(most):
         inside = []

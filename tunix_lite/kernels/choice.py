@@ -1,4 +1,4 @@
-"""Whether the fused kernels can decode a model: they do all of it, or none."""
+"""Decides whether the fused kernels can decode a model: they do all of it, or none."""
 
 import jax
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
 It does norms, rotary positions, two writes to the cache, scores, softmax and weighted sum, for
 which plain products take some eight kernels. Each program of it (Pallas, which hands it to Triton)
-serves one sequence and one key head: it writes the new key and value into the cache and goes over
+serves one sequence and one key head. It writes the new key and value into the cache, and goes over
 the columns that hold a token, with an online softmax (arXiv:1805.02867). It rounds where `decoder`
 rounds, but in bfloat16 the probabilities are rounded before they are divided by their sum.
 
@@ -133,10 +133,10 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
         is_seen = (at < held) & (at != column)
         scores = jnp.where(is_seen[None], _capped(cfg, scores), FAR_BELOW)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        kept = jnp.exp(top - new_top)
+        rescale = jnp.exp(top - new_top)
         probs = jnp.exp(scores - new_top[:, None])
         values = triton.dot(probs.astype(dtype), v_CH[here, :], precision=exact)
-        return new_top, total * kept + jnp.sum(probs, axis=1), summed * kept[:, None] + values
+        return new_top, total * rescale + jnp.sum(probs, axis=1), summed * rescale[:, None] + values
 
     blocks = pl.cdiv(held, COLUMNS_AT_ONCE)
     _, total, summed = jax.lax.fori_loop(0, blocks, add_columns, (top, total, summed))

@@ -38,8 +38,8 @@ FEWEST_PROGRAMS = 66
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of a product computes: so many rows and columns, of one of so many parts of
-    the sum.
+    """The part of a product that a program computes: so many rows and columns, of one of so many
+    parts of the sum.
 
     Example: Tile(64, 64, 4): with 1,152 columns and up to 64 rows that is 18 x 4 programs.
     """
@@ -49,7 +49,7 @@ class Tile:
     parts: int = 1
 
     def programs(self, B: int, O: int) -> int:
-        """How many there are."""
+        """Counts the programs."""
         return pl.cdiv(B, self.rows) * pl.cdiv(O, self.columns) * self.parts
 
 
@@ -130,7 +130,7 @@ class FusedProducts(Products):
         return jax.lax.optimization_barrier(x_BTD)
 
     def _to_residual(self, x: jax.Array, weight: jax.Array, name: str) -> jax.Array:
-        """x [B, 1, *S] times a weight [*S, D], [B, 1, D]. name: of the first dim of S."""
+        """Multiplies x [B, 1, *S] with a weight [*S, D], [B, 1, D]. name: of the first dim of S."""
         axis = _spec((name,), weight.shape[:1])[0]
         rows = _rows(x)
         summed = [axis, *[None] * (x.ndim - 3)]
@@ -175,8 +175,8 @@ def _product(
     most_parts: int = 1,
     activation: str | None = None,
 ) -> jax.Array:
-    """x times each weight, side by side, [P, B, O], or activation(x gate) * (x up) of two. dtype:
-    of the result; parts of a sum are float32."""
+    """Multiplies x with each weight, side by side, [P, B, O], or returns activation(x gate) * (x
+    up) of two. dtype: of the result; parts of a sum are float32."""
     B, S = x_BS.shape
     of_group = 1 if activation is None else 2
     widths = [x.shape[1] for x in weights_SO[::of_group]]

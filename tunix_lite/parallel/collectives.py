@@ -1,4 +1,5 @@
-"""What a compiled program communicates, read from its optimised HLO text (`compiled.as_text()`).
+"""Lists the communication of a compiled program, from its optimised HLO text
+(`compiled.as_text()`).
 
 The compiler decides what is gathered, reduced and sent, and only its text shows it. `collectives`
 walks the program from its entry through loops, branches, fusions and calls, and lists each
@@ -45,9 +46,9 @@ class Collective:
     """
 
     kind: str  # one of KINDS
-    axis: str  # of the mesh: "fsdp", "tp", "fsdp+tp"; "other" if its groups are not along axes
+    axis: str  # mesh axis: "fsdp", "tp", "fsdp+tp"; "other" if its groups are not along axes
     count: int  # how often it runs in one call of the program
-    # of the whole buffer on one device, each time: the gathered result, or what will be reduced
+    # the whole buffer on one device, each time: the gathered result, or the input of a reduction
     num_bytes: int
     shapes: str  # "bf16[1152,6912]"; several, if one collective carries several arrays
     in_loop: bool
@@ -74,7 +75,7 @@ class CollectiveTotal:
     axis: str
     count: int
     total_bytes: int
-    sent_bytes: int  # by one device
+    sent_bytes: int  # bytes that one device sends
     count_known: bool
 
 
@@ -90,25 +91,25 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             f"the program is for {partitions[1]} devices, but the mesh is {mesh_shape}"
         )
     program, entry = parse(text)
-    found: list[Collective] = []
+    ops: list[Collective] = []
 
     def visit(name: str, site: CallSite) -> None:
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
-                found.extend(read_collective(instruction, program[name], site, mesh_shape))
+                ops.extend(read_collective(instruction, program[name], site, mesh_shape))
             # These two name again what async-start has called.
             elif instruction.op not in ("async-update", "async-done"):
                 for callee, callee_site in callees_of(instruction, program[name], site, program):
                     visit(callee, callee_site)
 
     visit(entry, CallSite())
-    return found
+    return ops
 
 
-def grouped(found: list[Collective]) -> list[CollectiveTotal]:
+def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
     """Sums by kind and axis, separately where the count is not known; most bytes first."""
     groups = defaultdict(list)
-    for collective in found:
+    for collective in ops:
         key = (collective.kind, collective.axis, collective.count_known)
         groups[key].append(collective)
     totals = [
@@ -138,12 +139,12 @@ def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class CallSite:
-    """What the callers of a computation say about it.
+    """Facts about a computation that its callers give.
 
     Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers.
     """
 
-    times: int = 1  # that it runs in one call of the program
+    times: int = 1  # runs in one call of the program
     count_known: bool = True
     in_loop: bool = False
     fused: bool = False
@@ -221,7 +222,7 @@ def read_collective(
 
 
 def is_sliced(reduced: Instruction, computation: Computation) -> bool:
-    """Whether each device uses only a slice of the result."""
+    """Returns whether each device uses only a slice of the result."""
     names = {reduced.name}
     for instruction in computation.instructions.values():
         if names & set(instruction.operands[:1]):

@@ -51,7 +51,7 @@ class JitByPlatform:
         return self._of_mesh()(*args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """As `lower` of a function under jit."""
+        """Lowers the function like `lower` of a function under jit."""
         return self._of_mesh().lower(*args)
 
     def _of_mesh(self) -> Callable:
@@ -67,8 +67,8 @@ def options_of_mesh(options: OptionsByPlatform) -> dict[str, str | bool] | None:
     """The options of the current mesh's platform that its compiler knows, as jax.jit takes them;
     None: there are none."""
     platform = current_platform()
-    found = options.get(platform, {})
-    return known_options(platform, tuple(found.items())) or None if found else None
+    of_platform = options.get(platform, {})
+    return known_options(platform, tuple(of_platform.items())) or None if of_platform else None
 
 
 @cache

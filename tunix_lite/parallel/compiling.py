@@ -1,6 +1,6 @@
-"""Programs that are compiled before they run, so that their memory is known and the time of
-compiling does not count as time of running; a clock of compiling; and the folder in which programs
-are kept for the next start."""
+"""Compiles programs before they run, so that their memory is known and the time of compiling does
+not count as time of running. Has a clock of compiling, and the folder in which programs are kept
+for the next start."""
 
 import contextlib
 import functools
@@ -78,7 +78,7 @@ CompileWatcher = Callable[[str, float | None], None]
 
 
 class _Compiling(threading.local):
-    """What a thread has waited for the compiler."""
+    """Counts the seconds that a thread has waited for the compiler."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -123,7 +123,7 @@ def stopwatch() -> Callable[[], float]:
 
 
 def compile_seconds() -> float:
-    """How long this thread has waited for the compiler since this module first listened."""
+    """Returns how long this thread has waited for the compiler since this module first listened."""
     _listen()
     return _compiling.seconds
 
@@ -185,14 +185,14 @@ def _processor() -> str:
 
 def _remove_oldest(folder: Path, most_bytes: int) -> None:
     """Removes the programs that were written first, until the others have at most so many bytes."""
-    found = []
+    files = []
     for file in folder.iterdir():
         # another process may remove it, too
         with contextlib.suppress(FileNotFoundError):
             status = file.stat()
-            found.append((status.st_mtime, status.st_size, file))
+            files.append((status.st_mtime, status.st_size, file))
     total = 0
-    for _, size, file in sorted(found, reverse=True):
+    for _, size, file in sorted(files, reverse=True):
         total += size
         if total > most_bytes:
             file.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ class Instruction:
     type: str  # "f32[8,16]{1,0}", or a tuple of such
     op: str  # "all-gather-start"
     operands: list[str]
-    rest: str  # of the line, from the operands on
+    rest: str  # the line from the operands on
 
 
 @dataclass
@@ -117,7 +117,8 @@ def count_turns(
     caller: Computation,
     program: Program,
 ) -> int | None:
-    """How often the body runs; None if the text does not show it, as when the data decides."""
+    """Counts how often the body runs; None if the text does not show it, as when the data
+    decides."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])

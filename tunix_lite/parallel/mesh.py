@@ -48,7 +48,7 @@ RULES: dict[str, str | None] = {
     "layers": None,
     # a norm's scale is too small to be worth a gather
     "norm": None,
-    # of adapters
+    # the inner dim of adapters
     "rank": None,
     # a quantised weight's scales: dims that count blocks
     "embed_blocks": "fsdp",
@@ -72,7 +72,7 @@ MAY_STAY_WHOLE = {"kv_heads", "batch", "embed_blocks", "mlp_blocks"}
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """What a run changes in the table of rules: logical axis -> fsdp, tp or null (not divided)."""
+    """Changes of a run to the table of rules: logical axis -> fsdp, tp or null (not divided)."""
 
     # while scoring and updating, and where weights live
     train: dict[str, str | None] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class ShardingConfig:
             )
 
     def table(self, name: str) -> dict[str, str | None]:
-        """All rules of the table `name`, train or rollout, with these changes."""
+        """Returns all rules of the table `name`, train or rollout, with these changes."""
         return RULES | getattr(self, name)
 
 
@@ -346,7 +346,7 @@ def elements_on_device(
     mesh_shape: dict[str, int],
     rules: dict[str, str | None] | None = None,
 ) -> int:
-    """How many elements of an array a device of such a mesh holds, by arithmetic: no device is
+    """Counts the elements of an array on a device of such a mesh, by arithmetic: no device is
     needed.
 
     mesh_shape: sizes by axis name. axes, rules and errors: as `spec` has them.
@@ -385,8 +385,8 @@ def move(
     axes: tuple[str, ...],
     to: tuple[str, ...],
 ) -> jax.Array:
-    """x, which has the sharding of the axes `axes`, with that of the axes `to`. Its gradient goes
-    the other way, and arrives with the sharding of x.
+    """Moves x from the sharding of the axes `axes` to that of the axes `to`. Its gradient goes the
+    other way, and arrives with the sharding of x.
 
     A plain constraint would give the gradient the same sharding as the value: every device would
     sum all of it, where a reduce-scatter is enough.
@@ -450,13 +450,13 @@ _move.defvjp(_move_forward, _move_backward)
 
 
 def axis_size(axis: str) -> int:
-    """How many parts an axis of the current mesh has, inside jit and outside."""
+    """Returns the size of an axis of the current mesh, inside jit and outside."""
     return jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def parts_of(logical: str) -> int:
-    """How many parts the current rules divide a dim of this logical axis into, on the current
-    mesh."""
+    """Returns the number of parts into which the current rules divide a dim of this logical axis,
+    on the current mesh."""
     axis = current_rules()[logical]
     return 1 if axis is None else axis_size(axis)
 
@@ -495,7 +495,8 @@ def current_platform() -> str:
 
 
 def devices_taken(mesh: Mesh) -> str:
-    """How many of the devices that jax sees the mesh takes: "8", or "2 of 8, the first ones"."""
+    """Says how many of the devices that jax sees the mesh takes: "8", or "2 of 8, the first
+    ones"."""
     seen = jax.device_count(mesh.devices.flat[0].platform)
     return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"
 

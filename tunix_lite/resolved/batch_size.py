@@ -1,4 +1,4 @@
-"""How many sequences an update has and how they lie, by arithmetic on the settings: before any
+"""Computes the sequences of an update and their rows by arithmetic on the settings, before any
 device is touched.
 
     prompts x num_generations = micro_batch_size x fsdp x accumulation
@@ -28,7 +28,7 @@ MORE_PROMPTS_SHARE = 1 / 32
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the sequences of one update are made up: all numbers of the identity, which holds.
+    """The numbers that make up the sequences of one update; their identity holds.
 
     Example: `plan_batch(run, fsdp=4).sequences`.
     Where sequences are packed, micro-batches have tokens, not sequences, and the last two numbers
@@ -100,8 +100,8 @@ def _check_given(settings: TrainingConfig) -> None:
     is_packed = _is_packed(settings)
     is_auto = settings.micro_batch_size == "auto"
     if settings.prompts_per_step is None and (is_packed or is_auto):
-        asked = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
-        raise ConfigError(f"training: {asked} needs prompts_per_step: training.prompts_per_step=16")
+        value = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+        raise ConfigError(f"training: {value} needs prompts_per_step: training.prompts_per_step=16")
     if is_auto and not is_packed and settings.gradient_accumulation_steps:
         raise ConfigError(
             "training: micro_batch_size=auto derives gradient_accumulation_steps: "
@@ -196,9 +196,9 @@ def _least_prompts(G: int, fsdp: int) -> int:
 
 
 def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) -> RowLayout:
-    """How the sequences of a batch are laid out. has_large_head: whether scoring fewer tokens saves
-    so much that it is worth programs of its own (resolved.has_large_head). Raises ConfigError if
-    the longest does not fit into a micro-batch."""
+    """Plans the rows of a batch's sequences. has_large_head: whether scoring fewer tokens saves so
+    much that it is worth programs of its own (resolved.has_large_head). Raises ConfigError if the
+    longest does not fit into a micro-batch."""
     if not _is_packed(run.training):
         return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
     return _plan_packed_rows(run, batch, has_large_head)

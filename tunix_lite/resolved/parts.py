@@ -1,5 +1,5 @@
-"""What a resolved run is made of: its state in shapes, its batch in rows, its policy, its optimizer
-and its update. A plan and a run make them alike."""
+"""Builds the components of a resolved run: state in shapes, batch in rows, policy, optimizer and
+update. A plan and a run make them alike."""
 
 import contextlib
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from tunix_lite.types import Params, RowBatch, TrainState
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a run holds between its programs, as ShapeDtypeStructs with shardings.
+    """The arrays that a run holds between its programs, as ShapeDtypeStructs with shardings.
 
     Example: with mesh_of_run(resolved, devices): abstract(resolved).state.params.
     """
@@ -41,13 +41,13 @@ class Shapes:
     state: TrainState
     # the base under adapters; None: all weights train
     frozen: Params | None
-    # what the KL term is taken to, under LoRA the frozen base itself; None: no KL term
+    # the reference of the KL term, under LoRA the frozen base itself; None: no KL term
     reference: Params | None
-    # by name, those of the algorithm that score
+    # the algorithm's models that score, by name
     frozen_models: dict[str, Params]
 
     def acting(self, resolved: ResolvedRun) -> Params:
-        """What the policy samples with."""
+        """Returns the parameters to sample with."""
         return acting_params(self.frozen, self.state.params, resolved.lora)
 
 
@@ -192,7 +192,7 @@ def _comparing(
 
 
 def description_of(resolved: ResolvedRun, name: str) -> jax.stages.Wrapped:
-    """What is kept of the teacher's distributions, of a batch in rows."""
+    """Builds the program that records the teacher's distributions of a batch in rows."""
     theirs = resolved.as_scorer(name)
     describe = description_program(policy_of(theirs).scores, resolved.teacher)
     return on_every_device(describe, theirs.rows)

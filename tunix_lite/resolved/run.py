@@ -77,7 +77,7 @@ class ResolvedRun:
     # sizes by axis name
     mesh_shape: dict[str, int]
     batch: BatchPlan
-    # how the sequences of a batch are laid out
+    # layout of a batch's sequences
     rows: RowLayout
     # sequences decoded at once, a multiple of fsdp
     slots: int
@@ -118,53 +118,54 @@ class ResolvedRun:
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How the run samples, with the number of slots and the sampling weights filled in."""
+        """Returns the rollout settings with the number of slots and the sampling weights filled
+        in."""
         return replace(self.run.rollout, num_slots=self.slots, weights=self.sampling_weights)
 
     @property
     def rollouts(self) -> tuple[tuple[int, int], ...]:
         """(prompts, completions of each) of what is sampled on the mesh: to learn from, unless that
         has devices of its own, and to evaluate."""
-        found = []
+        rollouts = []
         if not self.run.algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
             prompts = self.batch.prompts * self.run.algorithm.needs.mini_batches
-            found.append((prompts, self.run.algorithm.num_generations))
+            rollouts.append((prompts, self.run.algorithm.num_generations))
         if self.run.evaluation.num_examples:
-            found.append((self.run.evaluation.num_examples, 1))
+            rollouts.append((self.run.evaluation.num_examples, 1))
         if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
-            found.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
-        return tuple(found)
+            rollouts.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
+        return tuple(rollouts)
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether anything is sampled: to learn from, or to evaluate."""
+        """Returns whether anything is sampled: to learn from, or to evaluate."""
         return bool(self.rollouts)
 
     @property
     def carries(self) -> bool:
-        """Whether completions go on over an update, and are read again after it."""
+        """Returns whether completions continue over an update, and are read again after it."""
         rollout = self.run.rollout
         return rollout.overlap == "carry" and rollout.is_stale
 
     @property
     def converses(self) -> bool:
-        """Whether an environment answers what is sampled, so that slots are appended to."""
+        """Returns whether an environment answers completions, so that slots are appended to."""
         return getattr(self.run.task, "environment", None) is not None and self.has_rollouts
 
     @property
     def num_conversations(self) -> int:
-        """Of the largest rollout."""
+        """Counts the conversations of the largest rollout."""
         return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
     def may_park(self) -> bool:
-        """Whether a conversation that waits for its environment may leave its slot."""
+        """Returns whether a conversation that waits for its environment may leave its slot."""
         waits_for_slots = self.num_conversations > self.slots
         return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"
 
     @property
     def samples_beside_update(self) -> bool:
-        """Whether the devices hold what sampling needs and what the update needs at once."""
+        """Returns whether the devices hold the arrays of sampling and of the update at once."""
         rollout = self.run.rollout
         is_beside = rollout.overlap == "one_step" and rollout.is_stale
         return is_beside and rollout.mesh_shape is None
@@ -185,7 +186,7 @@ class ResolvedRun:
 
     @property
     def sampling_memory(self) -> SamplingMemory:
-        """What sampling holds on a device, weights apart."""
+        """Returns the memory of sampling on a device, without weights."""
         return SamplingMemory(
             self.cfg,
             self.dtype,
@@ -199,12 +200,13 @@ class ResolvedRun:
 
     @property
     def scores(self) -> bool:
-        """Whether collecting scores the batch: under the reference, or under today's weights."""
+        """Returns whether collecting scores the batch: under the reference, or under today's
+        weights."""
         return self.run.algorithm.needs.reference or self.run.algorithm.needs.rescore
 
     @property
     def teacher(self) -> Teacher | None:
-        """What the policy is compared with at each token; None: it is not compared."""
+        """Returns the teacher that the policy is compared with at each token; None without one."""
         comparison = self.run.algorithm.needs.comparison
         if comparison is None or comparison.model not in self.frozen_models:
             return None
@@ -212,7 +214,8 @@ class ResolvedRun:
         return Teacher(comparison, cfg.final_softcap, cfg.embed_dim, self.cfg.vocab_size)
 
     def compares(self, name: str) -> bool:
-        """Whether the policy is compared with this frozen model, which does not score then."""
+        """Returns whether the policy is compared with this frozen model, which does not score
+        then."""
         return self.teacher is not None and self.teacher.comparison.model == name
 
     def as_scorer(self, name: str) -> "ResolvedRun":
@@ -227,8 +230,8 @@ class ResolvedRun:
 
     @property
     def copies_reference(self) -> bool:
-        """Whether a second copy of the weights is kept for the KL term; under LoRA the frozen base
-        serves."""
+        """Returns whether a second copy of the weights is kept for the KL term; under LoRA the
+        frozen base serves."""
         return self.run.algorithm.needs.reference and self.lora is None
 
     @property
@@ -240,8 +243,8 @@ class ResolvedRun:
 
     @property
     def copies_adapters(self) -> bool:
-        """Whether the reference has adapters of its own beside the frozen base: those that training
-        starts from."""
+        """Returns whether the reference has adapters of its own beside the frozen base: those that
+        training starts from."""
         has_adapter = self.run.model.lora.adapter is not None
         has_checkpoint = self.run.resume.folder not in ("auto", "none")
         needs_them = self.run.algorithm.needs.reference and self.lora is not None
@@ -361,8 +364,8 @@ def resolve_run(
 
 
 def has_large_head(cfg: Architecture) -> bool:
-    """Whether products with the output embedding are so much of an update that scoring a quarter
-    fewer tokens is worth the time to compile another program."""
+    """Returns whether products with the output embedding are so much of an update that scoring a
+    quarter fewer tokens is worth the time to compile another program."""
     head = cfg.vocab_size * cfg.embed_dim
     return head >= max(LARGE_HEAD, LARGE_HEAD_SHARE * weights.num_params(decoder.weights(cfg)))
 
@@ -489,15 +492,15 @@ def choose_attention(
 
     Where the devices are not attached, cuDNN that is asked for by name is assumed to work there.
     """
-    asked = run.training.attention
+    choice = run.training.attention
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
     try:
-        return attention.choose(asked, cfg, platform, dtype, row_width(run, rows), shares_prompts)
+        return attention.choose(choice, cfg, platform, dtype, row_width(run, rows), shares_prompts)
     except attention.CannotCompile:
         if is_attached:
             raise
-        return asked, "as training.attention says"
+        return choice, "as training.attention says"
 
 
 def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
@@ -543,7 +546,7 @@ def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
 
 
 def chooses_micro_batch(run: RunConfig) -> bool:
-    """Whether the size of a micro-batch is still to be found."""
+    """Returns whether the size of a micro-batch is still to be found."""
     return run.training.micro_batch_size == "auto"
 
 

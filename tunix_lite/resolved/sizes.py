@@ -55,9 +55,9 @@ def table_bytes(
     """
 
     def of(w: Weight) -> int:
-        kept = w.dtype if dtype is None else dtype
+        storage = w.dtype if dtype is None else dtype
         if keep_norms and w.axes[-1] == "norm":
-            kept = jnp.float32
-        return resolved.elements(w.shape, w.axes, is_gathered) * jnp.dtype(kept).itemsize
+            storage = jnp.float32
+        return resolved.elements(w.shape, w.axes, is_gathered) * jnp.dtype(storage).itemsize
 
     return sum(of(w) for w in jax.tree.leaves(table, is_leaf=is_weight))

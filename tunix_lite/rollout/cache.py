@@ -42,7 +42,7 @@ class KV:
 
 
 def head_copies(cfg: Architecture, tp: int) -> int:
-    """How many copies of each key/value head the cache holds.
+    """Counts the copies of each key/value head in the cache.
 
     Where tp is a multiple of the heads, every shard of tp holds one copy of its own; else there is
     one.
@@ -225,7 +225,7 @@ def attended_columns(
     newest_B: jax.Array,
     columns: int,
 ) -> jax.Array:
-    """Which columns the newest token of each row attends to, [B, C] bool.
+    """Returns the columns that the newest token of each row attends to, [B, C] bool.
 
     kind: of the layer, "local" or "global".
     """

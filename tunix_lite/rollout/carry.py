@@ -68,12 +68,12 @@ class OpenCompletion:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Which completions it is compared with."""
+        """Names the group of completions that it is compared with."""
         return self.step, self.prompt
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Returns whether it has begun and not ended."""
         return bool(self.tokens) and self.reason is None
 
     def as_request(self, place: int, limit: int, criteria: StopCriteria) -> Request:
@@ -175,8 +175,8 @@ class CarrySampler:
         usual: tuple[int, int],
         most: int,
     ) -> RolloutScheduler:
-        """Those under way first: they are read whole. The prompts of the others are read once for
-        their group."""
+        """Builds the scheduler. Completions under way come first: they are read whole. The prompts
+        of the others are read once for their group."""
         num_carried = sum(one.is_under_way for one in in_order)
         counts: dict[tuple[int, int], int] = {}
         of_groups = []
@@ -274,7 +274,7 @@ def _keys(seed_key: jax.Array, steps: Sequence[int]) -> jax.Array:
 
 
 def reread_metrics(completions: Sequence[OpenCompletion], prompts: Prompts) -> Metrics:
-    """How many completions went on, and the tokens that were read again for it."""
+    """Counts the completions that continued, and the tokens that were read again for them."""
     lengths = [len(one.tokens) + len(p) for one, p in zip(completions, prompts) if one.is_under_way]
     return {"rollout/carried": len(lengths), "rollout/reread_tokens": sum(lengths)}
 
@@ -322,10 +322,10 @@ def completions_of(
     num_generations: int,
 ) -> list[OpenCompletion]:
     """The completions of a whole rollout, all drawn with one version of the weights."""
-    found = []
+    completions = []
     for row, mask in enumerate(np.asarray(rollout.completion_mask)):
         prompt, generation = divmod(row, num_generations)
-        found.append(
+        completions.append(
             OpenCompletion(
                 step,
                 prompt,
@@ -337,4 +337,4 @@ def completions_of(
                 reason=FINISH[rollout.finish[row]],
             )
         )
-    return found
+    return completions

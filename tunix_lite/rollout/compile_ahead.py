@@ -32,7 +32,7 @@ from tunix_lite.types import Params
 
 @dataclass(frozen=True)
 class RolloutSize:
-    """What the shapes of a rollout depend on, beside the lengths of its sequences.
+    """Sizes that give a rollout its shapes, beside the lengths of its sequences.
 
     Example: RolloutSize(num_prompts=16, num_generations=4, num_slots=64).
     """
@@ -156,5 +156,5 @@ def compile_rewind(programs: TurnPrograms, slots: Slots, chunk: int) -> None:
     """Compiles what takes back tokens behind a stop text, of chunks of so many tokens."""
     num_slots = len(slots.requests)
     tokens = jax.ShapeDtypeStruct((chunk, num_slots), jnp.int32)
-    kept = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
-    results(programs.rewind, slots, results(programs.save, slots), tokens, kept)
+    num_kept = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+    results(programs.rewind, slots, results(programs.save, slots), tokens, num_kept)

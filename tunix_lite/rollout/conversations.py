@@ -72,13 +72,13 @@ from tunix_lite.types import (
 
 
 class Partner(Protocol):
-    """Who answers the turns of the rows of a rollout, such as environments."""
+    """Answers the turns of a rollout's rows, as environments do."""
 
-    # of a conversation, at most
+    # most turns of a conversation
     max_turns: int
-    # of a turn, at most; None: as many as the conversation has left
+    # most tokens of a turn; None: as many as the conversation has left
     max_turn_tokens: int | None
-    # of each row, where environments begin with texts of their own; None: those of the task
+    # prompts of the rows, where environments begin with their own texts; None: the task's
     prompts: Prompts | None
     # the same as texts, for display; None where it is that of the task
     openings: Sequence[str | None]
@@ -92,7 +92,7 @@ class Partner(Protocol):
         still come. All processes get the same."""
 
     def close(self) -> None:
-        """All conversations have ended."""
+        """Closes the partner: all conversations have ended."""
 
 
 @dataclass
@@ -102,9 +102,9 @@ class Talk:
     Example: `Talk(number=3, row=3, request=request)`, not begun yet; later its `slot` is 0.
     """
 
-    # of its request in the queue
+    # index in the request queue
     number: int
-    # of the rollout
+    # row in the Rollout
     row: int
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
@@ -114,7 +114,7 @@ class Talk:
     parked: Slots | None = None
     # [begin, end) of each turn among the tokens, and its answer
     turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
-    # where the turn that is being sampled begins
+    # first token of the turn that is being sampled
     begin: int = 0
     num_sampled: int = 0
     # whether its partner has yet to answer
@@ -123,7 +123,7 @@ class Talk:
     chunks_waited: int = 0
     # the answer that is to be appended
     answer: TurnReply | None = None
-    # as Conversation.ended; "": it is under way
+    # value of Conversation.ended; "" while the conversation is under way
     ended: str = ""
 
     @property
@@ -134,13 +134,13 @@ class Talk:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether its slot runs."""
+        """Returns whether its slot runs."""
         return self.slot is not None and not self.is_waiting and self.answer is None
 
 
 @dataclass
 class Patience:
-    """How long answers are waited for before a chunk is decoded.
+    """Decides how long to wait for answers before a chunk is decoded.
 
     A slot whose answer comes just after a chunk has begun stands still for all of it. Waiting for
     the answer costs the other slots less, if it comes soon. If it does not, the next chunks are
@@ -149,20 +149,20 @@ class Patience:
     Example: after a chunk of 10 ms, with 3 of 4 slots waiting, Patience().seconds(3, 4) is 0.00375.
     """
 
-    # of a chunk, the fastest so far: the first one compiles
+    # time of the fastest chunk so far: the first one compiles
     chunk_seconds: float = float("inf")
     # chunks that are still to be decoded at once, and as how many it was set
     left: int = 0
     most: int = 0
 
     def seconds(self, waiting: int, held: int) -> float:
-        """With so many of the slots that hold a conversation waiting."""
+        """Returns how long to wait with so many of the slots that hold a conversation waiting."""
         if self.left or not held or self.chunk_seconds == float("inf"):
             return 0.0
         return 0.5 * self.chunk_seconds * waiting / held
 
     def note(self, patience: float, all_came: bool) -> None:
-        """Whether all answers came within so many seconds."""
+        """Notes whether all answers came within so many seconds."""
         if patience:
             self.most = 0 if all_came else min(15, 2 * self.most + 1)
             self.left = self.most
@@ -182,7 +182,7 @@ class ConversationScheduler:
         engine: RolloutScheduler,
         programs: TurnPrograms,
         partner: Partner,
-        asked: "ConversationRequests",
+        queue: "ConversationRequests",
         most_parked: int,
         criteria: StopCriteria,
     ):
@@ -193,8 +193,8 @@ class ConversationScheduler:
         self.partner = partner
         self.most_parked = most_parked
         self.criteria = criteria
-        self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(asked.rows)]
-        self.asked = asked
+        self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(queue.rows)]
+        self.queue = queue
         self.by_row = {talk.row: talk for talk in self.talks}
         self.by_slot: list[Talk | None] = [None] * engine.num_slots
         self.num_appended = 0
@@ -207,12 +207,12 @@ class ConversationScheduler:
 
     @property
     def is_over(self) -> bool:
-        """Whether all conversations have ended."""
+        """Returns whether all conversations have ended."""
         return not self.engine.unfinished
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any slot runs."""
+        """Returns whether any slot runs."""
         return any(talk is not None and talk.is_sampling for talk in self.by_slot)
 
     def advance(self) -> list[Talk]:
@@ -305,7 +305,7 @@ class ConversationScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is free, or could be freed."""
+        """Returns whether a slot is free, or could be freed."""
         can_park = self.num_parked_now < self.most_parked
         free = sum(talk is None for talk in self.by_slot)
         held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
@@ -413,8 +413,8 @@ class ConversationScheduler:
         engine.chunks_absorbed += 1
         now = engine.elapsed()
 
-        # of each slot, the tokens of the chunk up to a stop text; -1: it has none
-        kept = np.full(engine.num_slots, -1, np.int32)
+        # each slot's tokens of the chunk up to a stop text; -1 without a stop text
+        num_kept = np.full(engine.num_slots, -1, np.int32)
         for slot, talk in enumerate(self.by_slot):
             self.slots_held += talk is not None
             if talk is None or not talk.is_sampling:
@@ -425,12 +425,12 @@ class ConversationScheduler:
             request = talk.request
             count = int((chunk.tokens[:, slot] >= 0).sum())
             if not np.isfinite(chunk.logprobs[:count, slot]).all():
-                prompt = self.asked.prompts[request.prompt]
+                prompt = self.queue.prompts[request.prompt]
                 raise FloatingPointError(not_finite(request, prompt, self.criteria.tokenizer))
             end = stop_text_end(request, chunk.tokens[:count, slot].tolist(), self.criteria)
             if end is not None:
                 count = end
-                kept[slot] = end
+                num_kept[slot] = end
             request.tokens += chunk.tokens[:count, slot].tolist()
             request.logprobs += chunk.logprobs[:count, slot].tolist()
             request.full_logprobs += chunk.full_logprobs[:count, slot].tolist()
@@ -438,8 +438,8 @@ class ConversationScheduler:
             request.began = now if request.began is None else request.began
             if end is not None or not chunk.running[slot]:
                 self.end_turn(talk)
-        if (kept >= 0).any():
-            engine.slots = self.programs.rewind(engine.slots, saved, chunk.tokens, kept)
+        if (num_kept >= 0).any():
+            engine.slots = self.programs.rewind(engine.slots, saved, chunk.tokens, num_kept)
 
     def end_turn(self, talk: Talk) -> None:
         """Sends the turn that has ended to the partner."""
@@ -512,15 +512,15 @@ def make_converse(
     ) -> Generator[None, None, Rollout]:
         criteria.check()
         programs, turn_programs = programs_of(partner.max_turn_tokens)
-        asked = ConversationRequests.of(prompts, num_generations, generation, partner)
+        queue = ConversationRequests.of(prompts, num_generations, generation, partner)
         check_kernels(programs.spec, rollout, params)
-        check_prompts(asked.prompts, cfg, generation, tokenizer)
-        num_slots = rollout.slots(len(asked.requests), axis_size("fsdp"))
-        blocks = prompt_blocks(programs.spec, asked.in_order, asked.per_prompt, num_slots)
-        given = (prepare(params), np.float32(temperature), asked.requests, blocks, num_slots, key)
-        engine = RolloutScheduler(programs, *given)
+        check_prompts(queue.prompts, cfg, generation, tokenizer)
+        num_slots = rollout.slots(len(queue.requests), axis_size("fsdp"))
+        blocks = prompt_blocks(programs.spec, queue.in_order, queue.per_prompt, num_slots)
+        inputs = (prepare(params), np.float32(temperature), queue.requests, blocks, num_slots, key)
+        engine = RolloutScheduler(programs, *inputs)
         most = most_parked(rollout, engine)
-        talks = ConversationScheduler(engine, turn_programs, partner, asked, most, criteria)
+        talks = ConversationScheduler(engine, turn_programs, partner, queue, most, criteria)
         while not talks.is_over:
             talks.hand_over(talks.advance(), on_finished, on_chunk)
             if between_chunks is not None:
@@ -542,7 +542,7 @@ def compile_turns_ahead(
     temperature: float | None = None,
     max_turn_tokens: int | None = None,
 ) -> None:
-    """As engine.compile_ahead, of conversations with turns of so many tokens."""
+    """Compiles like engine.compile_ahead, for conversations with turns of so many tokens."""
     programs, turn_programs = programs_of(max_turn_tokens)
     weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
     compile_extend(turn_programs, slots, weights, EXTEND_WIDTHS)
@@ -576,41 +576,40 @@ def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
 
 
 def make_generate_with_partner(*arguments: Any, **named: Any) -> Sampling:
-    """As engine.make_generate, of the same arguments; with a `partner`, generate(...) samples
-    conversations, as `make_converse` has them. compile_ahead gets `converses`, and the
-    `max_turn_tokens` of the partner."""
+    """Builds a sampler like engine.make_generate, of the same arguments. With a `partner`,
+    generate(...) samples conversations, as `make_converse` does. compile_ahead takes `converses`,
+    and the partner's `max_turn_tokens`."""
     single = make_generate(*arguments, **named)
     converse = make_converse(*arguments, **named)
 
-    def generate(*given: Any, partner: Partner | None = None, **options: Any) -> Rollout:
+    def generate(*inputs: Any, partner: Partner | None = None, **options: Any) -> Rollout:
         if partner is None:
-            return single(*given, **options)
-        return converse(*given, partner=partner, **options)
+            return single(*inputs, **options)
+        return converse(*inputs, partner=partner, **options)
 
     def compile_ahead(
-        *given: Any, converses: bool, max_turn_tokens: int | None = None, **options: Any
+        *inputs: Any, converses: bool, max_turn_tokens: int | None = None, **options: Any
     ) -> None:
         if converses:
-            converse.compile_ahead(*given, max_turn_tokens=max_turn_tokens, **options)
+            converse.compile_ahead(*inputs, max_turn_tokens=max_turn_tokens, **options)
         else:
-            single.compile_ahead(*given, **options)
+            single.compile_ahead(*inputs, **options)
 
     return Sampling(generate, compile_ahead)
 
 
 @dataclass(frozen=True)
 class ConversationRequests:
-    """What a rollout of conversations asks for.
+    """Requests and prompts of a rollout of conversations.
 
     Example: of two prompts with 4 generations each, that begin alike -> 2 prompts, 8 requests.
     """
 
-    # to be read: one for each group; or, where environments begin with texts of their own, for each
-    # row
+    # prompts to read: one for each group, or for each row where environments begin with own texts
     prompts: Prompts
-    # requests of each of them
+    # requests of each prompt
     per_prompt: int
-    # in the order of the queue: the requests, and the row of the rollout of each
+    # requests in the order of the queue, and their rows in the Rollout
     requests: list[Request]
     rows: list[int]
 
@@ -658,8 +657,8 @@ def len_padded(prompt: Sequence[int], widths: list[int]) -> int:
 
 
 def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
-    """How many slots whose conversations wait may be parked at once, by the memory that is free on
-    every host. All hosts must ask."""
+    """Returns how many slots of waiting conversations may be parked at once, by the memory that is
+    free on every host. All hosts must call it."""
     spec = engine.programs.spec
     mesh_shape = {axis: axis_size(axis) for axis in AXES}
     with use_rules("rollout"):
@@ -691,7 +690,7 @@ def conversations_as_rollout(
         answered[row] = arrays.completion_mask[row] & (turn_ids[row] == 0)
 
     # What an environment answered is read, and not sampled.
-    prompts = [talks.asked.prompts[talk.request.prompt] for talk in chosen]
+    prompts = [talks.queue.prompts[talk.request.prompt] for talk in chosen]
     rollout = arrays.rollout(prompts, 1, talks.metrics() if some is None else {})
     return rollout.replace(
         completion_mask=rollout.completion_mask & ~answered,

@@ -52,12 +52,12 @@ class Sampling:
     """
 
     sample: Callable
-    # (params, num_prompts, num_generations, temperature=...): every program that so many prompts
-    # with so many completions can need, whatever their lengths are
+    # (params, num_prompts, num_generations, temperature=...): compiles every program that so many
+    # prompts and completions of any length need
     compile_ahead: Callable[..., None]
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
-        return self.sample(*given, **options)
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.sample(*arguments, **options)
 
 
 def make_sampler(
@@ -74,10 +74,10 @@ def make_sampler(
 
     It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
     rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
-    generation and position draw the same token, whatever the mesh, the number of slots, the chunk,
-    or the order and number of other requests. limits: tokens of each completion, [P * G], at most;
-    None: max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward
-    takes it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
+    generation and position draw the same token. The mesh, the number of slots, the chunk and other
+    requests change nothing. limits: tokens of each completion, [P * G], at most; None:
+    max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward takes
+    it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
@@ -249,8 +249,8 @@ def make_generate(
         metrics: Metrics = {}
 
         def chunks():
-            given = (params, prompts, key, num_generations, temperature, None)
-            metrics.update((yield from sample(*given, limits=limits, tokenizer=tokenizer)))
+            arguments = (params, prompts, key, num_generations, temperature, None)
+            metrics.update((yield from sample(*arguments, limits=limits, tokenizer=tokenizer)))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():
@@ -289,16 +289,16 @@ def whole_or_stepwise(
     generator."""
 
     def generate(
-        *given: Any, stepwise: bool = False, **options: Any
+        *arguments: Any, stepwise: bool = False, **options: Any
     ) -> Rollout | Generator[None, None, Rollout]:
-        steps = in_steps(*given, **options)
+        steps = in_steps(*arguments, **options)
         return steps if stepwise else to_the_end(steps)
 
     return generate
 
 
 def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
-    """What a rollout that is sampled step by step comes to."""
+    """Runs the generator to its end, and returns its rollout."""
     while True:
         try:
             next(steps)
@@ -335,7 +335,7 @@ class RolloutArrays:
         generation: GenerationConfig,
         pad_id: int,
     ) -> "RolloutArrays":
-        """So many rows of padding."""
+        """Makes so many rows of padding."""
         width = generation.max_prompt_length
         shape = (num_rows, width + generation.max_new_tokens)
         return cls(

@@ -119,8 +119,8 @@ def extend_calls(
 
 
 def _reads_few(num_slots: int, fsdp: int) -> bool:
-    """Whether a call reads FEW_SLOTS slots. Where fsdp divides the slots, each device reads its
-    own: none is gathered from another."""
+    """Returns whether a call reads FEW_SLOTS slots. Where fsdp divides the slots, each device reads
+    its own: none is gathered from another."""
     return fsdp == 1 and num_slots > FEW_SLOTS
 
 
@@ -213,7 +213,7 @@ class ChosenSlots:
 
     @property
     def are_all(self) -> bool:
-        """Whether they are all slots, in order: then nothing is gathered over fsdp."""
+        """Returns whether they are all slots, in order: then nothing is gathered over fsdp."""
         return len(self.rows) == self.num_slots
 
     def read(self, x: jax.Array) -> jax.Array:
@@ -276,7 +276,7 @@ def mask_of_cache_and_new(
     columns: int,
     W: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Which columns of the cache [R, W, C], and which new tokens [R, W, W], each new token sees."""
+    """Masks what each new token sees: columns of the cache [R, W, C], and new tokens [R, W, W]."""
     held_RC = kv_cache.positions_held(lengths_R - 1, columns)
     query_RW = lengths_R[:, None] + jnp.arange(W)
     old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, (len(lengths_R), W, columns))

@@ -1,9 +1,9 @@
 """A sampler that requests join and leave at any time: what a server needs.
 
-One thread owns the devices. Other threads hand it requests; it gives free slots to them in the
-order in which they came, decodes a chunk of tokens in all slots at once, and calls each request
-back with its new tokens. A request's tokens depend on its prompt, its settings and its seed, and
-on nobody else's.
+One thread owns the devices. Other threads hand it requests, which get free slots in the order in
+which they came. It decodes a chunk of tokens in all slots at once, and calls each request back with
+its new tokens. A request's tokens depend on its prompt, its settings and its seed, and on nobody
+else's.
 """
 
 import threading
@@ -37,7 +37,7 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """How the tokens of one sequence are drawn.
+    """Settings that draw the tokens of one sequence.
 
     Example: DrawSettings(temperature=0.7, top_p=0.95, seed=3).
     """
@@ -50,31 +50,31 @@ class DrawSettings:
     # 0: all tokens
     min_p: float = 0.0
     seed: int = 0
-    # which completion of the same prompt and seed
+    # index among the completions of the same prompt and seed
     generation: int = 0
     # the likeliest tokens that are reported at each position
     top_logprobs: int = 0
 
     @property
     def has_cutoffs(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """Returns whether some tokens can never be drawn."""
         is_cut = bool(self.top_k or self.top_p < 1 or self.min_p)
         return is_cut and self.temperature > 0
 
 
 @dataclass
 class NewTokens:
-    """What one chunk added to a sequence.
+    """Tokens that one chunk added to a sequence.
 
     Example: NewTokens([12, 1], [-0.1, -0.02], [-0.1, -0.02], reason="eos").
     """
 
     tokens: list[int]
-    # under the distribution that was drawn from
+    # log-probabilities under the distribution that was drawn from
     logprobs: list[float]
-    # under softmax(logits / temperature)
+    # log-probabilities under softmax(logits / temperature)
     full_logprobs: list[float]
-    # of each token, the likeliest ones there: (token, log-probability); [] where none is asked for
+    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     # eos or length, once the sequence has ended; error with a message
     reason: str | None = None
@@ -165,7 +165,7 @@ class LiveEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take requests."""
+        """Returns whether it can take requests."""
         return self.failure is None and not self._is_closing and self._thread.is_alive()
 
     def submit(self, sequences: Sequence[LiveSequence]) -> None:

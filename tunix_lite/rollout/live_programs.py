@@ -42,7 +42,7 @@ MOST_TOP = 20
 
 @flax.struct.dataclass
 class SlotSampling:
-    """How each of the B slots draws.
+    """Sampling settings of each of the B slots.
 
     Example: SlotSampling of one slot that is greedy: temperature [0.], top_k [0], top_p [1.],
     min_p [0.].
@@ -60,7 +60,7 @@ class SlotSampling:
 
 @flax.struct.dataclass
 class Joining:
-    """Which slots take a prompt now, [B] each. Arrays of the host.
+    """Names the slots that take a prompt now, [B] each. Arrays of the host.
 
     Example: of two slots the second takes row 0 of the prompt cache: rows [0, 0], is_new [F, T].
     """
@@ -106,7 +106,7 @@ class LivePrograms:
     make_slots: Callable
     # (slots, columns) -> Slots with a cache of so many columns
     resize: Callable
-    # as of programs.Programs
+    # the same as Programs.prefill
     prefill: Callable
     # (slots, prompt cache, Joining) -> Slots; donates the slots
     admit: Callable
@@ -218,7 +218,8 @@ def draw_cut_off(
     how: SlotSampling,
     ahead: Ahead,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `sampling.draw`, with what each slot cuts off. full_BV: logits over the temperature."""
+    """Draws like `sampling.draw`, with each slot's own cutoffs. full_BV: logits over the
+    temperature."""
     is_random_B1 = how.temperature[:, None] > 0
     cut_BV = sampling.apply_row_cutoffs(
         full_BV, how.top_k[:, None], how.top_p[:, None], how.min_p[:, None]

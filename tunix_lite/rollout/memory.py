@@ -1,5 +1,4 @@
-"""How much memory sampling takes on a device, and whether the weights can be whole there while it
-lasts."""
+"""Counts the bytes that sampling takes on a device, and chooses whole or sharded weights for it."""
 
 import math
 import os
@@ -36,15 +35,14 @@ PARKED_SHARE = 0.25
 
 @dataclass(frozen=True)
 class SamplingMemory:
-    """How much is sampled at once on a mesh, from which bytes follow. Nothing here lives on a
-    device.
+    """Counts the bytes of sampling from its sizes on a mesh. Nothing here lives on a device.
 
     Example: `SamplingMemory(cfg, jnp.bfloat16, GenerationConfig(), RolloutConfig(), 64, ((16, 4),),
     {"fsdp": 4, "tp": 1}, ShardingConfig().table("rollout")).cache_bytes()`.
     """
 
     cfg: Architecture
-    # of the computation
+    # dtype of the computation
     dtype: DTypeLike
     generation: GenerationConfig
     rollout: RolloutConfig
@@ -69,7 +67,7 @@ class SamplingMemory:
         Of the rollouts to come the one with the most counts; zeros if there are none.
         """
         widths = prompt_widths(self.generation.max_prompt_length)
-        found = []
+        caches = []
         for num_prompts, num_generations in self.rollouts:
             block, blocks = prompt_cache_blocks(
                 num_prompts,
@@ -80,8 +78,8 @@ class SamplingMemory:
                 self.chunk,
                 self.mesh_shape["fsdp"],
             )
-            found.append((block, widths[0], block * blocks))
-        return max(found, key=lambda sizes: sizes[2], default=(0, 0, 0))
+            caches.append((block, widths[0], block * blocks))
+        return max(caches, key=lambda sizes: sizes[2], default=(0, 0, 0))
 
     def cache_bytes(self) -> int:
         """Bytes that a device holds of the slots' keys and values."""
@@ -103,7 +101,7 @@ class SamplingMemory:
         return kv_cache.tree_bytes(shapes) + self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
 
     def parking(self, num_conversations: int, host_bytes: int | None) -> "Parking":
-        """What becomes of slots whose conversations wait for an environment.
+        """Decides what becomes of slots whose conversations wait for an environment.
 
         num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
         knows.
@@ -117,44 +115,44 @@ class SamplingMemory:
         tp = self.mesh_shape["tp"]
         shapes = kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
         # Layers of one kind have the same shapes: few of them differ.
-        found: dict[tuple, int] = {}
+        bytes_of_shape: dict[tuple, int] = {}
         total = 0
         for x in jax.tree.leaves(shapes):
             key = (x.shape, x.dtype)
-            if key not in found:
+            if key not in bytes_of_shape:
                 axes = kv_cache.logical_axes(x, rows_axis)
                 held = elements_on_device(x.shape, axes, self.mesh_shape, self.rules)
-                found[key] = held * x.dtype.itemsize
-            total += found[key]
+                bytes_of_shape[key] = held * x.dtype.itemsize
+            total += bytes_of_shape[key]
         return total
 
 
 @dataclass(frozen=True)
 class Parking:
-    """What becomes of the slots of conversations that wait for their environments: the places are
-    held, or some caches are parked on the host.
+    """Decides what becomes of slots whose conversations wait for environments: they keep their
+    places, or some of their caches are parked on the host.
 
     Example: `Parking("auto", slot_bytes=2**20, without_slot=12, room_bytes=2**23).most` is 8.
     """
 
-    # rollout.waiting
+    # the setting rollout.waiting
     waiting: str
-    # that one parked slot takes on a host
+    # host memory of one parked slot
     slot_bytes: int
     # conversations of a rollout beyond its slots: no more are ever parked
     without_slot: int
-    # of a host's memory, what all parked slots may take; None: nobody knows
+    # host memory that all parked slots may take; None: unknown
     room_bytes: int | None
 
     @property
     def num_that_fit(self) -> int | None:
-        """Parked slots that a host has room for; None: nobody knows."""
+        """Parked slots that a host has room for; None: unknown."""
         return None if self.room_bytes is None else self.room_bytes // self.slot_bytes
 
     @property
     def most(self) -> int | None:
-        """Slots that are parked at once, at most; None: that depends on the host. `park` asks
-        nobody, and `auto` parks as many as fit."""
+        """Slots that are parked at once, at most; None: that depends on the host. `park` ignores
+        host memory; `auto` respects it."""
         if self.waiting == "hold" or not self.without_slot:
             return 0
         if self.waiting == "park":
@@ -163,7 +161,7 @@ class Parking:
 
     @property
     def most_bytes(self) -> int:
-        """What they take on a host, where all that could be parked are."""
+        """Returns the bytes of all parked slots on a host, at most."""
         most = self.without_slot if self.most is None else self.most
         return most * self.slot_bytes
 
@@ -199,16 +197,16 @@ def choose_weights(
 def weights_that_fit(
     memory: SamplingMemory, weight_bytes: Callable[[], int], free_bytes: Callable[[], int]
 ) -> tuple[str, str]:
-    """gathered or sharded, and in words why: gathered where the weights fit beside the cache and
-    the prompts that wait.
+    """Chooses gathered or sharded sampling weights, and says why: gathered where the weights fit
+    beside the cache and the waiting prompts.
 
     weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() the memory
     that is free there, on the fullest device. Neither is called where the settings or one device
     decide.
     """
-    asked = memory.rollout.weights
-    if asked != "auto":
-        return asked, f"weights {asked}, as rollout.weights says"
+    setting = memory.rollout.weights
+    if setting != "auto":
+        return setting, f"weights {setting}, as rollout.weights says"
     if memory.mesh_shape["fsdp"] == 1:
         return "gathered", "each device has all weights, as fsdp is 1"
 

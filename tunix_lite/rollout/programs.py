@@ -37,20 +37,20 @@ NOISE_AT_ONCE = 2**22
 
 
 class Ahead(NamedTuple):
-    """What a step finds computed. None: it is computed where it is used.
+    """Values computed before a step. None: the step computes it where it is used.
 
     Example: step(slots, Ahead()).
     """
 
     # rotary angles of the tokens that the step reads, by kind of layer
     angles: dict[str, decoder.Angles] | None = None
-    # what sampling.gumbel_noise gives for the tokens that the step draws
+    # the result of sampling.gumbel_noise for the tokens that the step draws
     noise_BV: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """What the programs depend on besides arrays.
+    """Static settings of the sampling programs.
 
     Example: `SamplerSpec(cfg, GenerationConfig(32, 64), end_ids=(1,), pad_id=0, dtype=jnp.float32,
     chunk=16)`.
@@ -60,15 +60,15 @@ class SamplerSpec:
     generation: GenerationConfig
     # tokens that end a completion and are part of it
     end_ids: tuple[int, ...]
-    # read by slots that hold no running sequence
+    # token that slots without a running sequence read
     pad_id: int
-    # of the computation
+    # dtype of the computation
     dtype: DTypeLike
     # tokens that each slot decodes in one call
     chunk: int
     # whether the cache holds int8 codes
     int8: bool = False
-    # as decoder.forward takes it
+    # dtype of sums over tp, for decoder.forward
     tp_reduce_dtype: DTypeLike = jnp.float32
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
@@ -86,7 +86,7 @@ class SamplerSpec:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether tokens seen so far are made less likely, so that slots must remember them."""
+        """Returns whether seen tokens are made less likely, so that slots must remember them."""
         return self.generation.repetition_penalty != 1
 
 
@@ -97,9 +97,9 @@ class PromptCache:
     Example: make_prompt_cache(8) has room for 8 prompts; prefill fills 2 of its rows at a time.
     """
 
-    # of up to max_prompt_length columns, one entry per layer
+    # keys and values of up to max_prompt_length columns, one entry per layer
     cache: list[KV]
-    # [M, D] of the last token: the first token of a completion is drawn from it
+    # [M, D] hidden state of the last token: a completion's first token is drawn from it
     hidden: jax.Array
     # [M] tokens of each prompt
     lengths: jax.Array
@@ -152,7 +152,8 @@ class Slots:
 
 @flax.struct.dataclass
 class DecodedChunk:
-    """What one call of decode drew. Every device holds all of it, so that every host can read it.
+    """Tokens that one call of decode drew. Every device holds all of it, so that every host can
+    read it.
 
     Example: with chunk=2 and 2 slots, of which the second ended at once, `tokens` is [[5, 1],
     [7, -1]].
@@ -199,7 +200,7 @@ class Programs:
     decode: Callable
     # the same for temperature 0, where nothing need be cut off
     decode_greedy: Callable
-    # by program, how many times it was compiled
+    # how many times each program was compiled
     compiles: Counter
 
 
@@ -513,8 +514,8 @@ def repeat(
 
 
 def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
-    """For a CPU: what all steps of a chunk find computed, each array with a leading dim of
-    `spec.chunk`.
+    """Computes, on a CPU, the values that all steps of a chunk need, each array with a leading dim
+    of `spec.chunk`.
 
     A slot that runs moves on by one token a step. What a slot that has ended computes is not used.
     """
@@ -633,7 +634,7 @@ def read_drawn(
 
 
 def products_of(spec: SamplerSpec) -> decoder.Products:
-    """What multiplies with the weights of layers."""
+    """Returns the multiplication with layers' weights that this sampler uses."""
     if spec.fused:
         from tunix_lite.kernels.decode_products import FusedProducts
 

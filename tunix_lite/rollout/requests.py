@@ -20,20 +20,20 @@ class Request:
     first prompt; after a chunk its `tokens` are [12, 7], say, and its `reason` is "eos".
     """
 
-    # the place of its prompt in the list that was given
+    # index of its prompt in the list of prompts
     prompt: int
     # the number of its prompt, from which its random key follows
     index: int
-    # which of the completions of its prompt
+    # index among the completions of its prompt
     generation: int
-    # tokens, at most
+    # most tokens
     limit: int
-    # of a conversation: tokens of its first turn, at most; None: as many as `limit`
+    # most tokens of a conversation's first turn; None: as many as `limit`
     first_limit: int | None = None
     tokens: list[int] = field(default_factory=list)
-    # of each token, under the distribution that was drawn from
+    # log-probability of each token under the distribution that was drawn from
     logprobs: list[float] = field(default_factory=list)
-    # of each token, under softmax(logits / temperature)
+    # log-probability of each token under softmax(logits / temperature)
     full_logprobs: list[float] = field(default_factory=list)
     # one of types.FINISH, once it has ended
     reason: str | None = None
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class StopCriteria:
-    """What ends a completion before its limit.
+    """Tokens and texts that end a completion before its limit.
 
     Example: `StopCriteria({1: "eos"}, ("\\n\\n",), tokenizer)`.
     """
@@ -60,7 +60,7 @@ class StopCriteria:
     tokens: dict[int, str]
     # texts that end a completion and stay in it
     texts: tuple[str, ...] = ()
-    # for the texts, and for messages; None if there is none
+    # decodes tokens for the texts and for messages; None if there is none
     tokenizer: Tokenizer | None = None
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ def stop_text_end(
     new: list[int],
     criteria: StopCriteria,
 ) -> int | None:
-    """How many of the new tokens complete a stop text; None if they complete none."""
+    """Returns how many of the new tokens complete a stop text; None if they complete none."""
     if not criteria.texts:
         return None
     if request.text is None:

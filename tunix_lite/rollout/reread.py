@@ -129,7 +129,7 @@ def place_requests(
     drawn_B: jax.Array,
 ) -> Slots:
     """The first requests of the queue take the first slots, which are empty; they run once `extend`
-    has read their tokens. drawn_B: tokens that each has; 0: nobody takes the slot."""
+    has read their tokens. drawn_B: tokens that each has; 0 leaves the slot empty."""
     is_taken_B = drawn_B > 0
     request_B = jnp.arange(len(drawn_B))
     keys_B = queue.keys[jnp.minimum(request_B, len(queue.rows) - 1)]

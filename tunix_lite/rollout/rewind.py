@@ -22,7 +22,7 @@ from tunix_lite.rollout.programs import SamplerSpec, Slots, at_home
 
 @flax.struct.dataclass
 class Saved:
-    """What slots held before a chunk, as far as the chunk may overwrite it.
+    """Slot state to restore when a stop text ends inside the chunk.
 
     Example: save(spec, slots), before `decode` takes the slots.
     """
@@ -44,7 +44,7 @@ def longest_chunk(spec: SamplerSpec) -> int:
 
 
 def save(spec: SamplerSpec, slots: Slots) -> Saved:
-    """What the next chunk may overwrite."""
+    """Saves the slot state that the next chunk may overwrite."""
 
     def of_layer(kind: str, kv: KV) -> KV | None:
         if kind != "local":

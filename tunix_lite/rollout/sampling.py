@@ -80,8 +80,8 @@ def gumbel_noise(
     positions_B: jax.Array,
     vocab_size: int,
 ) -> jax.Array:
-    """What is added to the logits of the next token of each row, [B, V] float32. It depends on the
-    key of the row and on the number of tokens drawn so far, positions_B."""
+    """Draws the noise added to the logits of each row's next token, [B, V] float32. It depends on
+    the key of the row and on the number of tokens drawn so far, positions_B."""
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, positions_B)
     return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys_B)
 
@@ -117,8 +117,8 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `best`, with argmax as two plain reductions: a CPU then draws the noise in threads, and
-    takes half the time."""
+    """Draws like `best`, with argmax as two plain reductions: a CPU then draws the noise in
+    threads, and takes half the time."""
     V = scores_BV.shape[-1]
     is_best_BV = scores_BV >= jnp.max(scores_BV, axis=-1, keepdims=True)
     token_V = jnp.arange(V, dtype=jnp.int32)
@@ -193,7 +193,8 @@ def apply_row_cutoffs(
     top_p_B1: jax.Array,
     min_p_B1: jax.Array,
 ) -> jax.Array:
-    """As `apply_cutoffs`, with settings of each row; 0, 1 and 0 cut nothing off."""
+    """Cuts logits off like `apply_cutoffs`, with settings of each row; 0, 1 and 0 cut nothing
+    off."""
     V = logits_BV.shape[-1]
     B = len(logits_BV)
     lowest = jnp.float32(-jnp.inf)

@@ -42,9 +42,9 @@ class PromptBlocks:
     rows 0 and 1 of the cache, where block 0 was.
     """
 
-    # in the order in which they are read; those of a block have one padded width
+    # prompts in reading order; those of a block have one padded width
     blocks: list[Prompts]
-    # prompts of a block, at most
+    # most prompts of a block
     block_size: int
     # blocks that the prompt cache holds
     cache_blocks: int
@@ -181,7 +181,7 @@ class RolloutScheduler:
         self.slots = programs.make_slots(num_slots, self.columns)
 
     def _make_queue(self, key: jax.Array) -> Queue:
-        """All requests on the devices."""
+        """Puts all requests on the devices."""
         columns = (
             [request.index for request in self.requests],
             [request.generation for request in self.requests],
@@ -312,7 +312,8 @@ class RolloutScheduler:
         return decoded
 
     def next_started_chunk(self) -> DecodedChunk | None:
-        """As next_chunk, and starts no other one: the rollout is to end here."""
+        """Returns the next chunk that was started, and starts no other one: the rollout is to end
+        here."""
         return jax.device_get(self.in_flight.popleft()) if self.in_flight else None
 
     def absorb(

@@ -13,7 +13,7 @@ LEAST_POSITIVE = 1e-30
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How completions are sampled: the distribution of each token, and when a completion ends.
+    """Settings of sampling: the distribution of each token, and when a completion ends.
 
     Example: `GenerationConfig(max_prompt_length=64, max_new_tokens=256, temperature=0.7)`.
     """
@@ -87,8 +87,8 @@ class GenerationConfig:
 
     @property
     def has_cutoffs(self) -> bool:
-        """Whether top_k, top_p or min_p cut tokens off. The best token never is, so at temperature
-        0 they change nothing."""
+        """Returns whether top_k, top_p or min_p cut tokens off. The best token never is, so at
+        temperature 0 they change nothing."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
@@ -122,7 +122,7 @@ OVERLAPS = ("none", "carry", "one_step")
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How sampling is organised: memory and speed. An int8 cache changes completions, a little, and
+    """Settings of the sampler's memory and speed. An int8 cache changes completions, a little, and
     so does overlap.
 
     Example: `RolloutConfig(num_slots=64, chunk=16, cache="int8")`.
@@ -177,17 +177,17 @@ class RolloutConfig:
 
     @property
     def is_fused(self) -> bool:
-        """Whether kernels of our own decode: auto is xla today."""
+        """Returns whether our own kernels decode: auto is xla today."""
         return self.kernels == "fused"
 
     @property
     def is_stale(self) -> bool:
-        """Whether an update may learn from tokens that earlier weights drew."""
+        """Returns whether an update may learn from tokens that earlier weights drew."""
         return self.overlap != "none" and self.max_staleness > 0
 
     def slots(self, num_sequences: int, fsdp: int) -> int:
-        """How many slots decode so many sequences: `num_slots`, else one for each sequence, up to
-        MAX_SLOTS; rounded up to a multiple of fsdp."""
+        """Returns how many slots decode so many sequences: `num_slots`, else one for each sequence,
+        up to MAX_SLOTS; rounded up to a multiple of fsdp."""
         return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
 
 

@@ -1,4 +1,4 @@
-"""How long a rollout still takes, by the completions that have ended and those that still grow.
+"""Estimates the time left of a rollout, by its ended and its growing completions.
 
 Short completions end first, so the mean length of those that have ended is too small. The lengths
 are estimated as lifetimes are, with Kaplan and Meier: a completion that still grows, or was cut,
@@ -83,7 +83,7 @@ class SamplingClock:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a chunk was read."""
+        """Returns whether a chunk was read."""
         return bool(self.tokens)
 
     def take(self, requests: Sequence[Request]) -> None:
@@ -122,21 +122,22 @@ class SamplingClock:
         self._read_at = now
 
     def tokens_per_second(self) -> float | None:
-        """Without compiling and reading prompts; None: not known yet."""
+        """Returns the speed without compiling and reading prompts; None: not known yet."""
         chunks = self._chunks_that_count()
         seconds = sum(seconds for seconds, _, _ in chunks)
         tokens = sum(tokens for _, tokens, _ in chunks)
         return tokens / seconds if seconds else None
 
     def _chunks_that_count(self) -> list[tuple[float, int, int]]:
-        """Those before which no prompt was read; where prompts are read before every chunk, all."""
+        """Returns the chunks before which no prompt was read, or all where prompts are read before
+        every chunk."""
         # A copy at once: another thread may ask while a chunk is taken.
         chunks = list(self._chunks)
         plain = [chunk for chunk in chunks if not chunk[2]]
         return plain or (chunks if len(chunks) >= CHUNKS_THAT_READ else [])
 
     def seconds_left(self) -> float | None:
-        """Until all rollouts have ended; None: not known yet."""
+        """Returns the seconds until all rollouts have ended; None: not known yet."""
         if self._left is None:
             return None
         left, made_at = self._left
@@ -191,7 +192,7 @@ class SamplingClock:
 
 
 class LengthEstimate:
-    """How long completions become, by those that have ended and those that still grow.
+    """Estimates the lengths of completions, by those that have ended and those that still grow.
 
     Example: `LengthEstimate([(7, True)], [9, 9], limit=16).draw(np.array([9]))` is the length of
     one that has 9 tokens now.

@@ -188,7 +188,7 @@ class AgentExperience:
         return layout.lay_out(batch)[0]
 
     def _graded(self, groups: EpisodeGroups, examples: list[dict]) -> Graded:
-        """What samples/*.jsonl has of the episodes, and their metrics."""
+        """Returns the episodes as samples/*.jsonl holds them, and their metrics."""
         metrics = groups.metrics
         rewards_B = groups.rewards_PG.reshape(-1)
         ended = groups.ended
@@ -235,7 +235,8 @@ def _draw_of(generation: GenerationConfig) -> DrawSettings:
 
 
 def _texts_of(episode: Episode, tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the first call of an episode read, and all that follows; "" where it made none."""
+    """Returns what the first call of an episode read, and the text that follows; "" for no
+    calls."""
     if not episode.sequences:
         return "", ""
     first = episode.sequences[0]

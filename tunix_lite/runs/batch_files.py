@@ -6,13 +6,13 @@ import numpy as np
 
 from tunix_lite.types import Batch
 
-# how the name of a stream begins among the arrays of a batch
+# prefix of a stream's name among the arrays of a batch
 STREAM = "streams."
 
 
 def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """All arrays of a batch by name, `streams.NAME` for a stream; without its constants, which are
-    of a model and no part of it."""
+    """Returns all arrays of a batch by name, `streams.NAME` for a stream; without its constants,
+    which belong to a model."""
     named = {field.name: getattr(batch, field.name) for field in fields(batch)}
     streams = named.pop("streams")
     del named["constants"]

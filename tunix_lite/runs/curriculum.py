@@ -41,7 +41,7 @@ class EveryPrompt:
         return {}
 
     def at(self, step: int) -> None:
-        """There is no state to keep."""
+        """Does nothing: there is no state to keep."""
 
 
 @dataclass
@@ -52,12 +52,12 @@ class RunCurriculum:
     """
 
     settings: CurriculumConfig
-    # after the newest rollout, and before it
+    # the states after the newest rollout and before it
     state: CurriculumState
     before: CurriculumState
-    # the step that the newest rollout began with; before the first one, none
+    # the step that the newest rollout began with; -1 before the first one
     began: int = -1
-    # of that rollout: (example, right, all) of each group; examples drawn, passed over, refilled
+    # that rollout's groups: (example, right, all); its examples: drawn, passed over, refilled
     groups: list[tuple[dict, int, int]] = field(default_factory=list)
     counts: list[tuple[int, int, int]] = field(default_factory=list)
     num_prompts: int = 1
@@ -97,10 +97,10 @@ class RunCurriculum:
         """Takes note of all that was graded; completions that were dropped do not count."""
         G = graded.num_generations
         for first in range(0, len(graded.examples), G):
-            kept = [row for row in range(first, first + G) if not graded.dropped[row]]
-            if kept:
-                right = sum(bool(graded.correct[row]) for row in kept)
-                self.groups.append((graded.examples[kept[0]], right, len(kept)))
+            valid_rows = [row for row in range(first, first + G) if not graded.dropped[row]]
+            if valid_rows:
+                right = sum(bool(graded.correct[row]) for row in valid_rows)
+                self.groups.append((graded.examples[valid_rows[0]], right, len(valid_rows)))
 
     def end(self, say: Callable[[str], None]) -> Metrics:
         """The rollout is over: what was graded counts from here on. Returns metrics of it. say:
@@ -123,13 +123,13 @@ class RunCurriculum:
         return (self.before if step <= self.began else self.state).as_json()
 
 
-def curriculum_at_start(run: RunConfig, found: dict | None) -> RunCurriculum | EveryPrompt:
-    """The curriculum of a run. found: what a checkpoint has of it. Raises ValueError if that is
+def curriculum_at_start(run: RunConfig, saved: dict | None) -> RunCurriculum | EveryPrompt:
+    """The curriculum of a run. saved: its state in a checkpoint. Raises ValueError if that is
     damaged."""
     settings = run.curriculum
     if not settings.is_on:
         return EveryPrompt()
     state = CurriculumState()
-    if found is not None:
-        state = CurriculumState.from_json(found, len(settings.levels))
+    if saved is not None:
+        state = CurriculumState.from_json(saved, len(settings.levels))
     return RunCurriculum(settings, state, state)

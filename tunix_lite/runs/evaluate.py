@@ -1,4 +1,4 @@
-"""How good is the policy: completions of held-out prompts, graded by the task.
+"""Evaluates the policy: samples completions of held-out prompts, which the task grades.
 
 Greedy completions say what the policy answers, samples how often it is right: avg@k and pass@k
 climb where the greedy answer has long been found. Nothing here changes a state, and samples have
@@ -60,7 +60,7 @@ def evaluate(
 
 
 def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:
-    """How many completions each rollout of an evaluation samples: greedy ones, then samples."""
+    """Returns the completions of each rollout of an evaluation: first greedy ones, then samples."""
     return [num_examples, num_examples * num_samples] if num_samples else [num_examples]
 
 
@@ -74,7 +74,7 @@ def complete_held_out(
     temperature: float,
     progress: SamplingProgress | None = None,
 ) -> Evaluated:
-    """As `evaluate`, of these examples."""
+    """Evaluates these examples; see `evaluate`."""
     greedy = complete_and_grade(policy, task, params, examples, key, progress=progress)
     metrics = greedy_metrics(greedy)
     if not num_samples:

@@ -30,11 +30,11 @@ class Experience:
     updates: first with updates_left=2, then with updates_left=1.
     """
 
-    # the batch in rows on the mesh: what the update takes
+    # the batch in rows on the mesh, which the update takes
     rows: RowBatch
     # the same as the algorithm made it, [B, T] on the host; with algorithm.mini_batches, a part
     batch: Batch
-    # of collecting: rewards, completions, time/rollout; {} where the batch is handed out again
+    # metrics of collecting: rewards, completions, time/rollout; {} for a batch handed out again
     metrics: Metrics
     # the completions of `batch` with their rewards; None where nothing was sampled, as in SFT
     graded: Graded | None
@@ -43,15 +43,15 @@ class Experience:
 
 
 class ExperienceSource(Protocol):
-    """Where the loop gets its experience from."""
+    """Gives the loop its experience."""
 
     def compile_ahead(self, state: TrainState) -> None:
         """Compiles what sampling needs, before the first step. Nothing is sampled here."""
         ...
 
     def take(self, step: int, params: Params) -> Experience:
-        """What update number `step` (from 0) learns from. Raises RunFailed, naming the step, if
-        data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
+        """Returns the experience of update number `step` (from 0). Raises RunFailed, naming the
+        step, if data, rewards or the algorithm's batch are wrong; StopRun if a signal ends it.
 
         params: what the policy samples with now, adapters attached to their base. The next update
         donates them: who samples beside an update copies them first.
@@ -64,16 +64,16 @@ class ExperienceSource(Protocol):
         ...
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
-        """How good the policy is after `step` updates, on evaluation.num_examples held-out
-        examples. patience: seconds after which it says how far it is. Raises RunFailed if a reward
-        fails, StopRun if a signal ends it.
+        """Evaluates the policy after `step` updates on evaluation.num_examples held-out examples.
+        patience: seconds until it reports progress. Raises RunFailed if a reward fails, StopRun if
+        a signal ends it.
 
         params: as of `take`.
         """
         ...
 
 
-# what an algorithm collects: the batch, metrics, and the graded completions if there are any
+# the result of collecting: the batch, metrics, and the graded completions if there are any
 Collected = tuple[Batch, Metrics, Graded | None]
 
 
@@ -149,12 +149,12 @@ class FreshExperience:
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         key = jax.random.fold_in(self._seed_key, step)
         self._policy = self._moving.follow(self._policy, step, params)
-        policy, task, examples, found = self._drawn(step, rollout, params)
+        policy, task, examples, example_metrics = self._source(step, rollout, params)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | self._curriculum.end(self._console.say) | found, graded
+        return batch, metrics | self._curriculum.end(self._console.say) | example_metrics, graded
 
-    def _drawn(self, step: int, rollout: int, params: Params) -> Drawn:
-        """Whom the algorithm asks for completions, of which examples, and metrics of these."""
+    def _source(self, step: int, rollout: int, params: Params) -> Drawn:
+        """Returns the policy to sample from, its task and examples, and metrics of these."""
         task = self._curriculum.begin(step, self._task.at_step(step))
         if self._overlap is not None:
             return self._overlap.draw(step, self._policy, task, params)
@@ -166,14 +166,14 @@ class FreshExperience:
         Examples of later rounds are those of other shuffles, so that the first round goes through
         the data in the same order whether others follow or not.
         """
-        found = []
+        examples = []
         dropped = 0
         for r in range(self._rounds):
             seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
             more, unfit = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
-            found += more
+            examples += more
             dropped += unfit
-        return found, {"prompts/dropped": dropped} if self._leaves_out else {}
+        return examples, {"prompts/dropped": dropped} if self._leaves_out else {}
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""

@@ -1,5 +1,5 @@
-"""What the numbers of a run depend on, kept beside its checkpoints: a run goes on only from a
-checkpoint of the same run.
+"""Fingerprints a run: the settings its numbers depend on, kept beside its checkpoints. A run
+resumes only from a checkpoint of the same run.
 
 What never changes an answer is not in it: the mesh, micro-batches, remat, scan_layers, slots, and
 how often. Packing is kept, so that training.packing=auto goes on as the run began; it may differ.
@@ -52,16 +52,16 @@ def fingerprint(
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
     what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden.
     """
-    kept = source.settings_to_keep(run.model, model, run.seed)["model"]
+    model_settings = source.settings_to_keep(run.model, model, run.seed)["model"]
     named: dict[str, Any] = {}
     if run.model.chat_template is not None:
         named["chat_template"] = _digest(model.tokenizer.template.text)
     if frozen_models:
-        digests = {name: source.weights_digest(found) for name, found in frozen_models.items()}
+        digests = {name: source.weights_digest(frozen) for name, frozen in frozen_models.items()}
         named["frozen_weights"] = digests
     on_none = {} if run.rewards.on_none == "error" else {"on_none": run.rewards.on_none}
-    found = {
-        "model": {"architecture": kept["architecture"], "lora": kept["lora"]},
+    values = {
+        "model": {"architecture": model_settings["architecture"], "lora": model_settings["lora"]},
         "weights": source.weights_digest(model),
         "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),
         **named,
@@ -93,7 +93,7 @@ def fingerprint(
             "python": platform.python_version(),
         },
     }
-    return without_secrets(found)
+    return without_secrets(values)
 
 
 def _digest(text: str) -> str:
@@ -112,8 +112,8 @@ def _task(run: RunConfig) -> dict:
 
 
 def _conversation(run: RunConfig) -> dict:
-    """Only where there are conversations. How long an environment may take, and in how many
-    processes, changes no answer."""
+    """Returns the settings of conversations, if the run has any. Time limits and processes of
+    environments change no answer."""
     if run.task.environment is None:
         return {}
     settings = plain(run.conversation)
@@ -123,7 +123,7 @@ def _conversation(run: RunConfig) -> dict:
 
 
 def _curriculum(run: RunConfig) -> dict:
-    """Only where there is one, with digests of the data of its levels."""
+    """Returns the curriculum, if the run has one, with digests of the data of its levels."""
     curriculum = run.curriculum
     if not curriculum.is_on:
         return {}
@@ -135,16 +135,16 @@ def _curriculum(run: RunConfig) -> dict:
 
 
 def _overlap(run: RunConfig, prompts: int, shards: int) -> dict:
-    """Only where updates learn from tokens of earlier weights: which ones depends on slots and
-    chunks then."""
+    """Returns the settings of overlap, if updates learn from tokens of earlier weights: which
+    tokens those are depends on slots and chunks."""
     rollout = run.rollout
     if not rollout.is_stale:
         return {}
-    found = {"overlap": rollout.overlap, "max_staleness": rollout.max_staleness}
+    settings = {"overlap": rollout.overlap, "max_staleness": rollout.max_staleness}
     if rollout.overlap == "carry":
         slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
-        found |= {"slots": slots, "chunk": rollout.chunk}
-    return found
+        settings |= {"slots": slots, "chunk": rollout.chunk}
+    return settings
 
 
 def _optimizer(run: RunConfig, shards: int) -> dict:
@@ -159,15 +159,15 @@ def _decay(run: RunConfig) -> dict:
 
 
 def _evaluation(run: RunConfig) -> dict:
-    """What held-out numbers, and with them the best checkpoint, are of; how often changes none."""
-    found = plain(run.evaluation)
-    del found["_target_"], found["interval_steps"]
-    return found
+    """Returns the settings of held-out numbers and the best checkpoint, without the interval."""
+    settings = plain(run.evaluation)
+    del settings["_target_"], settings["interval_steps"]
+    return settings
 
 
 def _code(run: RunConfig) -> dict:
-    """By module, digests of the user's own code that the settings name, rewards above all; only
-    where there is any. Comments and blank lines do not count."""
+    """Returns digests, by module, of the user's own code that the settings name, rewards above all;
+    only where there is any. Comments and blank lines do not count."""
     digests = {}
     for path in _named((plain(run.algorithm), plain(run.task), plain(run.curriculum))):
         name = path.rpartition(".")[0]
@@ -196,7 +196,7 @@ def _named(values: Any) -> Iterator[str]:
 
 
 def _reduced(run: RunConfig) -> dict:
-    """Only what differs from the default."""
+    """Returns only the settings that differ from the default."""
     chosen = {name: getattr(run.training, name) for name in ("reduce_dtype", "tp_reduce_dtype")}
     return {name: dtype for name, dtype in chosen.items() if dtype != "float32"}
 
@@ -207,22 +207,22 @@ def read_fingerprint(file: Path) -> dict:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}, {unknown}")
     try:
-        found = read_object(file)
+        values = read_object(file)
     except ValueError as error:
         raise ValueError(f"{error}, {unknown}") from error
-    if "model" not in found:
+    if "model" not in values:
         raise ValueError(f"{file} cannot be read (it names no model), {unknown}")
-    return without_secrets(found)
+    return without_secrets(values)
 
 
 def packing_of(theirs: dict, file: Path) -> str:
-    """How the run with this fingerprint, read from `file`, packed its sequences. Raises
+    """Returns how the run with this fingerprint, read from `file`, packed its sequences. Raises
     ValueError."""
-    kept = theirs.get("training")
-    found = kept.get("packing") if isinstance(kept, dict) else None
-    if found not in PACKING:
-        raise ValueError(f"{file}: packing={shown(found)} is not {', '.join(PACKING)}")
-    return found
+    training = theirs.get("training")
+    packing = training.get("packing") if isinstance(training, dict) else None
+    if packing not in PACKING:
+        raise ValueError(f"{file}: packing={shown(packing)} is not {', '.join(PACKING)}")
+    return packing
 
 
 def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str, str]]:
@@ -244,23 +244,23 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     Another model cannot be forced: its checkpoint means something else. What SAID names may
     differ.
     """
-    found = dict(differences(ours, theirs))
-    said = {name: found.pop(name) for name in [*found] if name.startswith(SAID)}
-    found.pop("training.packing", None)
+    changes = dict(differences(ours, theirs))
+    said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
+    changes.pop("training.packing", None)
 
-    other = {name: text for name, text in found.items() if name.startswith("model.")}
+    other = {name: text for name, text in changes.items() if name.startswith("model.")}
     if other:
         raise ValueError(f"the run in {folder} has another model: {_listed(other)}")
-    if found and not force:
+    if changes and not force:
         raise ValueError(
-            f"this is not the run in {folder}: {_listed(found)}. resume.force=true goes on from "
+            f"this is not the run in {folder}: {_listed(changes)}. resume.force=true goes on from "
             "its checkpoint all "
             "the same; resume=none with another hydra.run.dir begins anew"
         )
-    return _listed(found | said)
+    return _listed(changes | said)
 
 
-def _listed(found: dict[str, str]) -> str:
+def _listed(changes: dict[str, str]) -> str:
     """The first few differences, as one text."""
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(f"{name}: {text}" for name, text in [*found.items()][:SHOWN]) + more
+    more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+    return "; ".join(f"{name}: {text}" for name, text in [*changes.items()][:SHOWN]) + more

@@ -1,5 +1,5 @@
-"""What a run says of its own numbers while it goes on, once each: that most of its groups teach
-nothing, and that many completions are cut off."""
+"""Warns about a run's own numbers, each warning once: most groups teach nothing, or many
+completions are cut off."""
 
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ class GroupsHint:
     right, `line` returns "most groups teach nothing: in the last 10 steps 80% ... too easy ...".
     """
 
-    # of each step since the last look or the start: groups that agree, completions that are right
+    # shares of each step since the last look or the start: groups that agree, right completions
     seen: list[tuple[float, float]] = field(default_factory=list)
     # the reasons that a hint has named
     said: set[str] = field(default_factory=set)
@@ -68,7 +68,7 @@ class CutHint:
     "many completions are cut off: ... Try generation.max_new_tokens=96".
     """
 
-    # of each step since the last look or the start: completions that ran out of tokens, and right
+    # shares of each step since the last look or the start: completions cut off, and right
     seen: list[tuple[float, float]] = field(default_factory=list)
     is_done: bool = False
 
@@ -98,7 +98,8 @@ class CutHint:
 
 
 def hint_text(count: int, agree: float, right: float, num_generations: int) -> str:
-    """Why most groups teach nothing, and which override to try. count: of the steps looked at."""
+    """Says why most groups teach nothing, and which override to try. count: of the steps looked
+    at."""
     more = f"algorithm.num_generations={2 * num_generations}"
     others = (
         "algorithm.agreeing_groups=replace algorithm.max_rounds=4 to draw others in their place"

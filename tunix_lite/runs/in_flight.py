@@ -33,8 +33,9 @@ class InFlight:
     next_step: int
 
     def as_arrays(self) -> dict[str, np.ndarray]:
-        """By name: [N] of each completion, and the values of all tokens one after the other."""
-        found = {
+        """Returns arrays by name: [N] of each completion, and the values of all tokens one after
+        the other."""
+        columns = {
             "next_step": np.int32(self.next_step),
             "steps": [one.step for one in self.completions],
             "prompts": [one.prompt for one in self.completions],
@@ -43,13 +44,13 @@ class InFlight:
             "reasons": [_number(one.reason) for one in self.completions],
         }
         for name in OF_TOKENS:
-            found[name] = [x for one in self.completions for x in getattr(one, name)]
+            columns[name] = [x for one in self.completions for x in getattr(one, name)]
         types = dict.fromkeys(OF_COMPLETIONS, np.int32) | OF_TOKENS
-        return {name: np.asarray(values, types.get(name)) for name, values in found.items()}
+        return {name: np.asarray(values, types.get(name)) for name, values in columns.items()}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "InFlight":
-        """What `as_arrays` was called on. Raises ValueError for arrays that it does not make."""
+        """Rebuilds the object from the arrays of `as_arrays`. Raises ValueError for others."""
         wanted = {"next_step", *OF_COMPLETIONS, *OF_TOKENS}
         if arrays.keys() != wanted:
             raise ValueError(f"it has {sorted(arrays)} and not {sorted(wanted)}")
@@ -119,20 +120,20 @@ class ConversationsInFlight:
 
     def as_arrays(self) -> dict[str, np.ndarray]:
         """The arrays of the rollout by name, and its conversations as the bytes of a JSON text."""
-        found = [asdict(one) for one in self.rollout.conversations]
-        texts = json.dumps({"conversations": found})
-        found = {
+        conversations = [asdict(one) for one in self.rollout.conversations]
+        texts = json.dumps({"conversations": conversations})
+        arrays = {
             "step": np.int32(self.step),
             "version": np.int32(self.version),
             "conversations": np.frombuffer(texts.encode(), np.uint8),
         }
         types = OF_ROLLOUT | OF_ROWS
-        return found | {name: np.asarray(getattr(self.rollout, name)) for name in types}
+        return arrays | {name: np.asarray(getattr(self.rollout, name)) for name in types}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> "ConversationsInFlight":
-        """What `as_arrays` was called on, without metrics. Raises ValueError for arrays that it
-        does not make."""
+        """Rebuilds the object, without metrics, from the arrays of `as_arrays`. Raises ValueError
+        for others."""
         types = OF_ROLLOUT | OF_ROWS
         wanted = {"step", "version", "conversations", *types}
         if arrays.keys() != wanted:
@@ -144,10 +145,10 @@ class ConversationsInFlight:
         for name, dtype in types.items():
             rows_shape = (*shape[:1], 2) if name == "seconds" else shape[:1]
             expected = shape if name in OF_ROLLOUT else rows_shape
-            found = arrays[name]
-            if len(shape) != 2 or found.shape != expected or found.dtype != dtype:
+            array = arrays[name]
+            if len(shape) != 2 or array.shape != expected or array.dtype != dtype:
                 raise ValueError(
-                    f"`{name}` is {found.dtype} of {found.shape} and not {np.dtype(dtype)} of "
+                    f"`{name}` is {array.dtype} of {array.shape} and not {np.dtype(dtype)} of "
                     f"{expected}"
                 )
         conversations = np.empty(shape[0], object)
@@ -160,7 +161,7 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
     """The conversations of a rollout of so many rows and columns. Raises ValueError for a text that
     `ConversationsInFlight.as_arrays` does not make."""
     try:
-        found = [
+        conversations = [
             Conversation(
                 [
                     SampledTurn(int(turn["begin"]), int(turn["end"]), reply_from(turn["reply"]))
@@ -173,18 +174,18 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
         ]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"`conversations` holds none: {error}") from error
-    if len(found) != shape[0]:
-        raise ValueError(f"`conversations` has {len(found)} and not {shape[0]}")
-    for one in found:
+    if len(conversations) != shape[0]:
+        raise ValueError(f"`conversations` has {len(conversations)} and not {shape[0]}")
+    for one in conversations:
         places = [place for turn in one.turns for place in (turn.begin, turn.end)]
         if not places or not 0 <= places[0] <= places[-1] <= shape[1] or places != sorted(places):
             raise ValueError(f"`conversations` has turns at {places}, and rows have {shape[1]}")
-    return found
+    return conversations
 
 
-def reply_from(found: dict) -> TurnReply:
+def reply_from(fields: dict) -> TurnReply:
     """An answer of an environment. Raises TypeError for fields or types that it does not have."""
-    reply = TurnReply(**found)
+    reply = TurnReply(**fields)
     for name, default in asdict(TurnReply()).items():
         value = getattr(reply, name)
         kind = (int, float) if isinstance(default, float) else type(default)
@@ -194,6 +195,6 @@ def reply_from(found: dict) -> TurnReply:
 
 
 def in_flight_from(arrays: dict[str, np.ndarray]) -> InFlight | ConversationsInFlight:
-    """What a checkpoint holds. Raises ValueError for arrays that nobody makes."""
+    """Rebuilds the partial rollouts of a checkpoint. Raises ValueError for malformed arrays."""
     kind = ConversationsInFlight if "conversations" in arrays else InFlight
     return kind.from_arrays(arrays)

@@ -1,4 +1,4 @@
-"""What learns: the state, the policy that acts with it, and the compiled update."""
+"""The learner of a run: its state, the policy that acts with it, and the compiled update."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -42,31 +42,31 @@ class Learner:
     `state, metrics = update(state, learner.frozen, rows)`: the old state is donated.
     """
 
-    # what an update changes, as it is when the run begins; the first update donates it
+    # the state at the start of the run; the first update donates it
     state: TrainState
     # the base that adapters are attached to; None: all weights train
     frozen: Params | None
     policy: Policy
     # (state, frozen, rows) -> (state, metrics); it knows its compiled program
     train_step: TrainStep
-    # what the run comes to on its mesh, with all its choices made
+    # the resolved run on its mesh, with all its choices made
     resolved: ResolvedRun
     stopping: Stopping
-    # what the policy samples with
+    # the policy's sampler
     sampler: Sampling
     # the seed of sampling; every step folds its number in
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
-    # which prompts are asked
+    # chooses the prompts
     curriculum: RunCurriculum | EveryPrompt
-    # what rollouts leave for later updates; None: nothing (rollout.overlap=none)
+    # rollouts kept for later updates; None: none are (rollout.overlap=none)
     overlap: Overlap | None = None
-    # of the step under way: what parts of collecting took, by the name of their metric
+    # seconds of collecting in the current step, by the name of their metric
     seconds: Counter = field(default_factory=Counter)
 
     def policy_params(self, state: TrainState) -> Params:
-        """What the policy samples with: the parameters, with adapters attached to their base."""
+        """Returns the parameters to sample with: adapters attached to their base."""
         return acting_params(self.frozen, state.params, self.train_step.lora)
 
     def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
@@ -156,17 +156,17 @@ def build_learner(session: Session) -> Learner:
 def _load_frozen(parts: Parts, console: Console) -> dict[str, Params]:
     """The weights of the algorithm's frozen models, such as a teacher. Raises ConfigError."""
     weights = {}
-    for name, found in parts.frozen_models.items():
+    for name, model in parts.frozen_models.items():
         with error_context(f"algorithm.{name}"):
             storage = parts.resolved.frozen_models[name].storage
-            with BytesProgress(console, "loading", f"the {name} {found.name}") as on_bytes:
+            with BytesProgress(console, "loading", f"the {name} {model.name}") as on_bytes:
                 seed = parts.resolved.run.seed
-                weights[name] = source.load_base(found, seed, storage, on_bytes)
+                weights[name] = source.load_base(model, seed, storage, on_bytes)
     return weights
 
 
 def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
-    """How the run samples."""
+    """Builds the sampler of a run."""
     return make_generate_with_partner(
         resolved.cfg,
         resolved.run.generation,
@@ -182,8 +182,8 @@ def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
 def _with_sampling_weights(
     resolved: ResolvedRun, params: Params, say: Callable[[str], None]
 ) -> ResolvedRun:
-    """Choose whether the sampler gathers the weights over fsdp: a matter of memory, never of the
-    numbers. All that stays on the devices is there by now."""
+    """Chooses whether the sampler gathers the weights over fsdp, which does not change results.
+    Call it after all resident arrays are allocated."""
     sampling_weights, why = memory.choose_weights(
         params,
         resolved.cfg,

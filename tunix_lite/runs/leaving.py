@@ -35,11 +35,11 @@ class Unfinished:
     save: Callable[[], None]  # the state as it is now, in the background
     wait: Callable[[], None]  # until what was saved is on disk
     on_disk: int  # the step whose state a checkpoint holds, or that the run began with
-    # what trackers have not been given yet of the last whole step
+    # calls that give trackers the rest of the last whole step
     pending: list[Callable[[], None]] = field(default_factory=list)
 
     def log_pending(self) -> None:
-        """Give trackers what they have not been given yet of the last whole step."""
+        """Gives trackers the rest of the last whole step."""
         while self.pending:
             self.pending.pop()()
 
@@ -90,8 +90,8 @@ class Unfinished:
 
 
 def is_of_the_machine(error: BaseException, folder: Path) -> bool:
-    """Whether devices, memory, the disk of the run, another process, a sampler that is wrong, or
-    numbers that are not finite are behind it."""
+    """Returns whether the error comes from devices, memory, the run's disk, another process, a
+    wrong sampler, or numbers that are not finite."""
     kinds = (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError, SamplerFault)
     return trouble(error, folder) is not None or any(
         isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error)
@@ -134,7 +134,7 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether what is done every so many steps, and after the last one, is done after this one."""
+    """Returns whether work that is done every `every` steps, and after the last, is due now."""
     return step == last or bool(every and step % every == 0)
 
 
@@ -152,14 +152,15 @@ def diverged(
     metrics: Metrics | None = None,
     unsaved: OSError | None = None,
 ) -> str:
-    """Why a run gives up, and how to go on. unsaved: why its state could not be saved, if so."""
+    """Says why a run gives up, and how to go on. unsaved: why its state could not be saved, if
+    so."""
     seen = f"{loss_numbers(metrics)}; " if metrics else ""
     updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
-    kept = f"checkpoint {step} in {checkpoints} has the weights before"
+    state = f"checkpoint {step} in {checkpoints} has the weights before"
     if unsaved is not None:
-        kept = f"the weights before could not be saved ({unsaved})"
+        state = f"the weights before could not be saved ({unsaved})"
     return (
-        f"step {step}: {seen}{updates} not finite. None was made: {kept}. A learning rate that is "
+        f"step {step}: {seen}{updates} not finite. None was made: {state}. A learning rate that is "
         "too high is the usual cause; a reward or a loss of your own that divides by 0 is another. "
         "resume.force=true goes on from the newest checkpoint with other settings, a higher "
         "training.max_skipped_in_a_row with the same ones"
@@ -167,7 +168,7 @@ def diverged(
 
 
 def sampler_fault(step: int, gap: float, most: float) -> str:
-    """Why a run stops whose sampler and trainer disagree. gap, most: nats a token."""
+    """Says why a run stops whose sampler and trainer disagree. gap, most: nats a token."""
     return (
         f"step {step}: the trainer gives the sampler's tokens log-probabilities that differ by "
         f"{gap:.3g} nats a token on average; training.max_sampler_gap={most:g} is the limit, and "

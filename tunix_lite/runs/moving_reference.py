@@ -69,17 +69,18 @@ class MovingReference:
                 if later >= step:
                     shutil.rmtree(folder / str(later))
         allgather_values(None)
-        kept = Checkpoints(folder)
-        kept.save(TrainState(put(np.int32(step)), params, {}))
-        kept.close()
-        words = f"the policy of step {step}"
+        checkpoints = Checkpoints(folder)
+        checkpoints.save(TrainState(put(np.int32(step)), params, {}))
+        checkpoints.close()
+        description = f"the policy of step {step}"
         if self.mix < 1:
-            words = f"a mean of the policies until step {step}"
-        self.run_dir.write_json(self.run_dir.reference, {"reference": words, "kept": step})
+            description = f"a mean of the policies until step {step}"
+        self.run_dir.write_json(self.run_dir.reference, {"reference": description, "kept": step})
 
 
 def moving_reference(session: Session) -> MovingReference:
-    """That of a run; of one without a reference, or whose reference stays, it does nothing."""
+    """Builds the moving reference of a run. It does nothing without a reference, or if the
+    reference stays."""
     every = session.run.algorithm.needs.reference_every
     if not every:
         return MovingReference(session.run_dir, 0, 1.0, lambda params: params, 0)

@@ -44,16 +44,16 @@ Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
 
 
 class Overlap(Protocol):
-    """What runs/experience.py asks for its completions, and runs/watch.py for what to keep."""
+    """Gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """What update number `step` (from 0) learns from; `policy` and `params` sample what is
-        missing, and more for later updates."""
+        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
+        those that are missing, and more for later updates."""
         ...
 
     def beside_update(self) -> Metrics:
-        """While the devices compute the update: sampling that was begun goes on to its end. Metrics
-        of it."""
+        """Finishes the sampling that was begun, while the devices compute the update; returns its
+        metrics."""
         ...
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
@@ -62,7 +62,7 @@ class Overlap(Protocol):
         ...
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """What is in flight after `step` updates, as arrays for a checkpoint."""
+        """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
         ...
 
 
@@ -100,14 +100,14 @@ class BatchesInFlight:
         return self._of(step)[1]
 
     def dropped(self, steps: Sequence[int]) -> Metrics:
-        """How many examples were passed over, if any may be."""
+        """Counts the examples that were passed over, if the task may pass any over."""
         if not self.session.task.leaves_out:
             return {}
         return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
 
     def forget(self, steps: set[int]) -> None:
         """Keeps only what these steps need."""
-        self._found = {step: found for step, found in self._found.items() if step in steps}
+        self._found = {step: examples for step, examples in self._found.items() if step in steps}
 
 
 class Carry:
@@ -124,7 +124,7 @@ class Carry:
         self._between_chunks = session.stopping.check_between_chunks
         self._pad_id = session.task.tokenizer.pad_id
         self._seed_key = jax.random.key(run.seed)
-        # after the newest rollout, before it, and the step that it was for
+        # in flight after the newest rollout, and before it; the step of that rollout
         self._after = start
         self._before = start
         self._began = -1
@@ -143,8 +143,8 @@ class Carry:
         self._before = self._after
         self._began = step
         last = step + self._behind * self._updates
-        asked = range(self._before.next_step, last + 1, self._updates)
-        waiting = [one for new in asked for one in self._begun(new)]
+        new_steps = range(self._before.next_step, last + 1, self._updates)
+        waiting = [one for new in new_steps for one in self._new_completions(new)]
         completions = [*self._before.completions, *waiting]
         steps = {one.step for one in completions}
         prompts = {
@@ -172,7 +172,7 @@ class Carry:
 
         of_groups = [one.group for one in taken[:: self._generations]]
         examples = [self._batches.examples(of)[p] for of, p in of_groups]
-        found = self._batches.dropped(asked)
+        example_metrics = self._batches.dropped(new_steps)
         self._batches.forget({one.step for one in left})
         generation = self._sampler.generation
         in_order = [prompts[group] for group in of_groups]
@@ -182,14 +182,14 @@ class Carry:
         else:
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
-        return handed_out(policy, rollout.replace(metrics=metrics)), task, examples, found
+        return handed_out(policy, rollout.replace(metrics=metrics)), task, examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """See Overlap: all was sampled before."""
         return {}
 
-    def _begun(self, step: int) -> list[OpenCompletion]:
-        """The completions of a step, none of which has begun; those of a group side by side."""
+    def _new_completions(self, step: int) -> list[OpenCompletion]:
+        """Returns the empty completions of a step; those of a group stand side by side."""
         return [
             OpenCompletion(step, p, g)
             for p in range(len(self._batches.prompts(step)))
@@ -213,7 +213,7 @@ class Carry:
 
 
 def staleness_metrics(rollout: Rollout, step: int) -> Metrics:
-    """How many updates behind the tokens are that update number `step` learns from."""
+    """Measures how many updates old the tokens are that update number `step` learns from."""
     ages = step - rollout.versions[rollout.completion_mask]
     return {
         "rollout/staleness_mean": float(ages.mean()),
@@ -264,7 +264,7 @@ class TaskInHand:
         return self._grader
 
     def partner(self, examples: list[dict]) -> None:
-        """None: the environments have answered already."""
+        """Returns None: the environments have answered already."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class UnderWay:
     steps: Generator[None, None, Rollout]
     examples: list[dict]
     grader: Any
-    # that sampling took until now
+    # seconds of sampling until now
     seconds: float
 
     def sampled(self) -> Sampled:
@@ -362,14 +362,14 @@ class OneStep:
             raise self._failed
         self._before = self._after
         self._began = step
-        held = self._before or self._begun(step, step, policy, params).sampled()
+        held = self._before or self._start_rollout(step, step, policy, params).sampled()
         following = step + self._updates
-        self._under_way = self._begun(following, step, policy, params)
+        self._under_way = self._start_rollout(following, step, policy, params)
         self._batches.forget({following})
         rollout = held.rollout.replace(metrics=staleness_metrics(held.rollout, step))
         task = TaskInHand(task, held.grader)
-        found = self._batches.dropped([following])
-        return handed_out(policy, rollout, is_graded=True), task, held.examples, found
+        example_metrics = self._batches.dropped([following])
+        return handed_out(policy, rollout, is_graded=True), task, held.examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """See Overlap. The updates after the first one of a rollout have nothing beside them."""
@@ -385,8 +385,8 @@ class OneStep:
             return {}
         return self._after.rollout.metrics
 
-    def _begun(self, step: int, version: int, policy: Policy, params: Params) -> UnderWay:
-        """The rollout of a step, begun with the weights of now: its first chunk is read, and the
+    def _start_rollout(self, step: int, version: int, policy: Policy, params: Params) -> UnderWay:
+        """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end."""
         elapsed = stopwatch()
         key = jax.random.fold_in(self._seed_key, step)
@@ -438,8 +438,8 @@ class OneStep:
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
-    """What the run's rollouts leave for later updates, as at this step; None: nothing. Raises
-    ConfigError if the checkpoint does not have it."""
+    """Restores the run's overlapping rollouts at this step; None without overlap. Raises
+    ConfigError if the checkpoint lacks them."""
     run = resolved.run
     if run.rollout.overlap == "none" or (
         run.rollout.overlap == "one_step" and not run.rollout.is_stale
@@ -463,16 +463,16 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
 
 
 def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:
-    """What is in flight at this step; nothing where the run begins, or goes on with other
+    """Reads the rollouts in flight at this step; none if the run begins here or resumes with other
     settings."""
     nothing = InFlight([], step)
     if parts.resume_from is None or (run.resume.force and parts.differs):
         return nothing
     with error_context("resume"):
-        found = Checkpoints(parts.resume_from).in_flight(step)
-        if found is None and run.rollout.is_stale:
+        arrays = Checkpoints(parts.resume_from).in_flight(step)
+        if arrays is None and run.rollout.is_stale:
             raise ValueError(
                 f"step {step} of {parts.resume_from} has no completions in flight; "
                 "resume.force=true begins with none"
             )
-        return nothing if found is None else in_flight_from(found)
+        return nothing if arrays is None else in_flight_from(arrays)

@@ -1,4 +1,4 @@
-"""Which groups an update takes where rollouts overlap with learning, and the words for it.
+"""Rules of overlap: the groups that an update takes where rollouts overlap with learning.
 
 Rollouts are counted from 0 here; with algorithm.updates_per_rollout=1 they are updates.
 """
@@ -38,7 +38,7 @@ def groups_to_take(
 
 
 def overlap_words(run: RunConfig, num_prompts: int) -> str:
-    """What rollout.overlap means for this run, for its panel."""
+    """Describes rollout.overlap of this run, for its panel."""
     rollout = run.rollout
     if rollout.overlap == "one_step":
         return "one_step: the next batch is sampled beside the update"

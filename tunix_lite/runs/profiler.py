@@ -17,7 +17,7 @@ TRACED_STEPS = slice(1, 4)
 
 def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> str:
     """The collectives of a compiled program as a page in Markdown. text: its optimised HLO."""
-    found = collectives(text, mesh_shape)
+    ops = collectives(text, mesh_shape)
     mesh = ", ".join(f"{axis}={size}" for axis, size in mesh_shape.items())
     lines = [
         f"# What one {program} sends",
@@ -25,10 +25,10 @@ def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> 
         f"Mesh {mesh}. Bytes are those of one device in one {program}.",
         "",
     ]
-    if not found:
+    if not ops:
         return "\n".join([*lines, "Nothing: no device needs what another one has.", ""])
     lines += ["| kind | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|"]
-    for g in grouped(found):
+    for g in grouped(ops):
         lines.append(
             f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | "
             f"{g.sent_bytes / 1e6:,.2f} |"
@@ -38,7 +38,7 @@ def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> 
         "| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |",
         "|" + "---|" * 8,
     ]
-    for c in sorted(found, key=lambda c: -c.total_bytes)[:60]:
+    for c in sorted(ops, key=lambda c: -c.total_bytes)[:60]:
         known = "" if c.count_known else " at least"
         cells = (
             f"{c.kind} | {c.axis} | {c.count}{known} | {c.num_bytes / 1e6:,.3f} | "

@@ -1,8 +1,8 @@
 """The reference of the KL term: the policy that training starts from, the same however often the
 run is resumed.
 
-Where the settings of the model do not name all of it, as when training starts from an adapter or
-from another run's checkpoint, the run keeps it in its own folder, `reference/<step>/`: an adapter
+The settings of the model may not name all of it, as when training starts from an adapter or from
+another run's checkpoint. Then the run keeps it in its own folder, `reference/<step>/`: an adapter
 may be overwritten, and another run goes on. `reference.json` says which one it is.
 """
 
@@ -34,16 +34,16 @@ LONGEST = 1000
 
 @dataclass(frozen=True)
 class Reference:
-    """Which policy it is.
+    """Names the reference policy.
 
     Example: Reference("the weights that training starts from") where no folder is needed to have it
     again.
     """
 
     words: str  # for people
-    # the step in `reference/`; None: what the settings of the model give, adapters apart
+    # the step in `reference/`; None: the model of the settings, without adapters
     kept: int | None = None
-    checkpoints: Path | None = None  # of the run that training starts from
+    checkpoints: Path | None = None  # the run that training starts from
     is_new: bool = True  # this start decides which it is; else an earlier one has
 
 
@@ -59,9 +59,9 @@ def find_reference(
         return None
     if resume_from == run_dir.checkpoints:
         if run_dir.reference.is_file():
-            found = _read(run_dir)
+            reference = _read(run_dir)
             follows = run.algorithm.needs.reference_every > 0
-            return _until(run, model, run_dir, resume_from) if follows else found
+            return _until(run, model, run_dir, resume_from) if follows else reference
         if not run.resume.force:
             named = _of_the_settings(run, model).words
             raise ValueError(
@@ -72,20 +72,20 @@ def find_reference(
     elif resume_from is not None:
         step = Checkpoints(resume_from).latest_step()
         whose = f"checkpoint {step} of {resume_from.parent}"
-        words = (
+        description = (
             f"the base with the adapters of {whose}" if model.lora else f"the weights of {whose}"
         )
-        return Reference(words, step, resume_from)
+        return Reference(description, step, resume_from)
     return _of_the_settings(run, model)
 
 
 def _until(run: RunConfig, model: FoundModel, run_dir: RunDir, resume_from: Path) -> Reference:
-    """Of a reference that follows the policy: the newest that is not later than the checkpoint."""
+    """Finds the newest moving reference that is not later than the checkpoint."""
     at = Checkpoints(resume_from).latest_step()
-    kept = [step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at]
-    if not kept:
+    steps = [step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at]
+    if not steps:
         return replace(_of_the_settings(run, model), is_new=False)
-    return Reference(f"the policy, last taken at step {kept[-1]}", kept[-1], is_new=False)
+    return Reference(f"the policy, last taken at step {steps[-1]}", steps[-1], is_new=False)
 
 
 def _of_the_settings(run: RunConfig, model: FoundModel) -> Reference:
@@ -106,26 +106,26 @@ def _read(run_dir: RunDir) -> Reference:
     )
     try:
         content = read_object(file)
-        words = content.get("reference")
-        kept = content.get("kept", "")
-        if not isinstance(words, str):
-            raise ValueError(f"{file} holds reference={shown(words)}, which is not a text")
-        if kept is not None and type(kept) is not int:
-            raise ValueError(f"{file} holds kept={shown(kept)}, which is neither a step nor null")
+        description = content.get("reference")
+        step = content.get("kept", "")
+        if not isinstance(description, str):
+            raise ValueError(f"{file} holds reference={shown(description)}, which is not a text")
+        if step is not None and type(step) is not int:
+            raise ValueError(f"{file} holds kept={shown(step)}, which is neither a step nor null")
     except ValueError as error:
         raise ValueError(f"{error}, so the reference is not known; {begin}") from error
-    words = escaped(words, LONGEST)
-    if kept is not None and kept not in Checkpoints(folder).steps():
+    description = escaped(description, LONGEST)
+    if step is not None and step not in Checkpoints(folder).steps():
         raise ValueError(
-            f"{folder / shown(kept)} is gone, which held the reference of the run ({words}); "
+            f"{folder / shown(step)} is gone, which held the reference of the run ({description}); "
             f"{begin}"
         )
-    return Reference(words, kept, is_new=False)
+    return Reference(description, step, is_new=False)
 
 
 def reference_of(
     run_dir: RunDir,
-    found: Reference | None,
+    chosen: Reference | None,
     model: FoundModel,
     dtype: DTypeLike,
     frozen: Params | None,
@@ -138,21 +138,21 @@ def reference_of(
     Beside them and the reference, another run's weights are on the devices for a moment. Raises
     ValueError and OSError as Checkpoints does.
     """
-    if found is None:
+    if chosen is None:
         return None
     copied = _copied if model.lora else partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)
-    if found.kept is None:
+    if chosen.kept is None:
         trained = None if model.lora else copied(params)
-    elif found.is_new:
-        if found.checkpoints is not None:
-            params = Checkpoints(found.checkpoints).restore_params(_shapes(params), found.kept)[1]
+    elif chosen.is_new:
+        if chosen.checkpoints is not None:
+            params = Checkpoints(chosen.checkpoints).restore_params(_shapes(params), chosen.kept)[1]
         trained = copied(params)
-        _keep(run_dir, found.kept, trained)
+        _keep(run_dir, chosen.kept, trained)
     else:
         like = _placed(jax.eval_shape(copied, params), params)
-        trained = Checkpoints(run_dir.kept_reference).restore_params(like, found.kept)[1]
-    if found.is_new:
-        run_dir.write_json(run_dir.reference, {"reference": found.words, "kept": found.kept})
+        trained = Checkpoints(run_dir.kept_reference).restore_params(like, chosen.kept)[1]
+    if chosen.is_new:
+        run_dir.write_json(run_dir.reference, {"reference": chosen.words, "kept": chosen.kept})
     if frozen is None:
         return trained
     return frozen if trained is None else attach(frozen, trained, model.lora)
@@ -177,6 +177,6 @@ def _keep(run_dir: RunDir, step: int, params: Params) -> None:
         # of a start that made no checkpoint of its own
         shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
     allgather_values(None)
-    kept = Checkpoints(run_dir.kept_reference)
-    kept.save(TrainState(put(np.int32(step)), params, {}))
-    kept.close()
+    checkpoints = Checkpoints(run_dir.kept_reference)
+    checkpoints.save(TrainState(put(np.int32(step)), params, {}))
+    checkpoints.close()

@@ -49,13 +49,13 @@ def restored_curriculum(run: RunConfig, parts: Parts, step: int) -> RunCurriculu
     if parts.resume_from is None or not run.curriculum.is_on or is_other_run:
         return curriculum_at_start(run, None)
     with error_context("resume"):
-        found = Checkpoints(parts.resume_from).curriculum(step)
-        if found is None:
+        saved = Checkpoints(parts.resume_from).curriculum(step)
+        if saved is None:
             raise ValueError(
                 f"step {step} of {parts.resume_from} has no state of a curriculum; "
                 "resume.force=true begins the curriculum anew"
             )
-        return curriculum_at_start(run, found)
+        return curriculum_at_start(run, saved)
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

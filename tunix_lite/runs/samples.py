@@ -33,7 +33,7 @@ def keep_samples(
 
 
 def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[str, Any]]:
-    """So many of the rows that have a reward, evenly spread over their order by it."""
+    """Picks so many of the rows that have a reward, evenly spread over their order by it."""
     rewarded = [row for row in rows if row["reward"] is not None]
     ranked = sorted(rewarded, key=lambda row: -row["reward"])
     count = min(num_shown, len(ranked))
@@ -42,29 +42,29 @@ def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[
 
 
 def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarray]:
-    """What is worth seeing as a distribution, over the completions of a step or over their tokens:
-    float64 arrays by name, empty ones left out."""
-    found = {"histograms/reward": graded.rewards}
-    found |= {f"histograms/reward_{name}": values_B for name, values_B in graded.each.items()}
+    """Collects distributions over the completions of a step, or over their tokens: float64 arrays
+    by name, without empty ones."""
+    named = {"histograms/reward": graded.rewards}
+    named |= {f"histograms/reward_{name}": values_B for name, values_B in graded.each.items()}
     advantages_B = advantages_of(graded, batch)
     if advantages_B is not None:
-        found["histograms/advantage"] = advantages_B
+        named["histograms/advantage"] = advantages_B
     if graded.rollout is not None:
         mask_BT = np.asarray(graded.rollout.completion_mask)
         logprobs_BT = np.asarray(graded.rollout.logprobs, np.float64)
-        found["histograms/completion_length"] = mask_BT.sum(axis=1)
-        found["histograms/sampled_logprob"] = logprobs_BT[mask_BT]
+        named["histograms/completion_length"] = mask_BT.sum(axis=1)
+        named["histograms/sampled_logprob"] = logprobs_BT[mask_BT]
         ratios = _sampler_ratios(graded, batch)
         if ratios is not None:
-            found["histograms/sampler_ratio"] = ratios
-    arrays = {name: np.asarray(values, np.float64) for name, values in found.items()}
+            named["histograms/sampler_ratio"] = ratios
+    arrays = {name: np.asarray(values, np.float64) for name, values in named.items()}
     finite = {name: values[np.isfinite(values)] for name, values in arrays.items()}
     return {name: values for name, values in finite.items() if values.size}
 
 
 def _sampler_ratios(graded: Graded, batch: Batch | None) -> np.ndarray | None:
-    """p of the trainer over p of the sampler for each token; None where the trainer did not compute
-    its own, which it does with algorithm.old_logprobs=rescored."""
+    """Returns p of the trainer over p of the sampler for each token; None where the trainer did not
+    compute its own, which it does with algorithm.old_logprobs=rescored."""
     if batch is None or batch.old_logprobs is None or advantages_of(graded, batch) is None:
         return None
     mask_BT = np.asarray(graded.rollout.completion_mask)
@@ -101,11 +101,11 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
     return rows
 
 
-def evaluation_rows(found: Evaluated) -> list[dict[str, Any]]:
+def evaluation_rows(evaluated: Evaluated) -> list[dict[str, Any]]:
     """The lines of samples/evaluation_000010.jsonl: greedy completions first, then the samples."""
-    rows = [{"sampled": False} | row for row in sample_rows(found.greedy)]
-    if found.sampled is not None:
-        rows += [{"sampled": True} | row for row in sample_rows(found.sampled)]
+    rows = [{"sampled": False} | row for row in sample_rows(evaluated.greedy)]
+    if evaluated.sampled is not None:
+        rows += [{"sampled": True} | row for row in sample_rows(evaluated.sampled)]
     return rows
 
 
@@ -115,13 +115,13 @@ def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
 
 
 def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
-    """How a completion ended, its tokens and their log-probabilities as they were drawn."""
+    """Returns the end of a completion, its tokens, and their log-probabilities when drawn."""
     rollout = graded.rollout
     if rollout is None:
         return {}
     mask_T = np.asarray(rollout.completion_mask)[i]
-    found = {} if rollout.conversations is None else _of_conversation(rollout, i)
-    return found | {
+    conversation = {} if rollout.conversations is None else _of_conversation(rollout, i)
+    return conversation | {
         "finish_reason": FINISH[int(np.asarray(rollout.finish)[i])],
         "tokens": np.asarray(rollout.tokens)[i][mask_T].tolist(),
         "logprobs": np.asarray(rollout.logprobs)[i][mask_T].tolist(),
@@ -167,7 +167,7 @@ def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
-    """Of the advantages of all completions that something is learned from; {} without any."""
+    """Measures the advantages of all completions that something is learned from; {} without any."""
     mask_BT = np.asarray(batch.loss_weight) != 0
     learned_B = mask_BT.any(axis=1)
     if batch.advantages is None or not learned_B.any():

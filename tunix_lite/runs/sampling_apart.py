@@ -28,14 +28,14 @@ class SamplingApart:
     """
 
     mesh: jax.sharding.Mesh
-    # of a conversations.make_generate_with_partner
+    # the result of conversations.make_generate_with_partner
     generate: Sampling
-    # of acting parameters, on the mesh
+    # shardings of acting parameters on the mesh
     shardings: Params
     # whether some of the weights never change: their copies stay
     has_frozen: bool
     between_chunks: Callable[[], None] | None = None
-    # what was copied last, and the copies; empty where nothing is frozen
+    # the arrays copied last, and their copies; empty where nothing is frozen
     _copied: tuple[list, list] = field(default=([], []), repr=False)
 
     def steps(
@@ -47,8 +47,8 @@ class SamplingApart:
         on_finished: Callable[[int, Any], None] | None = None,
         **answers: Any,
     ) -> Generator[None, None, Rollout]:
-        """As `generate` with stepwise=True. params: on the mesh that learns. They are copied when
-        the first step has been made. answers: what algorithm.who_answers gives."""
+        """Samples like `generate` with stepwise=True. params: on the mesh that learns. They are
+        copied when the first step has been made. answers: the result of algorithm.who_answers."""
         with jax.set_mesh(self.mesh):
             inner = self.generate(
                 self.copied(params),
@@ -71,7 +71,7 @@ class SamplingApart:
             yield
 
     def compile_ahead(self, params: Params, *size: int, **about: Any) -> None:
-        """As of `generate`."""
+        """Compiles the programs of `generate`."""
         with jax.set_mesh(self.mesh):
             self.generate.compile_ahead(self.copied(params), *size, **about)
 
@@ -91,7 +91,7 @@ class SamplingApart:
 
 
 def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
-    """Where the acting parameters of the model lie on this mesh."""
+    """Returns the shardings of the model's acting parameters on this mesh."""
     with jax.set_mesh(mesh):
         frozen, trained = source.weight_tables(model)
         base = None if frozen is None else weights.shardings(frozen)
@@ -99,7 +99,7 @@ def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
 
 
 def sampling_apart(session: Session, resolved: ResolvedRun) -> SamplingApart | None:
-    """How the run samples where rollout.mesh_shape gives sampling devices of its own; else None."""
+    """Builds the sampling on devices of its own, as rollout.mesh_shape asks; None without it."""
     mesh = session.parts.rollout_mesh
     if mesh is None:
         return None

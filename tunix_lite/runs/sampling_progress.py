@@ -1,5 +1,5 @@
-"""How far the completions of an evaluation, or of many prompts, are: how many, how fast, how long
-still, and how many of them are right."""
+"""Reports the progress of an evaluation, or of many prompts: completions done, speed, time left,
+and how many are right."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class SamplingProgress:
 
     def begin(self, grader: Grader | None = None, is_greedy: bool = True) -> OnChunk:
         """The next rollout begins. Returns what it calls after each chunk. grader: of its
-        completions; None: nobody grades them."""
+        completions; None: they are not graded."""
         self.clock.begin()
         with self._looking:
             self._grader = grader
@@ -133,7 +133,7 @@ class SamplingProgress:
         return ", ".join([text, *speed, *self._accuracy()])
 
     def _accuracy(self) -> list[str]:
-        """Of the greedy completions so far."""
+        """Returns the accuracy of the greedy completions so far."""
         if not self._is_right:
             return []
         return [f"accuracy {sum(self._is_right) / len(self._is_right):.1%}"]

@@ -82,7 +82,7 @@ def model_scores(
     seed. progress: None: nothing is said meanwhile. Raises RunFailed if a reward fails and
     rewards.on_error=raise.
     """
-    found = complete_held_out(
+    evaluated = complete_held_out(
         policy,
         held_out.task,
         params,
@@ -92,12 +92,12 @@ def model_scores(
         temperature,
         progress,
     )
-    scores = greedy_scores(found.greedy)
+    scores = greedy_scores(evaluated.greedy)
     if reference is not None:
-        scores |= rouge_scores(found.greedy, held_out.examples, reference)
-    if found.sampled is not None:
-        scores |= sampled_scores(found.sampled, num_samples)
-    return found, scores
+        scores |= rouge_scores(evaluated.greedy, held_out.examples, reference)
+    if evaluated.sampled is not None:
+        scores |= sampled_scores(evaluated.sampled, num_samples)
+    return evaluated, scores
 
 
 def greedy_scores(graded: Graded) -> dict[str, np.ndarray]:

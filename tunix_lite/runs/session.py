@@ -44,7 +44,7 @@ from tunix_lite.types import TrainState
 
 @dataclass
 class Job:
-    """What a run knows of the job that it is a part of.
+    """The job that a run is part of.
 
     Example: `Job(began, "hydra.sweep.dir=outputs/sweep")` for a run of a sweep.
     """
@@ -53,7 +53,7 @@ class Job:
     began: float | None = None
     # the setting with which the same command goes on; None: hydra.run.dir of the run's folder
     resume_hint: str | None = None
-    # what the same process has found already about this run (setup.find_parts); None: nothing
+    # components that this process has found already (setup.find_parts); None: not yet
     found: Parts | None = None
     # set by open_run: a sweep asks it why the run was stopped
     stopping: Stopping | None = None
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass
 class Session:
-    """An open run: its settings, its parts, and whom it tells what.
+    """An open run: its settings, components, console and status.
 
     Example: `with open_run(run, folder) as session: session.console.say("hello")`.
     """
@@ -76,7 +76,7 @@ class Session:
     stopping: Stopping
     # the parts' task; in an open run its reward workers are running
     task: Task = field(init=False)
-    # closes, in reverse order, what the run has opened
+    # closes everything that the run has opened, in reverse order
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     # the last state; None until the loop has ended
     state: TrainState | None = field(default=None, repr=False)
@@ -86,8 +86,8 @@ class Session:
 
     @property
     def begins_here(self) -> bool:
-        """Whether the first checkpoint of this folder is still to come: the run begins afresh, or
-        goes on from the folder of another run."""
+        """Returns whether this folder has no checkpoint yet: the run begins afresh, or resumes from
+        another run's folder."""
         return self.parts.resume_from != self.run_dir.checkpoints
 
 
@@ -154,7 +154,7 @@ def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -
 
 
 def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
-    """What asks the run to stop: signals, and training.max_minutes from `began` on."""
+    """Builds the stopping of a run: by signals, and by training.max_minutes from `began` on."""
     passed = time.time() - began
     return Stopping(run.training.max_minutes, console.say, passed, run.training.grace_seconds)
 
@@ -202,8 +202,8 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
 
 
 def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
-    """For ExitStack.push: calls `close`. Where an error is under way, an OSError of closing is
-    added to it as a note; otherwise it is raised."""
+    """Wraps `close` for ExitStack.push. Where an error is under way, an OSError of closing is added
+    to it as a note; otherwise it is raised."""
 
     def leave(_: Any, error: BaseException | None, __: Any) -> None:
         try:

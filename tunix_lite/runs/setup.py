@@ -1,4 +1,4 @@
-"""Before a run: every check that needs files or devices, and the summary shown at its start."""
+"""Prepares a run: every check that needs files or devices, and the summary shown at its start."""
 
 import contextlib
 import inspect
@@ -57,7 +57,7 @@ from tunix_lite.tracking.rundir import RunDir, read_status
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, once its settings are checked.
+    """The components of a run whose settings are checked.
 
     `find_parts` gives it without a folder, `prepare` adds what the folder says.
 
@@ -73,7 +73,7 @@ class Parts:
     data: str = ""
     # the folder of checkpoints to resume from; None: the run starts from step 0
     resume_from: Path | None = None
-    # which of its checkpoints; None: the newest
+    # the step of its checkpoint; None: the newest
     resume_step: int | None = None
     # the reference of the KL term; None: there is no KL term
     reference: Reference | None = None
@@ -85,38 +85,38 @@ class Parts:
     frozen_models: dict[str, FoundModel] = field(default_factory=dict)
     # text: rewards that fail on made-up completions, where the settings let the run go on
     failing: str = ""
-    # where sampling has devices of its own (rollout.mesh_shape); None: it has not
+    # the mesh of sampling on devices of its own (rollout.mesh_shape); None: there is none
     rollout_mesh: jax.sharding.Mesh | None = None
     # the update, if it was compiled already to find what fits
     train_step: Callable | None = None
 
     @property
     def batch(self) -> BatchPlan:
-        """How the sequences of an update are made up."""
+        """Returns the batch of an update: its prompts, completions and micro-batches."""
         return self.resolved.batch
 
     @property
     def rows(self) -> RowLayout:
-        """How the sequences of a batch are laid out."""
+        """Returns the layout of a batch's sequences in rows."""
         return self.resolved.rows
 
     def overwrites_other_run(self, run_dir: RunDir) -> bool:
-        """Whether the checkpoints in the run's own folder were made with other settings
+        """Returns whether checkpoints in the run's own folder were made with other settings
         (resume.force=true)."""
         return bool(self.differs) and self.resume_from == run_dir.checkpoints
 
 
-def prepare(run: RunConfig, run_dir: RunDir, found: Parts | None = None) -> Parts:
+def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Parts:
     """The parts of a run that will write to this folder, and every check that needs files or
     devices. Raises ConfigError.
 
-    found: what this gave for the same run, where this process has called it already, as the check
-    before Hydra makes a folder does. Loads no weights and makes no folder. It calls plain functions
-    among the user's rewards, compiles small programs where attention tries cuDNN (NVIDIA),
-    downloads the files of a hub model after everything else has been found right, and writes and
-    removes a small file in a folder that is there, to see whether it can be written.
+    checked: the result of an earlier call for the same run in this process, such as the check
+    before Hydra makes a folder. Loads no weights and makes no folder. It calls plain functions
+    among the user's rewards, and compiles small programs where attention tries cuDNN (NVIDIA). It
+    downloads the files of a hub model after everything else has been found right. To see whether a
+    folder can be written, it writes and removes a small file there.
     """
-    parts = with_rewards_tried(find_parts(run)) if found is None else found
+    parts = with_rewards_tried(find_parts(run)) if checked is None else checked
     # this process may have looked at other runs since then, as in a sweep
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
@@ -184,7 +184,7 @@ def check_trackers(run: RunConfig) -> None:
 
 
 def find_parts(run: RunConfig) -> Parts:
-    """What a run is made of, as far as no folder of a run is needed. Raises ConfigError.
+    """Finds the components of a run that need no run folder. Raises ConfigError.
 
     Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
     sharding rules those of the process.
@@ -224,7 +224,7 @@ def resolver(
         mesh_shape=dict(mesh.shape),
         platform=mesh.devices.flat[0].platform,
         is_attached=True,
-        frozen_cfgs={name: found.cfg for name, found in frozen_models.items()},
+        frozen_cfgs={name: frozen.cfg for name, frozen in frozen_models.items()},
     )
 
 
@@ -285,10 +285,10 @@ def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
 
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
     """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
-    found = {}
+    models = {}
     for name, settings in run.algorithm.needs.frozen_models.items():
         with of_frozen(name):
-            found[name] = source.locate_teacher(settings, model)
+            models[name] = source.locate_teacher(settings, model)
     comparison = getattr(run.algorithm, "comparison", None)
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
         with error_context("algorithm"):
@@ -296,7 +296,7 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
                 f"top_k={comparison.top_k} leaves no token out of vocab_size="
                 f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
             )
-    return found
+    return models
 
 
 @contextlib.contextmanager
@@ -316,7 +316,7 @@ def of_frozen(name: str) -> Iterator[None]:
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
-    """What there is to know about the examples; num_prompts: of an update.
+    """Checks the examples and describes them; num_prompts: of an update.
 
     Raises ConfigError if an example, or a prompt of the first update or of the evaluation, is not
     what the model and the algorithm can take.
@@ -409,8 +409,8 @@ def check_curriculum(run: RunConfig, task: Task) -> None:
             if any(one.name == "source" and not one.init for one in fields(run.task)):
                 raise ValueError("levels are settings of task.source, which a task of files lacks")
             of_level = source_of_level(run.task.source, run.curriculum, i)
-            asked = replace(task, config=replace(run.task, source=of_level))
-            check_all_rows(asked, False, 0)
+            at_level = replace(task, config=replace(run.task, source=of_level))
+            check_all_rows(at_level, False, 0)
 
 
 def download_models(parts: Parts) -> Parts:
@@ -418,9 +418,9 @@ def download_models(parts: Parts) -> Parts:
     with error_context(""):
         model = source.download(parts.model)
     frozen_models = {}
-    for name, found in parts.frozen_models.items():
+    for name, frozen in parts.frozen_models.items():
         with of_frozen(name):
-            frozen_models[name] = source.download(found)
+            frozen_models[name] = source.download(frozen)
     return replace(parts, model=model, frozen_models=frozen_models)
 
 
@@ -471,16 +471,16 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
 
 
 def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
-    """Which of the run's own files it goes on without, in words. Raises ConfigError if that needs
+    """Describes missing or damaged files that resuming ignores. Raises ConfigError if that needs
     resume.force=true.
 
     The run's numbers do not depend on them. But metrics.jsonl promises every step, so a run does
     not go on in silence where one is missing; of status.json it says what begins anew.
     """
     _, _, began, damage = read_status(run_dir.status)
-    found = []
+    notes = []
     if damage:
-        found.append(
+        notes.append(
             f"{damage}: seconds are counted from now on, and accuracies are those of metrics.jsonl"
         )
     with error_context("resume"):
@@ -493,13 +493,13 @@ def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
                     "the steps that can be read, and keeps what cannot be in "
                     "metrics.damaged-1.jsonl"
                 ) from error
-            found.append(f"{error}: what can be read of it goes on")
-    return "; ".join(found)
+            notes.append(f"{error}: what can be read of it goes on")
+    return "; ".join(notes)
 
 
 def check_resumed(parts: Parts, earlier: RunDir) -> str:
-    """What differs from the run whose checkpoint this one goes on from, and may. Raises ConfigError
-    if it may not. All weights of `parts` are on this machine."""
+    """Describes allowed differences from the run whose checkpoint this one resumes. Raises
+    ConfigError for others. All weights of `parts` are on this machine."""
     run = parts.resolved.run
     with error_context("resume"):
         try:
@@ -557,9 +557,9 @@ def startup_summary(
     rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
-    for name, found in parts.frozen_models.items():
-        kept = parts.resolved.frozen_models[name].storage
-        rows.append((name, f"{_size(found)}, weights {found.name}, kept as {kept}"))
+    for name, model in parts.frozen_models.items():
+        storage = parts.resolved.frozen_models[name].storage
+        rows.append((name, f"{_size(model)}, weights {model.name}, kept as {storage}"))
     rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
     if parts.resolved.packing_reason:
         rows.append(("packing", parts.resolved.packing_reason))
@@ -634,7 +634,7 @@ def _size(model: FoundModel) -> str:
 
 
 def run_metadata(run: RunConfig, parts: Parts) -> dict:
-    """What status.json says of the run beside its progress."""
+    """Returns the facts about the run that status.json holds beside its progress."""
     task_source = parts.task.config.source
     return {
         "algorithm": type(run.algorithm).__name__,

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens, FLOPs and memory of a step, as metrics."""
+"""Measures tokens, FLOPs and memory of a step, as metrics."""
 
 import resource
 import sys
@@ -19,9 +19,9 @@ from tunix_lite.types import Batch, Metrics, Params, RowBatch
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a step's seconds are set against. FLOPs are those of planning.flops, of the model, not
-    of the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention; what
-    remat makes again does not count.
+    """Turns seconds of a step into speeds. FLOPs are those of planning.flops, of the model, not of
+    the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
+    recomputation by remat does not count.
 
     Example: Throughput.on(mesh, cfg, 0).metrics(batch, update_seconds=0.5, step_seconds=2.0).
     """

@@ -1,4 +1,4 @@
-"""All of a run that is not learning, in one order: numbers, evaluation, logs, checkpoints, signals.
+"""Watches a run, in one order: numbers, evaluation, logs, checkpoints, signals.
 
 The order has a meaning: what a crash in between leaves on the disk is always true. It stands in
 `Watch.after`.
@@ -85,7 +85,7 @@ class StepDone:
 
     @property
     def ends_rollout(self) -> bool:
-        """Whether a run can be resumed from here: the next update has experience of its own."""
+        """Returns whether a run can resume here: the next update has experience of its own."""
         return self.experience.updates_left == 1
 
 
@@ -129,13 +129,13 @@ class Watch:
     # the clocks of these
     _elapsed: Callable[[], float] = field(default=float, init=False)
     _compiling: Callable[[], float] = field(default=float, init=False)
-    # what the step does now, for the console
+    # the step's current activity, for the console
     _doing: str = field(default="", init=False)
     # optimizer updates before the one under way, which sets its learning rate
     _updates_before: int = field(default=0, init=False)
 
     def before(self, state: TrainState) -> None:
-        """Before the first step: compile, write plan.md, and measure where nothing was measured."""
+        """Compiles, writes plan.md, and evaluates where the start was not evaluated."""
         session = self.session
         console = session.console
         learner = self.learner
@@ -216,7 +216,7 @@ class Watch:
         self._compiled = self._compiling()
 
     def after(self, done: StepDone) -> str | None:
-        """All that follows an update. A reason to end the run, or None.
+        """Does everything that follows an update. Returns a reason to end the run, or None.
 
         Metrics and their log, then peers and signals, then status and checkpoint. Raises
         FloatingPointError after training.max_skipped_in_a_row updates that were not finite, at the
@@ -298,7 +298,7 @@ class Watch:
         return metrics
 
     def observed(self, done: StepDone) -> Metrics:
-        """What the user's observers say of a step. Raises RunFailed, naming the observer."""
+        """Returns the metrics of the user's observers. Raises RunFailed, naming the observer."""
         metrics: Metrics = {}
         for name, observer in self.session.run.tracking.observers.items():
             with error_context(f"tracking.observers.{name}", RunFailed):
@@ -317,18 +317,18 @@ class Watch:
         session.console.doing("measuring held-out accuracy")
         step = int(self.state.step)
         patience = 0.0 if is_first else EVALUATION_PATIENCE
-        found = self.source.evaluate(step, self.learner.policy_params(self.state), patience)
-        sampled = averages_of_samples(found.metrics)
-        session.status.record_accuracy(found.metrics["eval/accuracy"], sampled)
+        evaluation = self.source.evaluate(step, self.learner.policy_params(self.state), patience)
+        sampled = averages_of_samples(evaluation.metrics)
+        session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
         if every and (step == 0 or self.is_due(step, every)):
-            session.run_dir.write_samples(step, evaluation_rows(found), "evaluation")
+            session.run_dir.write_samples(step, evaluation_rows(evaluation), "evaluation")
         if every and is_first:
             # The first completions that anybody sees: a wrong template or reward shows here.
             shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
-            rows = from_best_to_worst(sample_rows(found.greedy), shown)
+            rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
             session.console.samples(step, rows, with_rewards=True)
-        return {**found.metrics, "time/eval": time.perf_counter() - began}
+        return {**evaluation.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
         return is_due(step, every, self.session.run.training.max_steps)
@@ -362,7 +362,7 @@ class Watch:
             tracker.log(step, metrics)
 
     def log_step(self, done: StepDone, metrics: Metrics) -> None:
-        """All there is to know of a whole step: its metrics, and its completions when due."""
+        """Logs a whole step: its metrics, and its completions when due."""
         self.log(done.step, metrics)
         if done.experience.graded is not None:
             self.log_completions(done, done.experience.graded)
@@ -423,7 +423,7 @@ class Watch:
 
 
 def open_watch(session: Session, learner: Learner, experience: ExperienceSource) -> Watch:
-    """Whoever watches this run, with what it opens: trackers, checkpoints, the profiler.
+    """Builds the Watch of a run: trackers, checkpoints, profiler.
 
     Raises FloatingPointError if the run gave up at this step before, and nothing has changed since.
     """
@@ -437,8 +437,8 @@ def open_watch(session: Session, learner: Learner, experience: ExperienceSource)
 
     # Signals count from here until everything is on the disk.
     closing.enter_context(session.stopping)
-    kept = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
-    checkpoints = Checkpoints(run_dir.checkpoints, *kept, run_dir.point_latest_here)
+    how_many = (run.training.keep_checkpoints, run.training.keep_best_checkpoints)
+    checkpoints = Checkpoints(run_dir.checkpoints, *how_many, run_dir.point_latest_here)
     closing.push(closed_at_end(checkpoints.close))
     missing = None if session.begins_here else unmeasured(run, run_dir, start)
     # Counted before the line of this step is taken back, to get its evaluation.
@@ -492,8 +492,7 @@ def tokens_before(session: Session, start: int) -> int:
 
 
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
-    """Who gets the metrics of each step. They go on where this run does: what stands there of later
-    steps is of a run that was killed.
+    """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
 
     is_measured: False if the line of step `start` is still to get its held-out accuracy.
     """
@@ -517,7 +516,7 @@ def opened_plugs(session: Session, resume_at: int | None) -> list[Tracker]:
     folder = session.run_dir.path
     settings = without_secrets(plain(run))
     about = TrackedRun(folder, run_name(folder), run.project_name, settings, resume_at)
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     for name, open_tracker in run.tracking.trackers.items():
         where = f"tracking.trackers.{name}"
         try:
@@ -525,8 +524,8 @@ def opened_plugs(session: Session, resume_at: int | None) -> list[Tracker]:
         # What other projects raise is not known here.
         except Exception as error:
             raise RunFailed(f"{where}: {type(error).__name__}: {error}") from error
-        found.append(Guarded(where, opened, session.console.say))
-    return found
+        trackers.append(Guarded(where, opened, session.console.say))
+    return trackers
 
 
 def give(trackers: list[Tracker], method: str, step: int, what: Any) -> None:
@@ -537,13 +536,13 @@ def give(trackers: list[Tracker], method: str, step: int, what: Any) -> None:
             action(step, what)
 
 
-def _checked_metrics(found: Any) -> Metrics:
+def _checked_metrics(returned: Any) -> Metrics:
     """The metrics of an observer as plain numbers. Raises ValueError if they are anything else."""
-    if not isinstance(found, dict):
-        kind = type(found).__name__
+    if not isinstance(returned, dict):
+        kind = type(returned).__name__
         raise ValueError(f"it returned {kind}; return a dict like {{'my/number': 1.0}}")
     metrics: Metrics = {}
-    for name, value in found.items():
+    for name, value in returned.items():
         if not isinstance(name, str) or name.count("/") != 1 or name.split("/")[0] in OUR_PARTS:
             raise ValueError(
                 f"{name!r} is not the name of a metric of yours: part/name, and the part is none "

@@ -1,1 +1,1 @@
-"""What a user writes: conf/, overrides and flags become settings."""
+"""Turns conf/, overrides and flags into settings."""

@@ -100,15 +100,15 @@ def _options_in(more_conf: str | None) -> Iterator[None]:
         yield
 
 
-def expand_short_forms(words: list[str]) -> list[str]:
+def expand_short_forms(argv: list[str]) -> list[str]:
     """The words of a command line, with `resume=X` written out as `resume.folder=X`, and with the
     quotes that Hydra wants around a text with braces, commas or spaces."""
     short = "resume="
-    words = [
+    argv = [
         "resume.folder=" + word.removeprefix(short) if word.startswith(short) else word
-        for word in words
+        for word in argv
     ]
-    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in words]
+    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in argv]
 
 
 # Settings of a run whose value is a text: a shell's quotes around it are enough.
@@ -151,8 +151,8 @@ def _variables_of(settings: dict) -> set[str]:
 
 
 def _may_be_secret(text: str) -> bool:
-    """Whether the value of a variable may be a key or a password: no number, no short word, and no
-    path on this machine. Hiding those would spoil messages."""
+    """Returns whether the value of a variable may be a key or a password: no number, no short word,
+    and no path on this machine. Hiding those would spoil messages."""
     first = re.match(r"/[^/]+", text)
     is_path = os.path.exists(text) or (first is not None and os.path.exists(first[0]))
     return len(text) >= 8 and not is_path and re.fullmatch(r"[\d.eE+-]+", text) is None
@@ -228,7 +228,7 @@ def explain(
 
 
 def _not_an_override(text: str, of: tuple[str, ...]) -> str:
-    """What to do about a word that Hydra's grammar refuses. of: as in `compose_values`."""
+    """Explains a word that Hydra's grammar refuses. of: as in `compose_values`."""
     start = f"{text}: cannot be read as an override; write "
     if "=" not in text and "+command=generate" in of:
         return f"{start}prompt='...'"
@@ -265,22 +265,23 @@ def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -
     return []
 
 
-def setting_names(of: tuple[str, ...] = (), words: Iterable[str] = ()) -> Iterator[str]:
+def setting_names(of: tuple[str, ...] = (), argv: Iterable[str] = ()) -> Iterator[str]:
     """The dotted names of all settings, composed when they are asked for: of the options that these
     words of a command line choose, or of the default ones where that fails."""
     with _options_in(None):
-        yield from _known_settings([*of, *_options_chosen(words)], of, "config")
+        yield from _known_settings([*of, *_options_chosen(argv)], of, "config")
 
 
-def _options_chosen(words: Iterable[str]) -> list[str]:
+def _options_chosen(argv: Iterable[str]) -> list[str]:
     """The words of a command line that choose an option of a group: `algorithm=dpo`."""
     is_option = re.compile(r"(\w+)=\w+")
-    found = [(word, is_option.fullmatch(word)) for word in words]
-    return [word for word, match in found if match and (conf_dir() / match[1]).is_dir()]
+    matches = [(word, is_option.fullmatch(word)) for word in argv]
+    return [word for word, match in matches if match and (conf_dir() / match[1]).is_dir()]
 
 
 def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) -> str | None:
-    """What a run with the options `chosen` says of these overrides: a hints.Refusal.
+    """Returns the message of a run with the options `chosen` about these overrides: a
+    hints.Refusal.
 
     Call it inside `hydra.initialize_config_dir`.
     """
@@ -296,12 +297,13 @@ def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) ->
     return None
 
 
-def refusal_of_a_run(words: list[str]) -> Refusal:
-    """What a run with the options that this command line chooses says of overrides."""
+def refusal_of_a_run(argv: list[str]) -> Refusal:
+    """Returns a function that gives the message of a run, with the options that this command line
+    chooses, about overrides."""
 
     def refusal(overrides: tuple[str, ...]) -> str | None:
         with _options_in(None):
-            return _refusal(_options_chosen(words), "config", overrides)
+            return _refusal(_options_chosen(argv), "config", overrides)
 
     return refusal
 
@@ -375,7 +377,7 @@ def as_yaml(values: dict) -> str:
 
 
 def lacks_a_reference(error: ConfigError) -> bool:
-    """Whether composing failed because what a setting refers to is missing."""
+    """Returns whether composing failed because a setting refers to something that is missing."""
     return isinstance(error.__cause__, OmegaConfBaseException)
 
 

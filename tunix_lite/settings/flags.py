@@ -46,37 +46,37 @@ class Flag(NamedTuple):
     Example: `--lr 1e-5` is Flag("--lr 1e-5", "lr", "1e-5").
     """
 
-    # as it was typed
+    # the words as they were typed
     text: str
     name: str
     # "true" for a flag without a value
     value: str
 
 
-def foreign_flags(words: list[str], ours: dict[str, int]) -> list[Flag]:
+def foreign_flags(argv: list[str], ours: dict[str, int]) -> list[Flag]:
     """The flags that are not ours, each with its value.
 
     ours: our flags, and how many words follow each.
     """
-    return _parted(words, ours)[1]
+    return _parted(argv, ours)[1]
 
 
-def flags_first(words: list[str], ours: dict[str, int]) -> list[str]:
+def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
     """The words with our flags and their values before the others, which keep their order. Hydra's
     parser takes no override behind a flag that comes behind an override.
 
     ours: as foreign_flags takes it; the words must have no other flags.
     """
-    flags, _, others = _parted(words, ours)
+    flags, _, others = _parted(argv, ours)
     return flags + others
 
 
-def _parted(words: list[str], ours: dict[str, int]) -> tuple[list[str], list[Flag], list[str]]:
+def _parted(argv: list[str], ours: dict[str, int]) -> tuple[list[str], list[Flag], list[str]]:
     """Our flags with the words that follow them, the flags that are not ours, and the others."""
     mine: list[str] = []
     foreign: list[Flag] = []
     others: list[str] = []
-    rest = list(words)
+    rest = list(argv)
     while rest:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
@@ -98,7 +98,7 @@ def _parted(words: list[str], ours: dict[str, int]) -> tuple[list[str], list[Fla
 
 
 def refuse_foreign(
-    words: list[str],
+    argv: list[str],
     known: Iterable[str],
     ours: dict[str, int],
     refusal: Refusal = takes_all,
@@ -108,7 +108,7 @@ def refuse_foreign(
     known: the names of all settings. ours: as foreign_flags takes it. refusal: what a run says of
     overrides, so that none is offered that it refuses.
     """
-    flags = foreign_flags(words, ours)
+    flags = foreign_flags(argv, ours)
     if not flags:
         return
     # One line to paste, and after it what cannot be in it.
@@ -129,7 +129,7 @@ def refuse_foreign(
 
 
 def meant(name: str, value: str, known: list[str]) -> Hint | None:
-    """What a name with a value is among our settings and groups."""
+    """Translates a name with a value into our settings and groups."""
     if name in FILES:
         return Hint((), "a YAML file of yours is --config-dir FOLDER --config-name NAME")
     if name in known:

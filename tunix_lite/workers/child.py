@@ -43,19 +43,19 @@ def outcome(fn: Callable, *arguments: Any) -> tuple[str, Any]:
     """
     mine = os.getpid()
     try:
-        found = "", fn(*arguments)
+        result = "", fn(*arguments)
     except NotANumber as error:
-        found = error.kind, str(error)
+        result = error.kind, str(error)
     except KeyboardInterrupt:
         if os.getpid() == mine:
             raise
-        found = "error", "was interrupted"
+        result = "error", "was interrupted"
     except BaseException as error:
         # SystemExit as well: a reward does not decide that a run ends
-        found = "error", f"failed with {_last_line(error)}"
+        result = "error", f"failed with {_last_line(error)}"
     if os.getpid() != mine:
-        _Forks.come_back(found)
-    return found
+        _Forks.come_back(result)
+    return result
 
 
 def work(
@@ -90,18 +90,18 @@ def work(
                 # SIGPROF ends the process, whatever Python is doing
                 if limits is not None:
                     signal.setitimer(signal.ITIMER_PROF, limits[1])
-                found = outcome(functions[index], *arguments)
+                result = outcome(functions[index], *arguments)
                 if limits is not None:
                     signal.setitimer(signal.ITIMER_PROF, 0)
                 seconds = time.perf_counter() - began
-                _answer(answers, number, *(forks.that_came_back() or found), seconds)
+                _answer(answers, number, *(forks.that_came_back() or result), seconds)
             sys.stdout.flush()
     # whatever threads a reward may have left
     os._exit(1)
 
 
 def short_repr(value: Any) -> str:
-    """In one line, and not longer than SHOWN."""
+    """Shows a value in one line, and not longer than SHOWN."""
     try:
         said = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace("\n", " ")
     except Exception as error:
@@ -125,8 +125,8 @@ class _Forks:
     the first. It ends when it comes back from the reward, and the call has failed.
     """
 
-    # where a child says that it came back: a pipe that closes when it ends or execs
-    told: int | None = None
+    # pipe on which a forked child reports that it returned; closes when it ends or execs
+    report_pipe: int | None = None
 
     def __init__(self, *pipes: int):
         self.pipes, self.nowhere, self.heard = pipes, os.open(os.devnull, os.O_RDWR), None
@@ -134,7 +134,7 @@ class _Forks:
 
     def _before(self) -> None:
         if self.heard is None:
-            self.heard, _Forks.told = os.pipe()
+            self.heard, _Forks.report_pipe = os.pipe()
 
     def _in_child(self) -> None:
         # not closed: what the child opens next would take their numbers
@@ -142,13 +142,13 @@ class _Forks:
             os.dup2(self.nowhere, pipe, inheritable=False)
 
     @staticmethod
-    def come_back(found: tuple[str, Any]) -> None:
+    def come_back(result: tuple[str, Any]) -> None:
         with contextlib.suppress(BaseException):
-            kind, how = found
+            kind, how = result
             which = f", which {how}" if kind else ""
             said = f"failed: a process that it forked came back from it{which}"
             remedy = f"{said[:SHOWN]}; end it with os._exit"
-            os.write(_Forks.told, remedy.encode(errors="backslashreplace"))
+            os.write(_Forks.report_pipe, remedy.encode(errors="backslashreplace"))
         os._exit(1)
 
     def that_came_back(self) -> tuple[str, str] | None:
@@ -157,7 +157,7 @@ class _Forks:
         if self.heard is None:
             return None
         heard, self.heard = self.heard, None
-        os.close(_Forks.told)
+        os.close(_Forks.report_pipe)
         try:
             arriving = select.poll()
             arriving.register(heard, select.POLLIN)
@@ -190,7 +190,7 @@ def _answer(
 
 
 def _last_line(error: BaseException) -> str:
-    """As a traceback ends, in one line, and where in the code that was."""
+    """Shows an error in one line, as a traceback ends, and where in the code that was."""
     said = bounded("".join(traceback.format_exception_only(error)).rstrip("\n"))
     said = " ".join(said.split())
     place = error.__traceback__
@@ -202,7 +202,8 @@ def _last_line(error: BaseException) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Not to live on in a loop, where the end of the pipe is not seen, when the run was killed."""
+    """Ends this process with its parent. It must not live on in a loop, where it does not see the
+    end of the pipe, when the run was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # where memory runs out, this process is the one to go
@@ -212,7 +213,7 @@ def _end_with(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
-    """Where the system does not do it, and if the parent was gone before we asked."""
+    """Watches the parent where the system does not, and if it was gone before we asked."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

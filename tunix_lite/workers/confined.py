@@ -102,7 +102,7 @@ def _start() -> WorkerProcess:
 
 
 def _call(function: Callable[..., str], *arguments: Any) -> tuple[bool, str]:
-    """Whether the function succeeded, and its result or its error."""
+    """Calls the function; returns whether it succeeded, and its result or its error."""
     try:
         return True, function(*arguments)
     except Exception as error:

@@ -15,14 +15,14 @@ LOADING = 1.0
 
 def find_marked(mark: bytes) -> set[int]:
     """The ids of the other running processes that were started with `mark` in their environment."""
-    found = set()
+    pids = set()
     for process in Path("/proc").glob("[0-9]*"):
         # A process may be gone by now, or belong to another user.
         with contextlib.suppress(OSError):
             pid = int(process.name)
             if pid != os.getpid() and mark in _environment(process):
-                found.add(pid)
-    return found
+                pids.add(pid)
+    return pids
 
 
 def _environment(process: Path) -> bytes:
@@ -35,14 +35,15 @@ def _environment(process: Path) -> bytes:
     while True:
         # asked first: it may be loaded at any moment
         is_loading = _is_loading(process)
-        found = (process / "environ").read_bytes()
-        if found or not is_loading or time.monotonic() > deadline:
-            return found
+        environment = (process / "environ").read_bytes()
+        if environment or not is_loading or time.monotonic() > deadline:
+            return environment
         time.sleep(0.001)
 
 
 def _is_loading(process: Path) -> bool:
-    """Whether a process has memory, but no place in it for its environment yet (proc(5), stat)."""
+    """Returns whether a process has memory, but no place in it for its environment yet (proc(5),
+    stat)."""
     memory = int((process / "statm").read_text().split()[0])
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     # the field env_end is number 51, and the name in brackets is number 2

@@ -28,7 +28,7 @@ ON_ERROR = ("raise", "zero", "drop")
 ON_NONE = ("error", "unscorable", "skip")
 # the kinds of outcomes that are failures; others are "", and those that on_none asks for
 FAILURES = ("error", "timeout", "crash", "not_number")
-# how a message goes on after the name of a function that returned None
+# end of a message about a function that returned None, after its name
 IS_NONE = "is None, not a number,"
 # completions sent to a worker at once, at most
 BATCH = 16
@@ -44,7 +44,7 @@ class NoScore(NotANumber):
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """Where reward functions run, and what becomes of a call that fails."""
+    """Settings of reward functions: where they run, and what becomes of a call that fails."""
 
     # When a reward fails: raise stops the run, zero counts it as 0, drop skips the completion.
     on_error: str = "raise"
@@ -119,11 +119,11 @@ class Pool:
         self.group = group
         self.settings = settings
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        # of calls
+        # numbers of calls
         self._numbers = itertools.count()
         self._workers: list[WorkerProcess | None] = [None] * settings.workers
         self._ending = False
-        # of each call that was made, since `taken_seconds`
+        # seconds of each call since the last `taken_seconds`
         self._seconds: deque[float] = deque()
         if settings.workers:
             check_portable(functions, group)
@@ -162,13 +162,13 @@ class Pool:
 
     def _called_here(self, name: str, completion: str | list[str], example: dict) -> Outcome:
         began = time.perf_counter()
-        found = outcome(self.functions[name], completion, example)
+        result = outcome(self.functions[name], completion, example)
         self._seconds.append(time.perf_counter() - began)
-        return found
+        return result
 
-    def describe_failure(self, name: str, found: Outcome, completion: str | list[str]) -> str:
-        """In words: `reward 'short' is nan for the completion '...'`."""
-        kind, how = found
+    def describe_failure(self, name: str, result: Outcome, completion: str | list[str]) -> str:
+        """Describes a failure: `reward 'short' is nan for the completion '...'`."""
+        kind, how = result
         if kind == "timeout":
             how = f"took more than {self.group}.timeout={self.settings.timeout:g} seconds"
         what = "completion" if isinstance(completion, str) else "completions"
@@ -189,26 +189,26 @@ class Pool:
     def _by_name(
         self, names: list[str], completion: str | list[str], outcomes: Iterator[Outcome]
     ) -> dict[str, Outcome]:
-        found = {}
+        by_name = {}
         for name in names:
-            found[name] = self._with_none_treated(next(outcomes))
-            if found[name][0] in FAILURES and self.settings.on_error == "raise":
-                problem = self.describe_failure(name, found[name], completion)
+            by_name[name] = self._with_none_treated(next(outcomes))
+            if by_name[name][0] in FAILURES and self.settings.on_error == "raise":
+                problem = self.describe_failure(name, by_name[name], completion)
                 raise ValueError(
                     f"{problem}; {self.group}.on_error=zero or drop continues without it"
                 )
-        return found
+        return by_name
 
-    def _with_none_treated(self, found: Outcome) -> Outcome:
+    def _with_none_treated(self, result: Outcome) -> Outcome:
         """The outcome as rewards.on_none has it, where a function returned None, or a list with it.
 
         In a list of a group, None stays where it is no error.
         """
-        kind, value = found
+        kind, value = result
         is_in_list = isinstance(value, list) and None in value
         if self.settings.on_none == "error":
-            return ("not_number", IS_NONE) if kind == "none" or is_in_list else found
-        return (self.settings.on_none, IS_NONE) if kind == "none" else found
+            return ("not_number", IS_NONE) if kind == "none" or is_in_list else result
+        return (self.settings.on_none, IS_NONE) if kind == "none" else result
 
     # ---- a thread and its worker
 
@@ -251,13 +251,13 @@ class Pool:
             worker = self._worker(place)
             worker.send(_packed(calls, self.group), self.settings.timeout)
             for number, *_ in calls:
-                found = worker.answer(self.settings.timeout, number)
-                is_lost = found[0] in ("timeout", "crash")
+                result = worker.answer(self.settings.timeout, number)
+                is_lost = result[0] in ("timeout", "crash")
                 self._seconds.append(self.settings.timeout if is_lost else worker.seconds)
                 calls = calls[1:]
-                if found[0] == "refused":
+                if result[0] == "refused":
                     raise ValueError(
-                        f"an example cannot be sent to a worker process: {found[1]}; "
+                        f"an example cannot be sent to a worker process: {result[1]}; "
                         f"{_in_process(self.group)}"
                     )
                 if self._ending:
@@ -266,7 +266,7 @@ class Pool:
                 # the calls behind it are made by the next worker
                 if is_lost:
                     self._drop(place)
-                yield found
+                yield result
                 if is_lost:
                     break
 
@@ -309,7 +309,7 @@ class Pool:
 
 # ---- small print
 
-# what a message calls those that run in a worker, by the group of their settings
+# words of messages for functions that run in a worker, by the group of their settings
 WORKERS_RUN = {"rewards": "rewards", "conversation": "environments"}
 
 

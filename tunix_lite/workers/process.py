@@ -66,7 +66,7 @@ class WorkerProcess:
         calls, self._calls = Pipe(duplex=False)
         reading, answers = os.pipe()
         self._answers = io.FileIO(reading)
-        # that the last call took, as the process says
+        # seconds of the last call, as the process measured them
         self.seconds = 0.0
         # whole lines of answers, and the beginning of the next one
         self._lines: deque = deque()
@@ -155,7 +155,7 @@ class WorkerProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
-        # in whatever session or group
+        # its descendants in any session or group
         for pid in find_marked(f"{MARK}={self._mark}".encode()):
             send_signal(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

@@ -31,7 +31,7 @@ from typing import Any
 
 # seconds that starting and ending the processes of a job may take beside the code
 GRACE = 5.0
-# what a limit is called by which code was stopped
+# name of each limit by which code was stopped
 STOPPED = {
     "time": "took more than `seconds`",
     "output": "printed more than output_kib",
@@ -135,8 +135,8 @@ def run(job: dict, folder: str) -> dict:
     it printed, whether it came to its end, and which protections this kernel refused."""
     missing = _isolate(folder, job)
     output, writes_output = os.pipe()
-    # where the code's last words go: that it came to its end, or why not
-    words, writes_words = os.pipe()
+    # pipe of the code's last words: that it came to its end, or why not
+    reports_fd, writes_reports = os.pipe()
     code_input = os.memfd_create("input")
     os.write(code_input, job["input"].encode("utf-8", "surrogatepass"))
     os.lseek(code_input, 0, os.SEEK_SET)
@@ -147,13 +147,13 @@ def run(job: dict, folder: str) -> dict:
     first = os.fork()
     if first == 0:
         with contextlib.suppress(BaseException):
-            _first_process(job, folder, (code_input, writes_output, writes_words, secret))
+            _first_process(job, folder, (code_input, writes_output, writes_reports, secret))
         os._exit(1)
     nonce = secrets.token_hex(16)
     os.write(secret, nonce.encode())
     os.close(writes_output)
-    os.close(writes_words)
-    status, printed, said = _watch(job, first, output, words)
+    os.close(writes_reports)
+    status, printed, said = _watch(job, first, output, reports_fd)
     # With the first process of a namespace, the kernel ends all in it before it can be waited for.
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
@@ -171,22 +171,22 @@ def run(job: dict, folder: str) -> dict:
 # ---- the process that watches
 
 
-def _watch(job: dict, first: int, output: int, words: int) -> tuple[str, bytes, bytes]:
+def _watch(job: dict, first: int, output: int, reports: int) -> tuple[str, bytes, bytes]:
     """Reads what the code prints until it ends or goes beyond a limit."""
     deadline = time.monotonic() + job["seconds"]
-    found = {output: bytearray(), words: bytearray()}
+    received = {output: bytearray(), reports: bytearray()}
     arriving = select.poll()
-    for pipe in found:
+    for pipe in received:
         os.set_blocking(pipe, False)
         arriving.register(pipe, select.POLLIN)
     status = "ended"
     is_gone = False
     while status == "ended":
         arriving.poll(1000 * LOOK_SECONDS)
-        for pipe, read in found.items():
+        for pipe, read in received.items():
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 65536)
-        if len(found[output]) > job["output_bytes"] or len(found[words]) > LONGEST_REPORTS:
+        if len(received[output]) > job["output_bytes"] or len(received[reports]) > LONGEST_REPORTS:
             status = "output"
         elif is_gone:
             break
@@ -197,7 +197,7 @@ def _watch(job: dict, first: int, output: int, words: int) -> tuple[str, bytes, 
 
         # once more after its end, for what it printed last
         is_gone = os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    return status, bytes(found[output][: job["output_bytes"]]), bytes(found[words])
+    return status, bytes(received[output][: job["output_bytes"]]), bytes(received[reports])
 
 
 def _too_much(job: dict, first: int) -> str | None:
@@ -215,15 +215,15 @@ def _too_much(job: dict, first: int) -> str | None:
 
 def _descendants(pid: int) -> list[int]:
     """The process and all that it started, also those that left its group."""
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{task}/children") as file:
-                    found += map(int, file.read().split())
-        if len(found) > 10_000:
+                    pids += map(int, file.read().split())
+        if len(pids) > 10_000:
             break
-    return found
+    return pids
 
 
 # ---- what keeps the code apart
@@ -357,14 +357,14 @@ def _first_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> 
 def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> None:
     """Runs the code and its test. While the code runs, no frame below it holds the nonce or the
     text of the test, and what runs afterwards was looked up before."""
-    code_input, output, words, secret = pipes
+    code_input, output, reports, secret = pipes
     while not os.fstat(secret).st_size:
         time.sleep(0.001)
     os.dup2(secret, NONCE_FD)
     os.dup2(code_input, 0)
     os.dup2(output, 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.dup2(words, 3)
+    os.dup2(reports, 3)
     os.closerange(4, NONCE_FD)
     os.closerange(NONCE_FD + 1, 256)
     os.setpgid(0, 0)
@@ -403,12 +403,12 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.argv = ["solution.py"]
-    run, report, kept = exec, reporter(os.write), dict(vars(builtins))
+    run, report, builtins_before = exec, reporter(os.write), dict(vars(builtins))
     code, *tests = (compile(text, file, "exec") for text, file in steps)
     steps.clear()
     names = {"__name__": name}
     run(code, names)
-    builtins.__dict__.update(kept)
+    builtins.__dict__.update(builtins_before)
     names["__report__"] = report
     for test in tests:
         run(test, names)
