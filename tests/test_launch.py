@@ -16,11 +16,16 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.commands import launch
-from tunix_lite.distributed import join, launcher
+from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, foreign_flags_answer, local_processes
-from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, check_no_process_ids, find_place
-from tunix_lite.distributed.supervisor import Trace
+from tunix_lite.distributed.launcher import LocalProcesses, Trace, foreign_flags_answer, local_processes
+from tunix_lite.distributed.process_place import (
+    TORCH_SETS,
+    LaunchConfig,
+    ProcessPlace,
+    check_no_process_ids,
+    find_place,
+)
 from tunix_lite.settings.compose import compose, conf_dir
 
 CHILD = """
@@ -40,7 +45,7 @@ class Launched:
 
     def __init__(self, folder: Path, body: str, *flags: str, words: tuple[str, ...] = ()):
         (folder / "child.py").write_text(CHILD + body)
-        environment = {k: v for k, v in os.environ.items() if k not in launcher.TORCH}
+        environment = {k: v for k, v in os.environ.items() if k not in TORCH_SETS}
         call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder), *words]
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -647,10 +652,10 @@ def test_files_of_settings_do_not_say_who_is_who_under_a_launcher_either(tmp_pat
 
 def test_the_folder_is_named_as_a_conf_that_was_edited_says(tmp_path, monkeypatch):
     shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(launcher, "conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.setattr(command_line, "conf_dir", lambda: tmp_path / "conf")
     main = tmp_path / "conf" / "config.yaml"
     main.write_text(main.read_text().replace("tunix_lite  #", "other  #"))
-    assert launcher.project_name([]) == "other" and launcher.project_name(["++project_name='x y'"]) == "x y"
+    assert command_line.project_name([]) == "other" and command_line.project_name(["++project_name='x y'"]) == "x y"
 
 
 @pytest.mark.parametrize(
@@ -663,8 +668,8 @@ def test_a_folder_is_given_in_each_way_that_hydra_reads(word, tmp_path):
 
 
 def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
-    (word,) = launcher.in_folder("outputs/it's, 1", [])
-    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and launcher.folder_given([word]) == "outputs/it's, 1"
+    (word,) = command_line.in_folder("outputs/it's, 1", [])
+    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and command_line.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
     assert override.value() == "outputs/it's, 1"
 
@@ -672,11 +677,11 @@ def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
 def test_the_folder_is_the_one_that_a_run_has_by_itself():
     pattern = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["run"]["dir"]
     assert pattern == "outputs/${project_name}/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-    said = launcher.fresh_folder("mine", [])
+    said = command_line.fresh_folder("mine", [])
     assert datetime.strptime(said, "outputs/mine/%Y-%m-%d/%H-%M-%S") <= datetime.now()
-    assert launcher.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
-    assert launcher.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
-    assert launcher.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
+    assert command_line.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
+    assert command_line.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
+    assert command_line.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
 
 
 def test_a_trace_is_taken_out_though_it_comes_in_pieces():
