@@ -435,16 +435,21 @@ def test_as_the_seed_says_it_of_two_machines():
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
 
 
-def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
-    assert local_processes(4, SLURM) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
-    xpk = {"JAX_COORDINATOR_IP": "10.0.0.2", "JAX_COORDINATOR_PORT": "1111", "NNODES": "2", "NODE_RANK": "1"}
-    assert local_processes(2, xpk) == LocalProcesses(2, 4, 2, "10.0.0.2", "1111")
+def test_where_slurm_numbers_machines_each_has_a_launcher():
+    where = {"MASTER_ADDR": "gpu003"}
+    assert local_processes(4, SLURM | where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
 
 
 @pytest.mark.parametrize(
     "nprocs, environ, message",
     [
         (0, {}, "--nprocs=0 must be at least 1"),
+        (
+            4,
+            SLURM,
+            "MASTER_ADDR is not set: under srun each node has a launcher, and all need the node of process 0; "
+            "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)",
+        ),
         (
             4,
             {"WORLD_SIZE": "8", "RANK": "4"},
@@ -730,8 +735,9 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     program(
         tmp_path,
         "bin/srun",
-        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores" > said; trap "exit 7" TERM; for i in {1..2000}; do sleep 0.05; done',
+        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores $MASTER_ADDR" > said; trap "exit 7" TERM; for i in {1..2000}; do sleep 0.05; done',
     )
+    program(tmp_path, "bin/scontrol", 'printf "%s of $3\\n" gpu1 gpu2')
     program(tmp_path, "bin/scancel", 'echo "$@" > cancelled; kill -TERM $(cat pid)')
     script = (EXAMPLES / "slurm.sbatch").read_text()
     call = ["bash", "-c", script, "slurm.sbatch", "seed=1"]
@@ -739,6 +745,7 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": "9",
         "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "gpu[1-2]",
         "SLURM_GPUS_PER_NODE": "h100:4",
         "SLURM_CPUS_PER_TASK": "64",
     }
@@ -750,7 +757,7 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     job.terminate()
     assert job.wait(SOON) == 7
     said = "--kill-on-bad-exit=1 python run_training.py hydra.run.dir=outputs/slurm/9 launch.expect_devices=8 seed=1"
-    assert (tmp_path / "said").read_text() == f"{said} 64 cores\n"
+    assert (tmp_path / "said").read_text() == f"{said} 64 cores gpu1 of gpu[1-2]\n"
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 9.0\n"
 
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,20 +44,8 @@ SETTINGS = ".settings"
 STARTED = "TUNIX_LITE_STARTED"
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The run that this process has joined: its place in it, and what all processes agreed on.
-
-    Example: Joined(ProcessPlace(process_id=1, num_processes=2, ...), Agreement(["a", "b"],
-    folder)).
-    """
-
-    place: ProcessPlace
-    agreed: Agreement
-
-
-# of this process; None: it has joined no run yet
-_joined: Joined | None = None
+# The place of this process, and what all agreed on; None: it has joined no run yet.
+_joined: tuple[ProcessPlace, Agreement] | None = None
 
 
 def initialise(
@@ -74,7 +62,7 @@ def initialise(
     """
     global _joined
     if _joined is not None:
-        return _joined.place, _joined.agreed
+        return _joined
 
     tell_launcher(launch, environ)
 
@@ -88,14 +76,16 @@ def initialise(
     if place.num_processes > 1 or place.asks_jax:
         _start_jax(launch, place, local_devices(place, environ))
     if place.asks_jax:
-        place = _with_ids_of_jax(place)
+        import jax
+
+        place = replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
         agreed = agree_through_jax(about)
 
     check_devices(launch, place, environ)
     if place.num_processes > 1:
         disable_compilation_cache()
-    _joined = Joined(place, agreed)
-    return place, agreed
+    _joined = place, agreed
+    return _joined
 
 
 def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
@@ -143,8 +133,13 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         "heartbeat_timeout_seconds": launch.heartbeat_timeout,
     }
     if place.asks_jax:
+        known = {}
+        # Under srun jax counts the tasks of the job, not those of the step, and gives a process one
+        # GPU, even one that is alone on its node. An empty list is all that it sees.
+        if place.num_processes > 1:
+            known = {"num_processes": place.num_processes, "local_device_ids": devices or []}
         try:
-            jax.distributed.initialize(**limits)
+            jax.distributed.initialize(**known, **limits)
         except ValueError as error:
             # jax's message names the arguments of its function, which the user does not know.
             raise ValueError(
@@ -188,12 +183,6 @@ def disable_compilation_cache() -> None:
             print(text, file=sys.stderr)
 
 
-def _with_ids_of_jax(place: ProcessPlace) -> ProcessPlace:
-    import jax
-
-    return replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
-
-
 def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
     """The indices of the GPUs that this process uses; None: all that it sees.
 
@@ -208,9 +197,8 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
 def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should.
 
-    Checked are: the number of processes, that each has as many devices of one kind, the GPUs that
-    Slurm allotted on this node, and launch.expect_devices. All processes see all devices, so all of
-    them raise; only the check of Slurm's GPUs depends on the node.
+    All processes see all devices, so all of them raise; only the check of Slurm's GPUs depends on
+    the node.
     """
     import jax
 
@@ -250,18 +238,12 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
             f"--ntasks-per-node={on_node}"
         )
     if launch.expect_devices not in (None, len(devices)):
+        share = "Of several processes on a machine each has one GPU: start one process for each GPU"
         raise ValueError(
             f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: "
-            f"{counts[0]} "
-            f"({kinds[0]}) in each of {len(counts)} processes. "
-            + (
-                "Of several processes on a machine each has one GPU: start one process for each "
-                "GPU. "
-                if place.num_local > 1
-                else ""
-            )
-            + "Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax "
-            "has its GPU or TPU package"
+            f"{counts[0]} ({kinds[0]}) in each of {len(counts)} processes. "
+            f"{f'{share}. ' if place.num_local > 1 else ''}Look at CUDA_VISIBLE_DEVICES, at what "
+            "the cluster was asked for, and whether jax has its GPU or TPU package"
         )
 
 
@@ -272,12 +254,12 @@ def has_joined() -> bool:
 
 def is_first() -> bool:
     """Whether this is process 0 of the run, which writes the files of the run."""
-    return _joined is None or _joined.place.process_id == 0
+    return _joined is None or _joined[0].process_id == 0
 
 
 def hosts() -> list[str]:
     """The machine name of each process of this run, in the order of process ids."""
-    return [host_name()] if _joined is None else _joined.agreed.hosts
+    return [host_name()] if _joined is None else _joined[1].hosts
 
 
 def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
@@ -347,8 +329,9 @@ def _finish_on_all_devices() -> None:
     mesh = Mesh(np.array(jax.devices()), ("all",))
     divided = NamedSharding(mesh, P("all"))
     ones = jax.make_array_from_callback((mesh.size,), divided, lambda _: np.ones(1, np.int32))
+    whole = NamedSharding(mesh, P())
     try:
-        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(ones))
+        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=whole)(ones))
     except (RuntimeError, ValueError) as error:
         # What this process had to do is done, whatever has happened to another one.
         if not is_of_a_peer(error):

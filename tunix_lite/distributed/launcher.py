@@ -158,9 +158,9 @@ def parsed(
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="as launch.max_restarts=N")
+    parser.add_argument("--max-restarts", metavar="N", help="as launch.max_restarts=N")
     parser.add_argument(
-        "--stall-timeout", type=float, metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
+        "--stall-timeout", metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
     )
     parser.add_argument(
         "--grace",
@@ -295,6 +295,11 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     # Slurm numbers the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
         node = find_place(LaunchConfig(), environ)
+        if node.source == "srun" and node.asks_jax:
+            raise ValueError(
+                "MASTER_ADDR is not set: under srun each node has a launcher, and all need the "
+                "node of process 0; export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
+            )
         if node.coordinator is None:
             return LocalProcesses(nprocs, nprocs, port=port)
         host, _, port = node.coordinator.rpartition(":")
@@ -363,16 +368,21 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
     What neither of them says, the processes report from the files of their settings. Raises
     ValueError.
     """
-    restarts = known.max_restarts
-    stall = known.stall_timeout
-    if restarts is None:
-        restarts = _number("max_restarts", program, int, "a whole number, 0 or more")
-    if stall is None:
-        stall = _number("stall_timeout", program, float, "a number of seconds; 0 sets no limit")
-    if not all(0 <= number < math.inf for number in (restarts or 0, stall or 0, known.grace)):
-        raise ValueError(
-            "--max-restarts, --stall-timeout and --grace must be finite and not negative"
-        )
+    numbers: dict[str, float] = {}
+    for name, kind, meant in (
+        ("max_restarts", int, "a whole number, 0 or more"),
+        ("stall_timeout", float, "a number of seconds; 0 sets no limit"),
+    ):
+        value = getattr(known, name) or setting_given(f"launch.{name}", program)
+        if value is not None:
+            try:
+                numbers[name] = kind(value)
+            except ValueError:
+                numbers[name] = -1
+            if not 0 <= numbers[name] < math.inf:
+                raise ValueError(f"launch.{name}={value}: it is {meant}")
+    if not 0 <= known.grace < math.inf:
+        raise ValueError("--grace must be finite and not negative")
 
     # Why a run of this command line cannot be started again.
     never = ""
@@ -381,26 +391,9 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
     elif "${now" in (folder_given(program) or ""):
         never = "needs a hydra.run.dir that is the same at every start, without ${now:...}"
     never = never and f"launch.max_restarts {never}"
-    if restarts and never:
+    if never and numbers.get("max_restarts"):
         raise ValueError(never)
-    return RestartPolicy(stall, restarts, known.grace, never)
-
-
-def _number(name: str, program: list[str], kind: type, meant: str) -> int | float | None:
-    """The setting launch.NAME of a command line as a number; None: it is not given.
-
-    meant: what it must be, for the error.
-    """
-    value = setting_given(f"launch.{name}", program)
-    if value is None:
-        return None
-    try:
-        number = kind(value)
-    except ValueError:
-        number = -1
-    if not 0 <= number < math.inf:
-        raise ValueError(f"launch.{name}={value}: it is {meant}")
-    return number
+    return RestartPolicy(**numbers, grace=known.grace, never=never)
 
 
 # ---- a run, from its first attempt to its end
