@@ -102,10 +102,10 @@ def flatten_settings(value: object, name: str = "") -> dict[str, str]:
     """
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
-        found = {}
+        flat = {}
         for part, item in value.items():
-            found |= flatten_settings(item, f"{prefix}{part}")
-        return found
+            flat |= flatten_settings(item, f"{prefix}{part}")
+        return flat
     if name in NOT_COMPARED:
         return {}
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
@@ -162,21 +162,18 @@ def _digest(data: bytes) -> str:
 
 
 def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of jax and XLA that may change compiled programs.
-
-    Variables that may differ between processes (OWN_VARIABLES, OWN_FLAGS) are left out. Each flag
-    of XLA_FLAGS is a value of its own.
-    """
-    found = {}
+    """The environment variables of jax and XLA that may change compiled programs, without those
+    that may differ between processes. Each flag of XLA_FLAGS is a value of its own."""
+    variables = {}
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not OWN_VARIABLES.match(name):
-            found[name] = value
+            variables[f"{VARIABLE}{name}"] = value
     for name in FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
             if not OWN_FLAGS.match(flag):
-                found[f"{name} {flag}"] = value or "true"
-    return flatten_settings({f"{VARIABLE}{name}": value for name, value in found.items()})
+                variables[f"{VARIABLE}{name} {flag}"] = value or "true"
+    return flatten_settings(variables)
 
 
 def _version(package: str) -> str:
@@ -269,26 +266,17 @@ def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
 def agree_through_jax(own: ProcessInfo, error: str | None = None) -> Agreement:
     """Lets all processes agree, as `meeting.meet` does, but through collectives of jax.
 
-    own: this process. error: what this process has found wrong; then all processes fail. Every
-    process must call this. Raises ValueError on all of them if they differ or if one has an error.
-    A process with an error of its own raises that one.
+    error: what this process has found wrong. Every process must call this. Raises ValueError on all
+    of them if they differ or if one has an error; one with an error of its own raises that.
     """
-    everyone = gather_process_info(own, error)
+    reports = allgather_values([dataclasses.asdict(own), error])
     if error is not None:
         raise ValueError(error)
-    for p, info in everyone.items():
-        if "error" in info.values:
-            raise ValueError(f"process {p} ({info.host}): {info.values['error']}")
+    everyone = {p: ProcessInfo(**report) for p, (report, _) in enumerate(reports)}
+    for p, (_, theirs) in enumerate(reports):
+        if theirs is not None:
+            raise ValueError(f"process {p} ({everyone[p].host}): {theirs}")
     text = mismatch_error(everyone)
     if text is not None:
         raise ValueError(text)
     return Agreement([everyone[p].host for p in sorted(everyone)], everyone[0].folder)
-
-
-def gather_process_info(own: ProcessInfo, error: str | None = None) -> dict[int, ProcessInfo]:
-    """The reports of all processes, by process id. `error` travels as one of the values."""
-    values = dict(own.values)
-    if error is not None:
-        values["error"] = error
-    everyone = allgather_values(dataclasses.asdict(dataclasses.replace(own, values=values)))
-    return {p: ProcessInfo(**report) for p, report in enumerate(everyone)}

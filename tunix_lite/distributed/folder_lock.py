@@ -43,15 +43,14 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         other = None
         while not _try_lock(file):
             if other is None:
-                other = _owner(folder)
+                other = (lock_owner(folder) or "another process").partition(",")[0]
                 print(
                     f"waiting for {folder}, which is in use by {other}", file=sys.stderr, flush=True
                 )
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{folder} is in use by {other}, and was for {timeout:g} s: end that run, or "
-                    "give this one another "
-                    "hydra.run.dir"
+                    "give this one another hydra.run.dir"
                 )
             time.sleep(POLL)
 
@@ -134,10 +133,6 @@ def is_abandoned(folder: Path) -> bool:
     """Whether a process of this machine had the lock of a folder, and no process has it now."""
     is_ours = f" of {socket.gethostname()}," in (lock_owner(folder) or "")
     return is_ours and is_held(folder) is False
-
-
-def _owner(folder: Path) -> str:
-    return (lock_owner(folder) or "another process").partition(",")[0]
 
 
 def _try_lock(file: TextIO) -> bool:
