@@ -94,12 +94,8 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
 
 
 def flatten_settings(value: object, name: str = "") -> dict[str, str]:
-    """Nested settings as one dict of texts, keyed by dotted names.
-
-    Of an absolute path only the last part is kept: the rest may differ between machines.
-
-    Example: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`.
-    """
+    """Nested settings as one dict of texts, keyed by dotted names. An absolute path keeps only its
+    last part: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
@@ -120,13 +116,10 @@ def code_digest(folder: Path) -> str:
 
 
 def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
-    """Digests of the files that define the user's own functions and classes in built settings.
-
-    Keys are `code of SETTING`. Functions and classes of this package are left out: `process_info`
-    has a digest of the whole package.
-    """
+    """Digests of the files that define the user's own functions and classes in built settings, by
+    `code of SETTING`. Those of this package are left out: `process_info` has a digest of it."""
     own_package = __name__.partition(".")[0]
-    found = {}
+    digests = {}
     for where, named in _named(settings, name):
         if (named.__module__ or "").partition(".")[0] == own_package:
             continue
@@ -134,8 +127,8 @@ def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
         with contextlib.suppress(OSError, TypeError):
             file = inspect.getsourcefile(inspect.unwrap(named))
             if file:
-                found[f"code of {where}"] = _digest(Path(file).read_bytes())
-    return found
+                digests[f"code of {where}"] = _digest(Path(file).read_bytes())
+    return digests
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -208,8 +201,8 @@ def host_name() -> str:
 def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str | None:
     """Says which processes differ from the majority, and in what. None if all agree.
 
-    reports: process id -> (name of the process, its values). Only processes that have a value are
-    compared in it. Where two values are equally common, that of the lowest process is right.
+    reports: process id -> (name of the process, its values); who lacks a value is not compared in
+    it. Where two values are equally common, that of the lowest process is right.
     """
     differences = []
     keys = dict.fromkeys(key for _, values in reports.values() for key in values)

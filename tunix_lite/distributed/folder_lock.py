@@ -93,10 +93,8 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
 
 
 def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
-    """Whether `lock_owner(folder)` is `owner`.
-
-    Looks again for some `seconds`: a host may see a file on a network disk a little later.
-    """
+    """Whether `lock_owner(folder)` is `owner`, or becomes it in some `seconds`, as on a network
+    disk."""
     deadline = time.monotonic() + seconds
     while lock_owner(folder) != owner:
         if time.monotonic() >= deadline:
@@ -106,10 +104,8 @@ def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
 
 
 def lock_owner(folder: Path) -> str | None:
-    """The text in the lock file: process id, host and time of the last lock. None if there is none.
-
-    The time is in microseconds, so no two locks have the same text.
-    """
+    """The text in the lock file: process id, host and time of the last lock, in microseconds, so no
+    two locks have the same text. None if there is none."""
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()
     return None

@@ -53,9 +53,9 @@ def initialise(
 ) -> tuple[ProcessPlace, Agreement]:
     """Joins the processes of this run: they meet, agree, and start jax.distributed.
 
-    launch: the settings. environ: the variables of the environment, usually `os.environ`. about:
-    this process, from `agreement.process_info`. Returns the place of this process in the run, and
-    what all have agreed on. Call it before a device is used. Further calls return the same.
+    environ: usually `os.environ`. about: this process, from `agreement.process_info`. Returns the
+    place of this process in the run, and what all have agreed on. Call it before a device is used.
+    Further calls return the same.
 
     Raises NotMet if a process does not come in time, and ValueError if they cannot be one run: on
     all of them, with the same message.
@@ -89,11 +89,8 @@ def initialise(
 
 
 def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """Tells our launcher, if one has started this process, when to give up and restart.
-
-    The launcher itself does not read the files of the settings. Raises ValueError if they say which
-    process this is: all that a launcher starts would be the same one.
-    """
+    """Tells our launcher, if one has started this process, when to give up and restart, for it does
+    not read files of settings. Raises ValueError if they say which process this is."""
     if HEARTBEAT not in environ:
         return
     ids = {name: getattr(launch, name) for name in IDS}
@@ -165,9 +162,8 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
 def disable_compilation_cache() -> None:
     """Turns off jax's compilation cache on disk if there are several CPU devices.
 
-    Programs of several CPU devices that are read from the cache mix up their collectives. With
-    jaxlib 0.10.2 they crashed or hung (docs/log.md), and could exchange wrong arrays of the same
-    size without an error.
+    With jaxlib 0.10.2 programs of several CPU devices that are read from there mix up their
+    collectives: they hang, crash (docs/log.md), or exchange wrong arrays without an error.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -186,8 +182,7 @@ def disable_compilation_cache() -> None:
 def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
     """The indices of the GPUs that this process uses; None: all that it sees.
 
-    Of several processes on a machine each uses one. If CUDA_VISIBLE_DEVICES shows this process a
-    single GPU, whoever started it has chosen already.
+    Of several on a machine each uses one, unless CUDA_VISIBLE_DEVICES shows it a single one.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     is_chosen = visible != "" and "," not in visible
@@ -279,12 +274,9 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
 
 
 def heartbeat(doing: str = "") -> None:
-    """Tells the launcher that this process is alive, and what it does, such as "step 3".
-
-    Writes the file that the launcher watches. Without a launcher it does nothing.
-    """
-    file = os.environ.get(HEARTBEAT)
-    if file:
+    """Tells the launcher, if there is one, that this process is alive, and what it does, such as
+    "step 3"."""
+    if file := os.environ.get(HEARTBEAT):
         # A full disk must not end a run here.
         with contextlib.suppress(OSError):
             Path(file).write_text(doing)
@@ -292,11 +284,8 @@ def heartbeat(doing: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_at_once_on_failure() -> Iterator[None]:
-    """A context in which a process of several exits at once when it fails.
-
-    Without it jax waits at the exit, for minutes, until the other processes end too. A process that
-    succeeds ends when all of its devices have done their part.
-    """
+    """A context in which a process of several exits at once when it fails: jax would wait at the
+    exit, for minutes, until the others end too. One that succeeds waits for its devices."""
     try:
         yield
         if _has_joined_jax():
@@ -313,10 +302,10 @@ def exit_at_once_on_failure() -> Iterator[None]:
 
 
 def _finish_on_all_devices() -> None:
-    """Waits until each device of this process has taken part in a sum over all devices.
+    """Waits until each CPU device of this process has taken part in a sum over all devices.
 
-    A result is read from the first device, while gloo may still set up the connections of the
-    second one. Whoever exits then leaves a peer waiting for its heartbeat, some 100 seconds.
+    Whoever exits while gloo sets up the connections of its second device leaves a peer waiting for
+    100 seconds.
     """
     import jax
     import jax.numpy as jnp
@@ -340,10 +329,7 @@ def _finish_on_all_devices() -> None:
 
 @contextlib.contextmanager
 def exit_when_a_peer_is_lost() -> Iterator[None]:
-    """A context in which an error of jax about a lost process ends this one, with one line of text.
-
-    All other errors pass through.
-    """
+    """A context in which an error of jax about a lost process ends this one, with one line."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

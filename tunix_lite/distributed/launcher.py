@@ -30,18 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix_lite.distributed.command_line import (
-    SHOWS_ONLY,
-    SWEEPS,
-    check_config_dir,
-    config_dir,
-    folder_given,
-    folder_key,
-    fresh_folder,
-    in_folder,
-    project_name,
-    setting_given,
-)
+from tunix_lite.distributed import command_line
+from tunix_lite.distributed.command_line import folder_given, setting_given
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTINGS, STARTED
 from tunix_lite.distributed.process_place import (
@@ -50,7 +40,6 @@ from tunix_lite.distributed.process_place import (
     LaunchConfig,
     check_no_process_ids,
     find_place,
-    is_of_a_service,
 )
 from tunix_lite.files.addresses import check_on_disk
 
@@ -113,8 +102,8 @@ def main(
             raise ValueError(
                 f"{late} is a flag of the launcher: write it before the program and its settings"
             )
-        check_on_disk(folder_key(program), folder_given(program))
-        check_config_dir(config_dir(program))
+        check_on_disk(command_line.folder_key(program), folder_given(program))
+        command_line.check_config_dir(command_line.config_dir(program))
         group = local_processes(known.nprocs, os.environ)
         ids = {name: setting_given(f"launch.{name}", program) for name in IDS}
         check_no_process_ids(ids, group.world)
@@ -124,9 +113,11 @@ def main(
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    writes = program[:1] not in (["check"], ["evaluate"]) and not SHOWS_ONLY & set(program)
-    if group.first == 0 and writes and folder_given(program) is None:
-        program = program + in_folder(fresh_folder(project_name(program), program), program)
+    only_reads = program[:1] in (["check"], ["evaluate"]) or command_line.SHOWS_ONLY & set(program)
+    if group.first == 0 and not only_reads and folder_given(program) is None:
+        project = command_line.project_name(program)
+        folder = command_line.fresh_folder(project, program)
+        program = program + command_line.in_folder(folder, program)
     folder = folder_given(program)
     logs = Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
     if program[:1] == ["check"]:
@@ -136,10 +127,8 @@ def main(
         code = supervise(process_command(program), group.environments, logs, rules)
     # No memory for another process, or no temporary folder.
     except OSError as error:
-        print(
-            f"error: the launcher has stopped, and has ended its processes: {error}",
-            file=sys.stderr,
-        )
+        text = f"error: the launcher has stopped, and has ended its processes: {error}"
+        print(text, file=sys.stderr)
         code = 1
     sys.exit(code)
 
@@ -148,10 +137,7 @@ def parsed(
     arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
 ) -> argparse.Namespace:
     """The launcher's own flags, and as `program` the words that follow them."""
-    about = (
-        "Starts the processes of a run on this machine and watches them; the first one has the "
-        "screen."
-    )
+    about = "Starts and watches the processes of a run here; the first one has the screen."
     parser = argparse.ArgumentParser(
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
     )
@@ -290,7 +276,6 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
 
     # On one machine the launcher finds a port itself.
     port = environ.get("MASTER_PORT")
-    port = None if is_of_a_service(port) else port
 
     # Slurm numbers the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
@@ -316,9 +301,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
                 "machines"
             )
-        address = environ.get("MASTER_ADDR", "127.0.0.1")
-        address = "127.0.0.1" if is_of_a_service(address) else address
-        return LocalProcesses(nprocs, nprocs, 0, address, port)
+        return LocalProcesses(nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), port)
 
     # Several machines, with the variables of torchrun.
     of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}
@@ -386,7 +369,7 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
 
     # Why a run of this command line cannot be started again.
     never = ""
-    if SWEEPS & set(program):
+    if command_line.SWEEPS & set(program):
         never = "is for one run: with --multirun it would begin all of them again"
     elif "${now" in (folder_given(program) or ""):
         never = "needs a hydra.run.dir that is the same at every start, without ${now:...}"
@@ -418,15 +401,14 @@ def supervise(
     """Runs `command` in one process for each environment, and returns the exit code of the run.
 
     environments: called for each attempt, so that each has a free port of its own. logs: the folder
-    for the output of the processes. rules: when to give up, and how often to try again. Raises
-    OSError if a process cannot be started; then all others have been ended.
+    for the output. Raises OSError if a process cannot be started; then all others have been ended.
     """
     # Folders that we make, the innermost first: `leave_nothing` removes them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     # training.max_minutes counts from here, over all attempts, unless a job script says otherwise.
     started = os.environ.get(STARTED) or str(time.time())
     with (
-        Signals() as signals,
+        received_signals() as signals,
         tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary,
         guarded(Path(temporary)) as guard,
     ):
@@ -447,7 +429,7 @@ def supervise(
             # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
             if failure is not None and failure.text:
                 say(failure.text)
-            if failure is None or signals.count or failure.code == WRONG_SETTINGS:
+            if failure is None or signals or failure.code == WRONG_SETTINGS:
                 break
             rules.complete(beats)
             if rules.max_restarts and rules.never:
@@ -458,7 +440,7 @@ def supervise(
             say(f"restart {restarts + 1} of {rules.max_restarts}, from the newest checkpoint")
     if failure is None:
         # All have stopped by themselves. As of a run without a launcher: commands/train.py.
-        return INTERRUPTED if signals.count and signals.last == signal.SIGINT else 0
+        return INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
     if failure.code == WRONG_SETTINGS:
         leave_nothing(logs, made)
     return failure.code
@@ -467,8 +449,8 @@ def supervise(
 class Attempt:
     """The processes of this machine from one start to their end."""
 
-    def __init__(self, rules: RestartPolicy, signals: "Signals", beats: Path):
-        """beats: the folder of the heartbeat files."""
+    def __init__(self, rules: RestartPolicy, signals: list[int], beats: Path):
+        """signals: those that the launcher has received. beats: the folder of heartbeat files."""
         self.processes: list[Process] = []
         self._rules = rules
         self._signals = signals
@@ -479,7 +461,7 @@ class Attempt:
 
         If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
         """
-        while not self._signals.count:
+        while not self._signals:
             self._rules.complete(self._beats)
             running = self._running()
             if self._failed() and running:
@@ -498,14 +480,12 @@ class Attempt:
         A new signal to the launcher ends the waiting. grace=0: SIGKILL at once.
         """
         deadline = time.monotonic() + grace
-        signals_before = self._signals.count
+        signals_before = len(self._signals)
         if grace > 0:
             for process in self.processes:
                 process.send(signal.SIGTERM)
         while (
-            self._running()
-            and time.monotonic() < deadline
-            and self._signals.count == signals_before
+            self._running() and time.monotonic() < deadline and len(self._signals) == signals_before
         ):
             time.sleep(POLL)
         for process in self.processes:
@@ -548,11 +528,12 @@ class Attempt:
         first one is not sent twice: that would stop the processes in the middle of saving.
         """
         grace = self._rules.grace
+        number = self._signals[-1]
         deadline = math.inf
         for process in self.processes:
-            process.send(self._signals.last)
+            process.send(number)
         while left := self._running():
-            if self._signals.count > 1 or time.monotonic() >= deadline:
+            if len(self._signals) > 1 or time.monotonic() >= deadline:
                 break
             if deadline == math.inf and self._failed():
                 deadline = time.monotonic() + grace
@@ -565,7 +546,7 @@ class Attempt:
         failed = [process for process in self._failed() if process not in early]
         failure = blamed([p for p in failed if not (early and p.is_victim())])
         too_late = ""
-        if left and self._signals.count == 1:
+        if left and len(self._signals) == 1:
             names = " and ".join(map(str, left))
             were = "was" if len(left) == 1 else "were"
             too_late = f"{names}, still running {grace:g} s later, {were} ended"
@@ -575,17 +556,17 @@ class Attempt:
             return Failure(f"{failure.text}\n{too_late}", failure.code) if failure.text else failure
         if not (left or early or failed):
             return None
-        text = f"stopped by {signal.Signals(self._signals.last).name}"
+        text = f"stopped by {signal.Signals(self._signals[-1]).name}"
         if too_late:
             text += f"; {early[0]} ended at once, and {too_late}"
-        return Failure(text, 128 + self._signals.last)
+        return Failure(text, 128 + self._signals[-1])
 
     def _stalled(self) -> Failure | None:
         """The failure of a run whose processes have all been silent too long; None: not so.
 
-        All processes wait for one, so all are silent. To blame is one that is stopped (SIGSTOP),
-        else one that has not made its first step, else the one that has been silent the longest.
-        Before the first step of all only a stopped process counts.
+        All wait for one. To blame is one that is stopped, else one that has not made its first
+        step, else the one that has been silent the longest. Before the first step of all only a
+        stopped process counts.
         """
         running = [process for process in self.processes if process.code is None]
         limit = self._rules.stall_timeout
@@ -845,29 +826,21 @@ def _end_with_us() -> None:
 # ---- signals, the guard, logs, the screen
 
 
-class Signals:
-    """Counts the signals to the launcher, inside `with`."""
-
-    def __init__(self):
-        # how many came, and the number of the last one
-        self.count = 0
-        self.last = signal.SIGTERM
-        self._handlers_before = {}
-
-    def __enter__(self) -> "Signals":
-        for number in HANDED_ON:
-            # nohup has SIGHUP ignored, and so do we.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._handlers_before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._handlers_before.items():
+@contextlib.contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """A context in which the numbers of the signals to the launcher are added to a list."""
+    received: list[int] = []
+    handlers_before = {}
+    for number in HANDED_ON:
+        # nohup has SIGHUP ignored, and so do we.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handler = signal.signal(number, lambda came, _: received.append(came))
+            handlers_before[number] = handler
+    try:
+        yield received
+    finally:
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _) -> None:
-        self.count += 1
-        self.last = number
 
 
 # the guard is started with Python's own paths alone, and finds the package by its third argument

@@ -1,10 +1,7 @@
 """The place of this process in its run: from its settings, or its launcher's variables."""
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 # The default port of torchrun.
 TORCH_PORT = "29500"
@@ -221,56 +218,7 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
     return None
 
 
-def overwritten_by_torchrun(
-    environ: Mapping[str, str], exported: Mapping[str, str] | None = None
-) -> str:
-    """Names the variables that somebody exported and torchrun replaced; "" if there are none.
-
-    exported: what torchrun itself was given; None: as the system tells of the process that started
-    this one.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return ""
-    given = environment_of_parent() if exported is None else exported
-    changed = [
-        f"{name}={given[name]} became {environ.get(name)}"
-        for name in TORCH_SETS
-        if name in given and given[name] != environ.get(name)
-    ]
-    if not changed:
-        return ""
-    return (
-        f"torchrun overwrote what was exported: {', '.join(changed)}; it takes --nnodes, "
-        "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the variables"
-    )
-
-
-def environment_of_parent() -> dict[str, str]:
-    """The variables that the process which started this one was given; {}: it is not known."""
-    try:
-        text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
-
-
 # ---- numbers, ports, addresses
-
-
-def is_of_a_service(text: str | None) -> bool:
-    """Whether Kubernetes made a variable of a Service's name: NAME_PORT=tcp://10.96.3.7:29500."""
-    return text is not None and re.match(r"(tcp|udp|sctp)://", text) is not None
-
-
-def _wrong(name: str, text: str, why: str) -> ValueError:
-    """The error for a variable that is not what it must be."""
-    who = ""
-    if is_of_a_service(text):
-        who = (
-            f". Kubernetes makes such variables of a Service's name: set {name} in the pod, give "
-            "the Service another name, or set enableServiceLinks: false"
-        )
-    return ValueError(f"{name}={text!r}{why}{who}")
 
 
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
@@ -281,23 +229,26 @@ def _number(name: str, environ: Mapping[str, str], default: int | None = None) -
     if text is None:
         raise ValueError(f"{name} is not set")
     if not text.strip().isdecimal():
-        raise _wrong(name, text, ": it is a whole number")
+        raise ValueError(f"{name}={text!r}: it is a whole number")
     return int(text)
 
 
 def _host(text: str) -> str:
     """MASTER_ADDR as the name or the number of a host. Raises ValueError."""
     if "/" in text:
-        why = " is no host: it is a name or a number, for example 192.168.1.10"
-        raise _wrong("MASTER_ADDR", text, why)
+        raise ValueError(
+            f"MASTER_ADDR={text!r} is no host: it is a name or a number, for example 192.168.1.10"
+        )
     return text
 
 
 def _port(name: str, text: str) -> int:
     """A text as the number of a port. name: where it is from. Raises ValueError."""
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        why = f" is not a port: it is a number from 1 to 65535, for example {TORCH_PORT}"
-        raise _wrong(name, text, why)
+        raise ValueError(
+            f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
+            f"{TORCH_PORT}"
+        )
     return int(text)
 
 
