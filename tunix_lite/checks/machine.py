@@ -96,7 +96,7 @@ def cuda_version() -> int | None:
 # ---- memory, disk, hub
 
 
-def memory_line() -> CheckLine:
+def host_memory_line() -> CheckLine:
     """The host's memory: what there is, what is free, and what a container may have of it."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")

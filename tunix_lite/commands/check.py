@@ -121,7 +121,7 @@ def _check_machine(run: RunConfig | None, settings: Check, printer: LinePrinter)
     printer.show(*machine.jax_lines(0 if settings.devices is not None else len(gpus)))
     printer.show(*driver_lines)
     looks = {
-        "memory": lambda: [machine.memory_line()],
+        "memory": lambda: [machine.host_memory_line()],
         "disk": lambda: [machine.disk_line(Path("outputs"))],
         "hub": lambda: [machine.token_line(hub_model)],
     }
