@@ -115,7 +115,7 @@ def code_digest(folder: Path) -> str:
     return _digest("".join(lines).encode())
 
 
-def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
+def user_code_digests(settings: object, name: str = "") -> dict[str, str]:
     """Digests of the files that define the user's own functions and classes in built settings, by
     `code of SETTING`. Those of this package are left out: `process_info` has a digest of it."""
     own_package = __name__.partition(".")[0]
@@ -131,7 +131,7 @@ def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
     return digests
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
     """All functions and classes in built settings, as (dotted name of the setting, object)."""
     inside = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

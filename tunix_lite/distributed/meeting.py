@@ -31,6 +31,8 @@ NEXT_LINE = 30
 MESSAGE_SECONDS = 5
 # Seconds between two looks at what the connections have sent.
 ACCEPT_SECONDS = 0.05
+# (process id, number of processes, what the process is)
+Report = tuple[int, int, ProcessInfo]
 # What a message of a stranger raises when it is read. ValueError: it is no JSON, or no text.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
@@ -86,20 +88,24 @@ class Waiting:
 
 
 class RollCall:
-    """Process 0 at the port of the run: it waits for the reports of all, and answers them."""
+    """Process 0 at the port of the run: it waits for the reports of all, and answers them.
+
+    Each connection has a thread: a slow process or a stranger holds up nobody else.
+    """
 
     def __init__(self, place: ProcessPlace, own: ProcessInfo, waiting: Waiting):
         self._place = place
         self._own = own
         self._waiting = waiting
-        self._came: dict[int, ProcessInfo] = {0: own}
-        # the connection of each process that came, and of those that are one too many
-        self._lines: dict[int, socket.socket] = {}
-        self._extra: list[socket.socket] = []
-        # connections that have not sent a whole line yet, and (connection, its line) of the others
-        self._unheard: set[socket.socket] = set()
-        self._heard: queue.SimpleQueue[tuple[socket.socket, bytes]] = queue.SimpleQueue()
         self._has_noted_stranger = False
+        self._came: dict[int, ProcessInfo] = {0: own}
+        self._lines: dict[int, socket.socket] = {}
+        # what the threads have heard: a report, None of a stranger
+        self._heard: queue.SimpleQueue[tuple[socket.socket, Report | None]] = queue.SimpleQueue()
+        # threads of processes, which send the answer when it is there
+        self._threads: list[threading.Thread] = []
+        self._answer = b""
+        self._has_answer = threading.Event()
 
     def hold(self, server: socket.socket) -> Agreement:
         """Waits until all are there, one of them is wrong, or the time is up; then answers."""
@@ -112,65 +118,76 @@ class RollCall:
             self._waiting.show(
                 f"process 0 waits at port {port} for {len(missing)} of {count} processes"
             )
-            self._accept(server)
+            try:
+                connection, _ = server.accept()
+                threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+            except TimeoutError:
+                pass
+            except OSError:
+                # The connection is gone again, or too many files are open.
+                time.sleep(ACCEPT_SECONDS)
             while not self._heard.empty():
-                connection, line = self._heard.get()
-                self._unheard.discard(connection)
-                error = error or self._welcome(connection, line, port)
+                connection, report = self._heard.get()
+                if report is not None:
+                    error = error or self._welcome(connection, *report)
+                elif not self._has_noted_stranger:
+                    self._has_noted_stranger = True
+                    self._waiting.say(
+                        f"process 0: a connection to port {port} is not from this run, and is "
+                        "ignored"
+                    )
             if error is None and len(self._came) < count and self._waiting.left <= 0:
-                absent = self._absent(missing)
+                names = enumerate_names([str(p) for p in missing])
+                absent = (
+                    f"process 0 of {count} waited {self._waiting.seconds:g} s at "
+                    f"{self._place.coordinator}, and "
+                    f"{'process' if len(missing) == 1 else 'processes'} {names} did not come. "
+                    "Check that every machine was started, that the others have this address "
+                    f"(ours is from {self._place.source}), and that no firewall is between them; "
+                    "processes are counted, not devices. launch.timeout=SECONDS waits longer"
+                )
 
         # All of them get the same answer, so all of them end with the same error.
         error = error or absent or mismatch_error(self._came)
         agreed = Agreement([self._came[p].host for p in sorted(self._came)], self._own.folder)
-        self._answer({"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)})
+        answer = {"error": error, "absent": absent is not None, **dataclasses.asdict(agreed)}
+        self._answer = json.dumps(answer).encode() + b"\n"
+        self._has_answer.set()
+        for thread in self._threads:
+            thread.join()
         if error:
             raise (ValueError if absent is None else NotMet)(error)
         return agreed
 
-    def _accept(self, server: socket.socket) -> None:
-        """Waits a moment for a connection, and gives it a thread that reads its report: a slow
-        process or a stranger holds up nobody else."""
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            return
-        except OSError:
-            # The connection is gone again, or too many files are open.
-            time.sleep(ACCEPT_SECONDS)
-            return
-
-        def hear() -> None:
-            deadline = time.monotonic() + MESSAGE_SECONDS
-            line = b""
+    def _hear(self, connection: socket.socket) -> None:
+        """Reads the report of a connection, and answers it when all are there."""
+        deadline = time.monotonic() + MESSAGE_SECONDS
+        report = None
+        with connection:
+            with contextlib.suppress(*UNREADABLE):
+                report = parse_hello(_read_line(connection, lambda: deadline - time.monotonic()))
+                self._threads.append(threading.current_thread())
+            self._heard.put((connection, report))
+            if report is None:
+                return
+            self._has_answer.wait()
+            # Waits until the other side hangs up: then the port is free at once for jax.
             with contextlib.suppress(OSError):
-                line = _read_line(connection, lambda: deadline - time.monotonic())
-            self._heard.put((connection, line))
+                connection.settimeout(10)
+                connection.sendall(self._answer)
+                connection.settimeout(2)
+                connection.recv(1)
 
-        self._unheard.add(connection)
-        threading.Thread(target=hear, daemon=True).start()
-
-    def _welcome(self, connection: socket.socket, line: bytes, port: int) -> str | None:
+    def _welcome(
+        self, connection: socket.socket, process: int, count: int, about: ProcessInfo
+    ) -> str | None:
         """Adds a process to those that came. Returns an error that ends the roll-call, or None."""
-        try:
-            process, count, about = _parse_hello(line)
-        except UNREADABLE:
-            connection.close()
-            if not self._has_noted_stranger:
-                self._waiting.say(
-                    f"process 0: a connection to port {port} is not from this run, and is ignored"
-                )
-            self._has_noted_stranger = True
-            return None
-
         other = self._came.get(process)
         # A process that came before and is gone was started again: the new one takes its place.
         if other is None or (process in self._lines and _is_gone(self._lines[process])):
             self._came[process] = about
             self._lines[process] = connection
             other = None
-        else:
-            self._extra.append(connection)
         if count != self._place.num_processes:
             return (
                 f"process {process} ({about.host}) was started as one of {count} processes, "
@@ -185,39 +202,9 @@ class RollCall:
             )
         return None
 
-    def _absent(self, missing: list[int]) -> str:
-        """The message about the processes that did not come in time."""
-        names = enumerate_names([str(p) for p in missing])
-        return (
-            f"process 0 of {self._place.num_processes} waited {self._waiting.seconds:g} s at "
-            f"{self._place.coordinator}, and {'process' if len(missing) == 1 else 'processes'} "
-            f"{names} did not come. Check that every machine was started, that the others have "
-            f"this address (ours is from {self._place.source}), and that no firewall is between "
-            "them; processes are counted, not devices. launch.timeout=SECONDS waits longer"
-        )
 
-    def _answer(self, answer: dict) -> None:
-        """Sends the answer to all processes, and waits until they hang up: then the port is free
-        at once for jax's coordinator."""
-        text = json.dumps(answer).encode() + b"\n"
-        lines = [*self._lines.values(), *self._extra]
-        for connection in lines:
-            with contextlib.suppress(OSError):
-                connection.settimeout(10)
-                connection.sendall(text)
-        for connection in lines:
-            with contextlib.suppress(OSError):
-                connection.settimeout(2)
-                connection.recv(1)
-            connection.close()
-        for connection in self._unheard:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-def _parse_hello(line: bytes) -> tuple[int, int, ProcessInfo]:
-    """(process id, number of processes, what it is) of a report. Raises one of UNREADABLE if a
-    stranger sent it.
+def parse_hello(line: bytes) -> Report:
+    """The report in a line; raises one of UNREADABLE if a stranger sent it.
 
     Only types are checked: process 0 compares the values when all reports are there.
     """
