@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tunix_lite.checks import devices, host, nvidia, probe
+from tunix_lite.checks import devices, machine
 from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
 from tunix_lite.commands import check
 from tunix_lite.distributed import join
@@ -56,15 +56,15 @@ def test_the_commands_of_the_page_run_and_four_pretend_devices_sum():
 def test_a_sum_that_is_wrong_is_seen(monkeypatch):
     right = jax.lax.psum
     assert jax.config.jax_enable_compilation_cache
-    assert probe.reduce_over(jax.devices(), 4096)[1] is None
+    assert devices.reduce_over(jax.devices(), 4096)[1] is None
     assert not jax.config.jax_enable_compilation_cache, "a program of four devices is not read from disk"
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: right(x, axis) + 1)
-    assert probe.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
+    assert devices.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
 
 
 def test_every_stage_of_the_probe_finds_these_devices_in_order(monkeypatch, tmp_path):
     monkeypatch.setattr(join, "_joined", None)
-    look = probe.Probe(LaunchConfig(), tmp_path)
+    look = devices.Probe(LaunchConfig(), tmp_path)
     said = [look(stage) for stage in ("processes", "devices", "arithmetic", "all-reduce", "folder")]
     assert {line["state"] for lines, _ in said for line in lines} == {"ok"}
     assert said[-1][1]["devices"] == 4
@@ -142,34 +142,34 @@ def test_marks_are_letters_where_the_terminal_has_no_others(encoding, term, star
 
 def test_gpus_and_their_driver_are_read(smi):
     smi()
-    found, error = nvidia.gpus()
+    found, error = machine.nvidia_gpus()
     assert error is None and len(found) == 2
-    assert nvidia.driver_line(found, error, 12).text == "NVIDIA 570.86.15; 2 x NVIDIA H100 80GB HBM3"
-    assert nvidia.memory_lines(found, {})[0].state == "ok"
+    assert machine.driver_line(found, error, 12).text == "NVIDIA 570.86.15; 2 x NVIDIA H100 80GB HBM3"
+    assert machine.gpu_memory_lines(found, {})[0].state == "ok"
 
 
 def test_a_gpu_that_others_use_is_named_with_the_free_ones(smi):
     smi(used=40000)
-    found, _ = nvidia.gpus()
-    (line,) = nvidia.memory_lines(found, {})
+    found, _ = machine.nvidia_gpus()
+    (line,) = machine.gpu_memory_lines(found, {})
     assert (line.state, line.text) == ("warns", "others use GPU 1: 39.1 of 79.6 GiB")
     assert line.fix == "CUDA_VISIBLE_DEVICES=0"
-    assert nvidia.memory_lines(found, {"CUDA_VISIBLE_DEVICES": "0"})[0].state == "ok"
+    assert machine.gpu_memory_lines(found, {"CUDA_VISIBLE_DEVICES": "0"})[0].state == "ok"
 
 
 @pytest.mark.parametrize(("driver", "cuda", "state"), [("570.86.15", 13, "fails"), ("470.1", 12, "fails"),
                                                        ("525.60.13", 12, "ok"), ("580.65.06", 13, "ok")])  # fmt: skip
 def test_a_driver_must_be_new_enough_for_the_cuda_of_the_plugin(driver, cuda, state, smi):
     smi(driver=driver)
-    assert nvidia.driver_line(*nvidia.gpus(), cuda).state == state
+    assert machine.driver_line(*machine.nvidia_gpus(), cuda).state == state
 
 
 def test_an_nvidia_smi_that_fails_or_hangs_is_a_line(smi, monkeypatch):
     smi(text="#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
-    assert nvidia.driver_line(*nvidia.gpus(), 12).text == "nvidia-smi: NVIDIA-SMI has failed"
+    assert machine.driver_line(*machine.nvidia_gpus(), 12).text == "nvidia-smi: NVIDIA-SMI has failed"
     smi(text="#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(nvidia, "SECONDS", 0.2)
-    assert "no answer" in nvidia.driver_line(*nvidia.gpus(), 12).text
+    monkeypatch.setattr(machine, "SMI_SECONDS", 0.2)
+    assert "no answer" in machine.driver_line(*machine.nvidia_gpus(), 12).text
 
 
 # ---- packages, disk, hub, settings, launchers
@@ -177,33 +177,33 @@ def test_an_nvidia_smi_that_fails_or_hangs_is_a_line(smi, monkeypatch):
 
 def test_a_plugin_of_another_version_and_one_that_is_missing_are_named(monkeypatch):
     there = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.9.1"}
-    monkeypatch.setattr(host, "version", there.get)
-    wrong = host.jax_lines(1, {})[1]
+    monkeypatch.setattr(machine, "version", there.get)
+    wrong = machine.jax_lines(1, {})[1]
     assert wrong.state == "fails" and wrong.fix == "pip install -U 'jax[cuda12]==0.10.2'"
     del there["jax-cuda12-plugin"]
-    assert [line.state for line in host.jax_lines(1, {})] == ["ok", "fails"]
-    assert [line.state for line in host.jax_lines(1, {"JAX_PLATFORMS": "cpu"})] == ["ok"]
+    assert [line.state for line in machine.jax_lines(1, {})] == ["ok", "fails"]
+    assert [line.state for line in machine.jax_lines(1, {"JAX_PLATFORMS": "cpu"})] == ["ok"]
 
 
 def test_the_token_is_never_shown(tmp_path):
     environ = {"HF_TOKEN": "hf_secret", "HF_HOME": str(tmp_path)}
-    line = host.token_line("google/gemma-3-1b-it", environ)
+    line = machine.token_line("google/gemma-3-1b-it", environ)
     assert line.state == "ok" and "secret" not in str(line)
-    none = host.token_line("google/gemma-3-1b-it", {"HF_HOME": str(tmp_path)})
+    none = machine.token_line("google/gemma-3-1b-it", {"HF_HOME": str(tmp_path)})
     assert (none.state, none.fix) == ("warns", "hf auth login")
-    assert host.token_line(None, {"HF_HOME": str(tmp_path)}).state == "ok"
+    assert machine.token_line(None, {"HF_HOME": str(tmp_path)}).state == "ok"
 
 
 def test_a_disk_that_is_full_or_read_only_is_named_with_another_folder(tmp_path, monkeypatch):
-    assert "GiB free" in host.disk_line(tmp_path / "outputs").text and not (tmp_path / "outputs").exists()
-    monkeypatch.setattr(host, "DISK_FAILS", 10**9)
-    assert host.disk_line(tmp_path).fix.startswith("hydra.run.dir=")
+    assert "GiB free" in machine.disk_line(tmp_path / "outputs").text and not (tmp_path / "outputs").exists()
+    monkeypatch.setattr(machine, "DISK_FAILS", 10**9)
+    assert machine.disk_line(tmp_path).fix.startswith("hydra.run.dir=")
 
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(host.tempfile, "NamedTemporaryFile", refuse)
-    assert "cannot be written (Permission denied)" in host.disk_line(tmp_path).text
+    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", refuse)
+    assert "cannot be written (Permission denied)" in machine.disk_line(tmp_path).text
 
 
 @pytest.mark.parametrize(("words", "lines"), [

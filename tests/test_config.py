@@ -194,7 +194,7 @@ def default_values(kind) -> dict:
 
 def test_conf_is_found_beside_the_package_or_inside_it(tmp_path, monkeypatch):
     assert conf_dir() == CONF
-    monkeypatch.setattr("tunix_lite.distributed.launcher.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
+    monkeypatch.setattr("tunix_lite.distributed.command_line.PACKAGE", tmp_path / "site-packages" / "tunix_lite")
     assert conf_dir() == tmp_path / "site-packages" / "tunix_lite" / "conf"
 
 

@@ -24,7 +24,7 @@ from processes import free_port, own_lines
 from tunix_lite.distributed import agreement, join
 from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
 from tunix_lite.distributed.meeting import NotMet, meet
-from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place, first_node, tasks_per_node
+from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
 from tunix_lite.parallel import mesh
 from tunix_lite.rewards.text import brevity
@@ -40,9 +40,9 @@ SLURM = {
     "SLURM_NTASKS": "8",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+    "SLURM_STEP_NUM_NODES": "4",
 }
+WITH_ADDRESS = SLURM | {"MASTER_ADDR": "gpu007"}
 XPK = {"JAX_COORDINATOR_ADDRESS": "job-0.job", "JAX_COORDINATOR_PORT": "1234", "NNODES": "2", "NODE_RANK": "1"}
 
 
@@ -83,28 +83,11 @@ MASTER = "MASTER_ADDR and MASTER_PORT"
         ),
         ({"num_processes": 1}, TORCHRUN, ProcessPlace(source="launch.num_processes")),
         ({"coordinator": "auto"}, TORCHRUN, ProcessPlace(source="launch.coordinator=auto", asks_jax=True)),
-        # xpk and MaxText
-        ({}, XPK, ProcessPlace(1, 2, "job-0.job:1234", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT")),
-        (
-            {},
-            {"JAX_COORDINATOR_IP": "10.0.0.3", "JAX_COORDINATOR_PORT": "777", "NNODES": "4", "NODE_RANK": "0"},
-            ProcessPlace(0, 4, "10.0.0.3:777", source="JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT"),
-        ),
-        (
-            {},
-            {
-                "JAX_COORDINATOR_ADDRESS": "a:80",
-                "JAX_PROCESS_COUNT": "8",
-                "JOB_INDEX": "1",
-                "PROCESSES_IN_JOB": "4",
-                "JOB_COMPLETION_INDEX": "3",
-            },
-            ProcessPlace(7, 8, "a:80", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT"),
-        ),
         ({}, {"JAX_COORDINATOR_ADDRESS": "a:80"}, ProcessPlace()),
         ({}, TORCHRUN | XPK, ProcessPlace(5, 8, "10.0.0.1:29500", source=MASTER)),
-        # Slurm: the first host of the list, and a port from the job, as jax has it
-        ({}, SLURM, ProcessPlace(5, 8, f"gpu007:{5000 % 4096 + 61440}", 1, 2, "srun")),
+        # Slurm: jax finds the first node; with MASTER_ADDR the processes meet there, at a port from the job
+        ({}, SLURM, ProcessPlace(5, 8, None, 1, 2, "srun", asks_jax=True)),
+        ({}, WITH_ADDRESS, ProcessPlace(5, 8, f"gpu007:{5000 % 4096 + 61440}", 1, 2, "srun")),
         ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ProcessPlace(source="srun")),
         ({}, {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, ProcessPlace()),  # not inside srun
         (
@@ -116,21 +99,12 @@ MASTER = "MASTER_ADDR and MASTER_PORT"
         ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ProcessPlace(source="srun")),
         (
             {},
-            SLURM | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"},
+            WITH_ADDRESS | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"},
             ProcessPlace(5, 8, f"gpu007:{5000 % 4096 + 61440}", 1, 2, "srun"),
         ),
-        # What Kubernetes sets of a Service's name does not count where it is not needed.
+        # What is not needed is not looked at, as what Kubernetes sets of a Service's name.
         ({}, {"MASTER_PORT": SERVICE, "JAX_COORDINATOR_PORT": SERVICE}, ProcessPlace()),
-        (
-            {},
-            XPK | {"NNODES": "1", "NODE_RANK": "0", "JAX_COORDINATOR_PORT": SERVICE},
-            ProcessPlace(source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT"),
-        ),
-        (
-            {},
-            XPK | {"JAX_COORDINATOR_ADDRESS": "a:80", "JAX_COORDINATOR_PORT": SERVICE},
-            ProcessPlace(1, 2, "a:80", source="JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT"),
-        ),
+        ({}, XPK | {"NNODES": "1", "NODE_RANK": "0", "JAX_COORDINATOR_PORT": SERVICE}, ProcessPlace()),
         (
             {},
             SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "MASTER_PORT": SERVICE},
@@ -181,6 +155,17 @@ ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.pro
         ),
         ({}, TORCHRUN | {"RANK": "8"}, "RANK=8, but WORLD_SIZE=8: processes count from 0 to 7"),
         ({}, TORCHRUN | {"RANK": "one"}, "RANK='one': it is a whole number"),
+        ({}, {"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES='two': it is a whole number"),
+        (
+            {},
+            TORCHRUN | {"MASTER_PORT": SERVICE},
+            f"MASTER_PORT='{SERVICE}' is not a port: it is a number from 1 to 65535, for example 29500",
+        ),
+        (
+            {},
+            SLURM | {"MASTER_ADDR": SERVICE},
+            f"MASTER_ADDR='{SERVICE}' is no host: it is a name or a number, for example 192.168.1.10",
+        ),
         (
             {},
             TORCHRUN | {"MASTER_PORT": "70000"},
@@ -196,66 +181,18 @@ ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.pro
             {"WORLD_SIZE": "8", "MASTER_ADDR": "a"},
             "WORLD_SIZE=8, but RANK is not set: it is the number of this process, from 0",
         ),
-        ({}, XPK | {"NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2: processes count from 0 to 1"),
-        ({}, {k: v for k, v in XPK.items() if k != "NODE_RANK"}, "NODE_RANK is not set"),
+        (
+            {},
+            XPK,
+            "NNODES=2: variables of xpk are not read; write launch.coordinator=HOST:PORT launch.num_processes=$NNODES "
+            "and launch.process_id=N, with $NODE_RANK or $JOB_COMPLETION_INDEX as N",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_named(settings, environ, message):
     with pytest.raises(ValueError) as caught:
         find_place(LaunchConfig(**settings), environ)
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    "name, environ",
-    [
-        ("MASTER_PORT", TORCHRUN),
-        ("MASTER_ADDR", TORCHRUN),
-        ("MASTER_PORT", SLURM),
-        ("MASTER_ADDR", SLURM),
-        ("JAX_COORDINATOR_PORT", XPK),
-        ("JAX_COORDINATOR_ADDRESS", XPK),
-        ("MEGASCALE_NUM_SLICES", {}),
-        ("NNODES", XPK),
-    ],
-)
-def test_a_variable_that_kubernetes_makes_of_a_service_is_named_where_it_is_needed(name, environ):
-    with pytest.raises(ValueError, match=f"^{name}='tcp://.*Kubernetes makes such .* set {name} in the pod"):
-        find_place(LaunchConfig(), environ | {name: SERVICE})
-    with pytest.raises(ValueError, match="^MEGASCALE_NUM_SLICES='two': it is a whole number$"):
-        find_place(LaunchConfig(), {"MEGASCALE_NUM_SLICES": "two"})
-
-
-def test_tasks_of_nodes_are_read_as_slurm_writes_them():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_per_node("4") == [4]
-
-
-@pytest.mark.parametrize(
-    "text, first",
-    [
-        ("gpu1", "gpu1"),
-        ("gpu[003-007,012],login1", "gpu003"),
-        ("login1,gpu[3-7]", "login1"),
-        ("rack[1-2]n[1-4]", "rack1n1"),
-        ("rack[02,5]-n[007-9].cluster,x", "rack02-n007.cluster"),
-    ],
-)
-def test_the_first_node_of_a_list_has_process_0(text, first):
-    assert first_node(text) == first
-
-
-@pytest.mark.parametrize("text", ["", "gpu[", "gpu[a-b]", "[1-2", "a b"])
-def test_a_list_of_nodes_that_is_not_understood_is_refused(text):
-    with pytest.raises(ValueError) as caught:
-        find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text})
-    assert str(caught.value) == (
-        f"SLURM_STEP_NODELIST={text!r} is not understood: give launch.coordinator=HOST:PORT with launch.num_processes "
-        "and launch.process_id, or set MASTER_ADDR to the host of process 0"
-    )
-    assert find_place(LaunchConfig(), SLURM | {"SLURM_STEP_NODELIST": text, "MASTER_ADDR": "b"}).coordinator.startswith(
-        "b:"
-    )
 
 
 def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():
@@ -739,6 +676,29 @@ def test_torchrun_starts_a_run_too(tmp_path):
     assert done.returncode == 0, done.stderr
     said = re.findall(r"\[\d, 4, 2, 3, .*?\]", done.stdout)  # in the middle of what gloo says
     assert sorted(said) == ['[0, 4, 2, 3, "folder0"]', '[1, 4, 2, 3, "folder0"]']
+
+
+def test_tasks_of_srun_become_one_run_through_jax(tmp_path):
+    """As two tasks on one node, of a job that has four."""
+    said = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "4"}
+    said |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, str(ROOT / "tests" / "launch_worker.py"), "join"]
+    tasks = [
+        subprocess.Popen(
+            call,
+            env=os.environ | said | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank in range(2)
+    ]
+    printed = [task.communicate(timeout=240)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0]
+    assert [re.findall(r"\[\d, 4, 2, 3, .*?\]", text) for text in printed] == [
+        ['[0, 4, 2, 3, "folder0"]'],
+        ['[1, 4, 2, 3, "folder0"]'],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,16 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.commands import launch
-from tunix_lite.distributed import join, launcher
+from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, foreign_flags_answer, local_processes
-from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, check_no_process_ids, find_place
-from tunix_lite.distributed.supervisor import Trace
+from tunix_lite.distributed.launcher import LocalProcesses, Trace, foreign_flags_answer, local_processes
+from tunix_lite.distributed.process_place import (
+    TORCH_SETS,
+    LaunchConfig,
+    ProcessPlace,
+    check_no_process_ids,
+    find_place,
+)
 from tunix_lite.settings.compose import compose, conf_dir
 
 CHILD = """
@@ -40,7 +45,7 @@ class Launched:
 
     def __init__(self, folder: Path, body: str, *flags: str, words: tuple[str, ...] = ()):
         (folder / "child.py").write_text(CHILD + body)
-        environment = {k: v for k, v in os.environ.items() if k not in launcher.TORCH}
+        environment = {k: v for k, v in os.environ.items() if k not in TORCH_SETS}
         call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder), *words]
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -430,16 +435,21 @@ def test_as_the_seed_says_it_of_two_machines():
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
 
 
-def test_where_slurm_or_xpk_number_machines_each_has_a_launcher():
-    assert local_processes(4, SLURM) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
-    xpk = {"JAX_COORDINATOR_IP": "10.0.0.2", "JAX_COORDINATOR_PORT": "1111", "NNODES": "2", "NODE_RANK": "1"}
-    assert local_processes(2, xpk) == LocalProcesses(2, 4, 2, "10.0.0.2", "1111")
+def test_where_slurm_numbers_machines_each_has_a_launcher():
+    where = {"MASTER_ADDR": "gpu003"}
+    assert local_processes(4, SLURM | where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
 
 
 @pytest.mark.parametrize(
     "nprocs, environ, message",
     [
         (0, {}, "--nprocs=0 must be at least 1"),
+        (
+            4,
+            SLURM,
+            "MASTER_ADDR is not set: under srun each node has a launcher, and all need the node of process 0; "
+            "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)",
+        ),
         (
             4,
             {"WORLD_SIZE": "8", "RANK": "4"},
@@ -474,15 +484,6 @@ def test_where_all_are_on_this_machine_the_first_is_0():
         == local_processes(4, {"WORLD_SIZE": "4"})
         == LocalProcesses(4, 4)
     )
-
-
-def test_on_one_machine_a_port_that_kubernetes_makes_of_a_service_does_not_count():
-    service = {"MASTER_PORT": "tcp://10.96.3.7:29500"}
-    assert local_processes(2, service) == LocalProcesses(2, 2)
-    service["MASTER_ADDR"] = "tcp://10.96.3.7:29500"
-    assert local_processes(2, service | {"WORLD_SIZE": "2"}) == LocalProcesses(2, 2)
-    one_task = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    assert local_processes(2, SLURM | service | one_task) == LocalProcesses(2, 2)
 
 
 def refused(*arguments: str) -> str:
@@ -647,10 +648,10 @@ def test_files_of_settings_do_not_say_who_is_who_under_a_launcher_either(tmp_pat
 
 def test_the_folder_is_named_as_a_conf_that_was_edited_says(tmp_path, monkeypatch):
     shutil.copytree(conf_dir(), tmp_path / "conf")
-    monkeypatch.setattr(launcher, "conf_dir", lambda: tmp_path / "conf")
+    monkeypatch.setattr(command_line, "conf_dir", lambda: tmp_path / "conf")
     main = tmp_path / "conf" / "config.yaml"
     main.write_text(main.read_text().replace("tunix_lite  #", "other  #"))
-    assert launcher.project_name([]) == "other" and launcher.project_name(["++project_name='x y'"]) == "x y"
+    assert command_line.project_name([]) == "other" and command_line.project_name(["++project_name='x y'"]) == "x y"
 
 
 @pytest.mark.parametrize(
@@ -663,8 +664,8 @@ def test_a_folder_is_given_in_each_way_that_hydra_reads(word, tmp_path):
 
 
 def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
-    (word,) = launcher.in_folder("outputs/it's, 1", [])
-    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and launcher.folder_given([word]) == "outputs/it's, 1"
+    (word,) = command_line.in_folder("outputs/it's, 1", [])
+    assert word == "hydra.run.dir='outputs/it\\'s, 1'" and command_line.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
     assert override.value() == "outputs/it's, 1"
 
@@ -672,11 +673,11 @@ def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
 def test_the_folder_is_the_one_that_a_run_has_by_itself():
     pattern = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["run"]["dir"]
     assert pattern == "outputs/${project_name}/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-    said = launcher.fresh_folder("mine", [])
+    said = command_line.fresh_folder("mine", [])
     assert datetime.strptime(said, "outputs/mine/%Y-%m-%d/%H-%M-%S") <= datetime.now()
-    assert launcher.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
-    assert launcher.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
-    assert launcher.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
+    assert command_line.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
+    assert command_line.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
+    assert command_line.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
 
 
 def test_a_trace_is_taken_out_though_it_comes_in_pieces():
@@ -725,8 +726,9 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     program(
         tmp_path,
         "bin/srun",
-        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores" > said; trap "exit 7" TERM; for i in {1..2000}; do sleep 0.05; done',
+        'echo $$ > pid; echo "$@" "$SRUN_CPUS_PER_TASK cores $MASTER_ADDR" > said; trap "exit 7" TERM; for i in {1..2000}; do sleep 0.05; done',
     )
+    program(tmp_path, "bin/scontrol", 'printf "%s of $3\\n" gpu1 gpu2')
     program(tmp_path, "bin/scancel", 'echo "$@" > cancelled; kill -TERM $(cat pid)')
     script = (EXAMPLES / "slurm.sbatch").read_text()
     call = ["bash", "-c", script, "slurm.sbatch", "seed=1"]
@@ -734,6 +736,7 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": "9",
         "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "gpu[1-2]",
         "SLURM_GPUS_PER_NODE": "h100:4",
         "SLURM_CPUS_PER_TASK": "64",
     }
@@ -745,7 +748,7 @@ def test_the_slurm_example_hands_its_signal_on_and_ends_as_the_run_does(tmp_path
     job.terminate()
     assert job.wait(SOON) == 7
     said = "--kill-on-bad-exit=1 python run_training.py hydra.run.dir=outputs/slurm/9 launch.expect_devices=8 seed=1"
-    assert (tmp_path / "said").read_text() == f"{said} 64 cores\n"
+    assert (tmp_path / "said").read_text() == f"{said} 64 cores gpu1 of gpu[1-2]\n"
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 9.0\n"
 
 

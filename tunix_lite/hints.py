@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from tunix_lite.distributed.launcher import conf_dir
+from tunix_lite.distributed.command_line import conf_dir
 
 # Sections that other projects do not have: a word of theirs does not stand in one of these, unless
 # what it means here does, too.

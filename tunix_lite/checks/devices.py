@@ -1,7 +1,7 @@
 """Looks at the devices from another process, which is ended where it hangs.
 
 Starting a device, and everything that several processes do together, can wait for ever or end the
-process from C++ code. So checks/probe.py does it in a process that can be killed.
+process from C++ code. So `Probe` does it in a process that can be killed.
 """
 
 import dataclasses
@@ -10,21 +10,42 @@ import pickle
 import re
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from tunix_lite.checks.lines import CheckLine, fails
-from tunix_lite.checks.probe import Probe
-from tunix_lite.distributed.process_place import LaunchConfig
+from tunix_lite.checks.lines import CheckLine, fails, ok, warns
+from tunix_lite.distributed.agreement import process_info
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.join import (
+    disable_compilation_cache,
+    hosts,
+    initialise,
+    is_first,
+    nodes_of,
+)
+from tunix_lite.distributed.meeting import NotMet
+from tunix_lite.distributed.process_place import LaunchConfig, find_place
+from tunix_lite.errors import is_of_a_peer
+from tunix_lite.plain_text import device_name
+from tunix_lite.planning import hardware
 from tunix_lite.workers.process import WorkerProcess
 
+GiB = 2**30
 # Seconds more than the time-out until the probe is ended: it may say by itself what is missing.
 GRACE = 15
 # Characters of a library's last words that are shown.
 MOST = 300
-PRETENDS = re.compile(r"--xla_force_host_platform_device_count=\S*")
+# Bytes that each device puts into the all-reduce, and the side of the matrices of the arithmetic.
+ON_CPU = (4 * 2**20, 256)
+ON_ACCELERATOR = (64 * 2**20, 4096)
+# Times that each is measured; the fastest counts.
+REPEATS = 5
+# Below this share of what the links between devices can do, something is in the way.
+SLOW = 0.1
 
 STAGES = {
     "start": "Python and jax start",
@@ -35,14 +56,20 @@ STAGES = {
     "folder": "all processes look at the folder",
     "leaving": "the processes part",
 }
+TOGETHER = "start the same command on every machine, at one time"
+NCCL = "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries"
+# What mends a stage that hangs, or that fails with an error.
 HANGS = {
     "start": "python -X importtime -c 'import jax'  # what takes so long",
-    "processes": "start the same command on every machine, at one time",
+    "processes": TOGETHER,
     "devices": "end the program that holds the device (fuser -v /dev/nvidia* /dev/accel*)",
     "arithmetic": "reset the device, or leave it out: CUDA_VISIBLE_DEVICES=...",
-    "all-reduce": "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries",
+    "all-reduce": NCCL,
 }
-ANY_HANG = "look at the lines of the other processes"
+ERRORS = {
+    "devices": "python -c 'import jax; print(jax.devices())'  # prints the whole message",
+    "all-reduce": NCCL,
+}
 
 
 def probe_environment(pretend: int | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -50,14 +77,15 @@ def probe_environment(pretend: int | None, environ: Mapping[str, str]) -> dict[s
 
     It takes as little of a GPU's memory as it can: another program may be using it.
     """
-    found = dict(environ)
-    found["PYTHONPATH"] = os.pathsep.join([path for path in sys.path if path])
-    found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    variables = dict(environ)
+    variables["PYTHONPATH"] = os.pathsep.join([path for path in sys.path if path])
+    variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if pretend is not None:
-        found["JAX_PLATFORMS"] = "cpu"
-        found["JAX_NUM_CPU_DEVICES"] = str(pretend)
-        found["XLA_FLAGS"] = PRETENDS.sub("", found.get("XLA_FLAGS", "")).strip()
-    return found
+        pretends = r"--xla_force_host_platform_device_count=\S*"
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_NUM_CPU_DEVICES"] = str(pretend)
+        variables["XLA_FLAGS"] = re.sub(pretends, "", variables.get("XLA_FLAGS", "")).strip()
+    return variables
 
 
 def look_at_devices(
@@ -84,11 +112,21 @@ def look_at_devices(
                 seconds = timeout + (GRACE if stage == "processes" else 0)
                 if call is not None:
                     worker.send(pickle.dumps([(call, 0, (stage,))]), seconds)
-                kind, found = worker.answer(seconds, call, partial(waiting, doing))
+                kind, answer = worker.answer(seconds, call, partial(waiting, doing))
                 if kind not in ("", "ready"):
-                    show(_ended(stage, kind, found, timeout, _last_words(noise)))
+                    # It ended without an answer, or still hangs.
+                    text = f"no answer in {timeout:.0f} s"
+                    if kind != "timeout":
+                        text = answer.replace("ended its process", "the process ended")
+                        text = text.replace("with SIG", "with signal SIG")
+                    size = noise.seek(0, os.SEEK_END)
+                    noise.seek(max(0, size - 20_000))
+                    printed = noise.read().decode(errors="replace").strip().splitlines()
+                    last = f"; its last words: {printed[-1][-MOST:]}" if printed else ""
+                    fix = HANGS.get(stage, "look at the lines of the other processes")
+                    show(fails(stage, f"{doing}: {text}{last}", fix))
                     break
-                lines, seen = found or ([], {})
+                lines, seen = answer or ([], {})
                 facts |= seen
                 for line in lines:
                     show(CheckLine(**line))
@@ -101,20 +139,221 @@ def look_at_devices(
     return facts
 
 
-def _ended(stage: str, kind: str, how: str | None, timeout: float, words: str) -> CheckLine:
-    """A line about a probe that ended without an answer, or still hangs."""
-    if kind == "timeout":
-        text = f"no answer in {timeout:.0f} s"
-    else:
-        text = how.replace("ended its process with SIG", "ended its process with signal SIG")
-        text = text.replace("ended its process", "the process ended")
-    last = f"; its last words: {words}" if words else ""
-    return fails(stage, f"{STAGES[stage]}: {text}{last}", HANGS.get(stage, ANY_HANG))
+class Probe:
+    """The stages of a look at the devices, in their order; each needs those before it.
+
+    Example: `Probe(LaunchConfig(), Path("outputs"))("devices")` is (lines, facts), which JSON can
+    hold.
+    """
+
+    def __init__(self, launch: LaunchConfig, folder: Path):
+        """folder: where runs will be written."""
+        self._launch = launch
+        self._folder = folder
+        self._facts: dict[str, Any] = {}
+
+    def __call__(self, stage: str) -> tuple[list[dict], dict[str, Any]]:
+        """The lines of a stage, and the facts that were found so far."""
+        stages = {
+            "processes": self._meet,
+            "devices": self._devices,
+            "arithmetic": self._arithmetic,
+            "all-reduce": self._all_reduce,
+            "folder": self._shared_folder,
+            "leaving": self._leave,
+        }
+        try:
+            lines = stages[stage]()
+        except (Exception, SystemExit) as error:
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            fix = ERRORS.get(stage, "JAX_PLATFORMS=cpu tunix-lite check  # without the accelerator")
+            if isinstance(error, NotMet):
+                fix = TOGETHER
+            elif stage == "processes" and isinstance(error, ValueError):
+                fix = "give every process the same checkout, packages, variables and settings"
+            elif is_of_a_peer(error):
+                fix = "look at the lines of the process that was lost"
+            lines = [fails(stage, text, fix)]
+        return [vars(line) for line in lines], self._facts
+
+    def _meet(self) -> list[CheckLine]:
+        """The processes find each other and compare what they are."""
+        place = find_place(self._launch, os.environ)
+        began = time.perf_counter()
+        initialise(self._launch, os.environ, process_info({}))
+        if place.num_processes == 1 and not place.asks_jax:
+            return []
+        seconds = time.perf_counter() - began
+        text = f"{len(hosts())} met in {seconds:.1f} s by {place.source}: one version, one code"
+        shown = ", ".join(f"{count} on {name}" for name, count in Counter(hosts()).items())
+        return [ok("processes", f"{text}; {shown}")]
+
+    def _devices(self) -> list[CheckLine]:
+        """Looks at the devices that jax sees, of all processes."""
+        import jax
+
+        devices = jax.devices()
+        first = devices[0]
+        limits = [hardware.memory_limit(device) for device in jax.local_devices()]
+        known = [limit for limit in limits if limit is not None]
+        seen = allgather_values([len(limits), min(known) if known else None])
+        memory = [least for _, least in seen]
+        least = None if None in memory else min(memory)
+        self._facts |= {
+            "platform": first.platform,
+            "kind": first.device_kind,
+            "devices": len(devices),
+            "processes": len(seen),
+            "memory_bytes": least,
+            "process": jax.process_index(),
+        }
+
+        room = "" if least is None else f", {least / GiB:.1f} GiB each for a program"
+        name = device_name(first.device_kind, first.platform)
+        lines = [ok("devices", f"{len(devices)} x {name}{room}")]
+        if len(seen) > 1:
+            for index, ((count, _), host) in enumerate(zip(seen, hosts())):
+                lines.append(ok("process", f"{index} on {host}: {count} devices"))
+        nodes = nodes_of(devices)
+        if len(nodes) > 1:
+            sizes = ", ".join(str(len(node)) for node in nodes)
+            lines.append(ok("topology", f"{len(nodes)} nodes, with {sizes} devices"))
+        chips = [getattr(device, "coords", None) for device in devices]
+        if first.platform == "tpu" and None not in chips:
+            shape = "x".join(str(max(axis) - min(axis) + 1) for axis in zip(*chips))
+            lines.append(ok("topology", f"a slice of {shape} chips"))
+        return lines
+
+    def _arithmetic(self) -> list[CheckLine]:
+        """Each device multiplies matrices of ones, whose product is known."""
+        import jax
+        import jax.numpy as jnp
+
+        side = _sizes(jax.devices()[0].platform)[1]
+        product = jax.jit(lambda x: x @ x)
+        seconds = []
+        for device in jax.local_devices():
+            with jax.set_mesh(_row_of([device])):
+                ones = jax.device_put(jnp.ones((side, side), jnp.bfloat16), device)
+                is_right = bool(jnp.all(product(ones) == side))
+                seconds.append(_fastest(lambda ones=ones: product(ones)))
+            if not is_right:
+                text = f"{device} gives wrong products"
+                return [fails("arithmetic", text, "take the device out: CUDA_VISIBLE_DEVICES=...")]
+        rate = 2 * side**3 / max(seconds)
+        known = hardware.of_device(jax.devices()[0])
+        peak = f" of {known.peak_flops / 1e12:.0f}" if known else ""
+        text = f"right on each device, {rate / 1e12:.3g}{peak} TFLOP/s in bfloat16 on the slowest"
+        return [ok("arithmetic", text)]
+
+    def _all_reduce(self) -> list[CheckLine]:
+        """All devices sum what they hold: the sum is known, and the time gives the bandwidth."""
+        import jax
+
+        devices = jax.devices()
+        count = len(devices)
+        if count == 1:
+            return [ok("all-reduce", "one device: nothing to send")]
+        size, _ = _sizes(devices[0].platform)
+        seconds, wrong = reduce_over(devices, size)
+        if wrong is not None:
+            return [fails("all-reduce", f"{wrong} where {count * (count + 1) // 2} is right", NCCL)]
+
+        # Bus bandwidth, as nccl-tests count it: what each device sends and receives.
+        bus = size / seconds * 2 * (count - 1) / count
+        latency, _ = reduce_over(devices, 4096)
+        self._facts |= {"all_reduce_bytes_per_second": bus, "latency_seconds": latency}
+        text = f"right over {count} devices, {bus / 1e9:.2f} GB/s each, {latency * 1e6:.0f} µs"
+        known = hardware.of_device(devices[0])
+        if known is not None:
+            is_one_node = len(nodes_of(devices)) == 1
+            links = known.link_bandwidth if is_one_node else known.node_bandwidth
+            text += f"; the links can do {links / 1e9:.0f} GB/s"
+            if bus < SLOW * links:
+                return [warns("all-reduce", text, "nvidia-smi topo -m; NCCL_DEBUG=INFO")]
+        return [ok("all-reduce", text)]
+
+    def _shared_folder(self) -> list[CheckLine]:
+        """Whether all machines see the folder that process 0 writes to, as checkpoints need."""
+        if len(hosts()) == 1:
+            return []
+        file = self._folder.absolute() / f".tunix-lite-check-{allgather_values(os.getpid())[0]}"
+        if is_first():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
+        allgather_values(0)
+        seen = allgather_values(file.exists())
+        if is_first():
+            file.unlink()
+        missing = [str(index) for index, is_there in enumerate(seen) if not is_there]
+        if missing:
+            text = f"process {', '.join(missing)} does not see what process 0 writes to {file}"
+            return [fails("folder", text, "hydra.run.dir=/a/folder/that/all/machines/share")]
+        return [ok("folder", f"all processes see {self._folder}/")]
+
+    def _leave(self) -> list[CheckLine]:
+        """The processes part, so that none of them waits for this one."""
+        import jax
+
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()
+        return []
 
 
-def _last_words(noise: BinaryIO) -> str:
-    """The last line that a library printed."""
-    size = noise.seek(0, os.SEEK_END)
-    noise.seek(max(0, size - 20_000))
-    lines = noise.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][-MOST:] if lines else ""
+def _sizes(platform: str) -> tuple[int, int]:
+    return ON_CPU if platform == "cpu" else ON_ACCELERATOR
+
+
+def _row_of(devices: list) -> Any:
+    """A mesh of these devices with one axis, `all`."""
+    import jax
+
+    return jax.make_mesh((len(devices),), ("all",), (jax.sharding.AxisType.Auto,), devices=devices)
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    """Seconds of the fastest of REPEATS calls, the first of which is warm."""
+    import jax
+
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - began)
+    return max(min(times), 1e-9)
+
+
+def reduce_over(devices: list, size: int) -> tuple[float, float | None]:
+    """Seconds of an all-reduce of `size` bytes from each device, and a wrong number that came out;
+    None: all are right."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    count = len(devices)
+    width = max(1, size // 4)
+    disable_compilation_cache()  # with several CPUs, a program from disk may exchange wrong arrays
+    mesh = _row_of(devices)
+    split = NamedSharding(mesh, PartitionSpec("all"))
+
+    # Device i holds i + 1 everywhere, so every element of the sum is n (n + 1) / 2.
+    def piece(index: tuple) -> np.ndarray:
+        return np.full((1, width), index[0].start + 1 if count > 1 else 1, np.float32)
+
+    array = jax.make_array_from_callback((count, width), split, piece)
+    total = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "all"),
+            mesh=mesh,
+            in_specs=PartitionSpec("all"),
+            out_specs=PartitionSpec(),
+        )
+    )
+    right = count * (count + 1) / 2
+    with jax.set_mesh(mesh):
+        for shard in total(array).addressable_shards:
+            sums = np.asarray(shard.data)
+            if not np.all(sums == right):
+                return 0.0, float(sums[sums != right][0])
+        return _fastest(lambda: total(array)), None

@@ -50,32 +50,41 @@ def fails(name: str, text: str, fix: str) -> CheckLine:
 
 
 class LinePrinter:
-    """Prints lines with marks where the stream has them, else with plain letters.
+    """Keeps lines, and prints them with marks where the stream has them, else with plain letters.
 
     Example: `LinePrinter(sys.stdout).show(ok("python", "3.11.9"))` prints `✔ python  3.11.9`.
     """
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO, is_quiet: bool = False, is_first: bool = True):
+        """is_quiet: print nothing. is_first: of several processes only the first prints what is in
+        order; each prints what is not."""
+        self.lines: list[CheckLine] = []
+        self._is_quiet = is_quiet
+        self._is_first = is_first
         is_dumb = os.environ.get("TERM") == "dumb"
         self._stream = stream
         self._encoding = (stream.encoding or "utf-8").lower()
         self._has_marks = self._encoding.startswith("utf") and not is_dumb
         self._is_terminal = stream.isatty() and not is_dumb
 
-    def show(self, line: CheckLine) -> None:
-        """Prints a line, and below it what mends it."""
-        mark, letters, colour = STATES[line.state]
-        start = mark = mark if self._has_marks else letters
-        arrow = "→" if self._has_marks else "->"
-        if self._is_terminal and not os.environ.get("NO_COLOR"):
-            start = f"\x1b[{colour}m{mark}\x1b[0m"
-        self._write(f"{start} {line.name:<14}{escaped(line.text, MOST)}")
-        if line.fix:
-            self._write(f"{' ' * len(mark)} {'':<14}{arrow} {escaped(line.fix, MOST)}")
+    def show(self, *lines: CheckLine) -> None:
+        """Prints lines, and below each what mends it."""
+        self.lines += lines
+        for line in lines:
+            if self._is_quiet or not (self._is_first or line.state == "fails"):
+                continue
+            mark, letters, colour = STATES[line.state]
+            start = mark = mark if self._has_marks else letters
+            arrow = "→" if self._has_marks else "->"
+            if self._is_terminal and not os.environ.get("NO_COLOR"):
+                start = f"\x1b[{colour}m{mark}\x1b[0m"
+            self._write(f"{start} {line.name:<14}{escaped(line.text, MOST)}")
+            if line.fix:
+                self._write(f"{' ' * len(mark)} {'':<14}{arrow} {escaped(line.fix, MOST)}")
 
     def waiting(self, what: str, seconds: float) -> None:
         """On a terminal, what the check waits for; the next line replaces it."""
-        if self._is_terminal:
+        if self._is_terminal and self._is_first and not self._is_quiet:
             print(f"\r  {what}, {seconds:.0f} s\x1b[K", end="", file=self._stream, flush=True)
 
     def _write(self, text: str) -> None:

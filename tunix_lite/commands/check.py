@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.checks import host, nvidia
+from tunix_lite.checks import machine
 from tunix_lite.checks.devices import look_at_devices, probe_environment
 from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
 from tunix_lite.commands import program
@@ -47,29 +47,6 @@ class Check:
             raise ValueError(f"timeout={self.timeout} must be at least 1 second")
 
 
-class Results:
-    """The lines so far, each shown as it comes, unless JSON is asked for.
-
-    Of several processes only the first shows what is in order; each shows what is not.
-    """
-
-    def __init__(self, settings: Check, is_first: bool):
-        self.lines: list[CheckLine] = []
-        self._printer = LinePrinter(sys.stdout)
-        self._is_json = settings.json
-        self._is_first = is_first
-
-    def add(self, *lines: CheckLine) -> None:
-        for line in lines:
-            self.lines.append(line)
-            if not self._is_json and (self._is_first or line.state == "fails"):
-                self._printer.show(line)
-
-    def waiting(self, what: str, seconds: float) -> None:
-        if not self._is_json and self._is_first:
-            self._printer.waiting(what, seconds)
-
-
 def main() -> None:
     # What a run would have of a GPU.
     prepare_gpu()
@@ -94,69 +71,70 @@ def check_machine(run: RunConfig | None, settings: Check, error: ConfigError | N
         place = find_place(launch, os.environ)
     except ValueError as problem:
         wrong_place = fails("launch", str(problem), "tunix-lite launch --nprocs=2 check")
-    results = Results(settings, place is None or place.process_id == 0)
+    is_first = place is None or place.process_id == 0
+    printer = LinePrinter(sys.stdout, is_quiet=settings.json, is_first=is_first)
 
-    # The host: no device is started. Then what the settings of a run say.
-    _check_host(run, settings, results)
+    # The machine: no device is started. Then what the settings of a run say.
+    _check_machine(run, settings, printer)
     if run is None:
-        results.add(fails("configuration", str(error), "tunix-lite train --help"))
+        printer.show(fails("configuration", str(error), "tunix-lite train --help"))
     else:
         algorithm = type(run.algorithm).__name__
         lora = f", LoRA of rank {run.model.lora.rank}" if run.model.lora.rank else ""
         model = f"{run.model.weights}{lora}, {run.training.mixed_precision}"
-        results.add(ok("configuration", f"composes: {algorithm} on {model}"))
+        printer.show(ok("configuration", f"composes: {algorithm} on {model}"))
 
     # The devices, in another process; and the run of these settings on them.
     facts: dict = {}
     if wrong_place is not None:
-        results.add(wrong_place)
+        printer.show(wrong_place)
     else:
         environment = probe_environment(settings.devices, os.environ)
         folder = Path("outputs")
         facts = look_at_devices(
-            launch, folder, settings.timeout, environment, results.add, results.waiting
+            launch, folder, settings.timeout, environment, printer.show, printer.waiting
         )
         if facts:
-            results.add(*_on_devices(run, settings, facts))
+            printer.show(*_on_devices(run, settings, facts))
 
-    code = int(any(line.state == "fails" for line in results.lines))
+    code = int(any(line.state == "fails" for line in printer.lines))
     if settings.json:
-        lines = [vars(line) for line in results.lines]
+        lines = [vars(line) for line in printer.lines]
         print(json.dumps({"ok": code == 0, "lines": lines, "facts": facts}, indent=2))
     leave(code)
 
 
-def _check_host(run: RunConfig | None, settings: Check, results: Results) -> None:
+def _check_machine(run: RunConfig | None, settings: Check, printer: LinePrinter) -> None:
     """What is installed, the GPUs as their driver sees them, memory, disk and the hub's token."""
-    gpus: list[nvidia.GpuInUse] = []
+    gpus: list[machine.GpuInUse] = []
 
     def look_at_gpus() -> list[CheckLine]:
-        found, error = nvidia.gpus()
-        gpus.extend(found)
-        driver = nvidia.driver_line(found, error, host.cuda_version())
-        return [driver, *nvidia.memory_lines(found)]
+        seen, error = machine.nvidia_gpus()
+        gpus.extend(seen)
+        driver = machine.driver_line(seen, error, machine.cuda_version())
+        return [driver, *machine.gpu_memory_lines(seen)]
 
     weights = None if run is None else run.model.weights
     hub_model = weights if weights is not None and hub.is_hub_name(weights) else None
-    pretends = settings.devices is not None
-    results.add(host.python_line())
-    driver_lines = look_within(3 * nvidia.SECONDS, "driver", look_at_gpus)
-    results.add(*host.jax_lines(0 if pretends else len(gpus)))
-    results.add(*driver_lines)
+    printer.show(machine.python_line())
+    driver_lines = look_within(3 * machine.SMI_SECONDS, "driver", look_at_gpus)
+    printer.show(*machine.jax_lines(0 if settings.devices is not None else len(gpus)))
+    printer.show(*driver_lines)
     looks = {
-        "memory": lambda: [host.host_memory()],
-        "disk": lambda: [host.disk_line(Path("outputs"))],
-        "hub": lambda: [host.token_line(hub_model)],
+        "memory": lambda: [machine.host_memory_line()],
+        "disk": lambda: [machine.disk_line(Path("outputs"))],
+        "hub": lambda: [machine.token_line(hub_model)],
     }
     for name, look in looks.items():
-        results.add(*look_within(settings.timeout, name, look))
+        printer.show(*look_within(settings.timeout, name, look))
 
 
 def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[CheckLine]:
     """Whether jax took the accelerator, and whether the run of these settings fits on it."""
     lines: list[CheckLine] = []
-    wants_cpu = host.wants_cpu() or settings.devices is not None
-    if facts["platform"] == "cpu" and not wants_cpu and host.cuda_version() and nvidia.gpus()[0]:
+    platform = facts["platform"]
+    wants_cpu = machine.wants_cpu() or settings.devices is not None
+    if platform == "cpu" and not wants_cpu and machine.cuda_version() and machine.nvidia_gpus()[0]:
         text = "jax runs on the CPU, though it has a plugin for the GPUs here"
         why = "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # says why"
         lines.append(fails("devices", text, why))
@@ -166,18 +144,16 @@ def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[Che
     # Formulas alone: the devices stay with the probe.
     jax.config.update("jax_platforms", "cpu")
     count = facts["devices"]
+    capacity = facts["memory_bytes"]
+    fix = "model.mesh_shape=[[-1,1],[fsdp,tp]]"
     try:
         sizes = resolve_mesh_shape(run.model.mesh_shape, count)
-    except ValueError as error:
-        return [*lines, fails("mesh", str(error), "model.mesh_shape=[[-1,1],[fsdp,tp]]")]
-    try:
+        fix = "tunix-lite plan mesh=all analytic=true"
         kind = next((h for h in hardware.TABLE if facts["kind"] in h.kinds), None)
-        capacity = facts["memory_bytes"]
-        platform = facts["platform"]
-        machine = Machine("attached", platform, count, kind, capacity, "as jax says")
-        plan = estimated(run, machine, *find_model(run.model), sizes)
+        attached = Machine("attached", platform, count, kind, capacity, "as jax says")
+        plan = estimated(run, attached, *find_model(run.model), sizes)
     except (ConfigError, ValueError) as error:
-        return [*lines, fails("mesh", str(error), "tunix-lite plan mesh=all analytic=true")]
+        return [*lines, fails("mesh", str(error), fix)]
     shown = " x ".join(f"{size} {axis}" for axis, size in sizes.items())
     lines.append(ok("mesh", f"{shown}; {plan.resolved.batch.sequences} sequences per update"))
     room = "" if capacity is None else f" of {capacity / GiB:.2f}"

@@ -16,7 +16,7 @@ from tunix_lite.commands.help import (
     options,
     settings_in,
 )
-from tunix_lite.distributed.launcher import conf_dir
+from tunix_lite.distributed.command_line import conf_dir
 
 # A candidate that ends the word ends in a space; readline is told to add none. bash takes a word
 # apart at `=` and `:`, so what stands before the last of them is cut off again. Where there is no

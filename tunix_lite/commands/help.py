@@ -17,7 +17,7 @@ import yaml
 
 from tunix_lite import __version__
 from tunix_lite.commands.closed_pipe import as_long_as_read
-from tunix_lite.distributed.launcher import conf_dir, config_dir
+from tunix_lite.distributed.command_line import conf_dir, config_dir
 
 COMMANDS = {
     "train": "train a model; takes the same overrides as run_training.py",

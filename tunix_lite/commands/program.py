@@ -22,9 +22,7 @@ from tunix_lite.commands.closed_pipe import (
     open_closed_streams,
 )
 from tunix_lite.config import RunConfig, build
-from tunix_lite.distributed.folder_lock import LOCK
-from tunix_lite.distributed.host_memory import keep_freed_memory
-from tunix_lite.distributed.launcher import (
+from tunix_lite.distributed.command_line import (
     SHOWS_ONLY,
     check_config_dir,
     conf_dir,
@@ -32,6 +30,8 @@ from tunix_lite.distributed.launcher import (
     folder_given,
     folder_key,
 )
+from tunix_lite.distributed.folder_lock import LOCK
+from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.untrusted import as_path

@@ -13,6 +13,7 @@ from tunix_lite.commands.dry_run import look_at
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.command_line import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.folder_lock import lock_folder_for_all
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.distributed.join import (
@@ -26,7 +27,6 @@ from tunix_lite.distributed.join import (
     is_alone,
     is_first,
 )
-from tunix_lite.distributed.launcher import folder_given, fresh_folder, in_folder
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context

@@ -94,18 +94,14 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
 
 
 def flatten_settings(value: object, name: str = "") -> dict[str, str]:
-    """Nested settings as one dict of texts, keyed by dotted names.
-
-    Of an absolute path only the last part is kept: the rest may differ between machines.
-
-    Example: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`.
-    """
+    """Nested settings as one dict of texts, keyed by dotted names. An absolute path keeps only its
+    last part: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
-        found = {}
+        flat = {}
         for part, item in value.items():
-            found |= flatten_settings(item, f"{prefix}{part}")
-        return found
+            flat |= flatten_settings(item, f"{prefix}{part}")
+        return flat
     if name in NOT_COMPARED:
         return {}
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
@@ -119,14 +115,11 @@ def code_digest(folder: Path) -> str:
     return _digest("".join(lines).encode())
 
 
-def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
-    """Digests of the files that define the user's own functions and classes in built settings.
-
-    Keys are `code of SETTING`. Functions and classes of this package are left out: `process_info`
-    has a digest of the whole package.
-    """
+def user_code_digests(settings: object, name: str = "") -> dict[str, str]:
+    """Digests of the files that define the user's own functions and classes in built settings, by
+    `code of SETTING`. Those of this package are left out: `process_info` has a digest of it."""
     own_package = __name__.partition(".")[0]
-    found = {}
+    digests = {}
     for where, named in _named(settings, name):
         if (named.__module__ or "").partition(".")[0] == own_package:
             continue
@@ -134,11 +127,11 @@ def user_code_digests(settings: Any, name: str = "") -> dict[str, str]:
         with contextlib.suppress(OSError, TypeError):
             file = inspect.getsourcefile(inspect.unwrap(named))
             if file:
-                found[f"code of {where}"] = _digest(Path(file).read_bytes())
-    return found
+                digests[f"code of {where}"] = _digest(Path(file).read_bytes())
+    return digests
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
     """All functions and classes in built settings, as (dotted name of the setting, object)."""
     inside = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -162,21 +155,18 @@ def _digest(data: bytes) -> str:
 
 
 def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of jax and XLA that may change compiled programs.
-
-    Variables that may differ between processes (OWN_VARIABLES, OWN_FLAGS) are left out. Each flag
-    of XLA_FLAGS is a value of its own.
-    """
-    found = {}
+    """The environment variables of jax and XLA that may change compiled programs, without those
+    that may differ between processes. Each flag of XLA_FLAGS is a value of its own."""
+    variables = {}
     for name, value in sorted(environ.items()):
         if name.startswith("JAX_") and value and not OWN_VARIABLES.match(name):
-            found[name] = value
+            variables[f"{VARIABLE}{name}"] = value
     for name in FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
             if not OWN_FLAGS.match(flag):
-                found[f"{name} {flag}"] = value or "true"
-    return flatten_settings({f"{VARIABLE}{name}": value for name, value in found.items()})
+                variables[f"{VARIABLE}{name} {flag}"] = value or "true"
+    return flatten_settings(variables)
 
 
 def _version(package: str) -> str:
@@ -211,8 +201,8 @@ def host_name() -> str:
 def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str | None:
     """Says which processes differ from the majority, and in what. None if all agree.
 
-    reports: process id -> (name of the process, its values). Only processes that have a value are
-    compared in it. Where two values are equally common, that of the lowest process is right.
+    reports: process id -> (name of the process, its values); who lacks a value is not compared in
+    it. Where two values are equally common, that of the lowest process is right.
     """
     differences = []
     keys = dict.fromkeys(key for _, values in reports.values() for key in values)
@@ -269,26 +259,17 @@ def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
 def agree_through_jax(own: ProcessInfo, error: str | None = None) -> Agreement:
     """Lets all processes agree, as `meeting.meet` does, but through collectives of jax.
 
-    own: this process. error: what this process has found wrong; then all processes fail. Every
-    process must call this. Raises ValueError on all of them if they differ or if one has an error.
-    A process with an error of its own raises that one.
+    error: what this process has found wrong. Every process must call this. Raises ValueError on all
+    of them if they differ or if one has an error; one with an error of its own raises that.
     """
-    everyone = gather_process_info(own, error)
+    reports = allgather_values([dataclasses.asdict(own), error])
     if error is not None:
         raise ValueError(error)
-    for p, info in everyone.items():
-        if "error" in info.values:
-            raise ValueError(f"process {p} ({info.host}): {info.values['error']}")
+    everyone = {p: ProcessInfo(**report) for p, (report, _) in enumerate(reports)}
+    for p, (_, theirs) in enumerate(reports):
+        if theirs is not None:
+            raise ValueError(f"process {p} ({everyone[p].host}): {theirs}")
     text = mismatch_error(everyone)
     if text is not None:
         raise ValueError(text)
     return Agreement([everyone[p].host for p in sorted(everyone)], everyone[0].folder)
-
-
-def gather_process_info(own: ProcessInfo, error: str | None = None) -> dict[int, ProcessInfo]:
-    """The reports of all processes, by process id. `error` travels as one of the values."""
-    values = dict(own.values)
-    if error is not None:
-        values["error"] = error
-    everyone = allgather_values(dataclasses.asdict(dataclasses.replace(own, values=values)))
-    return {p: ProcessInfo(**report) for p, report in enumerate(everyone)}

@@ -1,10 +1,9 @@
 """A value of each process, given to all processes."""
 
 import json
-from typing import Any
 
 
-def allgather_values(value: Any) -> list:
+def allgather_values(value: object) -> list:
     """The values of all processes, in the order of their ids.
 
     A value is anything that JSON can hold: numbers, texts, lists, dicts with text keys, None. This

@@ -43,15 +43,14 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
         other = None
         while not _try_lock(file):
             if other is None:
-                other = _owner(folder)
+                other = (lock_owner(folder) or "another process").partition(",")[0]
                 print(
                     f"waiting for {folder}, which is in use by {other}", file=sys.stderr, flush=True
                 )
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{folder} is in use by {other}, and was for {timeout:g} s: end that run, or "
-                    "give this one another "
-                    "hydra.run.dir"
+                    "give this one another hydra.run.dir"
                 )
             time.sleep(POLL)
 
@@ -94,10 +93,8 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
 
 
 def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
-    """Whether `lock_owner(folder)` is `owner`.
-
-    Looks again for some `seconds`: a host may see a file on a network disk a little later.
-    """
+    """Whether `lock_owner(folder)` is `owner`, or becomes it in some `seconds`, as on a network
+    disk."""
     deadline = time.monotonic() + seconds
     while lock_owner(folder) != owner:
         if time.monotonic() >= deadline:
@@ -107,10 +104,8 @@ def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
 
 
 def lock_owner(folder: Path) -> str | None:
-    """The text in the lock file: process id, host and time of the last lock. None if there is none.
-
-    The time is in microseconds, so no two locks have the same text.
-    """
+    """The text in the lock file: process id, host and time of the last lock, in microseconds, so no
+    two locks have the same text. None if there is none."""
     with contextlib.suppress(OSError):
         return (folder / LOCK).read_text().strip()
     return None
@@ -134,10 +129,6 @@ def is_abandoned(folder: Path) -> bool:
     """Whether a process of this machine had the lock of a folder, and no process has it now."""
     is_ours = f" of {socket.gethostname()}," in (lock_owner(folder) or "")
     return is_ours and is_held(folder) is False
-
-
-def _owner(folder: Path) -> str:
-    return (lock_owner(folder) or "another process").partition(",")[0]
 
 
 def _try_lock(file: TextIO) -> bool:

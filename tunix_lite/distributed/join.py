@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,20 +44,8 @@ SETTINGS = ".settings"
 STARTED = "TUNIX_LITE_STARTED"
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The run that this process has joined: its place in it, and what all processes agreed on.
-
-    Example: Joined(ProcessPlace(process_id=1, num_processes=2, ...), Agreement(["a", "b"],
-    folder)).
-    """
-
-    place: ProcessPlace
-    agreed: Agreement
-
-
-# of this process; None: it has joined no run yet
-_joined: Joined | None = None
+# The place of this process, and what all agreed on; None: it has joined no run yet.
+_joined: tuple[ProcessPlace, Agreement] | None = None
 
 
 def initialise(
@@ -65,16 +53,16 @@ def initialise(
 ) -> tuple[ProcessPlace, Agreement]:
     """Joins the processes of this run: they meet, agree, and start jax.distributed.
 
-    launch: the settings. environ: the variables of the environment, usually `os.environ`. about:
-    this process, from `agreement.process_info`. Returns the place of this process in the run, and
-    what all have agreed on. Call it before a device is used. Further calls return the same.
+    environ: usually `os.environ`. about: this process, from `agreement.process_info`. Returns the
+    place of this process in the run, and what all have agreed on. Call it before a device is used.
+    Further calls return the same.
 
     Raises NotMet if a process does not come in time, and ValueError if they cannot be one run: on
     all of them, with the same message.
     """
     global _joined
     if _joined is not None:
-        return _joined.place, _joined.agreed
+        return _joined
 
     tell_launcher(launch, environ)
 
@@ -88,22 +76,21 @@ def initialise(
     if place.num_processes > 1 or place.asks_jax:
         _start_jax(launch, place, local_devices(place, environ))
     if place.asks_jax:
-        place = _with_ids_of_jax(place)
+        import jax
+
+        place = replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
         agreed = agree_through_jax(about)
 
     check_devices(launch, place, environ)
     if place.num_processes > 1:
         disable_compilation_cache()
-    _joined = Joined(place, agreed)
-    return place, agreed
+    _joined = place, agreed
+    return _joined
 
 
 def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
-    """Tells our launcher, if one has started this process, when to give up and restart.
-
-    The launcher itself does not read the files of the settings. Raises ValueError if they say which
-    process this is: all that a launcher starts would be the same one.
-    """
+    """Tells our launcher, if one has started this process, when to give up and restart, for it does
+    not read files of settings. Raises ValueError if they say which process this is."""
     if HEARTBEAT not in environ:
         return
     ids = {name: getattr(launch, name) for name in IDS}
@@ -143,8 +130,13 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         "heartbeat_timeout_seconds": launch.heartbeat_timeout,
     }
     if place.asks_jax:
+        known = {}
+        # Under srun jax counts the tasks of the job, not those of the step, and gives a process one
+        # GPU, even one that is alone on its node. An empty list is all that it sees.
+        if place.num_processes > 1:
+            known = {"num_processes": place.num_processes, "local_device_ids": devices or []}
         try:
-            jax.distributed.initialize(**limits)
+            jax.distributed.initialize(**known, **limits)
         except ValueError as error:
             # jax's message names the arguments of its function, which the user does not know.
             raise ValueError(
@@ -170,9 +162,8 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
 def disable_compilation_cache() -> None:
     """Turns off jax's compilation cache on disk if there are several CPU devices.
 
-    Programs of several CPU devices that are read from the cache mix up their collectives. With
-    jaxlib 0.10.2 they crashed or hung (docs/log.md), and could exchange wrong arrays of the same
-    size without an error.
+    With jaxlib 0.10.2 programs of several CPU devices that are read from there mix up their
+    collectives: they hang, crash (docs/log.md), or exchange wrong arrays without an error.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -188,17 +179,10 @@ def disable_compilation_cache() -> None:
             print(text, file=sys.stderr)
 
 
-def _with_ids_of_jax(place: ProcessPlace) -> ProcessPlace:
-    import jax
-
-    return replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
-
-
 def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
     """The indices of the GPUs that this process uses; None: all that it sees.
 
-    Of several processes on a machine each uses one. If CUDA_VISIBLE_DEVICES shows this process a
-    single GPU, whoever started it has chosen already.
+    Of several on a machine each uses one, unless CUDA_VISIBLE_DEVICES shows it a single one.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     is_chosen = visible != "" and "," not in visible
@@ -208,9 +192,8 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
 def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
     """Raises ValueError if jax has other devices than it should.
 
-    Checked are: the number of processes, that each has as many devices of one kind, the GPUs that
-    Slurm allotted on this node, and launch.expect_devices. All processes see all devices, so all of
-    them raise; only the check of Slurm's GPUs depends on the node.
+    All processes see all devices, so all of them raise; only the check of Slurm's GPUs depends on
+    the node.
     """
     import jax
 
@@ -250,18 +233,12 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
             f"--ntasks-per-node={on_node}"
         )
     if launch.expect_devices not in (None, len(devices)):
+        share = "Of several processes on a machine each has one GPU: start one process for each GPU"
         raise ValueError(
             f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: "
-            f"{counts[0]} "
-            f"({kinds[0]}) in each of {len(counts)} processes. "
-            + (
-                "Of several processes on a machine each has one GPU: start one process for each "
-                "GPU. "
-                if place.num_local > 1
-                else ""
-            )
-            + "Look at CUDA_VISIBLE_DEVICES, at what the cluster was asked for, and whether jax "
-            "has its GPU or TPU package"
+            f"{counts[0]} ({kinds[0]}) in each of {len(counts)} processes. "
+            f"{f'{share}. ' if place.num_local > 1 else ''}Look at CUDA_VISIBLE_DEVICES, at what "
+            "the cluster was asked for, and whether jax has its GPU or TPU package"
         )
 
 
@@ -272,12 +249,12 @@ def has_joined() -> bool:
 
 def is_first() -> bool:
     """Whether this is process 0 of the run, which writes the files of the run."""
-    return _joined is None or _joined.place.process_id == 0
+    return _joined is None or _joined[0].process_id == 0
 
 
 def hosts() -> list[str]:
     """The machine name of each process of this run, in the order of process ids."""
-    return [host_name()] if _joined is None else _joined.agreed.hosts
+    return [host_name()] if _joined is None else _joined[1].hosts
 
 
 def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
@@ -297,12 +274,9 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
 
 
 def heartbeat(doing: str = "") -> None:
-    """Tells the launcher that this process is alive, and what it does, such as "step 3".
-
-    Writes the file that the launcher watches. Without a launcher it does nothing.
-    """
-    file = os.environ.get(HEARTBEAT)
-    if file:
+    """Tells the launcher, if there is one, that this process is alive, and what it does, such as
+    "step 3"."""
+    if file := os.environ.get(HEARTBEAT):
         # A full disk must not end a run here.
         with contextlib.suppress(OSError):
             Path(file).write_text(doing)
@@ -310,11 +284,8 @@ def heartbeat(doing: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_at_once_on_failure() -> Iterator[None]:
-    """A context in which a process of several exits at once when it fails.
-
-    Without it jax waits at the exit, for minutes, until the other processes end too. A process that
-    succeeds ends when all of its devices have done their part.
-    """
+    """A context in which a process of several exits at once when it fails: jax would wait at the
+    exit, for minutes, until the others end too. One that succeeds waits for its devices."""
     try:
         yield
         if _has_joined_jax():
@@ -331,10 +302,10 @@ def exit_at_once_on_failure() -> Iterator[None]:
 
 
 def _finish_on_all_devices() -> None:
-    """Waits until each device of this process has taken part in a sum over all devices.
+    """Waits until each CPU device of this process has taken part in a sum over all devices.
 
-    A result is read from the first device, while gloo may still set up the connections of the
-    second one. Whoever exits then leaves a peer waiting for its heartbeat, some 100 seconds.
+    Whoever exits while gloo sets up the connections of its second device leaves a peer waiting for
+    100 seconds.
     """
     import jax
     import jax.numpy as jnp
@@ -347,8 +318,9 @@ def _finish_on_all_devices() -> None:
     mesh = Mesh(np.array(jax.devices()), ("all",))
     divided = NamedSharding(mesh, P("all"))
     ones = jax.make_array_from_callback((mesh.size,), divided, lambda _: np.ones(1, np.int32))
+    whole = NamedSharding(mesh, P())
     try:
-        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(ones))
+        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=whole)(ones))
     except (RuntimeError, ValueError) as error:
         # What this process had to do is done, whatever has happened to another one.
         if not is_of_a_peer(error):
@@ -357,10 +329,7 @@ def _finish_on_all_devices() -> None:
 
 @contextlib.contextmanager
 def exit_when_a_peer_is_lost() -> Iterator[None]:
-    """A context in which an error of jax about a lost process ends this one, with one line of text.
-
-    All other errors pass through.
-    """
+    """A context in which an error of jax about a lost process ends this one, with one line."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

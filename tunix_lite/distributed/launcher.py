@@ -1,32 +1,46 @@
 """`python -m tunix_lite.launch --nprocs=4 run_training.py key=value ...`: starts a run's processes.
 
 On one machine nothing else is needed. On several machines, start a launcher on each, with the same
-MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and with the number of its first process as RANK. The
-launcher also watches its processes (distributed/supervisor.py). It imports neither jax nor Hydra,
-so it starts at once; the processes report what their files of settings say of it.
+MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and with the number of its first process as RANK.
+
+If a process fails or stalls, the launcher ends the others and names the one that was first. The
+first process has the screen; the output of the others goes to files. The first signal is sent on to
+all processes, which then stop by themselves, with a checkpoint. A second one ends them. The
+launcher waits until the last process is gone. It imports neither jax nor Hydra, so it starts at
+once; the processes report what their files of settings say of it.
 """
 
 import argparse
 import contextlib
+import ctypes
+import itertools
+import json
 import math
 import os
 import re
 import shlex
+import shutil
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
+from tunix_lite.distributed import command_line
+from tunix_lite.distributed.command_line import folder_given, setting_given
+from tunix_lite.distributed.folder_lock import LOCK
+from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTINGS, STARTED
 from tunix_lite.distributed.process_place import (
     IDS,
+    TORCH_SETS,
     LaunchConfig,
     check_no_process_ids,
     find_place,
-    is_of_a_service,
 )
-from tunix_lite.distributed.supervisor import RestartPolicy, supervise
 from tunix_lite.files.addresses import check_on_disk
 
 # Flags of the launcher, each followed by a value.
@@ -40,56 +54,33 @@ MACHINES |= {"machine_rank", "main_process_ip", "main_process_port"}
 NEEDLESS = {"standalone", "multi_gpu"}
 # (name, value) of a flag -> the settings of a run that it means; (): none
 OverridesOf = Callable[[str, str], Iterable[str]]
-# Flags of Hydra that show something, and run nothing.
-SHOWS_ONLY = {
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--cfg",
-    "-c",
-    "--info",
-    "-i",
-}
 MANY = (
     " (on each machine, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in the environment; "
     "--nprocs counts the processes of this one)"
 )
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")
-FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
-SWEEPS = {"--multirun", "-m"}
-PACKAGE = Path(__file__).parents[1]
+
+# Seconds between two looks at the processes.
+POLL = 0.05
+# Seconds in which the process that others have lost must be seen to end. The kernel closes the
+# connections of a killed process a moment before it reports that process's end.
+CAUSE_ENDS_WITHIN = 1.0
+# Lines of a failed process's output that are shown, and bytes of its end that are searched.
+LAST_LINES = 20
+KEPT = 1 << 16
+# The exit codes of wrong settings, which a restart would not help; after a stall, the one of
+# timeout(1); and after Ctrl-C, 128 + SIGINT.
+WRONG_SETTINGS = 2
+STALLED = 124
+INTERRUPTED = 130
+# Signals that are sent on to the processes, and exit codes of a process that one of them ended at
+# once, before it had anything to save.
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}
 
 
-@dataclass(frozen=True)
-class LocalProcesses:
-    """The processes that this launcher starts, among all of the run.
-
-    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, the second of two machines with four
-    processes each.
-    """
-
-    # how many are started here
-    nprocs: int
-    # how many the whole run has
-    world: int
-    # the id of the first one here
-    first: int = 0
-    # where process 0 listens; port None: a free one of this machine, a new one for each attempt
-    address: str = "127.0.0.1"
-    port: str | None = None
-
-    def environments(self) -> list[dict[str, str]]:
-        """The variables for each process here, with the names of torchrun."""
-        shared = {
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": self.port or str(free_port()),
-            "WORLD_SIZE": str(self.world),
-            "LOCAL_WORLD_SIZE": str(self.nprocs),
-        }
-        return [
-            shared | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)
-        ]
+# ---- the command line
 
 
 def main(
@@ -111,8 +102,8 @@ def main(
             raise ValueError(
                 f"{late} is a flag of the launcher: write it before the program and its settings"
             )
-        check_on_disk(folder_key(program), folder_given(program))
-        check_config_dir(config_dir(program))
+        check_on_disk(command_line.folder_key(program), folder_given(program))
+        command_line.check_config_dir(command_line.config_dir(program))
         group = local_processes(known.nprocs, os.environ)
         ids = {name: setting_given(f"launch.{name}", program) for name in IDS}
         check_no_process_ids(ids, group.world)
@@ -122,18 +113,22 @@ def main(
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    writes = program[:1] not in (["check"], ["evaluate"]) and not SHOWS_ONLY & set(program)
-    if group.first == 0 and writes and folder_given(program) is None:
-        program = program + in_folder(fresh_folder(project_name(program), program), program)
+    only_reads = program[:1] in (["check"], ["evaluate"]) or command_line.SHOWS_ONLY & set(program)
+    if group.first == 0 and not only_reads and folder_given(program) is None:
+        project = command_line.project_name(program)
+        folder = command_line.fresh_folder(project, program)
+        program = program + command_line.in_folder(folder, program)
+    folder = folder_given(program)
+    logs = Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
+    if program[:1] == ["check"]:
+        logs = Path("outputs") / "check"
 
     try:
-        code = supervise(process_command(program), group.environments, logs_of(program), rules)
+        code = supervise(process_command(program), group.environments, logs, rules)
     # No memory for another process, or no temporary folder.
     except OSError as error:
-        print(
-            f"error: the launcher has stopped, and has ended its processes: {error}",
-            file=sys.stderr,
-        )
+        text = f"error: the launcher has stopped, and has ended its processes: {error}"
+        print(text, file=sys.stderr)
         code = 1
     sys.exit(code)
 
@@ -142,19 +137,16 @@ def parsed(
     arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
 ) -> argparse.Namespace:
     """The launcher's own flags, and as `program` the words that follow them."""
-    about = (
-        "Starts the processes of a run on this machine and watches them; the first one has the "
-        "screen."
-    )
+    about = "Starts and watches the processes of a run here; the first one has the screen."
     parser = argparse.ArgumentParser(
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
     )
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="as launch.max_restarts=N")
+    parser.add_argument("--max-restarts", metavar="N", help="as launch.max_restarts=N")
     parser.add_argument(
-        "--stall-timeout", type=float, metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
+        "--stall-timeout", metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
     )
     parser.add_argument(
         "--grace",
@@ -172,6 +164,16 @@ def parsed(
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _count(text: str) -> int:
+    """--nprocs as a number. Raises ArgumentTypeError, for torchrun's `auto` and `gpu`, too."""
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text}: it is a number; one process uses all devices that it sees, so the default "
+            "of 1 is enough on a machine"
+        )
+    return int(text)
 
 
 def foreign_flags_answer(
@@ -217,14 +219,51 @@ def foreign_flags_answer(
     return f"{shown}: the flags of other launchers have other names here; type: {line}{after}"
 
 
-def _count(text: str) -> int:
-    """--nprocs as a number. Raises ArgumentTypeError, for torchrun's `auto` and `gpu`, too."""
-    if not text.removeprefix("-").isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"{text}: it is a number; one process uses all devices that it sees, so the default "
-            "of 1 is enough on a machine"
-        )
-    return int(text)
+def process_command(program: list[str]) -> list[str]:
+    """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
+    first = program[0] if program else ""
+    module = ["-m", "tunix_lite"]
+    if first.endswith(".py"):
+        module = []
+    elif first not in COMMANDS:
+        module += ["train"]
+    return [sys.executable, *module, *program]
+
+
+@dataclass(frozen=True)
+class LocalProcesses:
+    """The processes that this launcher starts, among all of the run.
+
+    Example: `LocalProcesses(4, 8, 4, "10.0.0.1", "29500")`, the second of two machines with four
+    processes each.
+    """
+
+    # how many are started here
+    nprocs: int
+    # how many the whole run has
+    world: int
+    # the id of the first one here
+    first: int = 0
+    # where process 0 listens; port None: a free one of this machine, a new one for each attempt
+    address: str = "127.0.0.1"
+    port: str | None = None
+
+    def environments(self) -> list[dict[str, str]]:
+        """The variables for each process here, with the names of torchrun."""
+        port = self.port
+        if port is None:
+            with socket.socket() as listening:
+                listening.bind(("127.0.0.1", 0))
+                port = str(listening.getsockname()[1])
+        shared = {
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.nprocs),
+        }
+        return [
+            shared | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)
+        ]
 
 
 def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
@@ -237,11 +276,15 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
 
     # On one machine the launcher finds a port itself.
     port = environ.get("MASTER_PORT")
-    port = None if is_of_a_service(port) else port
 
-    # Slurm and xpk number the machines; each machine has one launcher.
+    # Slurm numbers the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
         node = find_place(LaunchConfig(), environ)
+        if node.source == "srun" and node.asks_jax:
+            raise ValueError(
+                "MASTER_ADDR is not set: under srun each node has a launcher, and all need the "
+                "node of process 0; export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
+            )
         if node.coordinator is None:
             return LocalProcesses(nprocs, nprocs, port=port)
         host, _, port = node.coordinator.rpartition(":")
@@ -258,12 +301,11 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
                 "machines"
             )
-        address = environ.get("MASTER_ADDR", "127.0.0.1")
-        address = "127.0.0.1" if is_of_a_service(address) else address
-        return LocalProcesses(nprocs, nprocs, 0, address, port)
+        return LocalProcesses(nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), port)
 
     # Several machines, with the variables of torchrun.
-    place = find_place(LaunchConfig(), {name: environ[name] for name in TORCH if name in environ})
+    of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}
+    place = find_place(LaunchConfig(), of_torchrun)
     if place.process_id + nprocs > place.num_processes:
         raise ValueError(
             f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
@@ -275,7 +317,32 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     return LocalProcesses(nprocs, place.num_processes, place.process_id, host, port)
 
 
-TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+@dataclass
+class RestartPolicy:
+    """When the launcher gives an attempt up, and how often it tries again.
+
+    Example: `RestartPolicy(stall_timeout=1800, max_restarts=3)`.
+    """
+
+    # seconds without a heartbeat, after the first one, until the run counts as stalled; 0: never
+    # None: as the settings of the run have it, and so below
+    stall_timeout: float | None = None
+    # how often a failed run is started again
+    max_restarts: int | None = None
+    # seconds between SIGTERM and SIGKILL
+    grace: float = 5.0
+    # why the run cannot be started again; "": it can
+    never: str = ""
+
+    def complete(self, beats: Path) -> None:
+        """Takes what the settings of the run say from the reports of its processes, in `beats`."""
+        if None not in (self.stall_timeout, self.max_restarts):
+            return
+        for file in beats.glob(f"*{SETTINGS}"):
+            with contextlib.suppress(OSError, ValueError):
+                for name, value in json.loads(file.read_text()).items():
+                    if getattr(self, name) is None:
+                        setattr(self, name, value)
 
 
 def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPolicy:
@@ -284,154 +351,571 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
     What neither of them says, the processes report from the files of their settings. Raises
     ValueError.
     """
-    restarts = known.max_restarts
-    stall = known.stall_timeout
-    if restarts is None:
-        restarts = _number("max_restarts", program, int, "a whole number, 0 or more")
-    if stall is None:
-        stall = _number("stall_timeout", program, float, "a number of seconds; 0 sets no limit")
-    if not all(0 <= number < math.inf for number in (restarts or 0, stall or 0, known.grace)):
-        raise ValueError(
-            "--max-restarts, --stall-timeout and --grace must be finite and not negative"
-        )
+    numbers: dict[str, float] = {}
+    for name, kind, meant in (
+        ("max_restarts", int, "a whole number, 0 or more"),
+        ("stall_timeout", float, "a number of seconds; 0 sets no limit"),
+    ):
+        value = getattr(known, name) or setting_given(f"launch.{name}", program)
+        if value is not None:
+            try:
+                numbers[name] = kind(value)
+            except ValueError:
+                numbers[name] = -1
+            if not 0 <= numbers[name] < math.inf:
+                raise ValueError(f"launch.{name}={value}: it is {meant}")
+    if not 0 <= known.grace < math.inf:
+        raise ValueError("--grace must be finite and not negative")
 
     # Why a run of this command line cannot be started again.
     never = ""
-    if SWEEPS & set(program):
+    if command_line.SWEEPS & set(program):
         never = "is for one run: with --multirun it would begin all of them again"
     elif "${now" in (folder_given(program) or ""):
         never = "needs a hydra.run.dir that is the same at every start, without ${now:...}"
     never = never and f"launch.max_restarts {never}"
-    if restarts and never:
+    if never and numbers.get("max_restarts"):
         raise ValueError(never)
-    return RestartPolicy(stall, restarts, known.grace, never)
+    return RestartPolicy(**numbers, grace=known.grace, never=never)
 
 
-def _number(name: str, program: list[str], kind: type, meant: str) -> int | float | None:
-    """The setting launch.NAME of a command line as a number; None: it is not given.
+# ---- a run, from its first attempt to its end
 
-    meant: what it must be, for the error.
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a run that failed.
+
+    Example: `Failure("process 1 ended with exit code 1\\n...", 1)`.
     """
-    value = setting_given(f"launch.{name}", program)
-    if value is None:
+
+    # what to print; empty if a process has printed it already
+    text: str
+    # the exit code of the launcher
+    code: int
+
+
+def supervise(
+    command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: RestartPolicy
+) -> int:
+    """Runs `command` in one process for each environment, and returns the exit code of the run.
+
+    environments: called for each attempt, so that each has a free port of its own. logs: the folder
+    for the output. Raises OSError if a process cannot be started; then all others have been ended.
+    """
+    # Folders that we make, the innermost first: `leave_nothing` removes them.
+    made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    # training.max_minutes counts from here, over all attempts, unless a job script says otherwise.
+    started = os.environ.get(STARTED) or str(time.time())
+    with (
+        received_signals() as signals,
+        tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary,
+        guarded(Path(temporary)) as guard,
+    ):
+        beats = Path(temporary)
+        for restarts in itertools.count():
+            attempt = Attempt(rules, signals, beats)
+            kept = writable(logs)
+            try:
+                for environment in environments():
+                    own = environment | {STARTED: started, RESTARTS: str(restarts)}
+                    process = Process(command, own, len(attempt.processes), kept, beats)
+                    attempt.processes.append(process)
+                    guard(process.pid)
+                failure = attempt.watch()
+            finally:
+                attempt.end(0.0)
+
+            # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
+            if failure is not None and failure.text:
+                say(failure.text)
+            if failure is None or signals or failure.code == WRONG_SETTINGS:
+                break
+            rules.complete(beats)
+            if rules.max_restarts and rules.never:
+                say(rules.never)
+                break
+            if restarts >= (rules.max_restarts or 0):
+                break
+            say(f"restart {restarts + 1} of {rules.max_restarts}, from the newest checkpoint")
+    if failure is None:
+        # All have stopped by themselves. As of a run without a launcher: commands/train.py.
+        return INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
+    if failure.code == WRONG_SETTINGS:
+        leave_nothing(logs, made)
+    return failure.code
+
+
+class Attempt:
+    """The processes of this machine from one start to their end."""
+
+    def __init__(self, rules: RestartPolicy, signals: list[int], beats: Path):
+        """signals: those that the launcher has received. beats: the folder of heartbeat files."""
+        self.processes: list[Process] = []
+        self._rules = rules
+        self._signals = signals
+        self._beats = beats
+
+    def watch(self) -> Failure | None:
+        """Waits until all processes have ended. None: all succeeded.
+
+        If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
+        """
+        while not self._signals:
+            self._rules.complete(self._beats)
+            running = self._running()
+            if self._failed() and running:
+                self._wait_for_the_cause()
+            failure = blamed(self._failed())
+            if not running:
+                return failure
+            if failure := failure or self._stalled():
+                return self._end_others(failure)
+            time.sleep(POLL)
+        return self._stop()
+
+    def end(self, grace: float) -> None:
+        """Ends all processes that still run: SIGTERM, then SIGKILL after `grace` seconds.
+
+        A new signal to the launcher ends the waiting. grace=0: SIGKILL at once.
+        """
+        deadline = time.monotonic() + grace
+        signals_before = len(self._signals)
+        if grace > 0:
+            for process in self.processes:
+                process.send(signal.SIGTERM)
+        while (
+            self._running() and time.monotonic() < deadline and len(self._signals) == signals_before
+        ):
+            time.sleep(POLL)
+        for process in self.processes:
+            process.kill()
+
+    def _running(self) -> list["Process"]:
+        """Those that still run, after a look at all."""
+        return [process for process in self.processes if process.look() is None]
+
+    def _failed(self) -> list["Process"]:
+        """Those that had failed at the last look."""
+        return [process for process in self.processes if process.code]
+
+    def _wait_for_the_cause(self) -> None:
+        """Waits at most CAUSE_ENDS_WITHIN while all that have failed only report a lost peer.
+
+        The lost process is probably one of this machine, about to end: then it is the one to name.
+        """
+        deadline = time.monotonic() + CAUSE_ENDS_WITHIN
+        while (
+            all(process.is_victim() for process in self._failed())
+            and self._running()
+            and time.monotonic() < deadline
+        ):
+            time.sleep(POLL)
+
+    def _end_others(self, failure: Failure) -> Failure:
+        """Ends the other processes after a failure, and adds to its text how long that took."""
+        began = time.monotonic()
+        self.end(self._rules.grace)
+        if len(self.processes) == 1 or not failure.text:
+            return failure
+        seconds = time.monotonic() - began
+        return Failure(f"{failure.text}\nthe others were ended in {seconds:.1f} s", failure.code)
+
+    def _stop(self) -> Failure | None:
+        """After the first signal: sends it on, and waits while the processes stop by themselves.
+
+        If one fails, the others have `grace` seconds more. A second signal ends all at once. The
+        first one is not sent twice: that would stop the processes in the middle of saving.
+        """
+        grace = self._rules.grace
+        number = self._signals[-1]
+        deadline = math.inf
+        for process in self.processes:
+            process.send(number)
+        while left := self._running():
+            if len(self._signals) > 1 or time.monotonic() >= deadline:
+                break
+            if deadline == math.inf and self._failed():
+                deadline = time.monotonic() + grace
+            if deadline == math.inf and (failure := self._stalled()):
+                return self._end_others(failure)
+            time.sleep(POLL)
+
+        # A process that the signal ended at once takes others with it: they lost a peer.
+        early = [process for process in self.processes if process.code in BY_SIGNAL]
+        failed = [process for process in self._failed() if process not in early]
+        failure = blamed([p for p in failed if not (early and p.is_victim())])
+        too_late = ""
+        if left and len(self._signals) == 1:
+            names = " and ".join(map(str, left))
+            were = "was" if len(left) == 1 else "were"
+            too_late = f"{names}, still running {grace:g} s later, {were} ended"
+        self.end(0.0)
+
+        if failure is not None:
+            return Failure(f"{failure.text}\n{too_late}", failure.code) if failure.text else failure
+        if not (left or early or failed):
+            return None
+        text = f"stopped by {signal.Signals(self._signals[-1]).name}"
+        if too_late:
+            text += f"; {early[0]} ended at once, and {too_late}"
+        return Failure(text, 128 + self._signals[-1])
+
+    def _stalled(self) -> Failure | None:
+        """The failure of a run whose processes have all been silent too long; None: not so.
+
+        All wait for one. To blame is one that is stopped, else one that has not made its first
+        step, else the one that has been silent the longest. Before the first step of all only a
+        stopped process counts.
+        """
+        running = [process for process in self.processes if process.code is None]
+        limit = self._rules.stall_timeout
+        limit = LaunchConfig.stall_timeout if limit is None else limit
+        if limit == 0 or not running:
+            return None
+
+        # Seconds since the last heartbeat of each (None: before the first), and since it stopped.
+        silent = {p: p.silence() for p in running}
+        stopped_for = {p: p.stopped_for() for p in running}
+        stopped = {p: seconds for p, seconds in stopped_for.items() if seconds is not None}
+        seconds = [s for s in silent.values() if s is not None]
+        if max(stopped.values(), default=0) < limit and (not seconds or min(seconds) < limit):
+            return None
+
+        culprit = max(stopped or silent, key=lambda p: math.inf if silent[p] is None else silent[p])
+        state = "is stopped, as by SIGSTOP," if stopped else "stalled"
+        lasted = silent[culprit] if silent[culprit] is not None else stopped.get(culprit)
+        since = "before its first step" if lasted is None else f"for {lasted:.0f} s"
+        doing = "; ".join(
+            f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}" for p, s in silent.items()
+        )
+        text = f"{culprit} {state} {since}, and launch.stall_timeout={limit:g}. Last signs: {doing}"
+        return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
+
+
+def blamed(failed: list["Process"]) -> Failure | None:
+    """The failure of the process that probably failed first; None if none has failed.
+
+    A process that reports a lost peer, or that jax aborted, comes after all others.
+    """
+    if not failed:
         return None
-    try:
-        number = kind(value)
-    except ValueError:
-        number = -1
-    if not 0 <= number < math.inf:
-        raise ValueError(f"launch.{name}={value}: it is {meant}")
-    return number
+    culprit = min(
+        failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index)
+    )
+    code = culprit.code
+    # Process 0 has printed on the screen what is wrong with the settings.
+    if culprit.index == 0 and code == WRONG_SETTINGS:
+        return Failure("", WRONG_SETTINGS)
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        how += "; perhaps the machine ran out of memory"
+    if code == -signal.SIGSEGV:
+        how += ", in compiled code"
+    if culprit.lost_a_peer():
+        how += ": it lost a process on another machine, whose own output says why"
+    return Failure(f"{culprit} {how}\n{culprit.last_lines()}", code if code > 0 else 128 - code)
 
 
-# ---- settings, read without Hydra
+# ---- one process
 
 
-def conf_dir() -> Path:
-    """The folder conf/ of this checkout, or the copy of it in an installed package."""
-    checkout = PACKAGE.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
+class Process:
+    """A process of the run: started, read, and asked whether it is alive."""
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        index: int,
+        logs: Path | None,
+        beats: Path,
+    ):
+        """Starts it. index: among the processes of this machine; 0 has the screen.
+
+        environment: variables beside our own. logs: the folder of its log; None: the log is not
+        kept. beats: the folder of the heartbeat files. Raises OSError.
+        """
+        self.index = index
+        self.rank = int(environment["RANK"])
+        # the exit code, None while it runs; and when we saw that it had ended
+        self.code: int | None = None
+        self.ended = math.inf
+
+        # the file that the process writes when it is alive, and since when it is stopped
+        self._beat = beats / f"p{self.rank}"
+        self._beat.unlink(missing_ok=True)
+        self._stopped: float | None = None
+
+        # Its log, to which earlier attempts have written; this one begins at `_began`.
+        self._is_kept = logs is not None
+        self._log = (beats if logs is None else logs) / f"p{self.rank}.log"
+        self._file = self._log.open("ab", buffering=0)
+        self._began = self._file.tell()
+
+        # what process 0 has written to standard error, of which C++ traces are not shown
+        self._trace = Trace()
+        self._received = b""
+
+        own = {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
+        output = {"stdout": self._file, "stderr": subprocess.STDOUT}
+        if index == 0:
+            output = {"stderr": subprocess.PIPE}
+        self._started = subprocess.Popen(
+            command,
+            env=os.environ | environment | own,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_us,
+            **output,
+        )
+        if self._started.stderr is not None:
+            os.set_blocking(self._started.stderr.fileno(), False)
+
+    def __str__(self) -> str:
+        return f"process {self.rank}"
+
+    @property
+    def pid(self) -> int:
+        """Its id in the operating system."""
+        return self._started.pid
+
+    def look(self) -> int | None:
+        """Its exit code, None while it runs. Shows what it has written to standard error."""
+        # Ask for the exit code first: what it wrote before its end is then all there to read.
+        self.code = self._started.poll()
+        if self.code is not None:
+            self.ended = min(self.ended, time.monotonic())
+        if self._started.stderr is not None:
+            while output := self._started.stderr.read(1 << 16):
+                self._received = (self._received + output)[-KEPT:]
+                self._write_log(output)
+                show(self._trace.without(output))
+        return self.code
+
+    def _write_log(self, output: bytes) -> None:
+        """Appends to its log. The first time that this fails, a line says so."""
+        try:
+            self._file.write(output)
+        except OSError as error:
+            if self._is_kept:
+                say(
+                    f"{self._log} cannot be written ({error.strerror}): what {self} says is on the "
+                    "screen only"
+                )
+            self._is_kept = False
+
+    def send(self, number: int) -> None:
+        """Sends it a signal, if it still runs."""
+        if self._started.poll() is None:
+            self._started.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills it, and all processes that it has started in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._started.pid, signal.SIGKILL)
+        self._started.wait()
+        self.look()
+        show(self._trace.rest)
+        self._trace = Trace()
+        for file in (self._file, self._started.stderr):
+            if file is not None:
+                file.close()
+        self._started.stderr = None
+
+    def last_lines(self) -> str:
+        """The last lines of its output in this attempt; of process 0, where they are."""
+        if self.index == 0:
+            return "its last words are above" + (f", and in {self._log}" if self._is_kept else "")
+        output = Trace().without(self._output().rstrip(b"\n") + b"\n")
+        # Gloo prints a greeting for every new connection.
+        lines = [
+            line
+            for line in output.decode(errors="replace").splitlines()
+            if not line.startswith("[Gloo] Rank")
+        ]
+        where = "its last lines" + (f", of {self._log}:" if self._is_kept else ":")
+        return "\n".join([where, *(f"  {line}" for line in lines[-LAST_LINES:])])
+
+    def is_victim(self) -> bool:
+        """Whether it ended as a process does that has lost another one."""
+        return self.code == -signal.SIGABRT or self.lost_a_peer()
+
+    def lost_a_peer(self) -> bool:
+        """Whether its output says that it has lost another process of the run."""
+        output = self._output()
+        return LOST_A_PEER.encode() in output or b"The following tasks are unhealthy" in output
+
+    def _output(self) -> bytes:
+        """The end of its output in this attempt, at most KEPT bytes."""
+        if self.index == 0:
+            return self._received
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(self._began, self._log.stat().st_size - KEPT))
+            return log.read()
+        return b""
+
+    def silence(self) -> float | None:
+        """Seconds since its last heartbeat; None before the first."""
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - self._beat.stat().st_mtime
+        return None
+
+    def doing(self) -> str:
+        """Its work by its last heartbeat, such as " (step 3)"; empty if it says nothing."""
+        text = self._beat.read_text().strip() if self._beat.exists() else ""
+        return f" ({text})" if text else ""
+
+    def stopped_for(self) -> float | None:
+        """Seconds since a call first found it stopped, as by SIGSTOP; None: it is not stopped."""
+        state = ""
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{self._started.pid}/stat").read_text()
+            # The state is the first word after the command's name, which stands in brackets.
+            state = stat.rpartition(")")[2].split()[0]
+        if state not in ("T", "t"):
+            self._stopped = None
+            return None
+        self._stopped = self._stopped or time.monotonic()
+        return time.monotonic() - self._stopped
 
 
-def setting_given(key: str, words: list[str]) -> str | None:
-    """The value of a setting on a command line, without quotes; None if it is not given.
+class Trace:
+    """Removes the C++ stack traces that jax prints when a process is lost, from a stream of output.
 
-    key: a regular expression for its name. Hydra's ways to write it are key=, +key= and ++key=. The
-    last one counts.
+    The traces are still in the log.
     """
-    matches = [re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL) for word in words]
-    found = [match[1] for match in matches if match]
-    return _unquoted(found[-1]) if found else None
+
+    BEGINS = re.compile(
+        rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_\w+|client|distributed_runtime\w*)\.(cc|h):"
+    )
+    GOES_ON = re.compile(
+        rb"\d*\n?$|The tasks have crashed|RPC: |Additional GRPC|:UNKNOWN:|\*\*\* Check| +@ +0x"
+    )
+
+    def __init__(self):
+        self._inside = False
+        # half a line that may belong to a trace
+        self.rest = b""
+
+    def without(self, output: bytes) -> bytes:
+        """The next piece of output, without the lines of traces."""
+        *lines, rest = (self.rest + output).splitlines(keepends=True) or [b""]
+        # The last line is held back if it is not whole and may belong to a trace.
+        if rest.endswith(b"\n") or not re.match(rb"[EF]\d|[ \d*TRa]", rest):
+            lines.append(rest)
+            rest = b""
+        self.rest = rest
+        shown = []
+        for line in lines:
+            goes_on = self._inside and self.GOES_ON.match(line)
+            self._inside = bool(goes_on or self.BEGINS.match(line))
+            if not self._inside:
+                shown.append(line)
+        return b"".join(shown)
 
 
-def _unquoted(text: str) -> str:
-    """A value without quotes or backslashes, as Hydra reads it."""
-    text = text.strip()
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1].replace(f"\\{text[0]}", text[0])
-    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+def _end_with_us() -> None:
+    """Runs in a new process: the kernel will send it SIGTERM if the launcher is killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def process_command(program: list[str]) -> list[str]:
-    """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
-    first = program[0] if program else ""
-    module = ["-m", "tunix_lite"]
-    if first.endswith(".py"):
-        module = []
-    elif first not in COMMANDS:
-        module += ["train"]
-    return [sys.executable, *module, *program]
+# ---- signals, the guard, logs, the screen
 
 
-def free_port() -> int:
-    """A port of this machine that no program listens at."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+@contextlib.contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """A context in which the numbers of the signals to the launcher are added to a list."""
+    received: list[int] = []
+    handlers_before = {}
+    for number in HANDED_ON:
+        # nohup has SIGHUP ignored, and so do we.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handler = signal.signal(number, lambda came, _: received.append(came))
+            handlers_before[number] = handler
+    try:
+        yield received
+    finally:
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
 
 
-# ---- one folder for all processes
+# the guard is started with Python's own paths alone, and finds the package by its third argument
+START_GUARD = (
+    "import sys; sys.path.append(sys.argv[3]); "
+    "from tunix_lite.distributed.guard import main; main()"
+)
 
 
-def folder_given(words: list[str]) -> str | None:
-    """The folder of the run, or of the sweep, that a command line gives; None if it gives none."""
-    return setting_given(FOLDER_KEYS, words)
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
+    """A context in which distributed/guard.py ends the run if we are killed (on Linux only).
+
+    folder: our temporary folder, which all processes of the run have in their environment. Yields a
+    function: call it with the id of each process that was started.
+    """
+    if not sys.platform.startswith("linux"):
+        yield lambda _: None
+        return
+    # The guard reads a pipe. When we are gone, the pipe closes.
+    reading, writing = os.pipe()
+    package = Path(__file__).parents[2]
+    words = ["-I", "-S", "-c", START_GUARD, str(reading), str(folder), str(package)]
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    guard = subprocess.Popen([sys.executable, *words], pass_fds=(reading,), cwd="/", **nothing)
+    os.close(reading)
+
+    def send_to_guard(text: str) -> None:
+        # Somebody may have ended the guard.
+        with contextlib.suppress(OSError):
+            os.write(writing, text.encode())
+
+    try:
+        yield lambda pid: send_to_guard(f"{pid}\n")
+    finally:
+        send_to_guard(".")
+        os.close(writing)
+        guard.wait()
 
 
-def folder_key(words: list[str]) -> str:
-    """The setting that gives it: hydra.run.dir or hydra.sweep.dir, the last one on the line."""
-    matches = [re.match(rf"\+{{0,2}}({FOLDER_KEYS})=", word) for word in words]
-    keys = [match[1] for match in matches if match]
-    return keys[-1] if keys else "hydra.run.dir"
+def writable(logs: Path) -> Path | None:
+    """Makes the folder of the logs. None, with a line that says so, if it cannot be written."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=logs):
+            return logs
+    except OSError as error:
+        say(f"{logs} cannot be written ({error.strerror}): what the processes say is not kept")
+        return None
 
 
-def config_dir(words: list[str]) -> str | None:
-    """The folder of the user's own options that --config-dir gives; None if it is not given."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config-dir", "-cd", nargs="?")
-    return parser.parse_known_args(words)[0].config_dir
+def leave_nothing(logs: Path, made: list[Path]) -> None:
+    """Removes the folders that were made for a run that never began, if nothing else is in them.
+
+    made: the folders, the innermost first; the first one is `logs`.
+    """
+    unused = {".hydra", LOCK, logs.name}
+    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= unused:
+        shutil.rmtree(logs, ignore_errors=True)
+        for folder in made[1:]:
+            # rmdir fails where something else is in the folder.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
-def check_config_dir(folder: str | None) -> None:
-    """Raises ValueError if --config-dir names no folder. None: it is not given."""
-    check_on_disk("--config-dir", folder)
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"--config-dir={folder}: there is no such folder")
+def say(text: str) -> None:
+    """Prints lines of the launcher's own."""
+    show("".join(f"launch: {line}\n" for line in text.splitlines()).encode())
 
 
-def in_folder(folder: str, words: list[str]) -> list[str]:
-    """The words to add to a command line, so that its run or sweep writes to `folder`."""
-    key = "sweep" if SWEEPS & set(words) else "run"
-    if not re.fullmatch(r"[\w./:@+~$-]+", folder):
-        folder = "'" + folder.replace("'", "\\'") + "'"
-    return [f"hydra.{key}.dir={folder}"]
-
-
-def fresh_folder(project: str, words: list[str]) -> str:
-    """The folder that conf/config.yaml gives a run, or a sweep, that starts now."""
-    sweep = "-sweep" if SWEEPS & set(words) else ""
-    return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}{sweep}"
-
-
-def project_name(words: list[str]) -> str:
-    """The setting project_name, by the command line or conf/config.yaml."""
-    given = setting_given("project_name", words)
-    if given:
-        return given
-    import yaml
-
-    # If the file cannot be read, the run itself will say why.
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        return str(yaml.safe_load((conf_dir() / "config.yaml").read_text())["project_name"])
-    return "tunix_lite"
-
-
-def logs_of(program: list[str]) -> Path:
-    """The folder for the output of the processes: in the run's folder, if that is known."""
-    if program[:1] == ["check"]:
-        return Path("outputs") / "check"
-    folder = folder_given(program)
-    return Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
+def show(output: bytes) -> None:
+    """Writes to the screen. It may be a file on a full disk, or gone: then nothing is written."""
+    with contextlib.suppress(OSError):
+        sys.stderr.buffer.write(output)
+        sys.stderr.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,10 @@
 """The place of this process in its run: from its settings, or its launcher's variables."""
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 # The default port of torchrun.
 TORCH_PORT = "29500"
-# The default port of MaxText on xpk.
-JAX_PORT = "1234"
 # The value of launch.coordinator with which jax finds the other processes itself.
 ASK_JAX = "auto"
 
@@ -21,7 +16,7 @@ class LaunchConfig:
     A run of one process needs none of it.
     """
 
-    # host:port of process 0. null reads the variables of torchrun, Slurm or xpk. auto asks jax.
+    # host:port of process 0. null reads the variables of torchrun or Slurm. auto asks jax.
     coordinator: str | None = None
     # Processes of the whole run. Used with launch.coordinator.
     num_processes: int | None = None
@@ -95,18 +90,17 @@ def check_no_process_ids(values: Mapping[str, object], world: int) -> None:
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
     """The place of this process in its run.
 
-    From the settings, or else the variables of torchrun, of xpk, of Slurm, or those that jax
-    detects, in this order; without any of them the process is alone. Raises ValueError that names
-    the setting or variable that is wrong, and what would be right.
+    From the settings, or else the variables of torchrun, of Slurm, or those that jax detects, in
+    this order; without any of them the process is alone. Raises ValueError that names the setting
+    or variable that is wrong, and what would be right.
     """
-    places = (
-        _of_settings(launch),
-        _of_torchrun(environ),
-        _of_xpk(environ),
-        _of_slurm(environ),
-        _of_jax(environ),
+    place = (
+        _of_settings(launch)
+        or _of_torchrun(environ)
+        or _of_slurm(environ)
+        or _of_jax(environ)
+        or ProcessPlace()
     )
-    place = next((place for place in places if place is not None), ProcessPlace())
     return place if place.num_processes > 1 or place.asks_jax else ProcessPlace(source=place.source)
 
 
@@ -124,13 +118,23 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
             "launch.process_id=0 "
             "to N-1 belong together"
         )
-    host, port = _host_and_port("launch.coordinator", launch.coordinator)
+    host, _, port = launch.coordinator.rpartition(":")
+    if not host:
+        raise ValueError(
+            f"launch.coordinator={launch.coordinator!r}: it is HOST:PORT, for example "
+            f"192.168.1.10:{TORCH_PORT}"
+        )
+    address = f"{host}:{_port('launch.coordinator', port)}"
     _check_rank(
         "launch.process_id", launch.process_id, "launch.num_processes", launch.num_processes
     )
     return ProcessPlace(
-        launch.process_id, launch.num_processes, f"{host}:{port}", source="launch.coordinator"
+        launch.process_id, launch.num_processes, address, source="launch.coordinator"
     )
+
+
+# Variables of torchrun that say which process this is.
+TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -141,18 +145,18 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     count = _number("WORLD_SIZE", environ)
     if count == 1:
         return ProcessPlace(source="WORLD_SIZE=1")
-    missing = [name for name in ("MASTER_ADDR", "RANK") if not environ.get(name)]
-    if missing:
-        means = {
-            "MASTER_ADDR": "the address of process 0",
-            "RANK": "the number of this process, from 0",
-        }[missing[0]]
-        raise ValueError(f"WORLD_SIZE={count}, but {missing[0]} is not set: it is {means}")
+    needed = {
+        "MASTER_ADDR": "the address of process 0",
+        "RANK": "the number of this process, from 0",
+    }
+    for name, meaning in needed.items():
+        if not environ.get(name):
+            raise ValueError(f"WORLD_SIZE={count}, but {name} is not set: it is {meaning}")
     rank = _number("RANK", environ)
     _check_rank("RANK", rank, "WORLD_SIZE", count)
 
     # torchrun itself listens at MASTER_PORT, so process 0 takes the next port.
-    host = _host("MASTER_ADDR", environ["MASTER_ADDR"])
+    host = _host(environ["MASTER_ADDR"])
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT))
     source = "MASTER_ADDR and MASTER_PORT"
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -165,48 +169,14 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     return ProcessPlace(rank, count, f"{host}:{port}", local_id, num_local, source)
 
 
-def _of_xpk(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """By the variables that xpk and Kubernetes jobs set, as MaxText reads them."""
-    name = next(
-        (n for n in ("JAX_COORDINATOR_IP", "JAX_COORDINATOR_ADDRESS") if environ.get(n)), None
-    )
-    counter = next((n for n in ("NNODES", "JAX_PROCESS_COUNT") if environ.get(n)), None)
-    # On TPUs xpk sets only the address, and jax finds the rest itself.
-    if name is None or counter is None:
-        return None
-
-    # On GPUs xpk counts nodes; elsewhere jobs, and processes in each of them.
-    count = _number(counter, environ)
-    if counter == "NNODES":
-        rank_name = "NODE_RANK"
-        rank = _number("NODE_RANK", environ)
-    else:
-        rank_name = "JOB_INDEX * PROCESSES_IN_JOB + JOB_COMPLETION_INDEX"
-        rank = _number("JOB_INDEX", environ, 0) * _number("PROCESSES_IN_JOB", environ, 1)
-        rank += _number("JOB_COMPLETION_INDEX", environ)
-    _check_rank(rank_name, rank, counter, count)
-
-    source = f"{name} and JAX_COORDINATOR_PORT"
-    if count == 1:
-        return ProcessPlace(source=source)
-    address = environ[name]
-    if not re.search(r"[^:]:\d+$", address):
-        port = _port("JAX_COORDINATOR_PORT", environ.get("JAX_COORDINATOR_PORT", JAX_PORT))
-        address = f"{address}:{port}"
-    host, port = _host_and_port(source, address)
-    return ProcessPlace(rank, count, f"{_host(name, host)}:{port}", source=source)
-
-
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 # Tasks of the step. SLURM_NTASKS may be those of the job: a shell in a job is a step of one task.
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """By the variables of srun.
-
-    jax reads them too, but it then gives each process one GPU, even one that is alone on its node.
-    """
+    """By the variables of srun. Without MASTER_ADDR jax finds the first node, and the processes
+    meet through jax."""
     if any(name not in environ for name in SLURM):
         return None
     counter = STEP_TASKS if STEP_TASKS in environ else "SLURM_NTASKS"
@@ -216,134 +186,58 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     if count == 1:
         return ProcessPlace(source="srun")
 
+    num_local = -(-count // _number("SLURM_STEP_NUM_NODES", environ, count))
+    local_id = _number("SLURM_LOCALID", environ)
+    if not environ.get("MASTER_ADDR"):
+        return ProcessPlace(rank, count, None, local_id, num_local, "srun", asks_jax=True)
     # Without MASTER_PORT all processes derive one port from the id of the job.
-    host = environ.get("MASTER_ADDR")
-    host = _host("MASTER_ADDR", host) if host else first_node(environ["SLURM_STEP_NODELIST"])
     port_of_job = str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", port_of_job))
-
-    per_node = tasks_per_node(
-        environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
-    )
-    node = _number("SLURM_NODEID", environ, 0)
-    num_local = per_node[node] if node < len(per_node) else 1
-    return ProcessPlace(
-        rank, count, f"{host}:{port}", _number("SLURM_LOCALID", environ), num_local, "srun"
-    )
-
-
-def first_node(text: str) -> str:
-    """The first node of Slurm's list: gpu003 of gpu[003-007,012], rack1n1 of rack[1-2]n[1-4].
-
-    Raises ValueError for a text that is no such list.
-    """
-    first = re.match(r"(?:[\w.-]|\[\d+[\d,-]*\])+(?=,|$)", text)
-    if first is None:
-        raise ValueError(
-            f"SLURM_STEP_NODELIST={text!r} is not understood: give launch.coordinator=HOST:PORT "
-            "with launch.num_processes and launch.process_id, or set MASTER_ADDR to the host of "
-            "process 0"
-        )
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """The processes on each node, of Slurm's list: `2(x3),1` is [2, 2, 2, 1]."""
-    counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts
+    address = f"{_host(environ['MASTER_ADDR'])}:{port}"
+    return ProcessPlace(rank, count, address, local_id, num_local, "srun")
 
 
 def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """By variables that jax itself detects: Open MPI, and TPU slices of several hosts."""
+    """By variables that jax itself detects: Open MPI, and TPU slices of several hosts.
+
+    Raises ValueError for those of xpk and MaxText, which nobody else reads.
+    """
     if "OMPI_MCA_orte_hnp_uri" in environ and _number("OMPI_COMM_WORLD_SIZE", environ, 1) > 1:
         return ProcessPlace(source="Open MPI", asks_jax=True)
     workers = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
     if "," in workers or _number("MEGASCALE_NUM_SLICES", environ, 1) > 1:
         return ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True)
+    has_address = environ.get("JAX_COORDINATOR_IP") or environ.get("JAX_COORDINATOR_ADDRESS")
+    for counter in ("NNODES", "JAX_PROCESS_COUNT"):
+        if has_address and environ.get(counter, "1") != "1":
+            raise ValueError(
+                f"{counter}={environ[counter]}: variables of xpk are not read; write "
+                f"launch.coordinator=HOST:PORT launch.num_processes=${counter} and "
+                "launch.process_id=N, with $NODE_RANK or $JOB_COMPLETION_INDEX as N"
+            )
     return None
-
-
-TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-
-
-def overwritten_by_torchrun(
-    environ: Mapping[str, str], exported: Mapping[str, str] | None = None
-) -> str:
-    """Names the variables that somebody exported and torchrun replaced; "" if there are none.
-
-    exported: what torchrun itself was given; None: as the system tells of the process that started
-    this one.
-    """
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return ""
-    given = environment_of_parent() if exported is None else exported
-    changed = [
-        f"{name}={given[name]} became {environ.get(name)}"
-        for name in TORCH_SETS
-        if name in given and given[name] != environ.get(name)
-    ]
-    if not changed:
-        return ""
-    return (
-        f"torchrun overwrote what was exported: {', '.join(changed)}; it takes --nnodes, "
-        "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the variables"
-    )
-
-
-def environment_of_parent() -> dict[str, str]:
-    """The variables that the process which started this one was given; {} where the system does not
-    say."""
-    try:
-        text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 # ---- numbers, ports, addresses
 
 
-# Kubernetes sets NAME_PORT=tcp://10.96.3.7:29500 in every pod for a Service of that name.
-OF_A_SERVICE = re.compile(r"(tcp|udp|sctp)://")
-
-
-def is_of_a_service(text: str | None) -> bool:
-    """Whether the value of a variable is one that Kubernetes sets, because of a Service's name."""
-    return text is not None and OF_A_SERVICE.match(text) is not None
-
-
-def _who_sets_it(name: str, text: str) -> str:
-    """The end of a message about a variable: "" unless Kubernetes sets such values."""
-    if not is_of_a_service(text):
-        return ""
-    return (
-        f". Kubernetes makes such variables of a Service's name: set {name} in the pod, give the "
-        "Service another name, or set enableServiceLinks: false"
-    )
-
-
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
-    """A variable as a whole number. Raises ValueError if it is none, or not set without default."""
+    """A variable as a whole number; without it the default. Raises ValueError."""
     text = environ.get(name)
     if not text and default is not None:
         return default
-    if text is None or not text.strip().isdecimal():
-        raise ValueError(
-            f"{name}={text!r}: it is a whole number{_who_sets_it(name, text)}"
-            if text is not None
-            else f"{name} is not set"
-        )
+    if text is None:
+        raise ValueError(f"{name} is not set")
+    if not text.strip().isdecimal():
+        raise ValueError(f"{name}={text!r}: it is a whole number")
     return int(text)
 
 
-def _host(name: str, text: str) -> str:
-    """A text as the name or the number of a host. name: where it is from. Raises ValueError."""
+def _host(text: str) -> str:
+    """MASTER_ADDR as the name or the number of a host. Raises ValueError."""
     if "/" in text:
-        who = _who_sets_it(name, text)
         raise ValueError(
-            f"{name}={text!r} is no host: it is a name or a number, for example 192.168.1.10{who}"
+            f"MASTER_ADDR={text!r} is no host: it is a name or a number, for example 192.168.1.10"
         )
     return text
 
@@ -353,17 +247,9 @@ def _port(name: str, text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
             f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
-            f"{TORCH_PORT}{_who_sets_it(name, text)}"
+            f"{TORCH_PORT}"
         )
     return int(text)
-
-
-def _host_and_port(name: str, text: str) -> tuple[str, int]:
-    """The two parts of HOST:PORT. name: where the text is from. Raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not host:
-        raise ValueError(f"{name}={text!r}: it is HOST:PORT, for example 192.168.1.10:{TORCH_PORT}")
-    return host, _port(name, port)
 
 
 def _check_rank(name: str, rank: int, counter: str, count: int) -> None:

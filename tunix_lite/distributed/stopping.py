@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,8 +36,7 @@ _PROCESS_START = time.time()
 def job_start_time(environ: Mapping[str, str]) -> float:
     """When the job started, in seconds since 1970: TUNIX_LITE_STARTED, or this process's start.
 
-    training.max_minutes counts from here, so it includes failed attempts, the meeting of the
-    processes, waiting for the folder and compiling. Raises ValueError if the variable is no number.
+    training.max_minutes counts from here. Raises ValueError if the variable is no number.
     """
     text = environ.get(STARTED) or _PROCESS_START
     try:
@@ -56,28 +54,12 @@ class StopRun(BaseException):
     """
 
 
-@dataclass(frozen=True)
-class Uninterruptible:
-    """Work on the devices that a signal cannot end.
-
-    Example: Uninterruptible(UPDATE, 2, time.monotonic()) in the first of two updates of one
-    rollout.
-    """
-
-    what: str  # UPDATE or COMPILATION
-    times: int  # how many are left before the run may stop, this one included
-    began: float  # time.monotonic()
-
-
 class Stopping:
     """Handles signals and the time limit of a run, inside `with`.
 
     The first signal is remembered, until `reason`, `check_between_chunks` or `check_before_update`
-    acts on it. A second one raises KeyboardInterrupt at once.
-
-    Signals are SIGTERM, SIGINT (Ctrl-C) and SIGHUP. A signal that is ignored before, as nohup does
-    with SIGHUP, stays ignored. Outside of the main thread Python has no signals, and only the time
-    limit counts.
+    acts on it. A second one raises KeyboardInterrupt at once. A signal that is ignored before, as
+    nohup does with SIGHUP, stays ignored. Outside of the main thread only the time limit counts.
     """
 
     def __init__(
@@ -111,9 +93,10 @@ class Stopping:
         self._say = say
         self._grace = grace
 
-        # What cannot be interrupted now; None: nothing.
-        self._under_way: Uninterruptible | None = None
-        # seconds of the longest update so far
+        # UPDATE or COMPILATION while it cannot be interrupted, and when the last one, as long as
+        # the longest update so far, will probably have ended.
+        self._under_way: str | None = None
+        self._likely_end = 0.0
         self._update_seconds = 0.0
 
         # Processes ask each other every `_every` chunks. `_chunks` were sampled since `_asked`.
@@ -151,11 +134,8 @@ class Stopping:
         self._signal_time = time.monotonic()
 
     def _is_echo(self, number: int) -> bool:
-        """Whether a second signal is the first one, sent once more.
-
-        A scheduler signals every process of a job, and the launcher sends its own signal on to its
-        processes, so one signal may arrive twice. Two Ctrl-C without a launcher come from a person.
-        """
+        """Whether a second signal is the first one, sent once more: by a scheduler to every process
+        of a job, or by the launcher. Two Ctrl-C without a launcher come from a person."""
         name = signal.Signals(number).name
         from_a_machine = name in OF_MACHINES or HEARTBEAT in os.environ
         is_same = name == self._signal_name or (
@@ -166,9 +146,8 @@ class Stopping:
     def _start_watcher(self) -> None:
         """Starts a thread that says at once what a signal will do.
 
-        Python runs the handler of a signal only when compiled code returns, which may take minutes.
-        Until then the signal is only a byte in a pipe (`signal.set_wakeup_fd`), which the thread
-        reads.
+        Python runs handlers only when compiled code returns, which may take minutes. Until then the
+        signal is a byte in a pipe (`signal.set_wakeup_fd`).
         """
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -203,20 +182,15 @@ class Stopping:
             when = "" if self.may_stop or not self.has_learned else " before the next rollout"
             return f"{name}: stopping{when}, {kept}{once_more}"
 
-        what = self._under_way.what
+        what = self._under_way
+        left = self._likely_end - time.monotonic()
         if what == COMPILATION:
             return f"{name}: stopping after the {what} under way, {kept}{once_more}"
-
-        # Updates take about as long as the longest one so far.
-        times = self._under_way.times
-        left = self._under_way.began + times * self._update_seconds - time.monotonic()
         if left > self._grace:
             return (
                 f"{name}: the {what} under way takes about {left:.0f} s more, longer than "
-                "training.grace_seconds="
-                f"{self._grace:g}, and cannot be ended: stopping after it, with a checkpoint, if "
-                "we are given the time"
-                f"{once_more}"
+                f"training.grace_seconds={self._grace:g}, and cannot be ended: stopping after it, "
+                f"with a checkpoint, if we are given the time{once_more}"
             )
         about = f", in about {left:.0f} s" if left > 1 else ""
         return f"{name}: stopping after the {what} under way{about}, with a checkpoint{once_more}"
@@ -228,7 +202,8 @@ class Stopping:
         times: updates or compilations left, this one included, before the run may stop.
         """
         began = time.monotonic()
-        self._under_way = Uninterruptible(what, times, began)
+        self._under_way = what
+        self._likely_end = began + times * self._update_seconds
         try:
             yield
             if what == UPDATE:
@@ -245,9 +220,8 @@ class Stopping:
     def check_between_chunks(self) -> None:
         """Raises StopRun, at the same chunk on all processes, if one of them was asked to stop.
 
-        Call it between two chunks of a rollout, equally often on all processes. Several processes
-        ask each other only every few chunks, about `PERIOD` seconds apart. All agree on the number
-        of chunks, because it follows from the time that the slowest process took.
+        Call it equally often on all processes, which ask each other about `PERIOD` seconds apart.
+        All agree on the number of chunks, because it follows from the time of the slowest process.
         """
         if not self.may_stop:
             return
@@ -274,9 +248,8 @@ class Stopping:
     def check_before_update(self) -> None:
         """Raises StopRun on all processes if one of them was asked to stop.
 
-        Call it on all processes: before an update changes the state, and before the first
-        evaluation. Time is up, too, where an update as long as the longest so far would end too
-        late.
+        Call it before an update changes the state, and before the first evaluation. Time is up,
+        too, where an update as long as the longest so far would end too late.
         """
         if self.may_stop:
             asked = self._signal_name is not None or self._is_too_late(self._update_seconds)
@@ -297,9 +270,8 @@ class Stopping:
     def reason(self) -> str | None:
         """Why the run must end after this step: "SIGTERM", "training.max_minutes" ...; None: go on.
 
-        Call it once a step, on all processes; all get the same answer. Time is up if another step,
-        as long as the longest so far, would end too late. The first step does not count, because it
-        loads and compiles: what follows it is ended between two chunks of its rollout.
+        Call it once a step; all processes get the same answer. Time is up if another step, as long
+        as the longest so far, would end too late. The first step, which compiles, does not count.
         """
         now = time.monotonic()
         if self._last_reason is not None:

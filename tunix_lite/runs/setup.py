@@ -16,7 +16,7 @@ from tunix_lite import __version__
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
-from tunix_lite.distributed.process_place import overwritten_by_torchrun
+from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError, error_context
@@ -271,16 +271,19 @@ def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | No
 def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
     """The mesh of the run on the devices that there are.
 
-    Raises ValueError where it does not fit them; under torchrun with what torchrun replaced, for
-    then there are fewer processes than somebody meant.
+    Raises ValueError where it does not fit them; under torchrun with what torchrun replaces, for
+    then there may be fewer processes than somebody meant.
     """
     try:
         return make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
     except ValueError as error:
-        overwritten = overwritten_by_torchrun(os.environ)
-        if not overwritten:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise
-        raise ValueError(f"{error}; {overwritten}") from error
+        raise ValueError(
+            f"{error}; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
+            "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
+            "variables"
+        ) from error
 
 
 def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:

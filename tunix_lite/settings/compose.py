@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunix_lite.config import RunConfig, build
-from tunix_lite.distributed.launcher import check_config_dir, conf_dir
+from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.hints import Refusal, options_of, shell_quoted

@@ -1,12 +1,16 @@
-"""This machine, as far as no device is needed: Python, jax, memory, disk, and the hub's token."""
+"""This machine, as far as no device is needed: Python, jax, memory, disk, the hub's token, and
+NVIDIA GPUs as `nvidia-smi` describes them. jax is not asked: it would start on the device."""
 
 import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -20,8 +24,20 @@ DISK_WARNS = 10
 MEMORY_WARNS = 2
 # The packages that let jax use a kind of accelerator, and the extra of ours that brings them.
 PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
-# Files of a machine with TPUs.
+# Files of a machine with TPUs, and of one with NVIDIA's driver.
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+# Seconds that nvidia-smi may take; on a machine with a hanging GPU it never ends.
+SMI_SECONDS = 20
+SMI_WORDS = (
+    "--query-gpu=index,name,driver_version,memory.used,memory.total",
+    "--format=csv,noheader,nounits",
+)
+# CUDA's major version -> the oldest driver that runs it (CUDA's release notes).
+OLDEST_DRIVER = {12: (525, 60), 13: (580, 0)}
+# MiB of a GPU in use before the check says so: a driver alone takes some.
+MUCH = 1024
 
 
 def version(package: str) -> str | None:
@@ -32,10 +48,6 @@ def version(package: str) -> str | None:
         return None
 
 
-def python_line() -> CheckLine:
-    return ok("python", f"{platform.python_version()} at {sys.executable}")
-
-
 def jax_lines(num_gpus: int, environ: Mapping[str, str] = os.environ) -> list[CheckLine]:
     """jax and its plugins, and whether they are of one version and match the machine.
 
@@ -43,8 +55,6 @@ def jax_lines(num_gpus: int, environ: Mapping[str, str] = os.environ) -> list[Ch
     """
     jax = version("jax")
     jaxlib = version("jaxlib")
-    if jax is None or jaxlib is None:
-        return [fails("jax", "is not installed", "pip install -e .")]
     lines = [ok("jax", f"{jax}, jaxlib {jaxlib}")]
 
     # A plugin speaks to jaxlib, and must be of its version.
@@ -69,6 +79,10 @@ def jax_lines(num_gpus: int, environ: Mapping[str, str] = os.environ) -> list[Ch
     return lines
 
 
+def python_line() -> CheckLine:
+    return ok("python", f"{platform.python_version()} at {sys.executable}")
+
+
 def wants_cpu(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment asks jax for the CPU."""
     return "cpu" in (environ.get("JAX_PLATFORMS") or environ.get("JAX_PLATFORM_NAME") or "")
@@ -79,8 +93,11 @@ def cuda_version() -> int | None:
     return next((n for n in (13, 12) if version(f"jax-cuda{n}-plugin")), None)
 
 
-def host_memory() -> CheckLine:
-    """Of the host: what there is, what is free, and what a container may have of it."""
+# ---- memory, disk, hub
+
+
+def host_memory_line() -> CheckLine:
+    """The host's memory: what there is, what is free, and what a container may have of it."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     match = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text() if meminfo.exists() else "")
@@ -135,3 +152,87 @@ def token_line(hub_model: str | None, environ: Mapping[str, str] = os.environ) -
     if hub_model is None:
         return ok("hub", f"no token, and these settings need none{offline}")
     return warns("hub", f"no token; {hub_model} may need one{offline}", "hf auth login")
+
+
+# ---- NVIDIA GPUs
+
+
+@dataclass(frozen=True)
+class GpuInUse:
+    """One GPU, before our program uses it.
+
+    Example: GpuInUse("0", "NVIDIA H100 80GB HBM3", "570.86.15", 4, 81559).
+    """
+
+    index: str
+    name: str
+    driver: str
+    # MiB
+    used: int
+    total: int
+
+
+def nvidia_gpus() -> tuple[list[GpuInUse], str | None]:
+    """The GPUs of this machine, and why they cannot be listed; None: no reason to complain."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], "there is a driver, but no nvidia-smi" if DRIVER.exists() else None
+    words = [program, *SMI_WORDS]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi gives no answer in {SMI_SECONDS} s"
+    except OSError as error:
+        return [], f"nvidia-smi cannot be run ({error.strerror})"
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        return [], f"nvidia-smi: {lines[0]}"
+    gpus = []
+    for line in done.stdout.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        # A GPU may show its memory as [N/A].
+        sizes = [int(part) if part.isdecimal() else 0 for part in parts[3:]]
+        if len(sizes) == 2:
+            gpus.append(GpuInUse(*parts[:3], *sizes))
+    return gpus, None
+
+
+def driver_line(gpus: list[GpuInUse], error: str | None, cuda: int | None) -> CheckLine:
+    """cuda: the major version of CUDA that jax's plugin is made for; None: it has no plugin."""
+    if error is not None:
+        return fails("driver", error, "nvidia-smi  # must answer: reload the driver, or reboot")
+    if not gpus:
+        return ok("driver", "no NVIDIA GPU here")
+    driver = gpus[0].driver
+    kinds = ", ".join(f"{n} x {name}" for name, n in Counter(gpu.name for gpu in gpus).items())
+    numbers = tuple(int(part) for part in re.findall(r"\d+", driver)[:2])
+    oldest = OLDEST_DRIVER.get(cuda or 0, (0,))
+    if numbers >= oldest:
+        return ok("driver", f"NVIDIA {driver}; {kinds}")
+    needed = ".".join(map(str, oldest))
+    fix = f"install NVIDIA's driver {needed} or newer"
+    if cuda == 13 and numbers >= OLDEST_DRIVER[12]:
+        fix = "pip install -e '.[cuda12]'"
+    text = f"NVIDIA {driver}, and CUDA {cuda} needs {needed} or newer; {kinds}"
+    return fails("driver", text, fix)
+
+
+def gpu_memory_lines(
+    gpus: list[GpuInUse], environ: Mapping[str, str] = os.environ
+) -> list[CheckLine]:
+    """Which GPUs hold memory of other programs, among those that CUDA_VISIBLE_DEVICES shows."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and re.fullmatch(r"[\d, ]+", visible):
+        wanted = [index.strip() for index in visible.split(",")]
+        gpus = [gpu for gpu in gpus if gpu.index in wanted]
+    if not gpus:
+        return []
+    taken = [gpu for gpu in gpus if gpu.used > max(MUCH, gpu.total // 20)]
+    if not taken:
+        most = max(gpu.used for gpu in gpus)
+        return [ok("GPU memory", f"free on all {len(gpus)}: others use {most} MiB at most")]
+    uses = [f"{gpu.index}: {gpu.used / 1024:.1f} of {gpu.total / 1024:.1f} GiB" for gpu in taken]
+    free = ",".join(gpu.index for gpu in gpus if gpu not in taken)
+    who = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv  # who it is"
+    fix = f"CUDA_VISIBLE_DEVICES={free}" if free else who
+    return [warns("GPU memory", f"others use GPU {', '.join(uses)}", fix)]

@@ -1,0 +1,98 @@
+"""Reads settings of a run from its command line, without Hydra, which takes seconds to start."""
+
+import argparse
+import contextlib
+import re
+from datetime import datetime
+from pathlib import Path
+
+from tunix_lite.files.addresses import check_on_disk
+
+# Flags of Hydra that show something, and run nothing.
+SHOWS_ONLY = {
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+}
+SWEEPS = {"--multirun", "-m"}
+FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
+PACKAGE = Path(__file__).parents[1]
+
+
+def conf_dir() -> Path:
+    """The folder conf/ of this checkout, or the copy of it in an installed package."""
+    checkout = PACKAGE.parent / "conf"
+    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
+
+
+def setting_given(key: str, words: list[str]) -> str | None:
+    """The value of a setting on a command line, without quotes; None if it is not given.
+
+    key: a regular expression for its name. Hydra's ways to write it are key=, +key= and ++key=. The
+    last one counts.
+    """
+    matches = [re.fullmatch(rf"\+{{0,2}}(?:{key})=(.*)", word, re.DOTALL) for word in words]
+    texts = [match[1].strip() for match in matches if match]
+    if not texts:
+        return None
+    text = texts[-1]
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+
+
+def folder_given(words: list[str]) -> str | None:
+    """The folder of the run, or of the sweep, that a command line gives; None if it gives none."""
+    return setting_given(FOLDER_KEYS, words)
+
+
+def folder_key(words: list[str]) -> str:
+    """The setting that gives it: hydra.run.dir or hydra.sweep.dir, the last one on the line."""
+    matches = [re.match(rf"\+{{0,2}}({FOLDER_KEYS})=", word) for word in words]
+    keys = [match[1] for match in matches if match]
+    return keys[-1] if keys else "hydra.run.dir"
+
+
+def in_folder(folder: str, words: list[str]) -> list[str]:
+    """The words to add to a command line, so that its run or sweep writes to `folder`."""
+    key = "sweep" if SWEEPS & set(words) else "run"
+    if not re.fullmatch(r"[\w./:@+~$-]+", folder):
+        folder = "'" + folder.replace("'", "\\'") + "'"
+    return [f"hydra.{key}.dir={folder}"]
+
+
+def fresh_folder(project: str, words: list[str]) -> str:
+    """The folder that conf/config.yaml gives a run, or a sweep, that starts now."""
+    sweep = "-sweep" if SWEEPS & set(words) else ""
+    return f"outputs/{project}/{datetime.now():%Y-%m-%d/%H-%M-%S}{sweep}"
+
+
+def project_name(words: list[str]) -> str:
+    """The setting project_name, by the command line or conf/config.yaml."""
+    given = setting_given("project_name", words)
+    if given:
+        return given
+    import yaml
+
+    # If the file cannot be read, the run itself will say why.
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return str(yaml.safe_load((conf_dir() / "config.yaml").read_text())["project_name"])
+    return "tunix_lite"
+
+
+def config_dir(words: list[str]) -> str | None:
+    """The folder of the user's own options that --config-dir gives; None if it is not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", "-cd", nargs="?")
+    return parser.parse_known_args(words)[0].config_dir
+
+
+def check_config_dir(folder: str | None) -> None:
+    """Raises ValueError if --config-dir names no folder. None: it is not given."""
+    check_on_disk("--config-dir", folder)
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"--config-dir={folder}: there is no such folder")
