@@ -3,8 +3,8 @@
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.listen import ServerSettings, is_key, listen, log_request
@@ -13,6 +13,9 @@ from tunix_lite.serving.metrics import ServerMetrics
 if TYPE_CHECKING:
     from aiohttp import web
 
+# A handler returns a response, or the body of one as JSON, with or without its status.
+Answer = "web.StreamResponse | dict | tuple[int, dict]"
+Handler = Callable[["web.Request"], Awaitable[Answer]]
 # What logs call the status of a request whose client went away.
 CLIENT_LEFT = 499
 # Seconds after which a client that was refused may ask again.
@@ -37,8 +40,8 @@ class Face:
         self.metrics = ServerMetrics()
         self.is_stopping = False
 
-    def routes(self) -> Iterable[tuple[str, str, Callable]]:
-        """(get, post or delete; path; handler). A handler may return a dict: it is sent as JSON."""
+    def routes(self) -> Iterable[tuple[str, str, Handler]]:
+        """(get, post or delete; path; handler)."""
         raise NotImplementedError
 
     def error_body(self, error: Exception, status: int, message: str) -> dict:
@@ -98,7 +101,7 @@ class Face:
 
         return web.Response(text=self.metrics.text(*self.numbers()))
 
-    async def _around(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
+    async def _around(self, request: "web.Request", handler: Handler) -> "web.StreamResponse":
         from aiohttp import web
 
         began = time.monotonic()
@@ -107,9 +110,12 @@ class Face:
             is_open = request.path in self.open_paths
             if not is_open and not is_key(self.key_of(request), self.settings.api_key):
                 raise BadCall("the API key is wrong or missing", code="invalid_api_key")
-            answer: Any = await handler(request)
+            answer = await handler(request)
             if isinstance(answer, dict):
-                answer = web.json_response(answer)
+                answer = 200, answer
+            if isinstance(answer, tuple):
+                status, body = answer
+                answer = web.json_response(body, status=status)
             status = answer.status
         except asyncio.CancelledError:
             status = CLIENT_LEFT
