@@ -11,6 +11,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,11 +21,12 @@ from tunix_lite.serving.face import Face, Handler
 from tunix_lite.serving.listen import ServerSettings, TimedOut, read_body, read_json
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody, TinkerLimits
-from tunix_lite.serving.tinker.lists import Lists, LookUp
 from tunix_lite.serving.tinker.store import (
     DONE,
     WAITING,
+    Checkpoint,
     Model,
+    Record,
     Sampler,
     Store,
     TinkerSession,
@@ -44,6 +46,10 @@ POLL_SECONDS = 30.0
 # Results are kept for so long, in seconds, and looked over so often.
 RESULT_SECONDS = 24 * 3600.0
 TIDY_SECONDS = 600.0
+# Entries of an answer where the client does not say how many.
+PAGE = 20
+# Digits of a number of entries; int() refuses thousands of them.
+MOST_DIGITS = 18
 # Sessions without a model that are kept. One that was silent for so many seconds makes room.
 MOST_SESSIONS = 1024
 SILENT_SECONDS = 120.0
@@ -53,6 +59,8 @@ IN_TURN = ("create_model", "optim_step", "load_weights", *SAVES, "asample")
 # Requests whose results are protobuf.
 AS_PROTOBUF = ("forward_backward", "sample")
 PROTOBUF = "application/x-protobuf"
+# What a client gets to see of a record.
+View = Callable[[Record], dict | str]
 OUTPUT_LAYER = (
     "this server gives the output layer no adapter of its own: train_unembed has no effect"
 )
@@ -104,8 +112,6 @@ class TinkerServer(Face):
             "parallel_fwdbwd_chunks": True,
             "sample_join_sampling_session": True,
         }
-        lists = Lists(self.store, self.limits)
-        saved = partial(self.store.found, "checkpoint")
         at_once: dict[str, Callable[[TinkerBody], dict | None]] = {
             "client/config": lambda body: config,
             "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
@@ -115,8 +121,8 @@ class TinkerServer(Face):
             "sessions/{session_id}/finish": self._finish,
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
-            "get_info": lambda body: lists.model_info(self._model(body)),
-            "weights_info": lambda body: lists.weights_info(saved(body.tinker_path)),
+            "get_info": self._model_info,
+            "weights_info": self._weights_info,
             "cancel_future": lambda body: self.worker.cancel(body.request_id),
         }
         for path, answer in at_once.items():
@@ -125,8 +131,20 @@ class TinkerServer(Face):
             yield "post", f"{API}/{path}", partial(self._queued, path)
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
-        for path, look_up in lists.paths.items():
-            yield "get", f"{API}/{path}", partial(self._looked_up, look_up)
+        for path, kind, answer in (
+            ("training_runs/{id}", "model", self._run_info),
+            ("training_runs/{id}/checkpoints", "model", self._checkpoints_of),
+            ("samplers/{id}", "sampler", self._sampler_info),
+            ("sessions/{id}", "session", self._session_info),
+        ):
+            yield "get", f"{API}/{path}", partial(self._one, kind, answer)
+        for path, kind, answer in (
+            ("training_runs", "model", self._run_info),
+            ("checkpoints", "checkpoint", self._checkpoint_info),
+            ("sessions", "session", lambda session: session.id),
+        ):
+            yield "get", f"{API}/{path}", partial(self._page, path, kind, answer)
+        yield "get", f"{API}/get_server_capabilities", self._capabilities
         checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
         yield "delete", checkpoint, self._delete_checkpoint
         for path in self.open_paths:
@@ -149,9 +167,6 @@ class TinkerServer(Face):
         if isinstance(body, dict):
             body |= request.match_info
         return bodies.body_of(body), json.dumps(body, sort_keys=True).encode()
-
-    async def _looked_up(self, look_up: LookUp, request: "web.Request") -> dict:
-        return look_up({**request.query, **request.match_info})
 
     def key_of(self, request: "web.Request") -> str:
         return request.headers.get("X-API-Key") or super().key_of(request)
@@ -398,3 +413,94 @@ class TinkerServer(Face):
         is_protobuf = state == DONE and kind in AS_PROTOBUF
         form = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=form)
+
+    # ---- lookups
+
+    async def _one(self, kind: str, view: View, request: "web.Request") -> dict:
+        return view(self.store.found(kind, request.match_info["id"]))
+
+    async def _page(self, key: str, kind: str, view: View, request: "web.Request") -> dict:
+        """The newest records of a kind, as many as the client asks for."""
+        newest = sorted(self.store.all(kind), key=lambda one: -one.created)
+        cursor = {"total_count": len(newest)}
+        for name, default in (("offset", 0), ("limit", PAGE)):
+            text = request.query.get(name, "")
+            cursor[name] = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+        some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
+        return {key: [view(one) for one in some], "cursor": cursor}
+
+    async def _capabilities(self, request: "web.Request") -> dict:
+        length = self.limits.max_length
+        can = {"max_context_length": length, "trainable": True, "sampleable": True}
+        names = (self.limits.model_name, f"{self.limits.model_name}:full")
+        return {"supported_models": [{"model_name": name} | can for name in names]}
+
+    def _model_info(self, body: TinkerBody) -> dict:
+        model = self._model(body)
+        name = self.limits.model_name
+        return _lora(model) | {
+            "type": "get_info",
+            "model_data": {"arch": "decoder", "model_name": name, "tokenizer_id": name},
+            "model_id": model.id,
+            "model_name": name,
+        }
+
+    def _weights_info(self, body: TinkerBody) -> dict:
+        checkpoint = self.store.found("checkpoint", body.tinker_path)
+        adapters = checkpoint.adapters
+        return _lora(checkpoint) | {
+            "base_model": self.limits.model_name,
+            "train_unembed": False,
+            "train_mlp": adapters is None or adapters.mlp,
+            "train_attn": adapters is None or adapters.attention,
+        }
+
+    def _checkpoint_info(self, checkpoint: Checkpoint) -> dict:
+        return {
+            "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
+            "checkpoint_type": checkpoint.kind,
+            "time": _time(checkpoint.created),
+            "tinker_path": checkpoint.id,
+            "size_bytes": checkpoint.size,
+            "public": False,
+            "user_metadata": checkpoint.metadata,
+            "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
+        }
+
+    def _checkpoints_of(self, model: Model) -> dict:
+        records = [one for one in self.store.all("checkpoint") if one.model == model.id]
+        return {"checkpoints": [self._checkpoint_info(one) for one in records]}
+
+    def _run_info(self, model: Model) -> dict:
+        checkpoints = self._checkpoints_of(model)["checkpoints"]
+        newest = {one["checkpoint_type"]: one for one in checkpoints}
+        return _lora(model) | {
+            "training_run_id": model.id,
+            "base_model": self.limits.model_name,
+            "model_owner": "local",
+            "last_request_time": _time(model.last_request),
+            "last_checkpoint": newest.get("training"),
+            "last_sampler_checkpoint": newest.get("sampler"),
+            "user_metadata": model.metadata,
+        }
+
+    def _sampler_info(self, sampler: Sampler) -> dict:
+        where = {"base_model": self.limits.model_name, "model_path": sampler.model_path}
+        return {"sampler_id": sampler.id} | where
+
+    def _session_info(self, session: TinkerSession) -> dict:
+        return {
+            "training_run_ids": [m.id for m in self.store.all("model") if m.session == session.id],
+            "sampler_ids": [s.id for s in self.store.all("sampler") if s.session == session.id],
+            "user_metadata": session.metadata,
+            "display_name": session.display_name,
+        }
+
+
+def _lora(record: Model | Checkpoint) -> dict:
+    adapters = record.adapters
+    return {"is_lora": adapters is not None, "lora_rank": adapters and adapters.rank}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
