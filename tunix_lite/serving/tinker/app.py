@@ -70,13 +70,8 @@ class TinkerServer(Face):
     """The endpoints, the journal, and the thread that works."""
 
     open_paths = ("/healthz", f"{API}/healthz")
-    unlogged = (
-        *open_paths,
-        "/metrics",
-        f"{API}/retrieve_future",
-        f"{API}/session_heartbeat",
-        f"{API}/telemetry",
-    )
+    often = tuple(f"{API}/{path}" for path in ("retrieve_future", "session_heartbeat", "telemetry"))
+    unlogged = (*open_paths, "/metrics", *often)
     # 408 makes the SDK ask again
     statuses = {TimedOut: 408}
 
@@ -106,8 +101,8 @@ class TinkerServer(Face):
     # ---- what a face has
 
     def routes(self) -> Iterator[tuple[str, str, Handler]]:
-        # A request may be a little larger than the SDK estimates.
         config = {
+            # A request may be a little larger than the SDK estimates.
             "fwdbwd_max_chunk_bytes_count": self.settings.max_body // 2,
             "parallel_fwdbwd_chunks": True,
             "sample_join_sampling_session": True,
@@ -125,25 +120,23 @@ class TinkerServer(Face):
             "weights_info": self._weights_info,
             "cancel_future": lambda body: self.worker.cancel(body.request_id),
         }
-        for path, answer in at_once.items():
+        in_turn = {path: partial(self._enqueue, path) for path in IN_TURN}
+        for path, answer in (at_once | in_turn).items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
-        for path in IN_TURN:
-            yield "post", f"{API}/{path}", partial(self._queued, path)
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
-        for path, kind, answer in (
+        for path, kind, view in (
+            ("training_runs", "model", self._run_info),
             ("training_runs/{id}", "model", self._run_info),
             ("training_runs/{id}/checkpoints", "model", self._checkpoints_of),
+            ("checkpoints", "checkpoint", self._checkpoint_info),
             ("samplers/{id}", "sampler", self._sampler_info),
+            ("sessions", "session", lambda session: session.id),
             ("sessions/{id}", "session", self._session_info),
         ):
-            yield "get", f"{API}/{path}", partial(self._one, kind, answer)
-        for path, kind, answer in (
-            ("training_runs", "model", self._run_info),
-            ("checkpoints", "checkpoint", self._checkpoint_info),
-            ("sessions", "session", lambda session: session.id),
-        ):
-            yield "get", f"{API}/{path}", partial(self._page, path, kind, answer)
+            one = partial(self._one, kind, view)
+            several = partial(self._page, path, kind, view)
+            yield "get", f"{API}/{path}", one if "{id}" in path else several
         yield "get", f"{API}/get_server_capabilities", self._capabilities
         checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
         yield "delete", checkpoint, self._delete_checkpoint
@@ -153,20 +146,11 @@ class TinkerServer(Face):
     async def _answered(
         self, answer: Callable[[TinkerBody], dict | None], request: "web.Request"
     ) -> dict:
-        body, _ = await self._read(request)
-        # The journal is on a disk, and other clients do not wait for it.
-        return await asyncio.to_thread(answer, body) or {}
-
-    async def _queued(self, path: str, request: "web.Request") -> dict:
-        body, raw = await self._read(request)
-        return await asyncio.to_thread(self._enqueue, path, body, raw)
-
-    async def _read(self, request: "web.Request") -> tuple[TinkerBody, bytes]:
-        """The body of a request, checked, and as the journal holds it."""
         body = await read_json(request)
         if isinstance(body, dict):
             body |= request.match_info
-        return bodies.body_of(body), json.dumps(body, sort_keys=True).encode()
+        # The journal is on a disk, and other clients do not wait for it.
+        return await asyncio.to_thread(answer, bodies.body_of(body)) or {}
 
     def key_of(self, request: "web.Request") -> str:
         return request.headers.get("X-API-Key") or super().key_of(request)
@@ -188,11 +172,8 @@ class TinkerServer(Face):
         return gauges, {"tinker_requests_done_total": self.worker.done}
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        """Serves as a face does; then ends the request that is under way.
-
-        Raises WorkerFailed if the worker ends by itself, sqlite3.Error if the journal cannot be
-        written.
-        """
+        """Serves; then waits for the request that is under way. Raises WorkerFailed, sqlite3.Error
+        if the journal cannot be written."""
         try:
             await super().run(ready)
         finally:
@@ -215,8 +196,7 @@ class TinkerServer(Face):
     # ---- sessions
 
     def check(self) -> None:
-        """Drops what nobody can ask for any more, so that memory and folder stay bounded. Raises
-        WorkerFailed if the worker has ended."""
+        """Drops what nobody can ask for any more. Raises WorkerFailed."""
         self.worker.check()
         if time.time() > self._tidied + TIDY_SECONDS:
             self._tidied = time.time()
@@ -234,14 +214,12 @@ class TinkerServer(Face):
                 self._forget_session(session)
 
     def _finish(self, body: TinkerBody) -> None:
-        session = self._session(body.session_id)
-        session.heard = time.time()
-        self._end_session(session)
+        self._end_session(self._session(body.session_id))
 
     def _end_session(self, session: TinkerSession) -> None:
-        """Its models train no more, what still waits of it is given up, and samplers without a
-        name are deleted."""
+        """Gives up what still waits of it, and deletes its samplers without a name."""
         session.is_finished = True
+        session.heard = time.time()
         self.store.put(session)
         self.worker.give_up(session.id)
         for sampler in self.store.all("sampler"):
@@ -249,7 +227,7 @@ class TinkerServer(Face):
                 self._drop("sampler", sampler.id)
 
     def _forget_session(self, session: TinkerSession) -> None:
-        """A session that ended long ago, or whose client is gone: only what has a name is kept."""
+        """Ends it, and deletes all but what has a name."""
         self._end_session(session)
         models = [model for model in self.store.all("model") if model.session == session.id]
         for model in models:
@@ -266,8 +244,7 @@ class TinkerServer(Face):
         self.store.delete(record.file)
 
     def _create_session(self, body: TinkerBody) -> dict:
-        """Forgets sessions without a model, those that have ended and the silent ones first, until
-        there is room for another one. Raises BadCall."""
+        # Sessions without a model make room, those that have ended and the silent ones first.
         with_model = {model.session for model in self.store.all("model")}
         others = [one for one in self.store.all("session") if one.id not in with_model]
         others.sort(key=lambda one: (not one.is_finished, one.heard))
@@ -338,12 +315,9 @@ class TinkerServer(Face):
         body = TinkerBody(model_id=message.model_id, seq_id=message.seq_id)
         return await asyncio.to_thread(self._enqueue, "forward_backward", body, raw)
 
-    def _enqueue(self, path: str, body: TinkerBody, raw: bytes) -> dict:
-        """Writes a request into the journal, and then says its name.
-
-        Raises BadCall for one that is over, or where too many wait. The next request of a model
-        always has room, as those may wait for it.
-        """
+    def _enqueue(self, path: str, body: TinkerBody, raw: bytes | None = None) -> dict:
+        """Writes a request into the journal, and then says its name. Raises BadCall for one that is
+        over, or where too many wait."""
         kind, owner, number = self._turn_of(path, body)
         session = session_of(owner)
         model = self.store.get("model", owner)
@@ -353,10 +327,12 @@ class TinkerServer(Face):
             if number is not None and number < next_seq:
                 message = f"request {number} is over; the next one is {next_seq}"
                 raise BadCall(message, "seq_id")
+            # The next request of a model always has room, as those may wait for it.
             is_next = model is not None and number == next_seq
             if not is_next and len(self.store.waiting(session)) >= self.limits.max_waiting:
                 message = f"{self.limits.max_waiting} requests of this session wait already"
                 raise BadCall(message, code="rate_limit_exceeded")
+        raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
         name = self.store.accept(owner, number, kind, raw, next_seq).id
         self.worker.wake()
         # The session may have ended meanwhile, and then nobody gives up what comes after it.
@@ -393,11 +369,10 @@ class TinkerServer(Face):
         return path, self._model(body).id, body.seq_id or None
 
     async def _retrieve(self, request: "web.Request") -> "tuple[int, dict] | web.Response":
-        """The result of a future. If there is none in time, 408 makes the SDK ask again."""
+        """The result of a request. If there is none in time, 408 makes the SDK ask again."""
         from aiohttp import web
 
-        body, _ = await self._read(request)
-        name = body.request_id
+        name = bodies.body_of(await read_json(request)).request_id
         self._loop = asyncio.get_running_loop()
         row = self.store.result(name)
         if row is None:

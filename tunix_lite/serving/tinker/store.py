@@ -157,10 +157,7 @@ Record = TinkerSession | Model | Sampler | Checkpoint
 
 
 class Store:
-    """The folder. Any thread may call it.
-
-    Example: store = Store(Path("outputs/tinker")); store.put(TinkerSession("4f2a")).
-    """
+    """The folder. Any thread may call it."""
 
     def __init__(self, folder: Path):
         """Raises OSError or sqlite3.Error if the folder cannot be written, StoreDamaged."""
@@ -168,9 +165,8 @@ class Store:
         for room in ROOMS:
             (folder / room).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(
-            folder / JOURNAL, check_same_thread=False, isolation_level=None, timeout=1.0
-        )
+        how = {"check_same_thread": False, "isolation_level": None, "timeout": 1.0}
+        self._db = sqlite3.connect(folder / JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
         # what stands in the folder and not in the journal, or the other way round
         self.differences: list[str] = []
@@ -228,13 +224,12 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             yield
 
-    def _rows(self, query: str, *values: Any) -> list[tuple]:
+    def _rows(self, query: str, *values: str | float | bytes) -> list[tuple]:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
     def settle(self) -> None:
-        """Moves what is committed into the main file of the journal, on the disk. Until then it
-        stands in a file beside it."""
+        """Moves what is committed from the file beside the journal into the journal itself."""
         self._rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ---- records
@@ -272,8 +267,7 @@ class Store:
     def accept(
         self, owner: str, seq: int | None, kind: str, body: bytes, least: int = 0
     ) -> TinkerRequest:
-        """Writes a request into the journal. A client that sends one again, as it did not hear the
-        answer, gets the first one.
+        """Writes a request into the journal, unless a client that heard no answer sends it again.
 
         seq: its number; None: the first free one from `least` on. Raises BadCall if the number was
         that of another request.
@@ -305,7 +299,7 @@ class Store:
         where = f"owner = ? AND seq > ? AND kind = ? AND state = {DONE} ORDER BY seq"
         return self._requests(where, owner, seq, kind)
 
-    def _requests(self, where: str, *values: Any) -> list[TinkerRequest]:
+    def _requests(self, where: str, *values: str | int) -> list[TinkerRequest]:
         query = f"SELECT arrival, id, owner, seq, kind FROM requests WHERE {where}"
         return [TinkerRequest(*row) for row in self._rows(query, *values)]
 
@@ -314,8 +308,7 @@ class Store:
         return body
 
     def begin(self, request: TinkerRequest, attempts: int = 1) -> int:
-        """Counts an attempt; returns how many there are. A request that kills the server again
-        and again is told apart by it. attempts: as how many this one counts."""
+        """Adds to the attempts at a request; returns how many there are now."""
         query = "UPDATE requests SET attempts = attempts + ? WHERE arrival = ? RETURNING attempts"
         [(count,)] = self._rows(query, attempts, request.arrival)
         return count
@@ -338,8 +331,7 @@ class Store:
 
     def forget_results(self, before: float) -> None:
         """Drops requests that ended before this time and are in no weights' way."""
-        where = "state > 0 AND ended < ? AND body = x''"
-        self._rows(f"DELETE FROM requests WHERE {where}", before)
+        self._rows("DELETE FROM requests WHERE state > 0 AND ended < ? AND body = x''", before)
 
     # ---- files
 

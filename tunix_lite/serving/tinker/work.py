@@ -15,8 +15,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tunix_lite.plain_text import visible
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody
@@ -328,8 +326,7 @@ class Worker:
 
     def _learn(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
         out = self.live.forward_backward(model, self.store.body(request))
-        logprobs = [np.asarray(row) for row in out.logprobs]
-        return wire.write_forward_backward(logprobs, {"loss:sum": out.loss}), None
+        return wire.write_forward_backward(out.logprobs, {"loss:sum": out.loss}), None
 
     def _step(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
         if model.has_failed:
