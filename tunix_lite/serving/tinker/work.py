@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tunix_lite.trainer.client import LossOutput, TrainingClient, Weights
     from tunix_lite.trainer.trainer import Trainer
 
+    Live = dict[str, Weights]
+
 # Weights that get adapters, as paths name them.
 ATTENTION = ("q", "k", "v", "o")
 MLP = ("gate", "up", "down")
@@ -65,17 +67,15 @@ class LiveModels:
         self.store = store
         self.most = most
         # the one used last is the last; a sampler has the name of its file
-        self._clients: dict[str, TrainingClient] = {}
-        self._samplers: dict[str, Weights] = {}
+        self._clients: Live = {}
+        self._samplers: Live = {}
 
     def forget(self, name: str) -> None:
         """Takes a model from the devices; the store has it."""
         if name in self._clients:
             self._clients.pop(name).close()
 
-    def _newest(
-        self, live: "dict[str, Weights]", name: str, make: "Callable[[], Weights]"
-    ) -> "Weights":
+    def _newest(self, live: "Live", name: str, make: "Callable[[], Weights]") -> "Weights":
         live[name] = live.pop(name, None) or make()
         while len(live) > self.most:
             live.pop(next(iter(live))).close()
@@ -271,9 +271,10 @@ class Worker:
                     adapters = self.store.found("checkpoint", body.path).adapters
                 model = Model(request.owner, request.session, adapters=adapters)
                 model.metadata = body.user_metadata
-            saved = model.saved
+            files = {model.saved}
             result, made = OPERATIONS[request.kind](self, request, model, body)
-            replaced = self.store.get("checkpoint", made.id) if made is not None else None
+            if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
+                files.add(old.file)
             with self.store.transaction():
                 model.next_seq = request.seq + 1
                 self.store.put(model)
@@ -283,11 +284,9 @@ class Worker:
                 self.store.forget_bodies(model.id, model.saved_seq)
             if isinstance(made, Checkpoint):
                 self.store.settle()
-            # Nothing names these files any more.
-            if saved != model.saved:
-                self.store.delete(saved)
-            if replaced is not None and replaced.file != made.file:
-                self.store.delete(replaced.file)
+            # What they are replaced by stands in the journal.
+            for file in files - {model.saved, made and made.file}:
+                self.store.delete(file)
         except Exception as error:
             message, category = blame(error)
             if category == "server":
