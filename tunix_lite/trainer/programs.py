@@ -47,7 +47,7 @@ def target_scores(
 class TrainerPrograms:
     """What a trainer has compiled.
 
-    Example: TrainerPrograms(policy, seed=0).losses(CrossEntropyLoss(), None).
+    Example: TrainerPrograms(policy, seed=0).losses(token_loss("ppo", {}), None).
     """
 
     # whose scores are `target_scores`
