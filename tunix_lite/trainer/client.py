@@ -4,7 +4,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -13,25 +13,15 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.learner.apart import add_gradients, optimizer_of_client
-from tunix_lite.learner.optim import (
-    Optimizer,
-    OptimizerConfig,
-    init_opt_state,
-    scaled_for,
-)
+from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
+from tunix_lite.seeds import seed_of_call
 from tunix_lite.trainer.batches import gradient_of_batch
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.home import TrainerHome
 from tunix_lite.trainer.losses import TokenLoss, token_loss
-from tunix_lite.trainer.sampling import (
-    Sample,
-    SampleSettings,
-    as_settings,
-    copied,
-    with_seeds,
-)
+from tunix_lite.trainer.sampling import Sample, SampleSettings, as_settings
 from tunix_lite.trainer.saved import kind_of, load_state, save_state
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
@@ -141,7 +131,10 @@ class Weights:
             engine.use(self._owner, self._params, None, None)
         else:
             engine.use(self._owner, self.frozen, self._params, self.lora)
-        return engine.sample(prompts, num_samples, with_seeds(each, self.seed, self._calls))
+        for p, how in enumerate(each):
+            if how.seed is None:
+                each[p] = replace(how, seed=seed_of_call(self.seed, self._calls, p))
+        return engine.sample(prompts, num_samples, each)
 
     @locked
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
@@ -348,7 +341,8 @@ class TrainingClient(Weights):
 
         It holds a copy of what trains: of adapters, not of their base.
         """
-        return Weights(self.trainer, copied(self._params), self.lora, self.seed)
+        params = jax.tree.map(lambda x: x.copy(), self._params)
+        return Weights(self.trainer, params, self.lora, self.seed)
 
     @locked
     def save(self, path: str | Path, optimizer: bool = True) -> Path:

@@ -22,14 +22,10 @@ class TrainedWeights(Protocol):
     """The weights of a client: adapters with their base, or all of them."""
 
     lora: LoraConfig | None
-
-    @property
-    def params(self) -> Params:
-        """What trains, on the mesh."""
-
-    @property
-    def frozen(self) -> Params | None:
-        """The base under adapters; None: all weights train."""
+    # what trains, on the mesh
+    params: Params
+    # the base under adapters; None: all weights train
+    frozen: Params | None
 
 
 class Collector(Protocol):

@@ -88,11 +88,9 @@ class Trainer:
         self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
         training = self.run.training
         options = update_options(training.scan_layers)
-        self.programs = TrainerPrograms(self._policy(), self.run.seed, training.max_steps, options)
-
-    def _policy(self) -> Policy:
         scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
-        return Policy(None, scores)
+        policy = Policy(None, scores)
+        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
 
     @cached_property
     def forward_settings(self) -> dict[str, Any]:
@@ -135,9 +133,9 @@ class Trainer:
         What is None is that of model.lora and seed in the settings. Raises ValueError for a rank
         below 1, or targets that match nothing.
         """
-        given = {"rank": rank, "alpha": alpha, "targets": targets}
-        given = {name: value for name, value in given.items() if value is not None}
-        lora = replace(self.run.model.lora, **given)
+        settings = {"rank": rank, "alpha": alpha, "targets": targets}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        lora = replace(self.run.model.lora, **settings)
         if lora.rank < 1:
             raise ValueError("rank=0: give adapter(rank=8), or train all weights with full()")
         adapter_weights(decoder.weights(self.cfg), lora)
