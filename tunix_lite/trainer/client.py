@@ -378,7 +378,8 @@ class TrainingClient(Weights):
         super().close()
         self._grads = None
         self._opt_state = None
-        self.trainer.forget(self)
+        if self.trainer.client_of_all_weights is self:
+            self.trainer.client_of_all_weights = None
 
     # the same in the trainer's worker
     collect_async = in_worker(collect)
