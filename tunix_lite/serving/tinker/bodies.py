@@ -49,9 +49,9 @@ class TinkerLimits:
 
 @dataclass(frozen=True)
 class LoraBody:
-    """The adapters of a new model."""
+    """The adapters of a new model. A model of all weights may leave the rank out."""
 
-    rank: int = between(1, MOST_RANK)
+    rank: int = between(0, MOST_RANK, 0)
     seed: int = 0
     train_attn: bool = True
     train_mlp: bool = True
