@@ -26,7 +26,7 @@ from tunix_lite.serving.answers import ApiChoice
 from tunix_lite.serving.app import Server, ServerSettings
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits, read_call
-from tunix_lite.serving.metrics import ServerMetrics
+from tunix_lite.serving.face import ServerMetrics
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATION = GenerationConfig(max_prompt_length=64, max_new_tokens=48)

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from server_thread import in_thread
-from tinker_client import PROTOBUF, Client, request_bytes
+from tinker_client import ADAM, PROTOBUF, Client, request_bytes
 
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.listen import ServerSettings
 from tunix_lite.serving.tinker import app, bodies, wire, work
 from tunix_lite.serving.tinker.app import TinkerServer
-from tunix_lite.serving.tinker.bodies import TinkerLimits
+from tunix_lite.serving.tinker.bodies import TinkerBody, TinkerLimits
 from tunix_lite.serving.tinker.store import DONE, FAILED, Store, StoreDamaged, TinkerRequest
 from tunix_lite.serving.tinker.work import LONG_ATTEMPT, MOST_ATTEMPTS, LiveModels, Worker, next_turn
 from tunix_lite.trainer.data import Datum
@@ -89,20 +89,20 @@ def test_garbage_is_refused_and_nothing_else():
 )
 def test_a_sample_request_that_cannot_be_answered_is_refused_at_once(sampling, message):
     body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]}, "sampling_params": {}}
-    bodies.check_sample(bodies.body_of(body), 64)
+    assert bodies.body_of(body).prompt_tokens == [2, 3]
     with pytest.raises(ValueError, match=message):
-        bodies.check_sample(bodies.body_of(body | {"sampling_params": sampling}), 64)
+        bodies.body_of(body | {"sampling_params": sampling}).sample_settings("")
     with pytest.raises(BadCall, match="topk_prompt_logprobs is not supported"):
         bodies.body_of(body | {"topk_prompt_logprobs": 3})
 
 
 def test_without_a_seed_the_name_of_the_request_is_one():
-    body = {"max_tokens": 4, "stop": ["\n"]}
-    first = bodies.sample_settings(body, "a:sample:0:1")
-    assert first == bodies.sample_settings(body, "a:sample:0:1")
-    assert first.seed != bodies.sample_settings(body, "a:sample:0:2").seed
-    assert (first.stop, first.top_k) == (("\n",), -1)
-    assert bodies.sample_settings({"seed": 5, "stop": [7]}, "").stop_token_ids == (7,)
+    body = TinkerBody(sampling_params={"max_tokens": 4, "stop": ["\n"]})
+    first = body.sample_settings("a:sample:0:1")
+    assert first == body.sample_settings("a:sample:0:1")
+    assert first.seed != body.sample_settings("a:sample:0:2").seed
+    assert (first.max_tokens, first.stop, first.top_k) == (4, ("\n",), 0)
+    assert TinkerBody(sampling_params={"seed": 5, "stop": [7]}).sample_settings("").stop_token_ids == (7,)
 
 
 # ---- turns
@@ -560,7 +560,7 @@ def test_no_number_or_text_is_too_wide(tmp_path):
             one.sendall(request)
             assert b" 401 " in one.recv(1000)
         model = client.model()
-        steps = [{name: value} for name in bodies.ADAM for value in (10**400, 1e39, 1e-300, -1e39, float("inf"))]
+        steps = [{name: value} for name in ADAM for value in (10**400, 1e39, 1e-300, -1e39, float("inf"))]
         for given in steps:
             status, raw = client.call("optim_step", {"model_id": model, "seq_id": 1, "adam_params": given})
             assert status == 400, (given, raw)

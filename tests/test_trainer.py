@@ -19,7 +19,7 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models.lora import acting_params
 from tunix_lite.rewards.text import brevity
 from tunix_lite.trainer.data import Datum, parts_of_data
-from tunix_lite.trainer.losses import TOKEN_LOSSES, token_loss
+from tunix_lite.trainer.losses import SETTINGS, token_loss
 from tunix_lite.trainer.sampling import SampleSettings
 from tunix_lite.types import Batch, RowBatch, TokenScores
 
@@ -76,12 +76,12 @@ def formula(name: str, p, q, A, w, low=0.8, high=1.2, beta=0.05):
     return -(w * value).sum(), -w * slope
 
 
-@pytest.mark.parametrize("name", TOKEN_LOSSES)
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("settings", [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0, "beta": 0.3}])
 def test_each_token_loss_is_its_formula(name, settings):
     rng = np.random.default_rng(0)
     p, q, A, w = rng.normal(-1, 1, (4, 2, 5))
-    known = {k: v for k, v in settings.items() if hasattr(TOKEN_LOSSES[name](), k)}
+    known = {k: v for k, v in settings.items() if k in SETTINGS[name]}
     short = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
     mask = np.array([[True] * 5, [True] * 3 + [False] * 2])
     value, slope = formula(name, p, q, A, w * mask, **{short.get(k, k): v for k, v in known.items()})
@@ -96,7 +96,7 @@ def test_each_token_loss_is_its_formula(name, settings):
     np.testing.assert_allclose(grad, slope, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in TOKEN_LOSSES if name != "cross_entropy"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "cross_entropy"])
 @pytest.mark.parametrize("filler", [-120.0, -1e30, -np.inf])
 def test_a_token_without_weight_may_have_any_log_probability(name, filler):
     """Tokens of a prompt, say; p = q = -1, A = 2, w = 1 at the other token."""

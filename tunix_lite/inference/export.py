@@ -358,9 +358,9 @@ def _metrics(model: LanguageModel) -> dict:
     except ValueError:
         return {}
     kinds = {"algorithm": str, "seed": int, "steps": int, "parameters": int}
-    found = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
-    if not found.get("algorithm", "").isidentifier():
-        found.pop("algorithm", None)
+    facts = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
+    if not facts.get("algorithm", "").isidentifier():
+        facts.pop("algorithm", None)
     evaluated = status.get("eval")
     if not isinstance(evaluated, dict):
         evaluated = {}
@@ -370,8 +370,8 @@ def _metrics(model: LanguageModel) -> dict:
         if isinstance(entry, dict) and type(entry.get("accuracy")) in (int, float):
             accuracies[when] = {"accuracy": float(entry["accuracy"])}
     if accuracies:
-        found["eval"] = accuracies
-    return found
+        facts["eval"] = accuracies
+    return facts
 
 
 def _card(about: dict, served: str, name: str) -> str:
@@ -404,6 +404,6 @@ def _card(about: dict, served: str, name: str) -> str:
     evaluated = about["metrics"].get("eval")
     if evaluated:
         lines += ["", "| evaluation | accuracy on held-out prompts |", "|---|---|"]
-        lines += [f"| {when} | {found['accuracy']:.1%} |" for when, found in evaluated.items()]
+        lines += [f"| {when} | {entry['accuracy']:.1%} |" for when, entry in evaluated.items()]
     lines += ["", "```", served, "```", ""]
     return "\n".join(lines)

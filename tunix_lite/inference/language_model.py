@@ -4,7 +4,6 @@ model = load("outputs/latest")  # or "bundled", a Hugging Face folder, a name on
 print(model.generate("What is 12 + 7?")[0].text)
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +158,7 @@ class LanguageModel:
         for requests in self._sample(
             prompts, generation, num_generations, seed, settings, max_new_tokens
         ):
-            new = [self._completion(found) for found in requests if found.reason is not None]
+            new = [self._completion(one) for one in requests if one.reason is not None]
             ended += new
             if on_chunk is not None:
                 on_chunk(requests, new)
@@ -420,40 +419,40 @@ def open_model(
         raise ConfigError(f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, {AUTO}")
     # These messages begin with the setting.
     with error_context(""):
-        found = source.locate(model)
+        located = source.locate(model)
     with error_context("model.mesh_shape"):
         mesh = make_mesh(model.mesh_shape)
-        source.check_mesh(found, mesh)
+        source.check_mesh(located, mesh)
     with error_context("model"):
-        check_memory(found, mesh)
-    num_params = weights.num_params(decoder.weights(found.cfg))
+        check_memory(located, mesh)
+    num_params = weights.num_params(decoder.weights(located.cfg))
     dtype = precision(dtype, num_params, mesh.devices.flat[0].platform)
 
     # A run without adapters has all weights in its checkpoint: nothing else is downloaded.
-    if run is None or found.lora is not None:
+    if run is None or located.lora is not None:
         with error_context(""):
-            found = source.download(found)
+            located = source.download(located)
 
     # frozen: the base under adapters, or None. params: what is trained, or all weights.
     frozen = None
     with jax.set_mesh(mesh):
         if run is None:
-            with error_context("model.weights"), loading(found.name) as on_bytes:
-                if found.lora is None:
-                    params = source.load_base(found, seed, dtype, on_bytes)
+            with error_context("model.weights"), loading(located.name) as on_bytes:
+                if located.lora is None:
+                    params = source.load_base(located, seed, dtype, on_bytes)
                 else:
-                    frozen, params = source.load_weights(found, seed, on_bytes=on_bytes)
+                    frozen, params = source.load_weights(located, seed, on_bytes=on_bytes)
         else:
-            trained = source.weight_tables(found)[1]
+            trained = source.weight_tables(located)[1]
             checkpoints = Checkpoints(RunDir(run).checkpoints)
             newest = "its newest checkpoint" if step is None else f"step {step}"
             with error_context("checkpoint"), loading(f"{newest} of {run}"):
                 step, params = checkpoints.restore_params(weights.shapes(trained), step)
-            if found.lora is not None:
-                with error_context("model.weights"), loading(found.name) as on_bytes:
-                    frozen = source.load_base(found, seed, found.lora.base, on_bytes)
-        acting = acting_params(frozen, params, found.lora)
-    return LanguageModel(found, acting, mesh, DTYPES[dtype], run, step)
+            if located.lora is not None:
+                with error_context("model.weights"), loading(located.name) as on_bytes:
+                    frozen = source.load_base(located, seed, located.lora.base, on_bytes)
+        acting = acting_params(frozen, params, located.lora)
+    return LanguageModel(located, acting, mesh, DTYPES[dtype], run, step)
 
 
 def loading(what: str) -> BytesProgress:
@@ -461,12 +460,12 @@ def loading(what: str) -> BytesProgress:
     return BytesProgress(StandardError(), "loading", what)
 
 
-def check_memory(found: FoundModel, mesh: jax.sharding.Mesh) -> None:
+def check_memory(model: FoundModel, mesh: jax.sharding.Mesh) -> None:
     """Raises ValueError if this process has less memory than its share of the weights.
 
     A folder may claim any size, so this is checked before anything is allocated.
     """
-    tables = [table for table in source.weight_tables(found) if table is not None]
+    tables = [table for table in source.weight_tables(model) if table is not None]
     devices = mesh.local_devices
     needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
     if devices[0].platform == "cpu":
@@ -508,16 +507,9 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
             with error_context(f"{file}: model.lora"):
                 check_targets(lora["targets"])
-        with prefix_with_file(file):
+        try:
             build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(saved["seed"])
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
     return settings, saved["seed"]
-
-
-@contextlib.contextmanager
-def prefix_with_file(file: Path) -> Iterator[None]:
-    """A context that puts the file before the message of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error

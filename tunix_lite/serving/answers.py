@@ -111,18 +111,18 @@ class ApiChoice:
 
     def _stop_at(self) -> int | None:
         """The place at which the first stop text begins in what is held."""
-        found = [at for text in self.stop if (at := self.held.find(text)) >= 0]
-        return min(found, default=None)
+        places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
+        return min(places, default=None)
 
     def _release(self) -> str:
         """The text that cannot be part of a stop text any more."""
-        kept = 0
+        held_back = 0
         for text in self.stop:
             for length in range(min(len(text) - 1, len(self.held)), 0, -1):
                 if self.held.endswith(text[:length]):
-                    kept = max(kept, length)
+                    held_back = max(held_back, length)
                     break
-        free = len(self.held) - kept
+        free = len(self.held) - held_back
         released = self.held[:free]
         self.held = self.held[free:]
         return released
@@ -194,13 +194,13 @@ class ApiAnswer:
     def _choice(
         self, index: int, piece: Piece, of_stream: bool = False, is_first: bool = False
     ) -> dict:
-        found: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         prompt = self.call.prompts[index // self.call.choices]
         text = piece.text
         if self.call.echo and (is_first or not of_stream):
             text = self.tokenizer.decode(prompt) + text
         if not self.call.is_chat:
-            found["text"] = text
+            choice["text"] = text
         elif of_stream:
             delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
             if text or not piece.calls:
@@ -208,17 +208,17 @@ class ApiAnswer:
             if piece.calls:
                 # A call comes whole.
                 delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(piece.calls)]
-            found["delta"] = delta
+            choice["delta"] = delta
         else:
-            found["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             if piece.calls:
-                found["message"] |= {"content": text or None, "tool_calls": piece.calls}
-        found["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
+                choice["message"] |= {"content": text or None, "tool_calls": piece.calls}
+        choice["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
         if self.call.token_ids:
-            found["token_ids"] = piece.tokens
+            choice["token_ids"] = piece.tokens
             if is_first or not of_stream:
-                found["prompt_token_ids"] = prompt
-        return found
+                choice["prompt_token_ids"] = prompt
+        return choice
 
     def _logprobs(self, piece: Piece) -> dict:
         if self.call.is_chat:

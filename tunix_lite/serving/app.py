@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import (
@@ -28,9 +30,8 @@ from tunix_lite.rollout.live import (
 from tunix_lite.serving.answers import ApiAnswer, ApiChoice, Piece, error_body, event
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call, Limits, read_call
-from tunix_lite.serving.face import Face
+from tunix_lite.serving.face import Face, Handler
 from tunix_lite.serving.listen import ServerSettings, TimedOut, read_json
-from tunix_lite.serving.recording import Recorder
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -43,11 +44,27 @@ MOST_REWARD = 1e30
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
 
-class Server(Face):
-    """The endpoints, and the engine that answers them.
+class Recorder(Protocol):
+    """Keeps what was asked and sampled in an episode, a run of an agent. The id of an episode is
+    part of the path, /episodes/ID/v1, or the API key."""
 
-    Example: asyncio.run(Server(engine, tokenizer, limits, ServerSettings()).run(print))
-    """
+    def begin(self, episode: str, call: Call) -> Call:
+        """The call as it shall be made: other settings, or other tokens of the same prompt. Raises
+        BadCall for an episode that there is not, or that is over."""
+
+    def submitting(self, episode: str) -> AbstractContextManager:
+        """Inside, the sequences of a call go to the engine, and its episode does not end. Raises
+        BadCall as `begin`."""
+
+    def record(self, episode: str, call: Call, choices: list[Piece]) -> None:
+        """Gets all choices of a call, whole, before the client has the last of them."""
+
+    def reward(self, episode: str, value: float) -> None:
+        """Gets the reward that somebody sends for an episode. Raises BadCall as `begin`."""
+
+
+class Server(Face):
+    """The endpoints, and the engine that answers them."""
 
     statuses = {TooManyRequests: 429, EngineFailed: 503, TimedOut: 504}
 
@@ -67,13 +84,13 @@ class Server(Face):
         self.recorder = recorder
         self.created = int(time.time())
 
-    def routes(self) -> Iterator[tuple[str, str, Callable]]:
+    def routes(self) -> Iterator[tuple[str, str, Handler]]:
         yield "get", "/healthz", self._health
         for at in [""] if self.recorder is None else ["", OF_EPISODE]:
             yield "get", f"{at}/v1/models", self._models
             yield "get", f"{at}/v1/models/{{name:.+}}", self._model
-            yield "post", f"{at}/v1/completions", self._completions
-            yield "post", f"{at}/v1/chat/completions", self._chat
+            yield "post", f"{at}/v1/completions", partial(self._answer, False)
+            yield "post", f"{at}/v1/chat/completions", partial(self._answer, True)
         if self.recorder is not None:
             yield "post", f"{OF_EPISODE}/reward", self._reward
 
@@ -131,16 +148,12 @@ class Server(Face):
             raise BadCall(f"there is no model {name!r}", "model", "model_not_found")
         return self._model_object()
 
-    async def _completions(self, request: "web.Request") -> "dict | web.StreamResponse":
-        return await self._answer(request, is_chat=False)
-
-    async def _chat(self, request: "web.Request") -> "dict | web.StreamResponse":
-        return await self._answer(request, is_chat=True)
-
-    async def _answer(self, request: "web.Request", is_chat: bool) -> "dict | web.StreamResponse":
+    async def _answer(self, is_chat: bool, request: "web.Request") -> "dict | web.StreamResponse":
         body = await read_json(request)
         # Templates and tokenizers take their time, and other clients do not wait for it.
-        call = await asyncio.to_thread(self._read, request, body, is_chat)
+        call = await asyncio.to_thread(read_call, body, is_chat, self.limits, self.tokenizer)
+        if self.recorder is not None:
+            call = await asyncio.to_thread(self.recorder.begin, self._episode_of(request), call)
         answer = ApiAnswer(call, self.tokenizer)
         choices = [
             ApiChoice(i, self.tokenizer, call.stop, call.reads_calls)
@@ -156,19 +169,6 @@ class Server(Face):
     def _episode_of(self, request: "web.Request") -> str:
         """The id of the episode that a request is part of: from its path, or its key."""
         return request.match_info.get("episode") or self.key_of(request)
-
-    def _read(self, request: "web.Request", body: object, is_chat: bool) -> Call:
-        """The call that a body asks for, as the recorder will have it. Raises BadCall."""
-        call = read_call(body, is_chat, self.limits, self.tokenizer)
-        if self.recorder is None:
-            return call
-        return self.recorder.begin(self._episode_of(request), call)
-
-    def _submitting(self, request: "web.Request") -> contextlib.AbstractContextManager:
-        """The context in which sequences of a request are handed to the engine."""
-        if self.recorder is None:
-            return contextlib.nullcontext()
-        return self.recorder.submitting(self._episode_of(request))
 
     async def _reward(self, request: "web.Request") -> dict:
         body = await read_json(request)
@@ -244,14 +244,16 @@ class Server(Face):
         read = sum(map(len, call.prompts))
         sampled = 0
         try:
-            with self._submitting(request):
+            with contextlib.ExitStack() as submitting:
+                if self.recorder is not None:
+                    submitting.enter_context(self.recorder.submitting(self._episode_of(request)))
                 self.engine.submit(sequences)
             while left:
-                got = await arrived.get()
-                if got is None:
+                arrival = await arrived.get()
+                if arrival is None:
                     most = self.settings.request_seconds
                     raise TimedOut(f"the request took more than {most:g} s")
-                index, new = got
+                index, new = arrival
                 if choices[index].finish_reason is not None:
                     continue
                 if new.reason == "error":

@@ -151,10 +151,10 @@ class ChatBody(CompletionBody):
             raise BadCall("top_logprobs needs logprobs=true", "top_logprobs")
 
 
-def read_call(body: Any, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
+def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
     """The request in a body. Raises BadCall, naming the field."""
-    asked = read(ChatBody if is_chat else TextBody, body)
-    model = limits.model_name if asked.model is None else asked.model
+    checked = read(ChatBody if is_chat else TextBody, body)
+    model = limits.model_name if checked.model is None else checked.model
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
         raise BadCall(message, "model", "model_not_found")
@@ -163,43 +163,43 @@ def read_call(body: Any, is_chat: bool, limits: Limits, tokenizer: Tokenizer) ->
     is_text = True
     reads_calls = False
     if is_chat:
-        _check_count(1, asked.n, limits)
-        prompt, reads_calls = _chat_prompt(asked, tokenizer, limits)
+        _check_count(1, checked.n, limits)
+        prompt, reads_calls = _chat_prompt(checked, tokenizer, limits)
         prompts = [prompt]
     else:
-        prompts, is_text = _text_prompts(asked, tokenizer, limits)
+        prompts, is_text = _text_prompts(checked, tokenizer, limits)
     if (longest := max(map(len, prompts))) > limits.max_prompt_length:
         message = (
             f"the prompt has {longest} tokens; this server takes up to {limits.max_prompt_length}: "
             f"start it with generation.max_prompt_length={longest}"
         )
         raise BadCall(message, "messages" if is_chat else "prompt", "context_length_exceeded")
-    top_logprobs = asked.top_logprobs if is_chat else asked.logprobs or 0
+    top_logprobs = checked.top_logprobs if is_chat else checked.logprobs or 0
     draw = DrawSettings(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        seed=secrets.randbits(31) if asked.seed is None else asked.seed,
+        temperature=checked.temperature,
+        top_p=checked.top_p,
+        top_k=checked.top_k,
+        min_p=checked.min_p,
+        seed=secrets.randbits(31) if checked.seed is None else checked.seed,
         top_logprobs=top_logprobs,
     )
     call = Call(
         is_chat=is_chat,
         model=model,
         prompts=prompts,
-        choices=asked.n,
+        choices=checked.n,
         draw=draw,
-        max_tokens=_max_tokens(asked, limits, longest),
-        stop=_stop(asked.stop),
-        stream=asked.stream,
-        include_usage=asked.stream and bool(asked.stream_options.get("include_usage")),
-        logprobs=asked.logprobs if is_chat else asked.logprobs is not None,
-        token_ids=asked.return_token_ids,
-        echo=not is_chat and asked.echo,
+        max_tokens=_max_tokens(checked, limits, longest),
+        stop=_stop(checked.stop),
+        stream=checked.stream,
+        include_usage=checked.stream and bool(checked.stream_options.get("include_usage")),
+        logprobs=checked.logprobs if is_chat else checked.logprobs is not None,
+        token_ids=checked.return_token_ids,
+        echo=not is_chat and checked.echo,
         is_text=is_text,
         reads_calls=reads_calls,
     )
-    known = {*IGNORED, *(one.name for one in fields(asked))}
+    known = {*IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
         if name in known or value is None or (name in ONLY and value == ONLY[name]):
             continue
@@ -220,12 +220,12 @@ def _check_count(prompts: int, choices: int, limits: Limits) -> None:
         raise BadCall(message, "n" if prompts == 1 else "prompt")
 
 
-def _check_bytes(asked: Any, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
+def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
     """Raises BadCall for texts, names of fields included, that cannot be short enough: a tokenizer
     takes long to read them."""
     most = max(limits.max_prompt_length * tokenizer.longest_token, FREE_BYTES)
     size = 0
-    left = [asked]
+    left = [texts]
     while left:
         one = left.pop()
         if isinstance(one, str):
@@ -243,23 +243,23 @@ def _check_bytes(asked: Any, limits: Limits, tokenizer: Tokenizer, field: str) -
         raise BadCall(message, field, "context_length_exceeded")
 
 
-def _chat_prompt(asked: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[list[int], bool]:
+def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[list[int], bool]:
     """The tokens of a conversation, and whether the model may call tools."""
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
-    if not isinstance(asked.messages, list) or not asked.messages:
+    if not isinstance(body.messages, list) or not body.messages:
         raise BadCall("messages is a list of at least one message", "messages")
-    variables = asked.chat_template_kwargs
+    variables = body.chat_template_kwargs
     for name in variables:
         if name.endswith("_token"):
             message = f"chat_template_kwargs: {shown(name)} is of the tokenizer; leave it out"
             raise BadCall(message, "chat_template_kwargs")
-    of_tools = [asked.tools, asked.tool_choice, asked.parallel_tool_calls]
-    _check_bytes([asked.messages, variables, of_tools], limits, tokenizer, "messages")
+    of_tools = [body.tools, body.tool_choice, body.parallel_tool_calls]
+    _check_bytes([body.messages, variables, of_tools], limits, tokenizer, "messages")
     tools = tools_of(*of_tools, tokenizer)
     if tools:
         variables = {**variables, "tools": tools}
-    messages = with_tool_messages([_message(one) for one in asked.messages], tokenizer)
+    messages = with_tool_messages([_message(one) for one in body.messages], tokenizer)
     try:
         return tokenizer.prompt(messages, **variables), bool(tools)
     except (ValueError, TypeError) as error:
@@ -271,7 +271,7 @@ def _for_clients(error: Exception, tokenizer: Tokenizer) -> str:
     return str(error).replace(f"{tokenizer.folder}/", "")
 
 
-def _message(message: Any) -> dict:
+def _message(message: object) -> dict:
     """A message with its text as one string, which templates read."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadCall(
@@ -295,15 +295,15 @@ def _text_prompts(
 ) -> tuple[list[list[int]], bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""
-    asked = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if not isinstance(asked, list) or not asked:
+    inputs = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not isinstance(inputs, list) or not inputs:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
-    if all(_is_token(one) for one in asked):
-        asked = [asked]
-    _check_count(len(asked), body.n, limits)
-    is_text = all(isinstance(one, str) for one in asked)
+    if all(_is_token(one) for one in inputs):
+        inputs = [inputs]
+    _check_count(len(inputs), body.n, limits)
+    is_text = all(isinstance(one, str) for one in inputs)
     prompts = []
-    for one in asked:
+    for one in inputs:
         if isinstance(one, str):
             _check_bytes(one, limits, tokenizer, "prompt")
             try:
@@ -322,23 +322,23 @@ def _text_prompts(
     return prompts, is_text
 
 
-def _is_token(value: Any) -> bool:
+def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _max_tokens(asked: CompletionBody, limits: Limits, longest_prompt: int) -> int:
+def _max_tokens(body: CompletionBody, limits: Limits, longest_prompt: int) -> int:
     """The most tokens of a completion, after a prompt of this length."""
     most = min(limits.max_new_tokens, limits.max_length - longest_prompt)
     high = 2**31 - 1 if limits.is_lenient else most
-    found = most if isinstance(asked, ChatBody) else min(16, most)
+    limit = most if isinstance(body, ChatBody) else min(16, most)
     for name in ("max_tokens", "max_completion_tokens"):
-        value = getattr(asked, name, None)
+        value = getattr(body, name, None)
         if value is not None:
-            found = checked_number(name, value, int, 1, high)
-    return min(found, most)
+            limit = checked_number(name, value, int, 1, high)
+    return min(limit, most)
 
 
-def _stop(stop: Any) -> tuple[str, ...]:
+def _stop(stop: object) -> tuple[str, ...]:
     stop = [stop] if isinstance(stop, str) else stop
     is_list = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
     if not is_list or len(stop) > MOST_STOPS:

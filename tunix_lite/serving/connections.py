@@ -8,8 +8,8 @@ import asyncio
 import resource
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -38,8 +38,8 @@ class Connections:
         # Connections that the kernel holds are taken all at once, before any can be closed.
         self.backlog = max(1, min(128, files // 16))
         # aiohttp's protocol -> its transport, and since when it is silent; the oldest first
-        self._silent: dict[Any, tuple[asyncio.Transport, float]] = {}
-        self._busy: dict[Any, asyncio.Transport] = {}
+        self._silent: dict[asyncio.Protocol, tuple[asyncio.Transport, float]] = {}
+        self._busy: dict[asyncio.Protocol, asyncio.Transport] = {}
         self._said = -SAY_SECONDS
 
     async def listen(
@@ -57,7 +57,9 @@ class Connections:
         from aiohttp import web
 
         @web.middleware
-        async def mark(request: "web.Request", handler: Callable) -> "web.StreamResponse":
+        async def mark(
+            request: "web.Request", handler: "Callable[[web.Request], Awaitable]"
+        ) -> "web.StreamResponse":
             protocol = request.protocol
             transport, _ = self._silent.pop(protocol, (request.transport, 0.0))
             self._busy[protocol] = transport
@@ -77,14 +79,14 @@ class Connections:
                 break
             transport.abort()
 
-    def opened(self, protocol: Any, transport: asyncio.Transport) -> None:
+    def opened(self, protocol: asyncio.Protocol, transport: asyncio.Transport) -> None:
         self._silent[protocol] = transport, time.monotonic()
         if len(self._silent) + len(self._busy) > self.most:
             oldest = next(iter(self._silent))
             self._silent.pop(oldest)[0].abort()
             self._say(f"{self.most} connections are open: the one that was silent for longest ends")
 
-    def closed(self, protocol: Any) -> None:
+    def closed(self, protocol: asyncio.Protocol) -> None:
         self._silent.pop(protocol, None)
         self._busy.pop(protocol, None)
 

@@ -1,22 +1,90 @@
 """The part of both servers around a request: its key, errors as JSON, counts, a line of the log."""
 
 import asyncio
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.listen import ServerSettings, is_key, listen, log_request
-from tunix_lite.serving.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+# A handler returns a response, or the body of one as JSON, with or without its status.
+Answer = "web.StreamResponse | dict | tuple[int, dict]"
+Handler = Callable[["web.Request"], Awaitable[Answer]]
 # What logs call the status of a request whose client went away.
 CLIENT_LEFT = 499
+# Upper bounds of the histograms of /metrics, in seconds.
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Seconds after which a client that was refused may ask again.
 RETRY_AFTER = 1
+
+
+class Histogram:
+    """How many values lie below each of BUCKETS.
+
+    Example: histogram.add(0.2) counts in all buckets from 0.25 on.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.sum += seconds
+
+    def lines(self, name: str) -> list[str]:
+        lines = [f"# TYPE {name} histogram"]
+        total = 0
+        for bound, count in zip((*BUCKETS, "+Inf"), self.counts):
+            total += count
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum {self.sum:.6f}", f"{name}_count {total}"]
+
+
+class ServerMetrics:
+    """Counts of requests and tokens, and how long clients wait.
+
+    Example: metrics.request("/v1/completions", 200, seconds=0.8, first_token=0.05).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: Counter = Counter()
+        self._first = Histogram()
+        self._whole = Histogram()
+
+    def request(
+        self, path: str, status: int, seconds: float, first_token: float | None = None
+    ) -> None:
+        """Counts one answered request."""
+        with self._lock:
+            self._requests[path, status] += 1
+            self._whole.add(seconds)
+            if first_token is not None:
+                self._first.add(first_token)
+
+    def text(self, gauges: dict[str, float], counters: dict[str, float]) -> str:
+        """All numbers. gauges and counters: those that others count, by name."""
+        lines = []
+        with self._lock:
+            lines.append("# TYPE tunix_lite_requests_total counter")
+            for (path, status), count in sorted(self._requests.items()):
+                labels = f'path="{path}",status="{status}"'
+                lines.append(f"tunix_lite_requests_total{{{labels}}} {count}")
+            lines += self._first.lines("tunix_lite_time_to_first_token_seconds")
+            lines += self._whole.lines("tunix_lite_request_seconds")
+        for kind, values in (("gauge", gauges), ("counter", counters)):
+            for name, value in values.items():
+                lines += [f"# TYPE tunix_lite_{name} {kind}", f"tunix_lite_{name} {value:g}"]
+        return "\n".join(lines) + "\n"
 
 
 class Face:
@@ -37,8 +105,8 @@ class Face:
         self.metrics = ServerMetrics()
         self.is_stopping = False
 
-    def routes(self) -> Iterable[tuple[str, str, Callable]]:
-        """(get, post or delete; path; handler). A handler may return a dict: it is sent as JSON."""
+    def routes(self) -> Iterable[tuple[str, str, Handler]]:
+        """(get, post or delete; path; handler)."""
         raise NotImplementedError
 
     def error_body(self, error: Exception, status: int, message: str) -> dict:
@@ -98,7 +166,7 @@ class Face:
 
         return web.Response(text=self.metrics.text(*self.numbers()))
 
-    async def _around(self, request: "web.Request", handler: Callable) -> "web.StreamResponse":
+    async def _around(self, request: "web.Request", handler: Handler) -> "web.StreamResponse":
         from aiohttp import web
 
         began = time.monotonic()
@@ -107,9 +175,12 @@ class Face:
             is_open = request.path in self.open_paths
             if not is_open and not is_key(self.key_of(request), self.settings.api_key):
                 raise BadCall("the API key is wrong or missing", code="invalid_api_key")
-            answer: Any = await handler(request)
+            answer = await handler(request)
             if isinstance(answer, dict):
-                answer = web.json_response(answer)
+                answer = 200, answer
+            if isinstance(answer, tuple):
+                status, body = answer
+                answer = web.json_response(body, status=status)
             status = answer.status
         except asyncio.CancelledError:
             status = CLIENT_LEFT

@@ -1,6 +1,7 @@
 """JSON objects -> dataclasses, each value checked: bodies of requests, and records of a journal."""
 
 import dataclasses
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,12 +18,12 @@ WORDS = {bool: "true or false", str: "a text", dict: "an object", list: "a list"
 T = TypeVar("T")
 
 
-def between(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
+def between(low: float, high: float, default: object = dataclasses.MISSING) -> Any:
     """A field of a dataclass that holds a number from low to high."""
     return dataclasses.field(default=default, metadata={"limits": (low, high)})
 
 
-def read(kind: type[T], body: Any, name: str | None = None) -> T:
+def read(kind: type[T], body: object, name: str | None = None) -> T:
     """The dataclass with the values of a JSON object, the field `name` of another one.
 
     A field that is missing or null has its default. What the class does not have is left out.
@@ -40,7 +41,7 @@ def read(kind: type[T], body: Any, name: str | None = None) -> T:
     return kind(**values)
 
 
-def _checked(name: str, value: Any, hint: Any, metadata: Any) -> Any:
+def _checked(name: str, value: object, hint: object, metadata: Mapping) -> Any:
     if isinstance(hint, UnionType):
         if value is None:
             return None
@@ -57,7 +58,7 @@ def _checked(name: str, value: Any, hint: Any, metadata: Any) -> Any:
     return value
 
 
-def checked_number(name: str, value: Any, kind: type, low: float, high: float) -> Any:
+def checked_number(name: str, value: object, kind: type, low: float, high: float) -> Any:
     """The value as an int or a float. Raises BadCall, with the name, for one outside the limits."""
     is_number = isinstance(value, int | kind) and not isinstance(value, bool)
     # A whole number may have more digits than a float holds, so it is compared as it is.

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunix_lite.plain_text import escaped
 from tunix_lite.serving.bad_call import BadCall
@@ -111,10 +111,10 @@ def log_request(request: "web.Request", status: int, seconds: float, more: str =
     print(f"{time.strftime('%H:%M:%S')} {what} {more}".rstrip(), file=sys.stderr, flush=True)
 
 
-def is_key(given: str, key: str | None) -> bool:
+def is_key(sent: str, key: str | None) -> bool:
     """Whether a client may ask: in constant time, so that the time tells nothing of the key."""
     # aiohttp reads bytes of a header that are no UTF-8 as halves of characters.
-    return key is None or hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
+    return key is None or hmac.compare_digest(sent.encode(errors="surrogateescape"), key.encode())
 
 
 async def read_body(request: "web.Request") -> bytes:
@@ -153,10 +153,10 @@ def _whole(digits: str) -> int:
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def _is_deep(value: object) -> bool:
     level = [value]
     for _ in range(MOST_DEPTH + 1):
-        inner: list[Any] = []
+        inner: list[object] = []
         for one in level:
             if isinstance(one, dict):
                 inner += one.values()

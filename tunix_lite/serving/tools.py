@@ -7,7 +7,6 @@ its arguments to fit: the client checks them.
 
 import json
 import secrets
-from typing import Any
 
 from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
 from tunix_lite.models.chat_template import with_read_arguments
@@ -24,7 +23,9 @@ NO_FORM = (
 )
 
 
-def tools_of(tools: Any, choice: Any, is_parallel: Any, tokenizer: Tokenizer) -> list[dict]:
+def tools_of(
+    tools: object, choice: object, is_parallel: object, tokenizer: Tokenizer
+) -> list[dict]:
     """The tools of a body as chat templates read them; [] where none may be called.
 
     choice, is_parallel: tool_choice and parallel_tool_calls. Raises BadCall, naming the field.
@@ -39,7 +40,7 @@ def tools_of(tools: Any, choice: Any, is_parallel: Any, tokenizer: Tokenizer) ->
         return []
     if not isinstance(tools, list):
         raise BadCall("tools is a list of functions", "tools")
-    found = [_tool(one) for one in tools]
+    checked = [_tool(one) for one in tools]
     if not tokenizer.writes_tools:
         raise BadCall(NO_FORM, "tools")
     if choice == "none":
@@ -49,10 +50,10 @@ def tools_of(tools: Any, choice: Any, is_parallel: Any, tokenizer: Tokenizer) ->
             "parallel_tool_calls=false is not supported; leave it out, and take the first call",
             "parallel_tool_calls",
         )
-    return found
+    return checked
 
 
-def _tool(tool: Any) -> dict:
+def _tool(tool: object) -> dict:
     function = tool.get("function") if isinstance(tool, dict) else None
     is_function = isinstance(function, dict) and tool.get("type") == "function"
     if not is_function or not isinstance(function.get("name"), str) or not function["name"]:
@@ -69,7 +70,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
     """The messages with calls and results as chat templates read them: arguments as objects, and
     each result with the name of its tool. Raises BadCall."""
     names: dict[str, str] = {}
-    found = []
+    for_template = []
     for message in messages:
         calls = message.get("tool_calls")
         is_of_tool = message["role"] == "tool"
@@ -83,11 +84,11 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
             raise BadCall(f"content of a message is text; this is {shown(message)}", "messages")
         if is_of_tool and "name" not in message and message.get("tool_call_id") in names:
             message = {**message, "name": names[message["tool_call_id"]]}
-        found.append(message)
-    return found
+        for_template.append(message)
+    return for_template
 
 
-def _call(call: Any) -> dict:
+def _call(call: object) -> dict:
     """A call that the model made earlier, with its arguments as an object."""
     try:
         return with_read_arguments({"function": None} | call if isinstance(call, dict) else call)
@@ -141,9 +142,9 @@ class CallReader:
         text = self._text
         if text.lstrip().startswith(BRACKETS):
             return 0
-        found = [at for mark in MARKS if (at := text.find(mark)) >= 0]
-        end = min(found, default=len(text))
-        if not found:
+        marks = [at for mark in MARKS if (at := text.find(mark)) >= 0]
+        end = min(marks, default=len(text))
+        if not marks:
             longest = max(map(len, MARKS)) - 1
             for length in range(min(longest, len(text)), 0, -1):
                 if any(mark.startswith(text[-length:]) for mark in MARKS):

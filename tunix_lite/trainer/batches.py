@@ -14,10 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import (
-    Algorithm,
-    Policy,
-)
+from tunix_lite.algorithms.algorithm import Algorithm, Policy
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.learner.apart import gradient_program
 from tunix_lite.learner.policy import STORED, make_policy
@@ -50,7 +47,9 @@ class Collecting:
         parts = find_parts(run)
         self.resolved = parts.resolved
         self._closing = contextlib.ExitStack()
-        workers = parts.task.with_workers(run.rewards, _say_nothing, conversation=run.conversation)
+        task = parts.task
+        # Only a run says things on the console.
+        workers = task.with_workers(run.rewards, lambda text: None, conversation=run.conversation)
         self._task = self._closing.enter_context(workers)
         self._generate = sampler_of_run(self.resolved, trainer.tokenizer)
         self._policies: dict[LoraConfig | None, Policy] = {}
@@ -90,10 +89,6 @@ class Collecting:
     def close(self) -> None:
         """Ends the reward workers."""
         self._closing.close()
-
-
-def _say_nothing(text: str) -> None:
-    """A run would say it on the console."""
 
 
 def _check_collects(trainer: TrainerHome) -> None:

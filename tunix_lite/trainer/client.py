@@ -4,36 +4,26 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.learner.apart import add_gradients, optimizer_of_client
-from tunix_lite.learner.optim import (
-    Optimizer,
-    OptimizerConfig,
-    init_opt_state,
-    scaled_for,
-)
+from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
+from tunix_lite.seeds import seed_of_call
 from tunix_lite.trainer.batches import gradient_of_batch
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.home import TrainerHome
 from tunix_lite.trainer.losses import TokenLoss, token_loss
-from tunix_lite.trainer.sampling import (
-    Sample,
-    SampleSettings,
-    as_settings,
-    copied,
-    with_seeds,
-)
+from tunix_lite.trainer.sampling import Sample, SampleSettings, as_settings
 from tunix_lite.trainer.saved import kind_of, load_state, save_state
-from tunix_lite.types import Batch, Graded, Metrics, Params, TrainState
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
 
 @dataclass(frozen=True)
@@ -50,16 +40,34 @@ class LossOutput:
     metrics: Metrics = field(default_factory=dict)
 
 
-def locked(method: Callable) -> Callable:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def locked(method: Callable[P, R]) -> Callable[P, R]:
     """The method on the trainer's mesh, one call at a time."""
 
     @functools.wraps(method)
-    def alone(self: "Weights", *arguments: Any, **settings: Any) -> Any:
+    def alone(self: "Weights", *arguments: P.args, **settings: P.kwargs) -> R:
         with self.trainer.on_mesh():
             self.check_open()
             return method(self, *arguments, **settings)
 
     return alone
+
+
+def in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
+    """The method in the trainer's worker thread, in the order of the calls; it returns at once."""
+
+    @functools.wraps(method)
+    def later(self: "Weights", *arguments: P.args, **settings: P.kwargs) -> asyncio.Future[R]:
+        return self.trainer.in_worker(method, self, *arguments, **settings)
+
+    later.__name__ = f"{method.__name__}_async"
+    later.__doc__ = (
+        f"`{method.__name__}`, in the trainer's worker thread, in the order of the calls."
+    )
+    return later
 
 
 class Weights:
@@ -118,16 +126,15 @@ class Weights:
         if not len(prompts):
             raise ValueError("there are no prompts to continue")
         self._calls += 1
-        self._use_engine()
-        engine = self.trainer.engine
-        return engine.sample(prompts, num_samples, with_seeds(each, self.seed, self._calls))
-
-    def _use_engine(self) -> None:
         engine = self.trainer.engine
         if self.trainer.is_base(self._params):
             engine.use(self._owner, self._params, None, None)
         else:
             engine.use(self._owner, self.frozen, self._params, self.lora)
+        for p, how in enumerate(each):
+            if how.seed is None:
+                each[p] = replace(how, seed=seed_of_call(self.seed, self._calls, p))
+        return engine.sample(prompts, num_samples, each)
 
     @locked
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
@@ -139,15 +146,15 @@ class Weights:
         for i, tokens in enumerate(sequences):
             check_tokens(f"sequence {i}", tokens, cfg.vocab_size, cfg.max_positions + 1)
         data = [Datum(tokens[:-1], tokens[1:]) for tokens in sequences if len(tokens) > 1]
-        found = iter(self._forward(data, token_loss("cross_entropy", {})).logprobs if data else [])
-        return [[None, *(next(found) if len(tokens) > 1 else [])] for tokens in sequences]
+        scored = iter(self._forward(data, token_loss("cross_entropy", {})).logprobs if data else [])
+        return [[None, *(next(scored) if len(tokens) > 1 else [])] for tokens in sequences]
 
     def _forward(self, data: Sequence[Datum], loss: TokenLoss) -> LossOutput:
         program = self.trainer.programs.losses(loss, self.lora)
         return self._over_parts(data, loss, lambda rows: program(self._params, self.frozen, rows))
 
     def _over_parts(
-        self, data: Sequence[Datum], loss: TokenLoss, run: Callable[..., Metrics]
+        self, data: Sequence[Datum], loss: TokenLoss, run: Callable[[RowBatch], Metrics]
     ) -> LossOutput:
         """Runs each part of the data, and puts together what they give."""
         cfg = self.trainer.cfg
@@ -168,15 +175,9 @@ class Weights:
         """Frees the weights. A second call does nothing."""
         self._params = None
 
-    # ---- the same in the trainer's worker: each returns an asyncio.Future at once
-
-    def sample_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`sample`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.sample, *arguments, **settings)
-
-    def logprobs_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`logprobs`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.logprobs, *arguments, **settings)
+    # the same in the trainer's worker
+    sample_async = in_worker(sample)
+    logprobs_async = in_worker(logprobs)
 
 
 class TrainingClient(Weights):
@@ -243,17 +244,17 @@ class TrainingClient(Weights):
             raise ValueError(f"loss={type(loss).__name__}: an algorithm's loss wants a Batch")
         if self.lora is not None and self.lora.dropout:
             raise ValueError(f"lora.dropout={self.lora.dropout} is for a Batch; set it to 0")
-        found = token_loss(loss, settings or {})
-        program = self.trainer.programs.gradients(found, self.lora, self._params)
+        loss_of_tokens = token_loss(loss, settings or {})
+        program = self.trainer.programs.gradients(loss_of_tokens, self.lora, self._params)
 
-        def run(rows: Any) -> Metrics:
+        def run(rows: RowBatch) -> Metrics:
             grads, metrics = program(self._params, self.frozen, self._step, rows)
             sums.append(grads if not sums else add_gradients(sums.pop(), grads))
             return metrics
 
         # the sum of this call is added when all of it is there
         sums: list[Params] = []
-        output = self._over_parts(data, found, run)
+        output = self._over_parts(data, loss_of_tokens, run)
         self._add(sums.pop(), output.loss)
         return output
 
@@ -301,9 +302,15 @@ class TrainingClient(Weights):
         if self._grads is None:
             raise ValueError("there are no gradients: call forward_backward before optim_step")
         if optimizer is None:
-            rate = put(_checked_rate(learning_rate))
             numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-            optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **_finite(numbers))
+            for name, value in {"learning_rate": learning_rate, **numbers}.items():
+                if not (isinstance(value, int | float) and math.isfinite(value)):
+                    raise ValueError(f"{name}={value}; it must be a finite number")
+            if learning_rate < 0:
+                raise ValueError(f"learning_rate={learning_rate}; it is 0 or more")
+            rate = put(np.float32(learning_rate))
+            numbers = {name: float(value) for name, value in numbers.items()}
+            optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **numbers)
         else:
             optimizer = scaled_for(optimizer, self.trainer.mesh.shape["fsdp"])
             # its schedule says the rate
@@ -334,7 +341,8 @@ class TrainingClient(Weights):
 
         It holds a copy of what trains: of adapters, not of their base.
         """
-        return Weights(self.trainer, copied(self._params), self.lora, self.seed)
+        params = jax.tree.map(lambda x: x.copy(), self._params)
+        return Weights(self.trainer, params, self.lora, self.seed)
 
     @locked
     def save(self, path: str | Path, optimizer: bool = True) -> Path:
@@ -370,47 +378,14 @@ class TrainingClient(Weights):
         super().close()
         self._grads = None
         self._opt_state = None
-        self.trainer.forget(self)
+        if self.trainer.client_of_all_weights is self:
+            self.trainer.client_of_all_weights = None
 
-    # ---- the same in the trainer's worker: each returns an asyncio.Future at once
-
-    def collect_async(self, step: int) -> asyncio.Future:
-        """`collect`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.collect, step)
-
-    def forward_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`forward`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.forward, *arguments, **settings)
-
-    def forward_backward_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`forward_backward`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.forward_backward, *arguments, **settings)
-
-    def optim_step_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`optim_step`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.optim_step, *arguments, **settings)
-
-    def snapshot_async(self) -> asyncio.Future:
-        """`snapshot`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.snapshot)
-
-    def save_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`save`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.save, *arguments, **settings)
-
-    def load_async(self, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """`load`, in the trainer's worker thread, in the order of the calls."""
-        return self.trainer.in_worker(self.load, *arguments, **settings)
-
-
-def _checked_rate(rate: float) -> np.float32:
-    if not (isinstance(rate, int | float) and 0 <= rate < math.inf):
-        raise ValueError(f"learning_rate={rate}; it is 0 or more, and finite")
-    return np.float32(rate)
-
-
-def _finite(numbers: dict[str, float]) -> dict[str, float]:
-    for name, value in numbers.items():
-        if not (isinstance(value, int | float) and math.isfinite(value)):
-            raise ValueError(f"{name}={value}; it must be a finite number")
-    return {name: float(value) for name, value in numbers.items()}
+    # the same in the trainer's worker
+    collect_async = in_worker(collect)
+    forward_async = in_worker(forward)
+    forward_backward_async = in_worker(forward_backward)
+    optim_step_async = in_worker(optim_step)
+    snapshot_async = in_worker(snapshot)
+    save_async = in_worker(save)
+    load_async = in_worker(load)

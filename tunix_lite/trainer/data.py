@@ -20,10 +20,9 @@ LEAST_WIDTH = 16
 TOKENS_AT_ONCE = 2048
 # Tokens of the smallest: fewer would take no less time.
 TOKENS_AT_LEAST = 128
-# The values that a datum may have at each position.
-VALUES = ("weights", "logprobs", "advantages")
-# What stands where a datum has no such value.
+# The values that a datum may have at each position, and what stands where it has none.
 DEFAULTS = {"weights": 1.0, "logprobs": 0.0, "advantages": 0.0}
+VALUES = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -74,36 +73,30 @@ def check_tokens(name: str, tokens: Sequence[int], vocab_size: int, most: int) -
 
 
 def _check_ids(name: str, ids: Sequence[int], length: int, vocab_size: int) -> None:
-    array = _checked_shape(name, ids, length)
+    array = _array(name, ids, length)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name}: token ids are whole numbers, not {array.dtype}")
-    outside = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if len(outside):
-        t = int(outside[0])
-        raise ValueError(
-            f"{name}[{t}] is {array[t]}; a token of this model is 0 to {vocab_size - 1}"
-        )
+    for t in np.flatnonzero((array < 0) | (array >= vocab_size)):
+        most = vocab_size - 1
+        raise ValueError(f"{name}[{t}] is {array[t]}; a token of this model is 0 to {most}")
 
 
 def _check_values(name: str, values: Sequence[float], length: int) -> None:
-    array = _checked_shape(name, values, length)
+    array = _array(name, values, length)
     if array.dtype.kind not in "iuf":
         raise ValueError(f"{name}: these are numbers, not {array.dtype}")
-    wrong = np.flatnonzero(~np.isfinite(array.astype(np.float32)))
-    if len(wrong):
-        t = int(wrong[0])
+    for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
         raise ValueError(f"{name}[{t}] is {array[t]}; it must be finite")
 
 
-def _checked_shape(name: str, values: ArrayLike, length: int) -> np.ndarray:
+def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name}: this is no list of numbers ({error})") from error
     if array.shape != (length,):
-        raise ValueError(
-            f"{name} has shape {list(array.shape)} for {length} tokens; give one entry per token"
-        )
+        shape = list(array.shape)
+        raise ValueError(f"{name} has shape {shape} for {length} tokens; give one entry per token")
     return array
 
 
@@ -148,8 +141,8 @@ def _in_rows(data: Sequence[Datum], num_rows: int, width: int) -> RowBatch:
         for name, array in ids.items():
             array[row, :length] = getattr(datum, name)
         for name, array in values.items():
-            given = getattr(datum, name)
-            array[row, :length] = DEFAULTS[name] if given is None else given
+            of_datum = getattr(datum, name)
+            array[row, :length] = DEFAULTS[name] if of_datum is None else of_datum
     positions = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
     return RowBatch(
         tokens=on_mesh(ids["tokens"]),

@@ -1,7 +1,7 @@
 """The compiled programs of a trainer, each kept for the next call with the same settings."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ def target_scores(
 class TrainerPrograms:
     """What a trainer has compiled.
 
-    Example: TrainerPrograms(policy, seed=0).losses(CrossEntropyLoss(), None).
+    Example: TrainerPrograms(policy, seed=0).losses(token_loss("ppo", {}), None).
     """
 
     # whose scores are `target_scores`
@@ -77,7 +77,7 @@ class TrainerPrograms:
         make = partial(optimizer_program, cfg, table, self.seed, state, self.max_steps)
         return self.once("optimizer", (cfg, shardings_of(state)), make)
 
-    def once(self, kind: str, key: Any, make: Callable[[], Callable]) -> Callable:
+    def once(self, kind: str, key: Hashable, make: Callable[[], Callable]) -> Callable:
         """The program of this key, made by the first call; the one used longest ago goes."""
         kept = self.kept.setdefault(kind, OrderedDict())
         if key not in kept:
@@ -88,7 +88,7 @@ class TrainerPrograms:
         return kept[key]
 
 
-def shardings_of(tree: Any) -> tuple:
+def shardings_of(tree: Params | TrainState) -> tuple:
     """Form, shapes and places of arrays, as a key."""
     leaves, form = jax.tree.flatten(tree)
     return form, *((x.shape, x.dtype, x.sharding) for x in leaves)

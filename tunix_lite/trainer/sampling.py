@@ -6,11 +6,9 @@ base lie on the devices once as sampling reads them, and each client attaches it
 
 import queue
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
-
-import jax
 
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
@@ -21,12 +19,19 @@ from tunix_lite.plain_text import shown
 from tunix_lite.rollout.engine import make_prepare
 from tunix_lite.rollout.live import DrawSettings, LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
-from tunix_lite.seeds import check_seed, seed_of_call
+from tunix_lite.seeds import check_seed
 from tunix_lite.trainer.data import check_tokens
 from tunix_lite.types import Params
 
 # Sequences that may wait for a slot: one call may ask for many.
 MOST_WAITING = 1 << 20
+# Numbers that a sampler can follow.
+LIMITS = {
+    "temperature": (0.0, 1 / LEAST_POSITIVE),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -54,37 +59,27 @@ class SampleSettings:
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _check_numbers(self)
+        most = self.max_tokens
+        if most is not None and not (isinstance(most, int) and most >= 1):
+            raise ValueError(f"max_tokens={shown(most)}; it is 1 or more")
+        for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high:
+                raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
+            if 0 < value < LEAST_POSITIVE:
+                message = f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}"
+                raise ValueError(message)
+        if self.top_p == 0:
+            raise ValueError("top_p=0 leaves no token; use temperature=0 for the likeliest")
+        if self.top_k != int(self.top_k):
+            raise ValueError(f"top_k={self.top_k}; it is a whole number")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop={shown(self.stop)}; it is a text, or texts, none empty")
         if not all(isinstance(token, int) for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={shown(self.stop_token_ids)}; these are token ids")
         if self.seed is not None:
             check_seed(self.seed)
-
-
-def _check_numbers(settings: SampleSettings) -> None:
-    """Raises ValueError for a number that no sampler can follow."""
-    most = settings.max_tokens
-    if most is not None and not (isinstance(most, int) and most >= 1):
-        raise ValueError(f"max_tokens={shown(most)}; it is 1 or more")
-    limits = {
-        "temperature": (0.0, 1 / LEAST_POSITIVE),
-        "top_k": (-1, 2**31 - 1),
-        "top_p": (0.0, 1.0),
-        "min_p": (0.0, 1.0),
-    }
-    for name, (low, high) in limits.items():
-        value = getattr(settings, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise ValueError(f"{name}={shown(value)}; it is a number from {low} to {high}")
-        if 0 < value < LEAST_POSITIVE:
-            raise ValueError(f"{name}={shown(value)}; above 0 it is at least {LEAST_POSITIVE:g}")
-    if settings.top_p == 0:
-        raise ValueError("top_p=0 leaves no token; use temperature=0 for the likeliest")
-    if settings.top_k != int(settings.top_k):
-        raise ValueError(f"top_k={settings.top_k}; it is a whole number")
 
 
 def as_settings(settings: SampleSettings | Mapping[str, Any] | None) -> SampleSettings:
@@ -192,12 +187,14 @@ class SamplingEngine:
     ) -> list[Sample]:
         """Completions of each prompt, in the order of the prompts. settings: one per prompt, each
         with a seed. Raises ValueError, RuntimeError where the engine fails."""
-        self._check(prompts)
+        vocab_size = self.model.cfg.vocab_size
+        for i, prompt in enumerate(prompts):
+            check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)
         ended: queue.SimpleQueue = queue.SimpleQueue()
         watchers = []
         for p, (prompt, how) in enumerate(zip(prompts, settings)):
             for g in range(num_samples):
-                watchers.append(_Watcher(Sample(p, g), how, self._tokenizer, ended))
+                watchers.append(_Watcher(Sample(p, g), how, self.model.tokenizer, ended))
                 watchers[-1].sequence = self._sequence(prompt, how, g, watchers[-1])
         try:
             self._engine.submit([watcher.sequence for watcher in watchers])
@@ -214,16 +211,6 @@ class SamplingEngine:
         finally:
             self._engine.wait_until_idle()
         return [watcher.sample for watcher in watchers]
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        return self.model.tokenizer
-
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        cfg = self.model.cfg
-        for i, prompt in enumerate(prompts):
-            most = self.generation.max_prompt_length
-            check_tokens(f"prompt {i}", prompt, cfg.vocab_size, most)
 
     def _sequence(
         self, prompt: Sequence[int], how: SampleSettings, generation: int, watcher: "_Watcher"
@@ -277,30 +264,12 @@ class _Watcher:
             sample.tokens.append(token)
             sample.sampled_logprobs.append(drawn)
             sample.logprobs.append(full)
-            if self._stops_at(token):
+            if self.stream is not None:
+                self.text += self.stream.feed([token])
+            is_stop_text = any(text in self.text for text in self.stop_texts)
+            if token in self.stop_tokens or is_stop_text:
                 sample.stop_reason = "stop"
                 break
         sample.stop_reason = sample.stop_reason or new.reason or ""
         if sample.stop_reason:
             self.ended.put(self)
-
-    def _stops_at(self, token: int) -> bool:
-        if token in self.stop_tokens:
-            return True
-        if self.stream is None:
-            return False
-        self.text += self.stream.feed([token])
-        return any(text in self.text for text in self.stop_texts)
-
-
-def with_seeds(settings: Sequence[SampleSettings], base: int, call: int) -> list[SampleSettings]:
-    """The settings of each prompt, all of them with a seed."""
-    return [
-        how if how.seed is not None else replace(how, seed=seed_of_call(base, call, p))
-        for p, how in enumerate(settings)
-    ]
-
-
-def copied(params: Params) -> Params:
-    """A copy on the devices, which no update donates."""
-    return jax.tree.map(lambda x: x.copy(), params)

@@ -65,7 +65,9 @@ def save_state(folder: Path, state: TrainState, kind: SavedKind) -> None:
     checkpoints = Checkpoints(folder)
     if step in checkpoints.steps():
         raise ValueError(f"{folder} holds step {step} already; save to another folder")
-    _write_kind(folder, kind)
+    half = folder / HALF
+    half.write_text(json.dumps(asdict(kind)) + "\n")
+    os.replace(half, folder / KIND)
     if not kind.optimizer:
         state = state.replace(opt_state={})
     with contextlib.closing(checkpoints):
@@ -77,11 +79,14 @@ def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
 
     like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
     """
-    found = _check_kind(folder, kind, "load it into a client that is made like that")
+    saved = _check_kind(folder, kind, "load it into a client that is made like that")
     if not kind.optimizer:
-        step, params = load_trained(folder, jax.tree.map(_shape, like.params), kind)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like.params
+        )
+        step, params = load_trained(folder, shapes, kind)
         return like.replace(step=put(np.int32(step)), params=params)
-    if not found.optimizer:
+    if not saved.optimizer:
         raise ValueError(f"{folder} was saved without its optimizer; load it with optimizer=False")
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         return checkpoints.restore(like)
@@ -97,16 +102,6 @@ def load_trained(folder: Path, like: Params, kind: SavedKind) -> tuple[int, Para
         return checkpoints.restore_params(like)
 
 
-def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _write_kind(folder: Path, kind: SavedKind) -> None:
-    half = folder / HALF
-    half.write_text(json.dumps(asdict(kind)) + "\n")
-    os.replace(half, folder / KIND)
-
-
 def read_kind(folder: Path) -> SavedKind:
     """What a folder holds. Raises ValueError if its file is damaged."""
     if not (folder / KIND).exists():
@@ -120,13 +115,12 @@ def read_kind(folder: Path) -> SavedKind:
 
 def _check_kind(folder: Path, kind: SavedKind, remedy: str) -> SavedKind:
     """What the folder holds. Raises ValueError if this client's weights are of another kind."""
-    found = read_kind(folder)
-    names = ["model", "rank", "alpha", "targets"]
+    saved = read_kind(folder)
     differ = [
-        f"{name} is {shown(getattr(found, name))} there and {shown(getattr(kind, name))} here"
-        for name in names
-        if getattr(found, name) != getattr(kind, name)
+        f"{name} is {shown(getattr(saved, name))} there and {shown(getattr(kind, name))} here"
+        for name in ("model", "rank", "alpha", "targets")
+        if getattr(saved, name) != getattr(kind, name)
     ]
     if differ:
         raise ValueError(f"{folder} holds other weights: {'; '.join(differ)}; {remedy}")
-    return found
+    return saved

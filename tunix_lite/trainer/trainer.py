@@ -8,42 +8,26 @@ you write yourself.
   client.sample([[5, 6]], settings={"max_tokens": 16})
 """
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.learner.policy import DTYPES, STORED
-from tunix_lite.models import attention, decoder, source, weights
+from tunix_lite.learner.policy import STORED
+from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
-from tunix_lite.models.weights import Table
-from tunix_lite.parallel.compiler_options import update_options
-from tunix_lite.parallel.mesh import make_mesh, set_rules
-from tunix_lite.resolved.run import with_defaults
 from tunix_lite.seeds import check_seed
-from tunix_lite.settings.compose import compose
 from tunix_lite.trainer.batches import Collecting
 from tunix_lite.trainer.client import TrainingClient, Weights
-from tunix_lite.trainer.programs import TrainerPrograms, target_scores
-from tunix_lite.trainer.sampling import SamplingEngine
+from tunix_lite.trainer.home import TrainerHome
 from tunix_lite.trainer.saved import kind_of, load_trained, read_kind
 from tunix_lite.types import Params
 
 
-class Trainer:
+class Trainer(TrainerHome):
     """One base on one mesh, loaded once, and the clients that train beside it.
 
     Calls may come from several threads: one runs at a time. Adapters share the base; each has its
@@ -51,77 +35,6 @@ class Trainer:
 
     Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8).
     """
-
-    def __init__(
-        self,
-        *settings: str | RunConfig,
-        max_prompt_length: int = 2048,
-        max_new_tokens: int = 2048,
-    ):
-        """settings: as on the command line of run_training.py, or one RunConfig (`compose`).
-
-        Read are model, training.mixed_precision, remat, scan_layers, attention, reduce_dtype and
-        tp_reduce_dtype, rollout, sharding, optimizer and seed. max_prompt_length, max_new_tokens:
-        of samples, at most. Raises ConfigError.
-        """
-        if len(settings) == 1 and isinstance(settings[0], RunConfig):
-            self.run = settings[0]
-        else:
-            self.run = compose(list(settings))
-        if jax.process_count() > 1:
-            raise ConfigError("Trainer runs in one process; run_training.py spans several")
-        with error_context(""):
-            self.found = source.download(source.locate(self.run.model))
-        with error_context("model.mesh_shape"):
-            self.mesh = make_mesh(self.run.model.mesh_shape)
-            set_rules(self.run.sharding)
-            source.check_mesh(self.found, self.mesh)
-        self.cfg = self.found.cfg
-        platform = self.mesh.devices.flat[0].platform
-        self.run, _ = with_defaults(self.run, self.cfg, self.found.lora, platform)
-        self.tokenizer = self.found.tokenizer
-        self.dtype = DTYPES[self.run.training.mixed_precision]
-        self._lock = threading.RLock()
-        self._worker: ThreadPoolExecutor | None = None
-        self._full: TrainingClient | None = None
-        model = LanguageModel(self.found, None, self.mesh, self.dtype)
-        self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
-        training = self.run.training
-        options = update_options(training.scan_layers)
-        self.programs = TrainerPrograms(self._policy(), self.run.seed, training.max_steps, options)
-
-    def _policy(self) -> Policy:
-        scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
-        return Policy(None, scores)
-
-    @cached_property
-    def forward_settings(self) -> dict[str, Any]:
-        """What decoder.forward takes beside weights, architecture and dtype."""
-        training = self.run.training
-        platform = self.mesh.devices.flat[0].platform
-        with error_context("training"):
-            name, _ = attention.choose(
-                training.attention, self.cfg, platform, self.dtype, self.cfg.max_positions, False
-            )
-        return {
-            "remat": training.remat,
-            "attend": attention.IMPLEMENTATIONS[name],
-            "reduce_dtype": jnp.dtype(training.reduce_dtype),
-            "tp_reduce_dtype": jnp.dtype(training.tp_reduce_dtype),
-            "scan_layers": training.scan_layers,
-        }
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest sequence, prompt and completion together."""
-        return self.cfg.max_positions
-
-    @property
-    def model_name(self) -> str:
-        """model.weights in the settings."""
-        return self.run.model.weights
-
-    # ---- clients
 
     def adapter(
         self,
@@ -135,9 +48,9 @@ class Trainer:
         What is None is that of model.lora and seed in the settings. Raises ValueError for a rank
         below 1, or targets that match nothing.
         """
-        given = {"rank": rank, "alpha": alpha, "targets": targets}
-        given = {name: value for name, value in given.items() if value is not None}
-        lora = replace(self.run.model.lora, **given)
+        settings = {"rank": rank, "alpha": alpha, "targets": targets}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        lora = replace(self.run.model.lora, **settings)
         if lora.rank < 1:
             raise ValueError("rank=0: give adapter(rank=8), or train all weights with full()")
         adapter_weights(decoder.weights(self.cfg), lora)
@@ -154,13 +67,13 @@ class Trainer:
         Raises ValueError while there is one already.
         """
         with self.on_mesh():
-            if self._full is not None:
+            if self.client_of_all_weights is not None:
                 raise ValueError("there is a client of all weights already; close it first")
             storage = STORED[self.run.training.mixed_precision]
             found = replace(self.found, lora=None)
             params = source.load_base(found, self.run.seed, storage)
-            self._full = self._client(params, None, self.run.seed)
-            return self._full
+            self.client_of_all_weights = self._client(params, None, self.run.seed)
+            return self.client_of_all_weights
 
     def sampler(self, path: str | Path | None = None) -> Weights:
         """A sampler with the weights that a client has saved there: adapters, or all weights. None:
@@ -188,54 +101,15 @@ class Trainer:
     def _client(self, params: Params, lora: LoraConfig | None, seed: int) -> TrainingClient:
         return TrainingClient(self, params, lora, seed, self.run.optimizer)
 
-    def forget(self, client: TrainingClient) -> None:
-        """What `client.close()` calls: another client of all weights may follow."""
-        if self._full is client:
-            self._full = None
-
-    # ---- what clients share
-
-    @cached_property
-    def base(self) -> Params:
-        """The frozen weights under adapters, stored as model.lora.base says."""
-        return source.load_base(self.found, self.run.seed, self.run.model.lora.base)
-
-    def is_base(self, params: Params) -> bool:
-        """Whether these are the frozen weights themselves."""
-        return params is self.__dict__.get("base")
-
     @cached_property
     def collecting(self) -> Collecting:
-        """What samples and grades as run_training.py does."""
+        """The part that samples and grades as run_training.py does."""
         return Collecting(self)
-
-    def trained_table(self, lora: LoraConfig | None) -> Table:
-        """The declared weights that a client with these adapters trains."""
-        table = decoder.weights(self.cfg)
-        return table if lora is None else adapter_weights(table, lora)
-
-    @contextlib.contextmanager
-    def on_mesh(self) -> Iterator[None]:
-        """Inside, the trainer's mesh and rules are the current ones, and no other call runs."""
-        with self._lock, jax.set_mesh(self.mesh):
-            set_rules(self.run.sharding)
-            yield
-
-    def in_worker(self, call: Callable, *arguments: Any, **settings: Any) -> asyncio.Future:
-        """Calls it in the trainer's worker thread, after all calls before. Needs a running event
-        loop."""
-        with self._lock:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "trainer")
-        return asyncio.wrap_future(self._worker.submit(call, *arguments, **settings))
 
     def close(self) -> None:
         """Ends the sampler and the worker. Clients keep their weights, and can be saved."""
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        super().close()
         with self._lock:
-            self.engine.close()
             if "collecting" in self.__dict__:
                 self.collecting.close()
                 del self.collecting

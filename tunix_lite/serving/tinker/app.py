@@ -11,19 +11,22 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
-from tunix_lite.serving.face import Face
+from tunix_lite.serving.face import Face, Handler
 from tunix_lite.serving.listen import ServerSettings, TimedOut, read_body, read_json
-from tunix_lite.serving.tinker import bodies, lists, wire
+from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody, TinkerLimits
 from tunix_lite.serving.tinker.store import (
     DONE,
     WAITING,
+    Checkpoint,
     Model,
+    Record,
     Sampler,
     Store,
     TinkerSession,
@@ -43,31 +46,32 @@ POLL_SECONDS = 30.0
 # Results are kept for so long, in seconds, and looked over so often.
 RESULT_SECONDS = 24 * 3600.0
 TIDY_SECONDS = 600.0
+# Entries of an answer where the client does not say how many.
+PAGE = 20
+# Digits of a number of entries; int() refuses thousands of them.
+MOST_DIGITS = 18
 # Sessions without a model that are kept. One that was silent for so many seconds makes room.
 MOST_SESSIONS = 1024
 SILENT_SECONDS = 120.0
+# Requests that are done in turn, besides forward_backward.
+SAVES = ("save_weights", "save_weights_for_sampler")
+IN_TURN = ("create_model", "optim_step", "load_weights", *SAVES, "asample")
 # Requests whose results are protobuf.
 AS_PROTOBUF = ("forward_backward", "sample")
 PROTOBUF = "application/x-protobuf"
+# What a client gets to see of a record.
+View = Callable[[Record], dict | str]
 OUTPUT_LAYER = (
     "this server gives the output layer no adapter of its own: train_unembed has no effect"
 )
 
 
 class TinkerServer(Face):
-    """The endpoints, the journal, and the thread that works.
-
-    Example: asyncio.run(TinkerServer(trainer, store, limits, ServerSettings()).run(print))
-    """
+    """The endpoints, the journal, and the thread that works."""
 
     open_paths = ("/healthz", f"{API}/healthz")
-    unlogged = (
-        *open_paths,
-        "/metrics",
-        f"{API}/retrieve_future",
-        f"{API}/session_heartbeat",
-        f"{API}/telemetry",
-    )
+    often = tuple(f"{API}/{path}" for path in ("retrieve_future", "session_heartbeat", "telemetry"))
+    unlogged = (*open_paths, "/metrics", *often)
     # 408 makes the SDK ask again
     statuses = {TimedOut: 408}
 
@@ -96,54 +100,57 @@ class TinkerServer(Face):
 
     # ---- what a face has
 
-    def routes(self) -> Iterator[tuple[str, str, Callable]]:
-        # A request may be a little larger than the SDK estimates.
+    def routes(self) -> Iterator[tuple[str, str, Handler]]:
         config = {
+            # A request may be a little larger than the SDK estimates.
             "fwdbwd_max_chunk_bytes_count": self.settings.max_body // 2,
             "parallel_fwdbwd_chunks": True,
             "sample_join_sampling_session": True,
         }
-        posts: dict[str, Callable[[TinkerBody, bytes], dict]] = {
-            "client/config": lambda body, raw: config,
-            "client/dynamic_config": lambda body, raw: {"sample_cancel_enabled": True},
-            "telemetry": lambda body, raw: {"status": "accepted"},
+        at_once: dict[str, Callable[[TinkerBody], dict | None]] = {
+            "client/config": lambda body: config,
+            "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
+            "telemetry": lambda body: {"status": "accepted"},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session_id}/finish": self._finish,
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
-            "asample": self._sample,
-            "create_model": self._create_model,
-            "get_info": self._get_info,
-            "optim_step": partial(self._of_model, "optim_step"),
-            "save_weights": partial(self._save, "save_weights"),
-            "save_weights_for_sampler": partial(self._save, "save_weights_for_sampler"),
-            "load_weights": self._load_weights,
+            "get_info": self._model_info,
             "weights_info": self._weights_info,
-            "cancel_future": self._cancel,
+            "cancel_future": lambda body: self.worker.cancel(body.request_id),
         }
-        for path, answer in posts.items():
+        in_turn = {path: partial(self._enqueue, path) for path in IN_TURN}
+        for path, answer in (at_once | in_turn).items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
-        for path, find in lists.PATHS.items():
-            yield "get", f"{API}/{path}", partial(self._looked_up, find)
-        checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
-        yield "delete", checkpoint, self._delete_checkpoint
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
+        for path, kind, view in (
+            ("training_runs", "model", self._run_info),
+            ("training_runs/{id}", "model", self._run_info),
+            ("training_runs/{id}/checkpoints", "model", self._checkpoints_of),
+            ("checkpoints", "checkpoint", self._checkpoint_info),
+            ("samplers/{id}", "sampler", self._sampler_info),
+            ("sessions", "session", lambda session: session.id),
+            ("sessions/{id}", "session", self._session_info),
+        ):
+            one = partial(self._one, kind, view)
+            several = partial(self._page, path, kind, view)
+            yield "get", f"{API}/{path}", one if "{id}" in path else several
+        yield "get", f"{API}/get_server_capabilities", self._capabilities
+        checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
+        yield "delete", checkpoint, self._delete_checkpoint
         for path in self.open_paths:
             yield "get", path, self._health
 
-    async def _answered(self, answer: Callable, request: "web.Request") -> dict:
+    async def _answered(
+        self, answer: Callable[[TinkerBody], dict | None], request: "web.Request"
+    ) -> dict:
         body = await read_json(request)
         if isinstance(body, dict):
             body |= request.match_info
-        asked = bodies.body_of(body)
-        raw = json.dumps(body, sort_keys=True).encode()
         # The journal is on a disk, and other clients do not wait for it.
-        return await asyncio.to_thread(answer, asked, raw)
-
-    async def _looked_up(self, find: Callable, request: "web.Request") -> dict:
-        return find(self.store, self.limits, {**request.query, **request.match_info})
+        return await asyncio.to_thread(answer, bodies.body_of(body)) or {}
 
     def key_of(self, request: "web.Request") -> str:
         return request.headers.get("X-API-Key") or super().key_of(request)
@@ -165,11 +172,8 @@ class TinkerServer(Face):
         return gauges, {"tinker_requests_done_total": self.worker.done}
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        """Serves as a face does; then ends the request that is under way.
-
-        Raises WorkerFailed if the worker ends by itself, sqlite3.Error if the journal cannot be
-        written.
-        """
+        """Serves; then waits for the request that is under way. Raises WorkerFailed, sqlite3.Error
+        if the journal cannot be written."""
         try:
             await super().run(ready)
         finally:
@@ -180,23 +184,19 @@ class TinkerServer(Face):
         for name in list(self._ended):
             self._wake(name)
 
-    async def _health(self, request: "web.Request") -> "web.Response":
-        from aiohttp import web
-
+    async def _health(self, request: "web.Request") -> tuple[int, dict]:
         is_well = self.worker.is_alive and not self.is_stopping
         status = "ok" if is_well else "stopping"
         try:
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
-            is_well = False
-            status = f"the journal cannot be written: {error}"
-        return web.json_response({"status": status}, status=200 if is_well else 503)
+            return 503, {"status": f"the journal cannot be written: {error}"}
+        return 200 if is_well else 503, {"status": status}
 
     # ---- sessions
 
     def check(self) -> None:
-        """Drops what nobody can ask for any more, so that memory and folder stay bounded. Raises
-        WorkerFailed if the worker has ended."""
+        """Drops what nobody can ask for any more. Raises WorkerFailed."""
         self.worker.check()
         if time.time() > self._tidied + TIDY_SECONDS:
             self._tidied = time.time()
@@ -213,10 +213,13 @@ class TinkerServer(Face):
             if heard < now - RESULT_SECONDS:
                 self._forget_session(session)
 
+    def _finish(self, body: TinkerBody) -> None:
+        self._end_session(self._session(body.session_id))
+
     def _end_session(self, session: TinkerSession) -> None:
-        """Its models train no more, what still waits of it is given up, and samplers without a
-        name are deleted."""
+        """Gives up what still waits of it, and deletes its samplers without a name."""
         session.is_finished = True
+        session.heard = time.time()
         self.store.put(session)
         self.worker.give_up(session.id)
         for sampler in self.store.all("sampler"):
@@ -224,14 +227,14 @@ class TinkerServer(Face):
                 self._drop("sampler", sampler.id)
 
     def _forget_session(self, session: TinkerSession) -> None:
-        """A session that ended long ago, or whose client is gone: only what has a name is kept."""
+        """Ends it, and deletes all but what has a name."""
         self._end_session(session)
-        mine = [model for model in self.store.all("model") if model.session == session.id]
-        for model in mine:
+        models = [model for model in self.store.all("model") if model.session == session.id]
+        for model in models:
             file, model.saved = model.saved, None
             self.store.put(model)
             self.store.delete(file)
-        if not mine:
+        if not models:
             self.store.remove("session", session.id)
 
     def _drop(self, kind: str, name: str) -> None:
@@ -240,17 +243,8 @@ class TinkerServer(Face):
         self.store.remove(kind, name)
         self.store.delete(record.file)
 
-    def _create_session(self, body: TinkerBody, raw: bytes) -> dict:
-        self._make_room()
-        name = uuid.uuid4().hex
-        session = TinkerSession(name, metadata=body.user_metadata, display_name=body.display_name)
-        self.store.put(session)
-        answer = {"type": "create_session", "session_id": session.id}
-        return answer | {"info_message": OUTPUT_LAYER}
-
-    def _make_room(self) -> None:
-        """Forgets sessions without a model, those that have ended and the silent ones first, until
-        there is room for another one. Raises BadCall."""
+    def _create_session(self, body: TinkerBody) -> dict:
+        # Sessions without a model make room, those that have ended and the silent ones first.
         with_model = {model.session for model in self.store.all("model")}
         others = [one for one in self.store.all("session") if one.id not in with_model]
         others.sort(key=lambda one: (not one.is_finished, one.heard))
@@ -259,6 +253,9 @@ class TinkerServer(Face):
                 message = f"{MOST_SESSIONS} sessions without a model are open already"
                 raise BadCall(message, code="rate_limit_exceeded")
             self._forget_session(session)
+        name = uuid.uuid4().hex
+        self.store.put(TinkerSession(name, time.time(), body.user_metadata, body.display_name))
+        return {"type": "create_session", "session_id": name, "info_message": OUTPUT_LAYER}
 
     def _session(self, name: str) -> TinkerSession:
         session = self.store.found("session", name)
@@ -266,20 +263,26 @@ class TinkerServer(Face):
             raise BadCall(f"the session {name} has ended", code="session_is_over")
         return session
 
-    def _heartbeat(self, body: TinkerBody, raw: bytes) -> dict:
+    def _heartbeat(self, body: TinkerBody) -> dict:
         # Not written: a server that begins again waits for its clients anyway.
         self._session(body.session_id).heard = time.time()
         return {"type": "session_heartbeat"}
 
-    def _finish(self, body: TinkerBody, raw: bytes) -> dict:
-        session = self._session(body.session_id)
-        session.heard = time.time()
-        self._end_session(session)
-        return {}
+    # ---- models and samplers
 
-    # ---- samplers
+    def _model(self, body: TinkerBody) -> Model:
+        """Raises BadCall if its session has ended."""
+        model = self.store.found("model", body.model_id)
+        self._session(model.session)
+        return model
 
-    def _create_sampler(self, body: TinkerBody, raw: bytes) -> dict:
+    def _check_base(self, body: TinkerBody) -> None:
+        name = self.limits.model_name
+        if body.base_model.removesuffix(":full") != name:
+            message = f"base_model={shown(body.base_model)}: this server has {name!r}"
+            raise BadCall(message, "base_model")
+
+    def _create_sampler(self, body: TinkerBody) -> dict:
         session = self._session(body.session_id)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         sampler = Sampler(name, session.id, model_path=body.model_path)
@@ -288,86 +291,34 @@ class TinkerServer(Face):
         else:
             self._check_base(body)
         self.store.put(sampler)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+        return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _check_base(self, body: TinkerBody) -> None:
-        have = self.limits.model_name
-        if body.base_model.removesuffix(":full") != have:
-            message = f"base_model={shown(body.base_model)}: this server has {have!r}"
-            raise BadCall(message, "base_model")
-
-    def _join_sampler(self, body: TinkerBody, raw: bytes) -> dict:
+    def _join_sampler(self, body: TinkerBody) -> dict:
         with self.store.transaction():
             sampler = self.store.found("sampler", body.sampling_session_id)
             sampler.clones += 1
             self.store.put(sampler)
         return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
-    def _sample(self, body: TinkerBody, raw: bytes) -> dict:
-        bodies.check_sample(body, self.limits.max_length)
-        sampler = self.store.found("sampler", body.sampling_session_id)
-        answer = self._accept(sampler.id, body.seq_id, "sample", raw)
-        names = [f"{answer['request_id']}:{i}" for i in range(body.num_samples)]
-        return answer | {"sample_sequence_ids": names}
+    async def _delete_checkpoint(self, request: "web.Request") -> dict:
+        path = "tinker://{run}/{folder}/{name}".format(**request.match_info)
+        await asyncio.to_thread(self._drop, "checkpoint", path)
+        return {}
 
-    # ---- models
-
-    def _create_model(self, body: TinkerBody, raw: bytes) -> dict:
-        name = f"{self._session(body.session_id).id}:train:{body.model_seq_id}"
-        self._check_base(body)
-        return self._accept(name, 0, "create_model", raw)
-
-    def _model(self, name: str) -> Model:
-        """Raises BadCall if its session has ended."""
-        model = self.store.found("model", name)
-        self._session(model.session)
-        return model
-
-    def _get_info(self, body: TinkerBody, raw: bytes) -> dict:
-        return lists.model_info(self._model(body.model_id), self.limits)
-
-    def _of_model(self, kind: str, body: TinkerBody, raw: bytes) -> dict:
-        """A request that is done in its turn. The number 0 is none."""
-        return self._accept(self._model(body.model_id).id, body.seq_id or None, kind, raw)
-
-    def _save(self, kind: str, body: TinkerBody, raw: bytes) -> dict:
-        has_name = kind == "save_weights" or body.path is not None
-        if has_name and not bodies.NAME.fullmatch(body.path or ""):
-            message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
-            raise BadCall(message, "path")
-        return self._of_model(kind, body, raw)
-
-    def _load_weights(self, body: TinkerBody, raw: bytes) -> dict:
-        self.store.found("checkpoint", body.path)
-        if not body.session_id:
-            return self._of_model("load_weights", body, raw)
-        name = f"{self._session(body.session_id).id}:train:{body.model_seq_id}"
-        return self._accept(name, 0, "create_from", raw)
+    # ---- what needs the devices
 
     async def _forward_backward(self, request: "web.Request") -> dict:
         raw = await read_body(request)
         if request.content_type != PROTOBUF:
             raise BadCall(f"forward_backward must be {PROTOBUF}, as the SDK has it since 0.25")
         message = wire.wire_message("Request", raw)
-        asked = TinkerBody(model_id=message.model_id, seq_id=message.seq_id)
-        return await asyncio.to_thread(self._of_model, "forward_backward", asked, raw)
+        body = TinkerBody(model_id=message.model_id, seq_id=message.seq_id)
+        return await asyncio.to_thread(self._enqueue, "forward_backward", body, raw)
 
-    def _weights_info(self, body: TinkerBody, raw: bytes) -> dict:
-        return lists.weights_info(self.store.found("checkpoint", body.tinker_path), self.limits)
-
-    async def _delete_checkpoint(self, request: "web.Request") -> dict:
-        path = "tinker://{run}/{folder}/{name}".format(**request.match_info)
-        await asyncio.to_thread(self._drop, "checkpoint", path)
-        return {}
-
-    # ---- futures
-
-    def _accept(self, owner: str, number: int | None, kind: str, raw: bytes) -> dict:
-        """Writes a request into the journal, and then says its name.
-
-        number: None takes the first that is free. Raises BadCall for one that is over, or where too
-        many wait. The next request of a model always has room, as those may wait for it.
-        """
+    def _enqueue(self, path: str, body: TinkerBody, raw: bytes | None = None) -> dict:
+        """Writes a request into the journal, and then says its name. Raises BadCall for one that is
+        over, or where too many wait."""
+        kind, owner, number = self._turn_of(path, body)
         session = session_of(owner)
         model = self.store.get("model", owner)
         next_seq = 0 if model is None else model.next_seq
@@ -376,40 +327,155 @@ class TinkerServer(Face):
             if number is not None and number < next_seq:
                 message = f"request {number} is over; the next one is {next_seq}"
                 raise BadCall(message, "seq_id")
+            # The next request of a model always has room, as those may wait for it.
             is_next = model is not None and number == next_seq
             if not is_next and len(self.store.waiting(session)) >= self.limits.max_waiting:
                 message = f"{self.limits.max_waiting} requests of this session wait already"
                 raise BadCall(message, code="rate_limit_exceeded")
-        request = self.store.accept(owner, number, kind, raw, next_seq)
+        raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
+        name = self.store.accept(owner, number, kind, raw, next_seq).id
         self.worker.wake()
         # The session may have ended meanwhile, and then nobody gives up what comes after it.
         record = self.store.get("session", session)
         if record is not None and record.is_finished:
             self.worker.give_up(session)
-        return {"request_id": request.id, "model_id": None if kind == "sample" else owner}
+        if kind != "sample":
+            return {"request_id": name, "model_id": owner}
+        samples = [f"{name}:{i}" for i in range(body.num_samples)]
+        return {"request_id": name, "model_id": None, "sample_sequence_ids": samples}
 
-    def _cancel(self, body: TinkerBody, raw: bytes) -> dict:
-        self.worker.cancel(body.request_id)
-        return {}
+    def _turn_of(self, path: str, body: TinkerBody) -> tuple[str, str, int | None]:
+        """Kind and owner of a request, and its number; None: the first that is free."""
+        if path == "asample":
+            body.sample_settings("")
+            length = len(body.prompt_tokens)
+            if length > (most := self.limits.max_length):
+                message = f"prompt: {length} tokens; this model takes up to {most}"
+                raise BadCall(message, "prompt")
+            return "sample", self.store.found("sampler", body.sampling_session_id).id, body.seq_id
+        if path == "load_weights":
+            self.store.found("checkpoint", body.path)
+        if path == "create_model" or (path == "load_weights" and body.session_id):
+            owner = f"{self._session(body.session_id).id}:train:{body.model_seq_id}"
+            if path == "load_weights":
+                return "create_from", owner, 0
+            self._check_base(body)
+            return path, owner, 0
+        is_named = path == "save_weights" or body.path is not None
+        if path in SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
+            message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
+            raise BadCall(message, "path")
+        # The number 0 is none.
+        return path, self._model(body).id, body.seq_id or None
 
-    async def _retrieve(self, request: "web.Request") -> "web.Response":
-        """The result of a future. If there is none in time, 408 makes the SDK ask again."""
+    async def _retrieve(self, request: "web.Request") -> "tuple[int, dict] | web.Response":
+        """The result of a request. If there is none in time, 408 makes the SDK ask again."""
         from aiohttp import web
 
         name = bodies.body_of(await read_json(request)).request_id
         self._loop = asyncio.get_running_loop()
-        found = self.store.result(name)
-        if found is None:
+        row = self.store.result(name)
+        if row is None:
             raise BadCall(f"there is no request {shown(name)}", code="not_found")
-        if found[0] == WAITING and not self.is_stopping:
+        if row[0] == WAITING and not self.is_stopping:
             event = self._ended.setdefault(name, asyncio.Event())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), timeout=POLL_SECONDS)
-            found = self.store.result(name) or found
-        state, kind, result = found
+            row = self.store.result(name) or row
+        state, kind, result = row
         if state == WAITING:
-            waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
-            return web.json_response(waiting, status=408)
+            return 408, {"type": "try_again", "request_id": name, "queue_state": "active"}
         is_protobuf = state == DONE and kind in AS_PROTOBUF
         form = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=form)
+
+    # ---- lookups
+
+    async def _one(self, kind: str, view: View, request: "web.Request") -> dict:
+        return view(self.store.found(kind, request.match_info["id"]))
+
+    async def _page(self, key: str, kind: str, view: View, request: "web.Request") -> dict:
+        """The newest records of a kind, as many as the client asks for."""
+        newest = sorted(self.store.all(kind), key=lambda one: -one.created)
+        cursor = {"total_count": len(newest)}
+        for name, default in (("offset", 0), ("limit", PAGE)):
+            text = request.query.get(name, "")
+            cursor[name] = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+        some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
+        return {key: [view(one) for one in some], "cursor": cursor}
+
+    async def _capabilities(self, request: "web.Request") -> dict:
+        length = self.limits.max_length
+        can = {"max_context_length": length, "trainable": True, "sampleable": True}
+        names = (self.limits.model_name, f"{self.limits.model_name}:full")
+        return {"supported_models": [{"model_name": name} | can for name in names]}
+
+    def _model_info(self, body: TinkerBody) -> dict:
+        model = self._model(body)
+        name = self.limits.model_name
+        return _lora(model) | {
+            "type": "get_info",
+            "model_data": {"arch": "decoder", "model_name": name, "tokenizer_id": name},
+            "model_id": model.id,
+            "model_name": name,
+        }
+
+    def _weights_info(self, body: TinkerBody) -> dict:
+        checkpoint = self.store.found("checkpoint", body.tinker_path)
+        adapters = checkpoint.adapters
+        return _lora(checkpoint) | {
+            "base_model": self.limits.model_name,
+            "train_unembed": False,
+            "train_mlp": adapters is None or adapters.mlp,
+            "train_attn": adapters is None or adapters.attention,
+        }
+
+    def _checkpoint_info(self, checkpoint: Checkpoint) -> dict:
+        return {
+            "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
+            "checkpoint_type": checkpoint.kind,
+            "time": _time(checkpoint.created),
+            "tinker_path": checkpoint.id,
+            "size_bytes": checkpoint.size,
+            "public": False,
+            "user_metadata": checkpoint.metadata,
+            "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
+        }
+
+    def _checkpoints_of(self, model: Model) -> dict:
+        records = [one for one in self.store.all("checkpoint") if one.model == model.id]
+        return {"checkpoints": [self._checkpoint_info(one) for one in records]}
+
+    def _run_info(self, model: Model) -> dict:
+        checkpoints = self._checkpoints_of(model)["checkpoints"]
+        newest = {one["checkpoint_type"]: one for one in checkpoints}
+        return _lora(model) | {
+            "training_run_id": model.id,
+            "base_model": self.limits.model_name,
+            "model_owner": "local",
+            "last_request_time": _time(model.last_request),
+            "last_checkpoint": newest.get("training"),
+            "last_sampler_checkpoint": newest.get("sampler"),
+            "user_metadata": model.metadata,
+        }
+
+    def _sampler_info(self, sampler: Sampler) -> dict:
+        where = {"base_model": self.limits.model_name, "model_path": sampler.model_path}
+        return {"sampler_id": sampler.id} | where
+
+    def _session_info(self, session: TinkerSession) -> dict:
+        return {
+            "training_run_ids": [m.id for m in self.store.all("model") if m.session == session.id],
+            "sampler_ids": [s.id for s in self.store.all("sampler") if s.session == session.id],
+            "user_metadata": session.metadata,
+            "display_name": session.display_name,
+        }
+
+
+def _lora(record: Model | Checkpoint) -> dict:
+    adapters = record.adapters
+    return {"is_lora": adapters is not None, "lora_rank": adapters and adapters.rank}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -63,10 +63,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 @dataclass
 class TinkerSession:
-    """A client's run.
-
-    Example: TinkerSession("4f2a", created=1700000000.0).
-    """
+    """A client's run. Its id is like 4f2a."""
 
     id: str
     created: float = field(default_factory=time.time)
@@ -79,10 +76,7 @@ class TinkerSession:
 
 @dataclass
 class Adapters:
-    """The adapters of a model.
-
-    Example: Adapters(rank=8, seed=3, attention=True, mlp=True).
-    """
+    """The adapters of a model."""
 
     rank: int
     seed: int
@@ -92,10 +86,7 @@ class Adapters:
 
 @dataclass
 class Model:
-    """A model in training: what it was made with, and how far it is.
-
-    Example: Model("4f2a:train:0", "4f2a").
-    """
+    """A model in training: what it was made with, and how far it is. Its id is 4f2a:train:0."""
 
     id: str
     session: str
@@ -115,10 +106,7 @@ class Model:
 
 @dataclass
 class Sampler:
-    """Frozen weights that samples are drawn from.
-
-    Example: Sampler("4f2a:sample:0", "4f2a") draws from the base model.
-    """
+    """Frozen weights that samples are drawn from. Its id is 4f2a:sample:0."""
 
     id: str
     session: str
@@ -130,10 +118,7 @@ class Sampler:
 
 @dataclass
 class Checkpoint:
-    """Weights that a client saved under a name.
-
-    Example: Checkpoint("tinker://4f2a:train:0/weights/final", "4f2a:train:0", "training", ...).
-    """
+    """Weights that a client saved under a name. Its id is tinker://4f2a:train:0/weights/NAME."""
 
     id: str
     model: str
@@ -150,10 +135,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TinkerRequest:
-    """A request in the journal.
-
-    Example: TinkerRequest(1, "4f2a:train:0:1", "4f2a:train:0", 1, "optim_step").
-    """
+    """A request in the journal. Its id is that of its owner, a model or a sampler, and its seq."""
 
     arrival: int
     id: str
@@ -175,31 +157,27 @@ Record = TinkerSession | Model | Sampler | Checkpoint
 
 
 class Store:
-    """The folder. Any thread may call it.
-
-    Example: store = Store(Path("outputs/tinker")); store.put(TinkerSession("4f2a")).
-    """
+    """The folder. Any thread may call it."""
 
     def __init__(self, folder: Path):
         """Raises OSError or sqlite3.Error if the folder cannot be written, StoreDamaged."""
         self.folder = folder
-        for name in ROOMS:
-            (folder / name).mkdir(parents=True, exist_ok=True)
+        for room in ROOMS:
+            (folder / room).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._db = sqlite3.connect(
-            folder / JOURNAL, check_same_thread=False, isolation_level=None, timeout=1.0
-        )
+        how = {"check_same_thread": False, "isolation_level": None, "timeout": 1.0}
+        self._db = sqlite3.connect(folder / JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
         # what stands in the folder and not in the journal, or the other way round
         self.differences: list[str] = []
         try:
-            self._read()
+            self._read_journal()
+            self._compare_files()
         except BaseException:
             self._db.close()
             raise
 
-    def _read(self) -> None:
-        """Takes over what the server before has left."""
+    def _read_journal(self) -> None:
         self._db.executescript(TABLES)
         columns = [row[1] for row in self._db.execute("PRAGMA table_info(requests)")]
         if missing := [name for name in COLUMNS if name not in columns]:
@@ -210,28 +188,29 @@ class Store:
         for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
             self._records.setdefault(kind, {})[name] = _record(kind, name, value)
 
-        # Without its newest part, which is a file of its own, SQLite opens an older journal.
+    def _compare_files(self) -> None:
+        """Without its newest part, which is a file of its own, SQLite opens an older journal."""
         named = {one.saved for one in self.all("model")} - {None}
         named |= {one.file for kind in ("sampler", "checkpoint") for one in self.all(kind)} - {None}
         files: dict[str, set[str]] = {}
-        for room in ROOMS:
+        for room, title in ROOMS.items():
             paths = (self.folder / room).glob("*/*/*" if room == "checkpoints" else "*")
-            kept = [path for path in paths if path.name[:1] != "."]
-            files[room] = {path.relative_to(self.folder).as_posix() for path in kept}
-            if lost := sorted(files[room] - named):
-                # one may be left by a server that was killed while it saved
-                names = ", ".join(lost[:MOST_SHOWN])
-                line = f"{len(lost)} {ROOMS[room]} here are in no journal: {names}"
-                self.differences.append(line)
+            whole = [path for path in paths if path.name[:1] != "."]
+            files[room] = {path.relative_to(self.folder).as_posix() for path in whole}
+            # one may be left by a server that was killed while it saved
+            self._note(f"{title} here are in no journal", files[room] - named)
         if any(files.values()) and not any(self._records.values()):
-            found = " and ".join(f"{len(files[room])} {ROOMS[room]}" for room in ROOMS)
+            counts = " and ".join(f"{len(files[room])} {ROOMS[room]}" for room in ROOMS)
             raise StoreDamaged(
-                f"{JOURNAL} is empty, and {found} lie beside it: it was damaged, or deleted. Take "
+                f"{JOURNAL} is empty, and {counts} lie beside it: it was damaged, or deleted. Take "
                 "another folder (state_folder=), or move these files away"
             )
-        if gone := sorted(named.difference(*files.values())):
-            names = ", ".join(gone[:MOST_SHOWN])
-            self.differences.append(f"{len(gone)} files of the journal are not here: {names}")
+        self._note("files of the journal are not here", named.difference(*files.values()))
+
+    def _note(self, difference: str, files: set[str]) -> None:
+        if files:
+            names = ", ".join(sorted(files)[:MOST_SHOWN])
+            self.differences.append(f"{len(files)} {difference}: {names}")
 
     def close(self) -> None:
         with self._lock:
@@ -245,13 +224,12 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             yield
 
-    def _rows(self, query: str, *values: Any) -> list[tuple]:
+    def _rows(self, query: str, *values: str | float | bytes) -> list[tuple]:
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
     def settle(self) -> None:
-        """Moves what is committed into the main file of the journal, on the disk. Until then it
-        stands in a file beside it."""
+        """Moves what is committed from the file beside the journal into the journal itself."""
         self._rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # ---- records
@@ -289,8 +267,7 @@ class Store:
     def accept(
         self, owner: str, seq: int | None, kind: str, body: bytes, least: int = 0
     ) -> TinkerRequest:
-        """Writes a request into the journal. A client that sends one again, as it did not hear the
-        answer, gets the first one.
+        """Writes a request into the journal, unless a client that heard no answer sends it again.
 
         seq: its number; None: the first free one from `least` on. Raises BadCall if the number was
         that of another request.
@@ -319,10 +296,10 @@ class Store:
 
     def done_after(self, owner: str, seq: int, kind: str) -> list[TinkerRequest]:
         """Requests of this kind after seq that have a result, in their order."""
-        where = "owner = ? AND seq > ? AND kind = ? AND state = ? ORDER BY seq"
-        return self._requests(where, owner, seq, kind, DONE)
+        where = f"owner = ? AND seq > ? AND kind = ? AND state = {DONE} ORDER BY seq"
+        return self._requests(where, owner, seq, kind)
 
-    def _requests(self, where: str, *values: Any) -> list[TinkerRequest]:
+    def _requests(self, where: str, *values: str | int) -> list[TinkerRequest]:
         query = f"SELECT arrival, id, owner, seq, kind FROM requests WHERE {where}"
         return [TinkerRequest(*row) for row in self._rows(query, *values)]
 
@@ -331,12 +308,9 @@ class Store:
         return body
 
     def begin(self, request: TinkerRequest, attempts: int = 1) -> int:
-        """Counts an attempt; returns how many there are. A request that kills the server again
-        and again is told apart by it. attempts: as how many this one counts."""
-        query = "UPDATE requests SET attempts = attempts + ? WHERE arrival = ?"
-        self._rows(query, attempts, request.arrival)
-        query = "SELECT attempts FROM requests WHERE arrival = ?"
-        [(count,)] = self._rows(query, request.arrival)
+        """Adds to the attempts at a request; returns how many there are now."""
+        query = "UPDATE requests SET attempts = attempts + ? WHERE arrival = ? RETURNING attempts"
+        [(count,)] = self._rows(query, attempts, request.arrival)
         return count
 
     def end(self, request: TinkerRequest, state: int, result: bytes) -> None:
@@ -357,8 +331,7 @@ class Store:
 
     def forget_results(self, before: float) -> None:
         """Drops requests that ended before this time and are in no weights' way."""
-        where = "state > 0 AND ended < ? AND body = x''"
-        self._rows(f"DELETE FROM requests WHERE {where}", before)
+        self._rows("DELETE FROM requests WHERE state > 0 AND ended < ? AND body = x''", before)
 
     # ---- files
 
@@ -378,12 +351,9 @@ class Store:
 
     def delete(self, file: str | Path | None) -> None:
         """Removes a file or a folder, if it is there."""
-        if file is None:
-            return
-        path = self.folder / file
-        if path.is_dir():
+        if file is not None and (path := self.folder / file).is_dir():
             shutil.rmtree(path)
-        else:
+        elif file is not None:
             path.unlink(missing_ok=True)
 
 
@@ -392,7 +362,7 @@ def session_of(owner: str) -> str:
     return owner.partition(":")[0]
 
 
-def _record(kind: str, name: str, value: Any) -> Record:
+def _record(kind: str, name: str, value: str) -> Record:
     """A record as the journal holds it. Raises StoreDamaged for one that is not as expected."""
     where = f"{JOURNAL}: the record {shown(kind)} {shown(name)}"
     if kind not in RECORDS:

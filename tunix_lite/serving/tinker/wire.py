@@ -4,19 +4,15 @@ The SDK sends forward_backward as protobuf and reads the results of forward_back
 as protobuf; all else is JSON. Reference: tinker_public.proto of the SDK 0.38.0.
 """
 
-from typing import Any
-
 import numpy as np
-from google.protobuf.descriptor_pb2 import (
-    FieldDescriptorProto,
-    FileDescriptorProto,
-)
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.trainer.data import VALUES, Datum
+from tunix_lite.trainer.sampling import Sample
 
 # The fields of each message, numbered from 1. * repeats. A map is a list of entries.
 MESSAGES = {
@@ -46,8 +42,7 @@ FLOAT32 = 1
 STOP_REASONS = {"eos": 0, "stop": 0, "length": 1}
 
 
-def _classes() -> dict[str, Any]:
-    """A class for each of MESSAGES."""
+def _classes() -> dict[str, type[Message]]:
     file = FileDescriptorProto(name="tinker.proto", package="tinker", syntax="proto3")
     for message, text in MESSAGES.items():
         added = file.message_type.add(name=message)
@@ -61,15 +56,14 @@ def _classes() -> dict[str, Any]:
                 field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
     pool = DescriptorPool()
     pool.Add(file)
-    return {
-        name: GetMessageClass(pool.FindMessageTypeByName(f"tinker.{name}")) for name in MESSAGES
-    }
+    types = {name: pool.FindMessageTypeByName(f"tinker.{name}") for name in MESSAGES}
+    return {name: GetMessageClass(descriptor) for name, descriptor in types.items()}
 
 
 CLASSES = _classes()
 
 
-def wire_message(name: str, body: bytes) -> Any:
+def wire_message(name: str, body: bytes) -> Message:
     """The message of this name. Raises BadCall if the bytes are none."""
     try:
         return CLASSES[name].FromString(body)
@@ -77,18 +71,18 @@ def wire_message(name: str, body: bytes) -> Any:
         raise BadCall(f"the body is no protobuf message of the protocol: {error}") from error
 
 
-def loss_settings(request: Any) -> dict[str, float | str]:
+def loss_settings(request: Message) -> dict[str, float | str]:
     """The settings of the loss. The SDK writes numbers into both maps; the newer one has texts."""
     newer = {one.name: one.value.text or one.value.number for one in request.settings}
     return newer or {one.name: one.value for one in request.numbers}
 
 
-def data_of(request: Any) -> list[Datum]:
+def data_of(request: Message) -> list[Datum]:
     """The data of a forward_backward request. Raises BadCall for what this server cannot train."""
     return [_datum(one, f"data[{i}]") for i, one in enumerate(request.data)]
 
 
-def _datum(message: Any, where: str) -> Datum:
+def _datum(message: Message, where: str) -> Datum:
     tokens: list[int] = []
     for chunk in message.chunks:
         if not chunk.HasField("text"):
@@ -118,23 +112,23 @@ def _array(raw: bytes, dtype: int, where: str) -> np.ndarray:
     return np.frombuffer(raw, DTYPES[dtype])
 
 
-def write_forward_backward(logprobs: list[np.ndarray], metrics: dict[str, float]) -> bytes:
+def write_forward_backward(logprobs: list[list[float]], metrics: dict[str, float]) -> bytes:
     """The result of forward_backward: log-probabilities of the targets of each datum."""
     result = CLASSES["Gradient"](kind="ArrayRecord")
     result.rows.kind = "ArrayRecord"
     result.rows.count = len(logprobs)
     column = result.rows.columns.add(name="logprobs").column
+    column.dtype = FLOAT32
     column.values = np.concatenate([np.zeros(0), *logprobs]).astype("<f4").tobytes()
     ends = np.cumsum([0, *(4 * len(row) for row in logprobs)])
     column.ends = ends.astype("<i8").tobytes()
-    column.dtype = FLOAT32
     for name, value in metrics.items():
         result.metrics.add(name=name, value=value)
     return result.SerializeToString()
 
 
-def write_samples(samples: list[Any], prompt_logprobs: list[float | None] | None = None) -> bytes:
-    """The result of a sample request: each sample of the trainer."""
+def write_samples(samples: list[Sample], prompt_logprobs: list[float | None] | None) -> bytes:
+    """The result of a sample request."""
     result = CLASSES["Samples"]()
     for one in samples:
         tokens = np.asarray(one.tokens, "<i4").tobytes()

@@ -11,10 +11,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from tunix_lite.plain_text import visible
 from tunix_lite.serving.tinker import bodies, wire
@@ -22,17 +21,20 @@ from tunix_lite.serving.tinker.bodies import TinkerBody
 from tunix_lite.serving.tinker.store import (
     DONE,
     FAILED,
-    Adapters,
     Checkpoint,
     Model,
     Sampler,
     Store,
     TinkerRequest,
     disk_trouble,
+    session_of,
 )
 
 if TYPE_CHECKING:
+    from tunix_lite.trainer.client import LossOutput, TrainingClient, Weights
     from tunix_lite.trainer.trainer import Trainer
+
+    Live = dict[str, Weights]
 
 # Weights that get adapters, as paths name them.
 ATTENTION = ("q", "k", "v", "o")
@@ -45,6 +47,10 @@ SEQUENCES_PER_TURN = 256
 MOST_ATTEMPTS = 20
 LONG_SECONDS = 30.0
 LONG_ATTEMPT = 7
+# A sample request, and its body.
+Sampling = tuple[TinkerRequest, TinkerBody]
+# The result of a request, and what it made.
+Done = tuple[bytes, Checkpoint | Sampler | None]
 
 
 class WorkerFailed(Exception):
@@ -53,80 +59,75 @@ class WorkerFailed(Exception):
 
 class LiveModels:
     """The trainer's clients and samplers on the devices, the ones used last. What is not there is
-    made again from the store. One thread calls it.
-
-    Example: LiveModels(trainer, store, most=16).client(model).optim_step(learning_rate=1e-4).
-    """
+    made again from the store. One thread calls it."""
 
     def __init__(self, trainer: "Trainer", store: Store, most: int = 16):
         """most: models, and samplers, that stay on the devices."""
         self.trainer = trainer
         self.store = store
         self.most = most
-        # the one used last is the last
-        self._clients: dict[str, Any] = {}
-        self._samplers: dict[str, Any] = {}
+        # the one used last is the last; a sampler has the name of its file
+        self._clients: Live = {}
+        self._samplers: Live = {}
 
     def forget(self, name: str) -> None:
         """Takes a model from the devices; the store has it."""
-        client = self._clients.pop(name, None)
-        if client is not None:
-            client.close()
+        if name in self._clients:
+            self._clients.pop(name).close()
 
-    def client(self, model: Model) -> Any:
+    def _newest(self, live: "Live", name: str, make: "Callable[[], Weights]") -> "Weights":
+        live[name] = live.pop(name, None) or make()
+        while len(live) > self.most:
+            live.pop(next(iter(live))).close()
+        return live[name]
+
+    def client(self, model: Model) -> "TrainingClient":
         """The trainer's client of a model, with all that it was asked to do. Raises ValueError for
         adapters that cannot be."""
-        client = self._clients.pop(model.id, None)
-        if client is not None:
-            self._clients[model.id] = client
-            return client
-        client = self._made(model.adapters)
-        if model.saved is not None:
-            client.load(self.store.folder / model.saved, optimizer=True)
-        self._keep(self._clients, model.id, client)
-        # Gradients since then are in no file.
-        for done in self.store.done_after(model.id, model.saved_seq, "forward_backward"):
-            self.forward_backward(model, self.store.body(done))
+        is_live = model.id in self._clients
+        client = self._newest(self._clients, model.id, lambda: self._made(model))
+        if not is_live:
+            # Gradients since the weights were saved are in no file.
+            for done in self.store.done_after(model.id, model.saved_seq, "forward_backward"):
+                self.forward_backward(model, self.store.body(done))
         return client
 
-    def _made(self, adapters: Adapters | None) -> Any:
+    def _made(self, model: Model) -> "TrainingClient":
+        adapters = model.adapters
         if adapters is None:
             # There is room for one of them. Another one comes back when its client asks again.
             for name in [name for name, one in self._clients.items() if one.lora is None]:
                 self.forget(name)
-            return self.trainer.full()
-        parts = ATTENTION * adapters.attention + MLP * adapters.mlp
-        if not parts:
-            raise ValueError("train_attn and train_mlp are both off: nothing would train")
-        targets = f".*/({'|'.join(parts)})"
-        return self.trainer.adapter(rank=adapters.rank, seed=adapters.seed, targets=targets)
+            client = self.trainer.full()
+        else:
+            parts = ATTENTION * adapters.attention + MLP * adapters.mlp
+            if not parts:
+                raise ValueError("train_attn and train_mlp are both off: nothing would train")
+            targets = f".*/({'|'.join(parts)})"
+            client = self.trainer.adapter(rank=adapters.rank, seed=adapters.seed, targets=targets)
+        if model.saved is not None:
+            client.load(self.store.folder / model.saved, optimizer=True)
+        return client
 
-    def _keep(self, live: dict[str, Any], name: str, made: Any) -> None:
-        live[name] = made
-        while len(live) > self.most:
-            live.pop(next(iter(live))).close()
-
-    def forward_backward(self, model: Model, body: bytes) -> Any:
+    def forward_backward(self, model: Model, body: bytes) -> "LossOutput":
         """The trainer's result, of forward if the request says so. Raises ValueError."""
-        asked = wire.wire_message("Request", body)
-        data = wire.data_of(asked)
+        message = wire.wire_message("Request", body)
+        data = wire.data_of(message)
         client = self.client(model)
-        call = client.forward if asked.forward_only else client.forward_backward
-        return call(data, loss=asked.loss, settings=wire.loss_settings(asked))
+        call = client.forward if message.forward_only else client.forward_backward
+        return call(data, loss=message.loss, settings=wire.loss_settings(message))
 
-    def sample(self, asked: list[tuple[TinkerRequest, TinkerBody]]) -> list[bytes]:
+    def sample(self, samples: list[Sampling]) -> list[bytes]:
         """The results of sample requests of one sampler, each with as many samples."""
-        file = self.store.found("sampler", asked[0][0].owner).file or ""
-        sampler = self._samplers.pop(file, None)
-        if sampler is None:
-            sampler = self.trainer.sampler(self.store.folder / file if file else None)
-        self._keep(self._samplers, file, sampler)
-        count = asked[0][1].num_samples
-        prompts = [bodies.prompt_tokens(body.prompt) for _, body in asked]
-        settings = [bodies.sample_settings(body.sampling_params, one.id) for one, body in asked]
+        file = self.store.found("sampler", samples[0][0].owner).file
+        path = None if file is None else self.store.folder / file
+        sampler = self._newest(self._samplers, str(file), lambda: self.trainer.sampler(path))
+        count = samples[0][1].num_samples
+        prompts = [body.prompt_tokens for _, body in samples]
+        settings = [body.sample_settings(request.id) for request, body in samples]
         drawn = sampler.sample(prompts, count, settings)
         results = []
-        for i, (_, body) in enumerate(asked):
+        for i, (_, body) in enumerate(samples):
             scores = sampler.logprobs([prompts[i]])[0] if body.prompt_logprobs else None
             results.append(wire.write_samples(drawn[i * count : (i + 1) * count], scores))
         return results
@@ -155,10 +156,7 @@ def next_turn(
 
 
 class Worker:
-    """The thread. What it has to do is in the journal; `wake` says that there is more.
-
-    Example: worker = Worker(live, store, print); worker.wake(); worker.close().
-    """
+    """The thread. What it has to do is in the journal; `wake` says that there is more."""
 
     def __init__(self, live: LiveModels, store: Store, on_end: Callable[[str], None]):
         """on_end: called in the thread with the name of each request that has a result."""
@@ -200,20 +198,18 @@ class Worker:
     def cancel(self, name: str) -> None:
         """Gives up a sample request that nobody has begun."""
         if ":sample:" in name:
-            self._give_up(name.partition(":")[0], "the client cancelled it", name)
+            self.give_up(session_of(name), name)
 
-    def give_up(self, session: str) -> None:
-        """Ends what still waits of a session: nobody will ask for it."""
-        self._give_up(session, "the session has ended")
-        self._turns.pop(session, None)
-
-    def _give_up(self, session: str, why: str, name: str | None = None) -> None:
+    def give_up(self, session: str, name: str | None = None) -> None:
+        """Ends what still waits of a session, or one request of it: nobody will ask for it."""
+        why = "the session has ended" if name is None else "the client cancelled it"
         with self._lock:
-            waiting = [one for one in self.store.waiting(session) if one not in self._current]
-            for request in waiting:
-                if name in (None, request.id):
-                    self.store.end(request, FAILED, failure(why, "user"))
+            for request in self.store.waiting(session):
+                if request not in self._current and name in (None, request.id):
+                    self.store.end(request, FAILED, as_json(error=why, category="user"))
                     self.on_end(request.id)
+            if name is None:
+                self._turns.pop(session, None)
 
     def close(self) -> None:
         """Ends after the request that is under way; the others stay in the journal."""
@@ -267,25 +263,38 @@ class Worker:
             if request.kind not in OPERATIONS:
                 message = f"this server knows no {request.kind}; another version has accepted it"
                 raise ValueError(message)
-            asked = self._body(request)
+            body = TinkerBody() if request.kind == "forward_backward" else self._body(request)
             model = self.store.get("model", request.owner)
             if model is None:
-                adapters = bodies.adapters(asked)
-                if asked.path is not None:
-                    adapters = self.store.found("checkpoint", asked.path).adapters
+                adapters = body.adapters
+                if body.path is not None:
+                    adapters = self.store.found("checkpoint", body.path).adapters
                 model = Model(request.owner, request.session, adapters=adapters)
-                model.metadata = asked.user_metadata
-            OPERATIONS[request.kind](self, request, model, asked)
+                model.metadata = body.user_metadata
+            files = {model.saved}
+            result, made = OPERATIONS[request.kind](self, request, model, body)
+            if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
+                files.add(old.file)
+            with self.store.transaction():
+                model.next_seq = request.seq + 1
+                self.store.put(model)
+                if made is not None:
+                    self.store.put(made)
+                self.store.end(request, DONE, result)
+                self.store.forget_bodies(model.id, model.saved_seq)
+            if isinstance(made, Checkpoint):
+                self.store.settle()
+            # What they are replaced by stands in the journal.
+            for file in files - {model.saved, made and made.file}:
+                self.store.delete(file)
         except Exception as error:
-            message, category = told(error)
+            message, category = blame(error)
             if category == "server":
                 # The devices may hold half of it; what the journal holds is whole.
                 self.live.forget(request.owner)
             self._fail(request, message, category)
 
     def _body(self, request: TinkerRequest) -> TinkerBody:
-        if request.kind == "forward_backward":
-            return TinkerBody()
         return bodies.body_of(json.loads(self.store.body(request)))
 
     def _fail(self, request: TinkerRequest, message: str, category: str) -> None:
@@ -297,53 +306,28 @@ class Worker:
                 self.store.put(model)
             # Clients need not know where the server keeps its files.
             message = message.replace(f"{self.store.folder}/", "")
-            self.store.end(request, FAILED, failure(message, category))
-        line = f"{request.id} {request.kind}: {message}"
-        print(visible(line), file=sys.stderr, flush=True)
+            self.store.end(request, FAILED, as_json(error=message, category=category))
+        print(visible(f"{request.id} {request.kind}: {message}"), file=sys.stderr, flush=True)
 
-    def _end(
-        self,
-        request: TinkerRequest,
-        model: Model,
-        result: bytes | dict,
-        made: Checkpoint | Sampler | None = None,
-        old: str | None = None,
-    ) -> None:
-        """The result, how far the model is, and what the request made: all of it, or nothing. Then
-        the file that it replaces is deleted."""
-        raw = result if isinstance(result, bytes) else json.dumps(result).encode()
-        with self.store.transaction():
-            model.next_seq = request.seq + 1
-            self.store.put(model)
-            if made is not None:
-                self.store.put(made)
-            self.store.end(request, DONE, raw)
-            self.store.forget_bodies(model.id, model.saved_seq)
-        if isinstance(made, Checkpoint):
-            self.store.settle()
-        self.store.delete(old)
+    # ---- operations: each gives the result of a request, and the record that it made
 
-    # ---- operations: each ends its request, or raises
-
-    def _create(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+    def _create(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
         self.live.client(model)
-        self._end(request, model, {"model_id": model.id, "type": "create_model"})
+        return as_json(model_id=model.id, type="create_model"), None
 
-    def _load(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
-        """The weights of a checkpoint, for a model that exists or for a new one."""
-        checkpoint = self.store.found("checkpoint", asked.path)
+    def _load(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+        """Takes the weights of a checkpoint, for a model that exists or for a new one."""
+        checkpoint = self.store.found("checkpoint", body.path)
         client = self.live.client(model)
-        client.load(self.store.folder / checkpoint.file, optimizer=asked.optimizer)
-        old = self._save(model, request.seq)
-        answer = {"path": checkpoint.id, "model_id": model.id, "type": "load_weights"}
-        self._end(request, model, answer, old=old)
+        client.load(self.store.folder / checkpoint.file, optimizer=body.optimizer)
+        self._save(model, request.seq)
+        return as_json(path=checkpoint.id, model_id=model.id, type="load_weights"), None
 
-    def _learn(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+    def _learn(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
         out = self.live.forward_backward(model, self.store.body(request))
-        logprobs = [np.asarray(row) for row in out.logprobs]
-        self._end(request, model, wire.write_forward_backward(logprobs, {"loss:sum": out.loss}))
+        return wire.write_forward_backward(out.logprobs, {"loss:sum": out.loss}), None
 
-    def _step(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
+    def _step(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
         if model.has_failed:
             # Half of the gradients would be another step than the one that was meant.
             model.has_failed = False
@@ -351,78 +335,70 @@ class Worker:
             self.live.forget(model.id)
             message = "a forward_backward since the last step failed: nothing was changed, and "
             raise ValueError(message + "all gradients since then are dropped")
-        metrics = self.live.client(model).optim_step(**bodies.adam(asked))
-        old = self._save(model, request.seq)
-        named = {name: float(value) for name, value in (metrics or {}).items()}
-        self._end(request, model, {"metrics": named}, old=old)
+        metrics = self.live.client(model).optim_step(**asdict(body.adam_params))
+        self._save(model, request.seq)
+        return as_json(metrics=metrics), None
 
-    def _save(self, model: Model, seq: int) -> str | None:
-        """Writes the weights and the optimizer of a model; returns the file that they replace."""
+    def _save(self, model: Model, seq: int) -> None:
+        """Writes the weights and the optimizer of a model."""
         save = partial(self.live.client(model).save, optimizer=True)
-        old = model.saved
         model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
         model.has_failed = False
-        return old
 
-    def _keep(self, request: TinkerRequest, model: Model, asked: TinkerBody) -> None:
-        """Weights under a name, or those of a sampler without one."""
+    def _keep(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+        """Saves weights under a name, or those of a sampler without one."""
         is_training = request.kind == "save_weights"
         save = partial(self.live.client(model).save, optimizer=is_training)
-        if asked.path is None:
-            name = f"{model.session}:sample:{asked.sampling_session_seq_id}"
-            made = Sampler(name, model.session, self.store.write("samplers", name, save))
-            answer = {"sampling_session_id": name, "type": request.kind}
-            self._end(request, model, answer, made)
-            return
+        if body.path is None:
+            name = f"{model.session}:sample:{body.sampling_session_seq_id}"
+            sampler = Sampler(name, model.session, self.store.write("samplers", name, save))
+            return as_json(sampling_session_id=name, type=request.kind), sampler
         folder = "weights" if is_training else "sampler_weights"
-        path = f"tinker://{model.id}/{folder}/{asked.path}"
-        old = self.store.get("checkpoint", path)
-        if old is not None and is_training and not asked.overwrite:
+        path = f"tinker://{model.id}/{folder}/{body.path}"
+        if is_training and not body.overwrite and self.store.get("checkpoint", path) is not None:
             raise ValueError(f"{path} exists; overwrite=True replaces it")
-        name = f"{model.id}/{folder}/{asked.path}.{request.seq}"
-        kind = "training" if is_training else "sampler"
+        name = f"{model.id}/{folder}/{body.path}.{request.seq}"
         file = self.store.write("checkpoints", name, save)
-        made = Checkpoint(path, model.id, kind, file, model.adapters)
+        kind = "training" if is_training else "sampler"
+        checkpoint = Checkpoint(path, model.id, kind, file, model.adapters)
         written = self.store.folder / file
-        files = [one for one in (written, *written.rglob("*")) if one.is_file()]
-        made.size = sum(one.stat().st_size for one in files)
-        made.metadata = asked.user_metadata or None
-        if asked.ttl_seconds is not None:
-            made.expires = made.created + asked.ttl_seconds
-        replaced = None if old is None or old.file == file else old.file
-        self._end(request, model, {"path": path, "type": request.kind}, made, replaced)
+        parts = (written, *written.rglob("*"))
+        checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
+        checkpoint.metadata = body.user_metadata or None
+        if body.ttl_seconds is not None:
+            checkpoint.expires = checkpoint.created + body.ttl_seconds
+        return as_json(path=path, type=request.kind), checkpoint
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
-        """Sample requests of one sampler, those with as many samples together."""
-        by_count: dict[int, list[tuple[TinkerRequest, TinkerBody]]] = {}
+        """Draws for requests of one sampler, for those with as many samples together."""
+        by_count: dict[int, list[Sampling]] = {}
         for request in requests:
             try:
                 body = self._body(request)
                 by_count.setdefault(body.num_samples, []).append((request, body))
             except ValueError as error:
-                self._fail(request, *told(error))
-        for count, asked in by_count.items():
+                self._fail(request, *blame(error))
+        for count, samples in by_count.items():
             most = max(1, SEQUENCES_PER_TURN // count)
-            for start in range(0, len(asked), most):
-                self._draw(asked[start : start + most])
+            for start in range(0, len(samples), most):
+                self._draw(samples[start : start + most])
 
-    def _draw(self, asked: list[tuple[TinkerRequest, TinkerBody]]) -> None:
+    def _draw(self, samples: list[Sampling]) -> None:
         try:
-            results = self.live.sample(asked)
+            results = self.live.sample(samples)
         except Exception as error:
-            if len(asked) > 1 and disk_trouble(error) is None:
-                # One of them may be wrong, and the others are not to fail with it.
-                for one in asked:
-                    self._draw([one])
+            if len(samples) == 1 or disk_trouble(error) is not None:
+                self._fail(samples[0][0], *blame(error))
                 return
-            self._fail(asked[0][0], *told(error))
+            # One of them may be wrong, and the others are not to fail with it.
+            for one in samples:
+                self._draw([one])
             return
         with self.store.transaction():
-            for (request, _), result in zip(asked, results):
+            for (request, _), result in zip(samples, results):
                 self.store.end(request, DONE, result)
-        for request, _ in asked:
-            self.store.forget_bodies(request.owner, request.seq)
+                self.store.forget_bodies(request.owner, request.seq)
 
 
 OPERATIONS = {
@@ -436,7 +412,7 @@ OPERATIONS = {
 }
 
 
-def told(error: Exception) -> tuple[str, str]:
+def blame(error: Exception) -> tuple[str, str]:
     """The message of a failed request, and whose fault it is: user or server. An error of the disk
     is raised again: the request stays in the journal, and is done when it can be written."""
     if disk_trouble(error) is not None:
@@ -447,6 +423,5 @@ def told(error: Exception) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", "server"
 
 
-def failure(message: str, category: str) -> bytes:
-    """A failed request, as the SDK reads it. category: user or server."""
-    return json.dumps({"error": message, "category": category}).encode()
+def as_json(**values: object) -> bytes:
+    return json.dumps(values).encode()
