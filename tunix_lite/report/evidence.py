@@ -27,6 +27,8 @@ MOST_FILES = 8
 MOST_SAMPLES = 4096
 # most bytes of a file of samples/ that are looked at
 MOST_SAMPLE_BYTES = 24 * 2**20
+# stands for a completion among the names of metrics and settings
+EXAMPLE = "an example"
 # no setting, and no metric that counts something, is as large as this
 MOST_NUMBER = 1e18
 
@@ -78,12 +80,10 @@ class Series:
         """The step of the largest value."""
         return int(self.steps[self.values.argmax()])
 
-    def told(self) -> str:
+    def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
-        return (
-            f"{self.name} {self.early:.3g} → {self.late:.3g} "
-            f"(steps {self.steps[0]} to {self.steps[-1]})"
-        )
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
+        return f"{self.name} {self.early:.3g} → {self.late:.3g} ({steps})"
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,37 @@ class Evidence:
     # files that could not be read, and why
     unread: list[str] = field(default_factory=list)
     # metrics that were read out of the rows: the detectors ask for the same few again and again
-    _columns: dict[str, Series | None] = field(default_factory=dict, init=False, compare=False)
+    _columns: dict[str, Series] = field(default_factory=dict, init=False, compare=False)
 
-    def series(self, name: str, at_rollouts: bool = False) -> Series | None:
-        """A metric; None if no step has it. at_rollouts: only of the first update of a rollout."""
+    def series(self, name: str, least: int = 1, at_rollouts: bool = False) -> Series | None:
+        """A metric; None if fewer than `least` steps have it. at_rollouts: only of the first update
+        of a rollout."""
         if name not in self._columns:
             rows = self.evaluations if name.startswith("eval/") else self.rows
-            found = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
-            steps, values = zip(*found) if found else ((), ())
-            column = Series(name, np.array(steps), np.array(values, np.float64))
-            self._columns[name] = column if found else None
+            numbers = {row["step"]: row[name] for row in rows if is_number(row.get(name))}
+            values = np.array([*numbers.values()], np.float64)
+            self._columns[name] = Series(name, np.array([*numbers]), values)
         column = self._columns[name]
-        if column is None or not at_rollouts:
-            return column
-        every = max(self.number("algorithm.updates_per_rollout", 1), 1)
-        first = (column.steps - 1) % every == 0
-        return column.where(first) if first.any() else None
+        if at_rollouts and len(column):
+            every = max(self.number("algorithm.updates_per_rollout", 1), 1)
+            column = column.where((column.steps - 1) % every == 0)
+        return column if len(column) >= least else None
+
+    def shown(self, *names: str) -> list[str]:
+        """Each metric by its course, each setting by its value, and EXAMPLE by a completion of the
+        last file; what the run does not have is left out."""
+        texts = []
+        for name in names:
+            series = self.series(name)
+            if series is not None:
+                texts.append(str(series))
+            elif self.setting(name) is not None:
+                texts.append(f"{name}={excerpt(self.setting(name))}")
+            elif name == EXAMPLE and self.samples:
+                last = max(self.samples)
+                text = excerpt(self.samples[last][0].get("completion", ""), 100)
+                texts.append(f"such as {text} (step {last})")
+        return texts
 
     def setting(self, name: str) -> Any:
         """A setting by its dotted name; None if it is not known."""
