@@ -15,7 +15,7 @@ from tunix_lite.report.findings import diagnose
 from tunix_lite.report.going_on import flat
 from tunix_lite.report.page import Block, Charts, Page, Section, Table, Text
 from tunix_lite.report.run_page import interval_text, standing
-from tunix_lite.tracking.console import minutes
+from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.rows import is_number
 
 # runs in the table, and of these with curves: those with the best accuracy

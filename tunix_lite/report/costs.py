@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tunix_lite.plain_text import escaped
 from tunix_lite.report.evidence import Evidence, read_plan
 from tunix_lite.report.page import Bar, Block, Table, Text
-from tunix_lite.tracking.console import minutes
+from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.rows import is_number
 
 GiB = 2**30

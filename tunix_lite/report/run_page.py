@@ -27,7 +27,8 @@ from tunix_lite.report.page import (
     Table,
     Text,
 )
-from tunix_lite.tracking.console import as_words, minutes
+from tunix_lite.tracking.console import as_words
+from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.rows import is_number
 
 NO_FINDING = "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
