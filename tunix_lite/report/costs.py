@@ -14,47 +14,34 @@ GiB = 2**30
 MOST_COLLECTIVES = 24
 
 
+# time/ keys of parts of collecting, but for the pass of each scorer, and of what is beside it
+COLLECTING = {"time/rollout": "sampling", "time/rewards": "waiting for rewards"}
+BESIDE = {"time/update": "update", "time/compile": "compiling in steps", "time/eval": "evaluation"}
+# and those that lie in other ones
+OTHER_TIMES = {"time/collect", "time/step", "time/rollout_beside_update", "time/extra_rounds"}
+OTHER_TIMES |= {"time/reward_p50", "time/reward_p99"}
+
+
 def phases(run: Evidence) -> list[tuple[str, float, int]]:
     """Where the seconds went, (phase, seconds, in how many steps) each; all together they are the
     seconds of status.json, as far as it knows them."""
-    rollout = _total(run, "time/rollout")
-    rewards = _total(run, "time/rewards")
-    collect = _total(run, "time/collect")
-    update = _total(run, "time/update")
-    compiling = _total(run, "time/compile")
-    evaluation = _total(run, "time/eval")
     times = {key for row in run.rows for key in row if key.startswith("time/")}
-    scorers = sorted(times - _OTHER_TIMES)
-    found = [("sampling", *rollout), ("waiting for rewards", *rewards)]
-    for name in scorers:
-        found.append((f"pass of {escaped(name.removeprefix('time/'))}", *_total(run, name)))
-    inside = sum(seconds for _, seconds, _ in found)
-    found.append(("rest of collecting", max(collect[0] - inside, 0.0), collect[1]))
-    found += [("update", *update), ("compiling in steps", *compiling), ("evaluation", *evaluation)]
-    seconds = run.status.get("seconds")
-    if is_number(seconds):
-        rest = seconds - collect[0] - update[0] - compiling[0] - evaluation[0]
-        found.append(("start, compiling, files", max(rest, 0.0), 0))
-    return [phase for phase in found if phase[1] > 0]
-
-
-# time/ keys that are no scorer's pass, or lie in another one
-_OTHER_TIMES = {
-    "time/rollout",
-    "time/rollout_beside_update",
-    "time/rewards",
-    "time/collect",
-    "time/update",
-    "time/compile",
-    "time/eval",
-    "time/step",
-    "time/extra_rounds",
-    "time/reward_p50",
-    "time/reward_p99",
-}
+    scorers = sorted(times - COLLECTING.keys() - BESIDE.keys() - OTHER_TIMES)
+    passes = {key: f"pass of {escaped(key.removeprefix('time/'))}" for key in scorers}
+    inside = [(name, *_total(run, key)) for key, name in (COLLECTING | passes).items()]
+    beside = [(name, *_total(run, key)) for key, name in BESIDE.items()]
+    collecting, count = _total(run, "time/collect")
+    rest = collecting - sum(seconds for _, seconds, _ in inside)
+    every = [*inside, ("rest of collecting", rest, count), *beside]
+    whole = run.status.get("seconds")
+    if is_number(whole):
+        rest = whole - collecting - sum(seconds for _, seconds, _ in beside)
+        every.append(("start, compiling, files", rest, 0))
+    return [phase for phase in every if phase[1] > 0]
 
 
 def _total(run: Evidence, name: str) -> tuple[float, int]:
+    """Seconds in all, and the steps that have some."""
     rows = run.rows
     if name == "time/eval":
         trained = {row["step"] for row in run.rows}
@@ -64,13 +51,14 @@ def _total(run: Evidence, name: str) -> tuple[float, int]:
 
 
 def time_blocks(run: Evidence) -> Iterator[Block]:
-    found = phases(run)
-    whole = sum(seconds for _, seconds, _ in found)
-    if not found:
+    every = phases(run)
+    whole = sum(seconds for _, seconds, _ in every)
+    if not every:
         return
-    yield Bar(f"{minutes(whole)} in all", [(name, s, f"{s / whole:.0%}") for name, s, _ in found])
+    parts = [(name, seconds, f"{seconds / whole:.0%}") for name, seconds, _ in every]
+    yield Bar(f"{minutes(whole)} in all", parts)
     rows = []
-    for name, seconds, count in found:
+    for name, seconds, count in every:
         mean = f"{seconds / count:.3g}" if count else ""
         rows.append([name, f"{seconds:,.1f}", f"{seconds / whole:.1%}", mean])
     note = "The first step's sampling includes compiling it."
@@ -82,41 +70,40 @@ def time_blocks(run: Evidence) -> Iterator[Block]:
 
 def memory_blocks(run: Evidence) -> Iterator[Block]:
     plan = read_plan(run.folder, run.unread)
-    measured = run.series("memory/peak_gb")
     capacity = plan.get("capacity_bytes")
     whole = float(capacity) if is_number(capacity) else 0.0
     resident = _amounts(plan.get("resident_bytes"))
-    listed = plan.get("phases")
+    always = size_text(sum(resident.values()))
     rows = []
-    for phase in listed if isinstance(listed, list) else ():
-        if not isinstance(phase, dict):
-            continue
-        adds = _amounts(phase.get("adds"))
+    for phase in _objects(plan.get("phases")):
+        parts = [*resident.items(), *_amounts(phase.get("adds")).items()]
         name = escaped(str(phase.get("name")))
-        total = sum(amount for _, amount in [*resident, *adds])
-        parts = [(part, amount, size_text(amount)) for part, amount in [*resident, *adds]]
-        yield Bar(f"{name}: {size_text(total)} on a device, planned", parts)
-        always = size_text(sum(amount for _, amount in resident))
+        total = sum(amount for _, amount in parts)
+        texts = [(part, amount, size_text(amount)) for part, amount in parts]
+        yield Bar(f"{name}: {size_text(total)} on a device, planned", texts)
         rows.append([name, always, size_text(total), f"{total / whole:.1%}" if whole else ""])
     if rows:
         heads = ["phase", "always there", "peak planned", "of the device"]
         yield Table(heads, rows, 1, "From plan.json, made before the first step.")
+    measured = run.series("memory/peak_gb")
     if measured is not None:
-        peak = measured.largest * 1e9
         planned = plan.get("peak_bytes")
         against = f", planned {size_text(planned)}" if is_number(planned) else ""
-        held = f" of {size_text(whole)}" if whole else ""
+        of_all = f" of {size_text(whole)}" if whole else ""
         yield Text(
-            f"Measured peak {size_text(peak)}{held}{against}. On a CPU the measured peak is that "
-            "of the whole process, compiler and Python included."
+            f"Measured peak {size_text(measured.largest * 1e9)}{of_all}{against}. On a CPU the "
+            "measured peak is that of the whole process, compiler and Python included."
         )
 
 
-def _amounts(value: object) -> list[tuple[str, float]]:
-    if not isinstance(value, dict):
-        return []
-    found = [(escaped(str(name)), amount) for name, amount in value.items() if is_number(amount)]
-    return [(name, float(amount)) for name, amount in found[:16] if amount >= 0]
+def _objects(value: object) -> list[dict]:
+    """The objects in a list of a JSON file; [] if it is none."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _amounts(value: object) -> dict[str, float]:
+    items = list(value.items())[:16] if isinstance(value, dict) else []
+    return {escaped(str(name)): float(x) for name, x in items if is_number(x) and x >= 0}
 
 
 def size_text(amount: float) -> str:
@@ -127,23 +114,19 @@ def size_text(amount: float) -> str:
 
 
 def sent_blocks(run: Evidence) -> Iterator[Block]:
-    plan = read_plan(run.folder, [])
+    programs = _objects(read_plan(run.folder, []).get("programs"))
     rows = []
-    programs = plan.get("programs")
-    for program in programs if isinstance(programs, list) else ():
-        listed = program.get("collectives") if isinstance(program, dict) else None
-        for found in listed if isinstance(listed, list) else ():
-            if not isinstance(found, dict):
-                continue
-            sent = found.get("sent_bytes")
-            cells = [escaped(str(found.get(key, ""))) for key in ("kind", "axis", "count")]
-            cells.append(f"{sent / 1e6:,.3g}" if is_number(sent) else "")
-            rows.append([escaped(str(program.get("name"))), *cells])
+    for program in programs:
+        for collective in _objects(program.get("collectives")):
+            sent = collective.get("sent_bytes")
+            texts = [program.get("name"), *map(collective.get, ("kind", "axis", "count"))]
+            amount = f"{sent / 1e6:,.3g}" if is_number(sent) else ""
+            rows.append([*(escaped(str(text)) for text in texts), amount])
     if rows:
         heads = ["program", "collective", "axis", "times", "sent by a device, MB"]
         note = "What the compiled programs send in one call, from plan.json."
         yield Table(heads, rows[:MOST_COLLECTIVES], 3, note)
-    elif isinstance(programs, list) and programs:
+    elif programs:
         yield Text("Nothing: the compiled programs send nothing from device to device.")
     if (run.folder / "communication.md").is_file():
         yield Text("communication.md lists each collective of an update, trace/ has the profile.")

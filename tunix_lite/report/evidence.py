@@ -184,7 +184,7 @@ class Evidence:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """What the folder of a run says. Raises ValueError if it is none: it has no metrics.jsonl."""
+    """Reads the folder of a run. Raises ValueError if it is none: it has no metrics.jsonl."""
     run_dir = RunDir(folder)
     if not run_dir.metrics.is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}")
@@ -211,11 +211,9 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def _read(unread: list[str], file: Path, reader: Callable[[Path], dict]) -> dict:
-    """What the reader gives; {} for a file that is not there, or cannot be read, which is noted."""
-    if not file.exists():
-        return {}
+    """Reads a file; {} if it is not there, or cannot be read, which is noted."""
     try:
-        return reader(file)
+        return reader(file) if file.exists() else {}
     except ValueError as error:
         unread.append(escaped(str(error)))
         return {}
@@ -246,16 +244,17 @@ def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
     chosen = sample_steps(folder)
     if len(chosen) > MOST_FILES:
         chosen = chosen[: MOST_FILES // 2] + chosen[-MOST_FILES // 2 :]
-    found = {}
-    for step in chosen:
-        try:
-            rows = read_sample_file(folder, step)
-        except ValueError as error:
-            unread.append(escaped(str(error)))
-            continue
-        if rows:
-            found[step] = rows
-    return found
+    samples = {step: read_samples(folder, step, "step", unread) for step in chosen}
+    return {step: rows for step, rows in samples.items() if rows}
+
+
+def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[dict]:
+    """As `read_sample_file`; [] without a file, or if it cannot be read, which is noted."""
+    try:
+        return read_sample_file(folder, step, name) or []
+    except ValueError as error:
+        unread.append(escaped(str(error)))
+        return []
 
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
@@ -294,24 +293,19 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
 
 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
-    """What the command line of the run gave, as Hydra kept it; None: no Hydra, or not readable."""
+    """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
     file = folder / ".hydra" / "overrides.yaml"
-    if not file.exists():
-        return None
-    try:
-        return read_yaml_texts(file)
-    except ValueError as error:
-        unread.append(escaped(str(error)))
-        return None
+    read = _read(unread, file, lambda file: {"texts": read_yaml_texts(file)})
+    return read.get("texts")
 
 
 def read_plan(folder: Path, unread: list[str]) -> dict:
     """The run's own mesh in plan.json, with `capacity_bytes` of a device; {} if there is none."""
-    found = _read(unread, folder / "plan.json", read_object)
-    plans = found.get("plans")
+    plan = _read(unread, folder / "plan.json", read_object)
+    plans = plan.get("plans")
     if not isinstance(plans, list) or not plans or not isinstance(plans[0], dict):
         return {}
-    return plans[0] | {"capacity_bytes": found.get("capacity_bytes")}
+    return plans[0] | {"capacity_bytes": plan.get("capacity_bytes")}
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

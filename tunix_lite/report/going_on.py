@@ -59,30 +59,30 @@ def _short(value: object) -> str:
 def command_blocks(
     run: Evidence, overrides: list[str] | None, status: str, command: str
 ) -> Iterator[Block]:
-    folder = shlex.quote(f"checkpoint={run.folder}")
     steps = checkpoint_steps(run.folder)
-    given = [shlex.quote(text) for text in overrides or [] if text.isprintable()]
+    place = shlex.quote(str(run.folder))
+    words = [shlex.quote(text) for text in overrides or [] if text.isprintable()]
     lines = []
     if overrides is not None:
-        again = " ".join([command, *given])
+        again = " ".join([command, *words])
         here = shlex.quote(f"hydra.run.dir={run.folder}")
-        what = "go on from its newest checkpoint" if steps else "begin it anew in its folder"
         if status != "completed":
-            lines.append((what, f"{again} {here}"))
+            does = "go on from its newest checkpoint" if steps else "begin it anew in its folder"
+            lines.append((does, f"{again} {here}"))
         elif run.rows:
             more = f"training.max_steps={2 * run.rows[-1]['step']}"
-            without = [text for text in given if not text.startswith("training.max_steps=")]
+            without = [text for text in words if not text.startswith("training.max_steps=")]
             lines.append(("train on", " ".join([command, *without, more, here])))
         lines.append(("make it again, in a folder of its own", again))
     if steps:
+        folder = shlex.quote(f"checkpoint={run.folder}")
         of_data = ("task", "generation", "rewards")
-        asked = [text for text in given if text.strip("'\"+~").startswith(of_data)]
+        same = [text for text in words if text.strip("'\"+~").startswith(of_data)]
         lines += [
-            ("measure it", " ".join(["tunix-lite evaluate", folder, *asked])),
+            ("measure it", " ".join(["tunix-lite evaluate", folder, *same])),
             ("talk to it", f"tunix-lite chat {folder}"),
             ("export it for transformers or vLLM", f"tunix-lite export {folder}"),
         ]
-    place = shlex.quote(str(run.folder))
     lines.append(("ask why it does not learn", f"tunix-lite doctor {place}"))
     lines.append(("write this report again", f"tunix-lite report {place}"))
     yield Commands(lines)
