@@ -10,7 +10,7 @@ import numpy as np
 from tunix_lite.evaluation import statistics
 from tunix_lite.evaluation.statistics import Comparison, Estimate, estimate, wilson
 from tunix_lite.report.evidence import Evidence, read_samples, sample_steps
-from tunix_lite.report.page import Answer, Example
+from tunix_lite.report.page import Example
 from tunix_lite.tracking.rows import is_number
 
 LEVEL = 0.95
@@ -166,23 +166,7 @@ def moved(before: Measured, after: Measured) -> Moved:
 def shown_examples(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
     """Some of these examples, evenly from the first to the last, with both completions."""
     count = min(SHOWN, len(groups))
-    examples = []
-    for group in [groups[i * len(groups) // count] for i in range(count)]:
-        answers = [answer_of(m.greedy[group], f"step {m.step}") for m in (before, after)]
-        examples.append(example_of(before.greedy[group], answers))
-    return examples
-
-
-def example_of(row: dict, answers: list[Answer]) -> Example:
-    """The prompt of a line of samples/, with these answers."""
-    return Example(str(row.get("prompt")), _text(row, "expected"), answers)
-
-
-def answer_of(row: dict, title: str, note: str = "") -> Answer:
-    """A line of samples/ as a report shows it."""
-    extracted = _text(row, "extracted")
-    return Answer(str(row.get("completion")), extracted, row.get("correct") is True, title, note)
-
-
-def _text(row: dict, key: str) -> str | None:
-    return None if row.get(key) is None else str(row[key])
+    chosen = [groups[i * len(groups) // count] for i in range(count)]
+    ends = (before, after)
+    answers = [[(f"step {m.step}", m.greedy[group], "") for m in ends] for group in chosen]
+    return [Example(before.greedy[group], both) for group, both in zip(chosen, answers)]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from tunix_lite.plain_text import escaped
 from tunix_lite.report import before_after
-from tunix_lite.report.before_after import Measured, ScoreChange, answer_of
+from tunix_lite.report.before_after import Measured, ScoreChange
 from tunix_lite.report.charts import number_text
 from tunix_lite.report.costs import memory_blocks, sent_blocks, time_blocks
 from tunix_lite.report.curves import CURVES, curve_blocks, curves, number_blocks
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.going_on import command_blocks, setting_blocks
-from tunix_lite.report.page import Block, Examples, Folded, Page, Section, Table, Text
+from tunix_lite.report.page import Block, Example, Examples, Folded, Page, Section, Table, Text
 from tunix_lite.tracking.console import as_words
 from tunix_lite.tracking.dashboard import best_middle_worst, minutes
 from tunix_lite.tracking.rows import is_number
@@ -244,9 +244,9 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Block]:
     steps = sorted(step for step in run.samples if run.groups(step))
     chosen = best_middle_worst(run.groups(steps[-1]) if steps else [])
     if chosen:
-        answers = [answer_of(row, f"reward {row['reward']:.3g}", _rewards(row)) for row in chosen]
+        answers = [(f"reward {row['reward']:.3g}", row, _rewards(row)) for row in chosen]
         title = f"What step {steps[-1]} learned from: best, middle and worst of a group"
-        yield Examples(title, [before_after.example_of(chosen[0], answers)])
+        yield Examples(title, [Example(chosen[0], answers)])
 
 
 def _rewards(row: dict) -> str:
