@@ -21,15 +21,7 @@ from tunix_lite.models import decoder
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
-from tunix_lite.resolved.parts import (
-    Shapes,
-    batch_shapes,
-    description_of,
-    placed,
-    policy_of,
-    scored_batch_shapes,
-    train_step_of,
-)
+from tunix_lite.resolved import parts
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import programs as sampling
 from tunix_lite.rollout.conversations import chunk_of_turns
@@ -141,21 +133,21 @@ def _needed(message: str) -> tuple[int | None, str]:
 # ---- the programs
 
 
-def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
+def lowered(resolved: ResolvedRun, shapes: parts.Shapes) -> dict[str, Callable[[], Any]]:
     """By name, what lowers each program of the run: () -> a lowered program. The mesh of the run is
     the current one."""
 
     def update() -> Any:
         arguments = update_arguments(resolved, shapes)
-        return train_step_of(resolved).program(*arguments).lower(*arguments)
+        return parts.train_step_of(resolved).program(*arguments).lower(*arguments)
 
     def scoring(scorer: ResolvedRun, params: Params) -> Any:
-        score = scoring_program(policy_of(scorer).scores, scorer.rows)
-        return score.lower(params, scored_batch_shapes(scorer))
+        score = scoring_program(parts.policy_of(scorer).scores, scorer.rows)
+        return score.lower(params, parts.scored_batch_shapes(scorer))
 
     def describing(name: str, params: Params) -> Any:
-        batch = scored_batch_shapes(resolved.as_scorer(name))
-        return description_of(resolved, name).lower(params, batch)
+        batch = parts.scored_batch_shapes(resolved.as_scorer(name))
+        return parts.description_of(resolved, name).lower(params, batch)
 
     programs: dict[str, Callable[[], Any]] = {"update": update}
     if resolved.scores:
@@ -169,13 +161,13 @@ def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any
 
 
 def update_arguments(
-    resolved: ResolvedRun, shapes: Shapes
+    resolved: ResolvedRun, shapes: parts.Shapes
 ) -> tuple[TrainState, Params | None, RowBatch]:
     """(state, frozen, batch in rows) of the update, as shapes."""
-    return shapes.state, shapes.frozen, batch_shapes(resolved)
+    return shapes.state, shapes.frozen, parts.batch_shapes(resolved)
 
 
-def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
+def _lowered_sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> dict[str, Callable[[], Any]]:
     """The programs of the rollout, by name, as in `lowered`."""
     # Made by the first that is lowered.
     made = functools.cache(partial(_sampling, resolved, shapes))
@@ -207,7 +199,7 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callab
         return turns().extend.lower(slots(), made()[1], *arrays)
 
     def write_slot() -> Any:
-        # A parked conversation comes from the host: placed by the program itself.
+        # A parked conversation comes from the host: parts.placed by the program itself.
         parked = unplaced(jax.eval_shape(turns().read_slot, slots(), row))
         return turns().write_slot.lower(slots(), parked, row)
 
@@ -241,8 +233,8 @@ def unplaced(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[sampling.Programs, Any]:
-    """The programs of the rollout, and the weights by layer, placed as they read them."""
+def _sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> tuple[sampling.Programs, Any]:
+    """The programs of the rollout, and the weights by layer, parts.placed as they read them."""
     run = resolved.run
     acting = shapes.acting(resolved)
     mesh = jax.tree.leaves(acting)[0].sharding.mesh
@@ -271,13 +263,13 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[sampling.Programs,
         spec = replace(spec, chunk=longest_chunk(spec))
     if resolved.converses:
         spec = replace(spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens))
-    return sampling.make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
+    return sampling.make_programs(spec), parts.placed(jax.eval_shape(by_layer, acting), shardings)
 
 
 def _at_home(
     shapes: sampling.Slots | sampling.PromptCache, rows_axis: str
 ) -> sampling.Slots | sampling.PromptCache:
-    """The shapes, placed where the programs of the rollout place the arrays."""
+    """The shapes, parts.placed where the programs of the rollout place the arrays."""
 
     def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(axes, x.shape))

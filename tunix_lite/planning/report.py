@@ -102,13 +102,13 @@ def _parking(plan: Plan) -> str:
         return ""
     count = f"{plan.resolved.num_conversations} in {plan.resolved.slots} slots"
     fit = "" if parking.num_that_fit is None else f", {parking.num_that_fit:,} fit"
-    each = f"{mebibytes(parking.slot_bytes)} MiB each"
+    each = f"{parking.slot_bytes / 2**20:,.2f} MiB each"
     does = "those that wait hold their slots"
     if parking.most is None:
         waiting = f"up to {parking.without_slot:,} that wait are parked"
         does = f"{waiting}, if a host has room ({each})"
     elif parking.most:
-        total = f"{mebibytes(parking.most_bytes)} MiB of each host"
+        total = f"{parking.most_bytes / 2**20:,.2f} MiB of each host"
         does = f"up to {parking.most:,} that wait are parked in {total} ({each}{fit})"
     elif parking.without_slot and parking.waiting == "auto":
         does += f", as no host has room ({each})"
@@ -119,18 +119,11 @@ def _meshes(plans: tuple[Plan, ...]) -> list[str]:
     # Predicted, and what is possible at best.
     rows = [("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")]
     for plan in plans[:SHOWN]:
-        predicted = plan.forecast and three_digits(plan.forecast.step_seconds)
-        rows.append(
-            (
-                _sizes(plan.resolved.mesh_shape),
-                gib(plan.peak_bytes),
-                {True: "yes", False: "no", None: "?"}[plan.fits],
-                predicted or "-",
-                three_digits(plan.step_seconds),
-                three_digits(plan.tokens_per_second),
-                source(plan),
-            )
-        )
+        fits = {True: "yes", False: "no", None: "?"}[plan.fits]
+        predicted = "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds)
+        bound = (three_digits(plan.step_seconds), three_digits(plan.tokens_per_second))
+        peak = gib(plan.peak_bytes)
+        rows.append((_sizes(plan.resolved.mesh_shape), peak, fits, predicted, *bound, source(plan)))
     return columns(rows)
 
 
@@ -212,11 +205,6 @@ def gib(size: float) -> str:
     return f"{size / GiB:.2f}"
 
 
-def mebibytes(size: float) -> str:
-    """Bytes in MiB."""
-    return f"{size / 2**20:,.2f}"
-
-
 def three_digits(value: float | None) -> str:
     """To three digits."""
     if value is None:
@@ -270,15 +258,16 @@ def _markdown_table(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _parts(plan: Plan) -> list[tuple[str, ...]]:
     """The parts of memory of a device in each phase."""
-    rows = [("always", part, size, "by formula") for part, size in plan.resident.items()]
-    for phase in plan.phases:
-        rows += [(phase.name, part, size, phase.source) for part, size in phase.adds.items()]
-    apart = plan.apart.items()
-    rows += [("device that only samples", part, size, "by formula") for part, size in apart]
-    resume = "a checkpoint, read where it stays"
-    rows.append(("resume", resume, plan.resume_bytes, "by formula"))
-    sizes = [(phase, part, gib(size), of) for phase, part, size, of in rows]
-    return [("phase", "part", "GiB", "is"), *sizes]
+    groups = [("always", plan.resident, "by formula")]
+    groups += [(phase.name, phase.adds, phase.source) for phase in plan.phases]
+    groups.append(("device that only samples", plan.apart, "by formula"))
+    resume = {"a checkpoint, read where it stays": plan.resume_bytes}
+    groups.append(("resume", resume, "by formula"))
+    return [("phase", "part", "GiB", "is")] + [
+        (name, part, gib(size), source)
+        for name, sizes, source in groups
+        for part, size in sizes.items()
+    ]
 
 
 def _collectives(plan: Plan) -> list[tuple[str, ...]]:
@@ -347,5 +336,4 @@ def _plan_dict(plan: Plan) -> dict:
 def _program_dict(program: Compiled) -> dict:
     """Without its kernels, of which there are thousands."""
     values = dataclasses.asdict(dataclasses.replace(program, kernels=()))
-    del values["kernels"]
-    return values
+    return {name: value for name, value in values.items() if name != "kernels"}

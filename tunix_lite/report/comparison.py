@@ -1,7 +1,7 @@
 """The report of several runs, or of a sweep: their results in a table, their curves in one frame,
 and the settings in which they differ."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import ScoreChange
 from tunix_lite.report.charts import COLORS, Chart, number_text
-from tunix_lite.report.curves import CURVES, MANY, Curve, lines_of, metrics_of
+from tunix_lite.report.curves import CURVES, MANY, Curve, curve_lines, metrics_of
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
-from tunix_lite.report.going_on import flat
 from tunix_lite.report.page import Block, Charts, Page, Section, Table, Text
 from tunix_lite.report.run_page import interval_text, standing
+from tunix_lite.report.sections import flat
 from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.rows import is_number
 
@@ -89,13 +89,17 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [escaped(name, MOST_CHARACTERS) for name in names]
 
 
-def comparison_page(folders: Sequence[Path]) -> Page:
-    """The report of these runs. Raises ValueError if one of them is not the folder of a run."""
+def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page:
+    """The report of these runs. say: gets the table of their results, line by line. Raises
+    ValueError if one of them is not the folder of a run."""
     runs = compared(folders[:MOST_RUNS])
+    table = results_table(runs)
+    for line in table_lines(table):
+        say(line)
     best = sorted(runs, key=lambda r: r.accuracy.after.value if r.accuracy else -1, reverse=True)
     shown = [run for run in runs if run in best[:MOST_CURVES]]
     charts = [chart for chart in (_chart(curve, shown) for curve in COMPARED) if chart is not None]
-    results: list[Block] = [results_table(runs)]
+    results: list[Block] = [table]
     if any(run.accuracy is not None and run.accuracy.change is None for run in runs):
         about = "Where samples/ lacks an evaluation, the interval is that of a share (Wilson)."
         results.append(Text(about))
@@ -197,7 +201,7 @@ def _chart(curve: Curve, runs: list[Compared]) -> Chart | None:
         names = metrics_of(compared_run.run, curve)
         series = compared_run.run.series(names[0]) if names else None
         if series is not None:
-            lines += lines_of(series, compared_run.name, place, only_one=True)
+            lines += curve_lines(series, compared_run.name, place, only_one=True)
     if not any(any(line.values) for line in lines):
         return None
     return Chart(curve.title, lines, curve.is_share)

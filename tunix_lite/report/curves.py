@@ -72,7 +72,7 @@ def curves(run: Evidence, chosen: tuple[Curve, ...] = CURVES) -> list[Chart]:
         for color, series in every:
             name = as_words(series.name.rpartition("/")[2]) if len(curve.metrics) > 1 else ""
             name = curve.names[color] if color < len(curve.names) else name
-            lines += lines_of(series, name, color)
+            lines += curve_lines(series, name, color)
         if not any(any(line.values) for line in lines):
             continue
 
@@ -109,7 +109,7 @@ def metrics_of(run: Evidence, curve: Curve) -> list[str]:
     return names
 
 
-def lines_of(series: Series, name: str, color: int, only_one: bool = False) -> list[Line]:
+def curve_lines(series: Series, name: str, color: int, only_one: bool = False) -> list[Line]:
     """A metric as it is, and where it has many steps a smooth line over it, or that alone."""
     steps = series.steps.tolist()
     values = series.values.tolist()

@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.untrusted import (
-    MOST_SAMPLE_LINE,
-    parse_object,
-    read_lines,
-    read_object,
-    read_yaml,
-    read_yaml_texts,
-)
+from tunix_lite.files import untrusted
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, with_chosen_values
@@ -190,14 +183,14 @@ def read_evidence(folder: Path) -> Evidence:
         raise ValueError(f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}")
     unread: list[str] = []
     rows, evaluations = _read_metrics(run_dir, unread)
-    status = _read(unread, run_dir.status, read_object)
-    model = _read(unread, folder / RunDir.MODEL, read_object).get("model")
+    status = _read(unread, run_dir.status, untrusted.read_object)
+    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")
     architecture = model.get("architecture") if isinstance(model, dict) else None
 
     # The settings that Hydra kept, with the values that the run chose; of a run from Python those
     # of its fingerprint, which are fewer.
-    settings = _read(unread, folder / ".hydra" / "config.yaml", read_yaml)
-    fingerprint = _read(unread, run_dir.fingerprint, read_object)
+    settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
+    fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
     return Evidence(
         folder=folder,
         settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
@@ -280,12 +273,14 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
         return None
     rows = []
     num_bytes = 0
-    for number, (line, is_whole) in enumerate(read_lines(file, MOST_SAMPLE_LINE), 1):
+    for number, (line, is_whole) in enumerate(
+        untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE), 1
+    ):
         num_bytes += len(line)
         if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
-            row = parse_object(line.decode("utf-8"), "the line")
+            row = untrusted.parse_object(line.decode("utf-8"), "the line")
         except ValueError as error:
             raise ValueError(f"{file}: line {number} cannot be read ({error})") from error
         rows.append(row)
@@ -295,13 +290,13 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
     file = folder / ".hydra" / "overrides.yaml"
-    read = _read(unread, file, lambda file: {"texts": read_yaml_texts(file)})
+    read = _read(unread, file, lambda file: {"texts": untrusted.read_yaml_texts(file)})
     return read.get("texts")
 
 
 def read_plan(folder: Path, unread: list[str]) -> dict:
     """The run's own mesh in plan.json, with `capacity_bytes` of a device; {} if there is none."""
-    plan = _read(unread, folder / "plan.json", read_object)
+    plan = _read(unread, folder / "plan.json", untrusted.read_object)
     plans = plan.get("plans")
     if not isinstance(plans, list) or not plans or not isinstance(plans[0], dict):
         return {}

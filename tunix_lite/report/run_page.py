@@ -6,13 +6,12 @@ from pathlib import Path
 
 from tunix_lite.plain_text import escaped
 from tunix_lite.report import before_after
+from tunix_lite.report import sections as parts
 from tunix_lite.report.before_after import Measured, ScoreChange
 from tunix_lite.report.charts import number_text
-from tunix_lite.report.costs import memory_blocks, sent_blocks, time_blocks
 from tunix_lite.report.curves import CURVES, curve_blocks, curves, number_blocks
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
-from tunix_lite.report.going_on import command_blocks, setting_blocks
 from tunix_lite.report.page import Block, Example, Examples, Folded, Page, Section, Table, Text
 from tunix_lite.tracking.console import as_words
 from tunix_lite.tracking.dashboard import best_middle_worst, minutes
@@ -35,11 +34,11 @@ def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> P
         Section("Curves", [*curve_blocks(run)]),
         Section("Examples", [*_examples(run, measured)]),
         Section("What may be wrong", diagnose(run) or [Text(NO_FINDING)]),
-        Section("Time", [*time_blocks(run)]),
-        Section("Memory", [*memory_blocks(run)]),
-        Section("What crosses devices", [*sent_blocks(run)]),
-        Section("Settings", [*setting_blocks(run, overrides)]),
-        Section("Go on from here", [*command_blocks(run, overrides, status, command)]),
+        Section("Time", [*parts.time_blocks(run)]),
+        Section("Memory", [*parts.memory_blocks(run)]),
+        Section("What crosses devices", [*parts.sent_blocks(run)]),
+        Section("Settings", [*parts.setting_blocks(run, overrides)]),
+        Section("Go on from here", [*parts.command_blocks(run, overrides, status, command)]),
         Section("Numbers behind the curves", [number_blocks(run)]),
     ]
     # At last what the parts before could not read.

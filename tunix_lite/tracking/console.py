@@ -169,7 +169,7 @@ class Console:
         if panel is not None:
             self._terminal.print(panel)
         for row in rows:
-            for line in sample_lines(row, with_rewards):
+            for line in lines_of_sample(row, with_rewards):
                 if panel is None:
                     self._print(line, "green" if row["correct"] else "red")
                 self._write(line)
@@ -266,7 +266,7 @@ class Noise:
         sys.stderr = self._before
 
 
-def sample_lines(row: dict, with_reward: bool) -> list[str]:
+def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     """A row of a samples file: one line, or of a conversation a line for each turn and answer."""
     mark = "right" if row["correct"] else "wrong"
     head = f"  {mark}  {_one_line(row['prompt'])}"

@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.untrusted import (
-    MOST_BYTES,
-    MOST_DEPTH,
-    MOST_SAMPLE_LINE,
-    parse_object,
-    read_object,
-)
+from tunix_lite.files import untrusted
 from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import as_words, averages_of_samples
@@ -156,12 +150,13 @@ class RunDir:
         if not self.is_first:
             return
         text = json.dumps(values, indent=2) + "\n"
-        if len(text) > MOST_BYTES:
+        most = untrusted.MOST_BYTES
+        if len(text) > most:
             raise ValueError(
-                f"{file} would have {len(text):,} bytes, and a run reads {MOST_BYTES:,} of it "
-                "at most: shorten the longest texts and lists of the settings"
+                f"{file} would have {len(text):,} bytes, and a run reads {most:,} of it at most: "
+                "shorten the longest texts and lists of the settings"
             )
-        parse_object(text, str(file))
+        untrusted.parse_object(text, str(file))
         fresh = file.with_suffix(".json.tmp")
         fresh.write_text(text)
         fresh.replace(file)
@@ -172,7 +167,7 @@ class RunDir:
         file = self.path / self.MODEL
         if not file.is_file():
             raise ValueError(self._not_a_run())
-        saved = read_object(file)
+        saved = untrusted.read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             value = shown(saved.get(key))
             if type(saved.get(key)) is not kind:
@@ -233,8 +228,8 @@ def json_lines(rows: list[dict]) -> str:
     lines = []
     for row in map(json_value, rows):
         line = json.dumps(row, allow_nan=False)
-        most = MOST_SAMPLE_LINE
-        while len(line) > MOST_SAMPLE_LINE:
+        most = untrusted.MOST_SAMPLE_LINE
+        while len(line) > untrusted.MOST_SAMPLE_LINE:
             most //= 4
             line = json.dumps(_cut(row, most) | {"shortened": True}, allow_nan=False)
         lines.append(f"{line}\n")
@@ -253,12 +248,12 @@ def _cut(value: Any, most: int) -> Any:
     return value
 
 
-def json_value(value: Any, depth: int = MOST_DEPTH) -> Any:
+def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
     """A value of a user's data as JSON can hold it: numbers that are not finite become null, half
     characters are escaped, and what JSON does not know becomes text. depth: of lists and objects in
     one another, as deep as readers take them."""
     if depth == 0 and isinstance(value, dict | list | tuple | np.ndarray):
-        return f"(nested deeper than {MOST_DEPTH})"
+        return f"(nested deeper than {untrusted.MOST_DEPTH})"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
@@ -391,7 +386,7 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
         return {}, 0.0, None, ""
     # A full disk may have left half a file.
     try:
-        status = read_object(file)
+        status = untrusted.read_object(file)
     except ValueError as error:
         return {}, 0.0, None, str(error)
 

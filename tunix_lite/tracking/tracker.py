@@ -112,14 +112,12 @@ class TensorBoard:
     def __init__(self, folder: Path, resume_at: int | None = None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""
         # Imported here, because it imports torch if there is one, which takes over a second.
+        from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import histogram, scalar, text
 
         self._event = Event
-        self._scalar = scalar
-        self._histogram = histogram
-        self._text = text
+        self._summary = summary
         # the clock at the last flush
         self._flushed = 0.0
         self._file = EventsWriter(str(folder / "events"))
@@ -132,7 +130,7 @@ class TensorBoard:
         """Writes the metrics of a step, one event for each number."""
         for name, value in metrics.items():
             if isinstance(value, Real):
-                self._write(step, self._scalar(name, value))
+                self._write(step, self._summary.scalar(name, value))
         if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
@@ -144,7 +142,7 @@ class TensorBoard:
         places = np.linspace(0, len(ranked) - 1, count).round().astype(int)
         text = "\n".join(sample_text(ranked[i]) for i in places)
         if text:
-            self._write(step, self._text("samples", text))
+            self._write(step, self._summary.text("samples", text))
 
     def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Writes a histogram of each, of at most BINS bins."""
@@ -152,7 +150,7 @@ class TensorBoard:
             array = np.asarray(numbers, np.float64)
             array = array[np.isfinite(array)]
             if array.size:
-                self._write(step, self._histogram(name, array, bins=self.BINS))
+                self._write(step, self._summary.histogram(name, array, bins=self.BINS))
 
     def _write(self, step: int, summary: Any) -> None:
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
