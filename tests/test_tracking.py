@@ -13,7 +13,8 @@ import pytest
 
 from tunix_lite.plain_text import device_name, shortened, visible
 from tunix_lite.report.evidence import read_sample_file
-from tunix_lite.tracking.console import Console, minutes
+from tunix_lite.tracking.console import Console
+from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status

@@ -53,7 +53,7 @@ def doctor(run: RunConfig, settings: Doctor) -> None:
     if settings.doctor.json:
         print(json.dumps(as_object(evidence, findings), indent=2))
         return
-    for line in as_lines(evidence, findings):
+    for line in finding_lines(evidence, findings):
         print(escaped(line, 1000))
 
 
@@ -67,7 +67,7 @@ def as_object(run: Evidence, findings: list[Finding]) -> dict:
     }
 
 
-def as_lines(run: Evidence, findings: list[Finding]) -> list[str]:
+def finding_lines(run: Evidence, findings: list[Finding]) -> list[str]:
     """The findings for people."""
     lines = [f"{run.folder}: {run.num_steps} steps{_curve(run)}"]
     lines += [f"not read: {text}" for text in run.unread]

@@ -9,13 +9,7 @@ from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.plain_text import escaped, shown
-from tunix_lite.report.comparison import (
-    compared,
-    comparison_page,
-    results_table,
-    runs_in,
-    table_lines,
-)
+from tunix_lite.report.comparison import comparison_page, runs_in
 from tunix_lite.report.run_page import run_page
 from tunix_lite.report.write import write_page
 
@@ -64,9 +58,7 @@ def report(run: RunConfig, settings: Report) -> None:
             page = run_page(first, is_held(first))
             place = place or first
         else:
-            page = comparison_page(folders)
-            for line in table_lines(results_table(compared(folders))):
-                print(escaped(line, 1000))
+            page = comparison_page(folders, lambda line: print(escaped(line, 1000)))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

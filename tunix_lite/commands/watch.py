@@ -1,7 +1,6 @@
 """`tunix-lite watch RUN`: show the numbers of a run that goes on elsewhere, by its files alone.
 
-The files may be of somebody else: they are read as data, a bounded part at a time, and nothing is
-written.
+They may be of somebody else: they are read as data, a bounded part at a time. Nothing is written.
 """
 
 import contextlib
@@ -17,19 +16,12 @@ from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import ConfigError
-from tunix_lite.files.untrusted import (
-    MOST_LINE,
-    as_path,
-    parse_object,
-    read_from,
-    read_object,
-    read_yaml,
-)
+from tunix_lite.files.untrusted import MOST_LINE, as_path, read_from, read_object, read_yaml
 from tunix_lite.plain_text import escaped, visible
 from tunix_lite.report.evidence import read_sample_file, sample_steps
 from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
 from tunix_lite.tracking.dashboard import Dashboard, sample_panel
-from tunix_lite.tracking.rows import MOST_STEPS, is_number
+from tunix_lite.tracking.rows import MOST_STEPS, is_number, row_of
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Metrics
 
@@ -82,18 +74,28 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
     """Shows the run until it ends, or until Ctrl-C; the run itself is not touched."""
     try:
         folder = as_path(settings.folder)
+        name = escaped(str(folder))
         if not folder.is_dir():
-            raise ValueError(f"{escaped(str(folder))} is no folder of a run")
-        if not any((folder / name).exists() for name in OF_A_RUN):
-            raise ValueError(
-                f"{escaped(str(folder))} is not the folder of a run: it has no status.json"
-            )
+            raise ValueError(f"{name} is no folder of a run")
+        if not any((folder / file).exists() for file in OF_A_RUN):
+            raise ValueError(f"{name} is not the folder of a run: it has no status.json")
         followed = FollowedRun(folder)
         with contextlib.suppress(KeyboardInterrupt):
             _show(followed, run.tracking.console, settings.watch.once)
-        _print_end(followed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+    # How the run ended, or that it goes on.
+    status = followed.status()
+    word = status.get("status")
+    if not isinstance(word, str):
+        print(f"{name} has no status yet")
+    elif word == "running" and is_abandoned(folder):
+        print(f"its process is gone without a word: it was killed; hydra.run.dir={name} goes on")
+    else:
+        error = status.get("error")
+        why = f": {escaped(error, 400)}" if isinstance(error, str) else ""
+        print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
 
 
 def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
@@ -118,8 +120,8 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
                 since = time.monotonic()
                 if not has_region:
                     print(step_line(step, max_steps, metrics), flush=True)
-            found = followed.new_samples() if has_region else None
-            panel = sample_panel(*found, terminal.width) if found else None
+            samples = followed.new_samples() if has_region else None
+            panel = sample_panel(*samples, terminal.width) if samples else None
             if panel is not None:
                 terminal.print(panel)
             if has_ended or once:
@@ -130,22 +132,6 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
                     print(f"no new step for {SILENT} s", flush=True)
                     since = time.monotonic()
             time.sleep(EVERY)
-
-
-def _print_end(followed: "FollowedRun") -> None:
-    """How the run ended, or that it goes on."""
-    status = followed.status()
-    word = status.get("status")
-    path = escaped(str(followed.run_dir.path))
-    if not isinstance(word, str):
-        print(f"{path} has no status yet")
-        return
-    if word == "running" and is_abandoned(followed.run_dir.path):
-        print(f"its process is gone without a word: it was killed; hydra.run.dir={path} goes on")
-        return
-    error = status.get("error")
-    why = f": {escaped(error, 400)}" if isinstance(error, str) else ""
-    print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
 
 
 class FollowedRun:
@@ -163,8 +149,8 @@ class FollowedRun:
     def new_rows(self) -> list[tuple[int, Metrics]]:
         """(step, metrics) of each line since the last call, in the order of the file.
 
-        Half a line waits for its other half. Where the file was cut, as by a run that resumed, it
-        is read anew. Raises ValueError if it cannot be read.
+        Half a line waits for its other half. A file that was cut, as by a run that resumed, is read
+        anew. Raises ValueError if it cannot be read.
         """
         file = self.run_dir.metrics
         if not file.is_file():
@@ -181,17 +167,16 @@ class FollowedRun:
         *lines, self._rest = (self._rest + part).split(b"\n")
         # No line of a run is as long: it is left out, as its end will be.
         self._rest = self._rest[: MOST_LINE + 1]
-        found = []
-        for line in lines:
-            row = _object(line) if len(line) <= MOST_LINE else {}
-            step = row.pop("step", None)
-            if type(step) is int and 0 <= step < MOST_STEPS:
+        rows = []
+        for row in [row_of(line) for line in lines if len(line) <= MOST_LINE]:
+            if row is not None:
+                step = row.pop("step")
                 numbers = [(visible(name), x) for name, x in row.items() if is_number(x)]
-                found.append((step, dict(numbers[:MOST_METRICS])))
-        return found
+                rows.append((step, dict(numbers[:MOST_METRICS])))
+        return rows
 
     def status(self) -> dict[str, Any]:
-        """status.json, {} where there is none that can be read."""
+        """status.json; {} where there is none that can be read."""
         with contextlib.suppress(ValueError):
             return read_object(self.run_dir.status, MOST_LINE)
         return {}
@@ -221,10 +206,3 @@ class FollowedRun:
         with contextlib.suppress(ValueError):
             return newest, read_sample_file(self.run_dir.path, newest) or []
         return None
-
-
-def _object(line: bytes) -> dict:
-    """The JSON object in a line; {} if it holds something else."""
-    with contextlib.suppress(ValueError):
-        return parse_object(line.decode("utf-8"), "the line")
-    return {}

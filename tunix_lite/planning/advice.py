@@ -13,11 +13,7 @@ from tunix_lite.planning.hardware import slice_shapes
 from tunix_lite.planning.machine import Machine, find_machine
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
 from tunix_lite.resolved.batch_size import lengths_of, plan_batch
-from tunix_lite.resolved.run import (
-    find_model,
-    micro_batches_to_try,
-    with_micro_batch,
-)
+from tunix_lite.resolved.run import find_model, micro_batches_to_try, with_micro_batch
 
 # of GPUs, that are tried
 MOST_NODES = 64
@@ -46,40 +42,38 @@ def advice(
     """The first change with which the run fits, and the plan of it; if there is none, the least
     that it gets down to.
 
-    Single changes first, in the order of what they cost; then several, as few as do; then more
-    devices. What fits by an estimate alone must leave ESTIMATE_MARGIN of the memory free.
-    refine(estimate that fits) -> a plan that knows more, by compiling it.
+    Single changes first, the cheapest first; then several, as few as do; then more devices. An
+    estimate must leave ESTIMATE_MARGIN of the memory free. refine(estimate that fits) -> a plan
+    that knows more, by compiling it.
     """
-    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
+    start = _start(plan)
     for trial in _trials(start):
-        found = _estimate(trial)
-        if found is None or not found.fits:
-            continue
-        found = refine(found)
-        if found.fits and not found.is_near_the_limit:
-            return trial.overrides, found
+        changed = _estimate(trial)
+        if changed is not None and changed.fits:
+            changed = refine(changed)
+            if changed.fits and not changed.is_near_the_limit:
+                return trial.overrides, changed
 
     # Nothing fits: what needs the least.
     least = _few_changes(start)
-    found = _estimate(least)
-    return least.overrides, refine(found) if found.fits else found
+    changed = _estimate(least)
+    return least.overrides, refine(changed) if changed.fits else changed
+
+
+def _start(plan: Plan) -> Trial:
+    return Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
 
 
 def savings(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
     """Single changes that take less memory, by an estimate: (overrides, bytes less on a device).
 
-    In the order of what they cost, the cheapest first; of each only its first step. A larger mesh
-    is not among them.
+    The cheapest first; of each only its first step. A larger mesh is not among them.
     """
-    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
+    start = _start(plan)
     now = _peak(start)
-    found = []
-    for make in CHANGES:
-        trial = next(iter(make(start)), None)
-        peak = now if trial is None else _peak(trial)
-        if trial is not None and peak < now:
-            found.append((trial.overrides, int(now - peak)))
-    return found
+    trials = [next(iter(make(start)), start) for make in CHANGES]
+    peaks = [(trial.overrides, _peak(trial)) for trial in trials]
+    return [(overrides, int(now - peak)) for overrides, peak in peaks if peak < now]
 
 
 def larger_micro_batch(plan: Plan) -> tuple[tuple[str, ...], Plan] | None:
@@ -91,39 +85,37 @@ def larger_micro_batch(plan: Plan) -> tuple[tuple[str, ...], Plan] | None:
     machine = plan.machine
     if machine.platform == "cpu" or not machine.capacity or plan.peak_bytes > machine.capacity / 2:
         return None
-    start = Trial((), plan.resolved.run, machine, plan.resolved.mesh_shape)
     best = None
     least = plan.resolved.rows.num_parts
-    for trial in _larger_micro_batches(start, plan):
-        found = _estimate(trial)
-        if found is None or not found.fits or found.is_near_the_limit:
+    for trial in _larger_micro_batches(_start(plan), plan):
+        changed = _estimate(trial)
+        if changed is None or not changed.fits or changed.is_near_the_limit:
             break
-        if found.resolved.rows.num_parts < least:
-            best = trial.overrides, found
-            least = found.resolved.rows.num_parts
+        if changed.resolved.rows.num_parts < least:
+            best = trial.overrides, changed
+            least = changed.resolved.rows.num_parts
     return best
 
 
 def _larger_micro_batches(start: Trial, plan: Plan) -> Iterator[Trial]:
     """Every size above the one at hand, the smallest first."""
     rows = plan.resolved.rows
-    if rows.packing != "none":
-        tokens = rows.rows_per_part * rows.width
-        while rows.num_parts > 1 and tokens < rows.num_parts * rows.rows_per_part * rows.width:
-            tokens *= 2
-            yield _with(start, "training", micro_batch_tokens=tokens)
+    if rows.packing == "none":
+        now = plan.resolved.batch.micro_batch_size
+        sizes = micro_batches_to_try(start.run, start.mesh_shape["fsdp"])
+        yield from (_sized(start, size) for size in reversed(sizes) if size > now)
         return
-    now = plan.resolved.batch.micro_batch_size
-    for size in reversed(micro_batches_to_try(start.run, start.mesh_shape["fsdp"])):
-        if size > now:
-            yield _sized(start, size)
+    tokens = rows.rows_per_part * rows.width
+    whole = rows.num_parts * tokens
+    while rows.num_parts > 1 and tokens < whole:
+        tokens *= 2
+        yield _with(start, "training", micro_batch_tokens=tokens)
 
 
 def _sized(trial: Trial, size: int) -> Trial:
     """With micro-batches of this size, and as many as follow from it."""
-    derived = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
-    changes = {"micro_batch_size": size, "gradient_accumulation_steps": derived}
-    return _with(trial, "training", **changes)
+    count = with_micro_batch(trial.run, size).training.gradient_accumulation_steps
+    return _with(trial, "training", micro_batch_size=size, gradient_accumulation_steps=count)
 
 
 def _estimate(trial: Trial) -> Plan | None:
@@ -135,8 +127,8 @@ def _estimate(trial: Trial) -> Plan | None:
 
 
 def _peak(trial: Trial) -> float:
-    found = _estimate(trial)
-    return math.inf if found is None else found.peak_bytes
+    plan = _estimate(trial)
+    return math.inf if plan is None else plan.peak_bytes
 
 
 def _trials(start: Trial) -> Iterator[Trial]:
@@ -180,8 +172,7 @@ def _few_changes(start: Trial) -> Trial:
     # Take each only as far as it must go.
     for i, make in enumerate(makers):
         ways = list(make(start)) or [start]
-        later = makers[i + 1 :]
-        enough = (way for way in ways if _peak(_all_changes(way, later)) <= limit)
+        enough = (way for way in ways if _peak(_all_changes(way, makers[i + 1 :])) <= limit)
         start = next(enough, ways[-1])
     return start
 
@@ -189,8 +180,7 @@ def _few_changes(start: Trial) -> Trial:
 def _all_changes(start: Trial, makers: Sequence[Change]) -> Trial:
     """Each change as far as it goes."""
     for make in makers:
-        ways = list(make(start)) or [start]
-        start = ways[-1]
+        start = [start, *make(start)][-1]
     return start
 
 
@@ -207,9 +197,9 @@ def _with(trial: Trial, section: str, **settings: Any) -> Trial:
     )
     run = trial.run
     if section == "model.lora":
-        changed = replace(run, model=replace(run.model, lora=replace(run.model.lora, **settings)))
-    else:
-        changed = replace(run, **{section: replace(getattr(run, section), **settings)})
+        settings = {"lora": replace(run.model.lora, **settings)}
+        section = "model"
+    changed = replace(run, **{section: replace(getattr(run, section), **settings)})
     return replace(trial, run=changed, overrides=_merged(trial.overrides, names))
 
 
@@ -279,15 +269,15 @@ def _larger(machine: Machine) -> Iterator[Machine]:
     if kind is None or machine.name == "attached":
         return
     if kind.platform == "tpu":
-        counts = [count for count in slice_shapes(kind) if now < count <= 64 * now]
-        names = [f"{kind.name}-{count * kind.chip.cores}" for count in counts]
+        counts = [count for count in slice_shapes(kind) if count <= 64 * now]
     else:
         node = kind.host_devices
-        all_counts = [2, 4, node, *(node * n for n in range(2, MOST_NODES + 1))]
-        counts = [count for count in all_counts if count > now]
-        names = [f"{kind.name}x{count}" for count in counts]
-    for name in names:
-        yield find_machine(name)
+        counts = [2, 4, *(node * n for n in range(1, MOST_NODES + 1))]
+    for count in counts:
+        is_tpu = kind.platform == "tpu"
+        if count > now:
+            name = f"{kind.name}-{count * kind.chip.cores}" if is_tpu else f"{kind.name}x{count}"
+            yield find_machine(name)
 
 
 def _mesh(mesh_shape: dict[str, int]) -> str:

@@ -18,7 +18,6 @@ from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.machine import Machine, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
-    Phase,
     Plan,
     assemble_plan,
     compile_plan,
@@ -34,11 +33,8 @@ def choose_micro_batch(
     resolved: ResolvedRun, say: Callable[[str], None]
 ) -> tuple[ResolvedRun, Callable]:
     """The run with the largest micro-batch whose update, compiled, fits the attached devices; and
-    that update, ready to train.
-
-    The run's mesh is the current one. Raises ConfigError if not even one sequence fits, or how much
-    memory there is is not known.
-    """
+    that update, ready to train. Raises ConfigError if not even one sequence fits, or how much
+    memory there is is not known."""
     machine = attached_machine()
     if machine.capacity is None:
         raise ConfigError(
@@ -53,8 +49,7 @@ def choose_micro_batch(
         sized = replace(sized, sampling_weights=chosen)
         updates[size] = train_step_of(sized)
         compile_it = partial(updates[size].compile, *update_arguments(sized, abstract(sized)))
-        is_tpu = machine.platform == "tpu"
-        update = compiled("update", compile_it, sized.mesh_shape, is_tpu)
+        update = compiled("update", compile_it, sized.mesh_shape, machine.platform == "tpu")
         peak = assemble_plan(machine, sized, {"update": update}).peak_bytes
         room = f"{machine.capacity / GiB:.2f} a device"
         say(f"micro_batch_size={size}: {peak / GiB:.2f} GiB of {room}")
@@ -76,42 +71,39 @@ def training_programs(
     state: TrainState,
     frozen: Params | None,
 ) -> dict[str, Callable[[], Any]]:
-    """By name, what compiles the programs that learn: for every width that a batch may have, so
-    that each finds its programs compiled. They return that of the widest."""
-    compile_update = partial(train_step.compile, state, frozen)
-    programs = {"update": partial(_at_every_width, compile_update, resolved, batch_shapes)}
+    """By name, compiles the programs that learn, for every width that a batch may have. They return
+    that of the widest."""
+
+    def every_width(
+        compile_it: Callable[[RowBatch], Any],
+        shapes: Callable[[ResolvedRun], RowBatch],
+        scorer: ResolvedRun = resolved,
+    ) -> Callable[[], Any]:
+        def compile_all() -> Any:
+            widest, *_ = [compile_it(x) for x in at_every_width(shapes(scorer), scorer.rows)]
+            return widest
+
+        return compile_all
+
+    programs = {"update": every_width(partial(train_step.compile, state, frozen), batch_shapes)}
     if "reference" in policy.scorers:
         score = policy.scorers["reference"].compiled
-        programs["scoring"] = partial(_at_every_width, score, resolved, scored_batch_shapes)
+        programs["scoring"] = every_width(score, scored_batch_shapes)
     elif resolved.scores:
         acting = acting_params(frozen, state.params, resolved.lora)
         score = partial(policy.rescore.compiled, acting)
-        programs["scoring"] = partial(_at_every_width, score, resolved, scored_batch_shapes)
+        programs["scoring"] = every_width(score, scored_batch_shapes)
     for name in resolved.frozen_models:
-        compares = resolved.compares(name)
-        score = policy.compare.compiled if compares else policy.scorers[name].compiled
+        scorer = policy.compare if resolved.compares(name) else policy.scorers[name]
         theirs = resolved.as_scorer(name)
-        programs[name] = partial(_at_every_width, score, theirs, scored_batch_shapes)
+        programs[name] = every_width(scorer.compiled, scored_batch_shapes, theirs)
     return programs
 
 
-def _at_every_width(
-    compile_it: Callable[[RowBatch], Any],
-    resolved: ResolvedRun,
-    shapes: Callable[[ResolvedRun], RowBatch],
-) -> Any:
-    """compile_it(rows) for every width of the rows; what it gives for the widest."""
-    widest, *_ = [compile_it(rows) for rows in at_every_width(shapes(resolved), resolved.rows)]
-    return widest
-
-
 def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable[[], Any]]) -> Plan:
-    """The plan of a run that is about to start on the attached devices; programs: those of
-    `training_programs`.
-
-    Raises ConfigError if the compiler refuses a program. Of packed rows it may: batches as they
-    come may fit.
-    """
+    """The plan of a run that is about to start on the attached devices, with its
+    `training_programs`. Raises ConfigError if the compiler refuses a program, but for packed rows:
+    batches as they come may fit."""
     plan = compile_plan(attached_machine(), resolved, programs)
     if plan.refused and resolved.rows.packing == "none":
         raise ConfigError(
@@ -122,23 +114,17 @@ def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable[[], Any
 
 
 def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
-    """Before anything is loaded: `check_fits` of what is known exactly, whatever the compiler will
-    say.
-
-    That is what stays on a device, and while sampling the weights, the cache and the prompts that
-    wait.
-    """
+    """Checks before anything is loaded the bytes that are known exactly: those that stay on a
+    device, and while sampling the weights, the cache and the prompts that wait."""
     machine = attached_machine()
     chosen = estimate.choose_sampling_weights(resolved, machine.capacity)
     plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
-
-    def only_exact(phase: Phase) -> Phase:
-        if phase.name != "rollout":
-            return replace(phase, adds={})
-        exact = {part: size for part, size in phase.adds.items() if part != "temporary"}
-        return replace(phase, adds=exact)
-
-    check_fits(replace(plan, phases=tuple(only_exact(phase) for phase in plan.phases)), say)
+    phases = []
+    for phase in plan.phases:
+        adds = phase.adds if phase.name == "rollout" else {}
+        exact = {part: size for part, size in adds.items() if part != "temporary"}
+        phases.append(replace(phase, adds=exact))
+    check_fits(replace(plan, phases=tuple(phases)), say)
 
 
 def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
@@ -146,65 +132,46 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
     training.memory_check=warn says it.
 
     Of packed rows only sampling counts: their update and scoring are planned at their fullest, and
-    batches as they come may fit. How much memory there is may not be known: then nothing is
-    checked.
+    batches as they come may fit. Without a known memory nothing is checked.
     """
-    is_packed = plan.resolved.rows.packing != "none"
+    capacity = plan.machine.capacity
+    if capacity is None:
+        return
 
-    def counted_bytes(phase: Phase) -> int:
-        return 0 if is_packed and phase.name != "rollout" else phase.added_bytes
-
-    check_apart_fits(plan, say)
+    # A device that only samples (rollout.mesh_shape).
+    problems = []
+    needed = sum(plan.apart.values())
+    if needed > capacity:
+        problems.append(
+            f"rollout.mesh_shape: sampling needs {needed / GiB:.2f} GiB of {capacity / GiB:.2f} on "
+            "a device of its own, by formula; a larger tp there, rollout.weights=sharded or a "
+            "smaller rollout.num_slots takes less"
+        )
 
     # The phase at the peak.
-    phase = max(plan.phases, key=counted_bytes)
-    added = counted_bytes(phase)
-    peak = plan.resident_bytes + added
-    capacity = plan.machine.capacity
-    if capacity is None or peak <= capacity:
-        return
-
-    # What is too much, and what to do.
-    parts = f"{plan.resident_bytes / GiB:.2f} all the time and {added / GiB:.2f} for {phase.name}"
-    over = (
-        f"{peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device, {(peak - capacity) / GiB:.2f} too "
-        f"much ({parts})"
-    )
-    _refuse(plan, f"the run does not fit: {over}; {_remedy(plan)}", say)
-
-
-def _refuse(plan: Plan, problem: str, say: Callable[[str], None]) -> None:
-    """Raises ConfigError with the problem; training.memory_check=warn says it."""
-    if plan.resolved.run.training.memory_check != "warn":
-        raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
-    say(f"{problem}; it starts all the same, as training.memory_check=warn says")
-
-
-def check_apart_fits(plan: Plan, say: Callable[[str], None]) -> None:
-    """Raises ConfigError if a device that only samples (rollout.mesh_shape) cannot hold it;
-    training.memory_check=warn says it."""
-    capacity = plan.machine.capacity
-    needed = sum(plan.apart.values())
-    if capacity is None or needed <= capacity:
-        return
-    _refuse(
-        plan,
-        f"rollout.mesh_shape: sampling needs {needed / GiB:.2f} GiB of {capacity / GiB:.2f} on a "
-        "device of its own, by formula; a larger tp there, rollout.weights=sharded or a smaller "
-        "rollout.num_slots takes less",
-        say,
-    )
+    is_packed = plan.resolved.rows.packing != "none"
+    counted = {phase.name: phase.added_bytes for phase in plan.phases}
+    if is_packed:
+        counted = {name: size if name == "rollout" else 0 for name, size in counted.items()}
+    name = max(counted, key=counted.get)
+    peak = plan.resident_bytes + counted[name]
+    if peak > capacity:
+        always = f"{plan.resident_bytes / GiB:.2f} all the time"
+        of = f"{peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device"
+        over = f"{(peak - capacity) / GiB:.2f} too much"
+        parts = f"{always} and {counted[name] / GiB:.2f} for {name}"
+        problems.append(f"the run does not fit: {of}, {over} ({parts}); {_remedy(plan)}")
+    for problem in problems:
+        if plan.resolved.run.training.memory_check != "warn":
+            raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
+        say(f"{problem}; it starts all the same, as training.memory_check=warn says")
 
 
 def _remedy(plan: Plan) -> str:
-    """What would make it fit, by formulas: nothing is compiled for it."""
-    # The hub is not asked again for the architecture of one of its models.
-    run = plan.resolved.run
-    known = replace(run, model=replace(run.model, architecture=plan.resolved.cfg))
-    overrides, found = advice(replace(plan, resolved=replace(plan.resolved, run=known)))
-
-    size = f"{found.peak_bytes / GiB:.2f} GiB"
-    if found.fits:
+    """Says what would make it fit, by formulas: nothing is compiled for it."""
+    overrides, changed = advice(replace(plan, resolved=_with_architecture(plan.resolved)))
+    size = f"{changed.peak_bytes / GiB:.2f} GiB"
+    if changed.fits:
         return f"it would fit, by an estimate of {size}, with {' '.join(overrides)}"
     least = f"the least by an estimate is {size}"
     if overrides:
@@ -215,16 +182,20 @@ def _remedy(plan: Plan) -> str:
     )
 
 
+def _with_architecture(resolved: ResolvedRun) -> ResolvedRun:
+    """The run with its architecture, so that the hub is not asked again for it."""
+    run = resolved.run
+    return replace(resolved, run=replace(run, model=replace(run.model, architecture=resolved.cfg)))
+
+
 def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
-    """What to try after a device ran out of memory, by formulas, the cheapest change first."""
-    # The hub is not asked again, and the devices may not answer.
-    run = replace(resolved.run, model=replace(resolved.run.model, architecture=resolved.cfg))
-    known = replace(resolved, run=run)
+    """Changes to try after a device ran out of memory, by formulas, the cheapest first."""
+    # The devices may not answer.
     device = jax.local_devices()[0]
     limit = hardware.memory_limit(device)
     kind = hardware.of_device(device)
     machine = Machine("attached", device.platform, jax.device_count(), kind, limit, "")
-    plan = assemble_plan(machine, known, {})
+    plan = assemble_plan(machine, _with_architecture(resolved), {})
     lines = ["out of memory; what takes less, by an estimate, the cheapest first:"]
     for overrides, size in savings(plan):
         shown = f"{size / GiB:.2f} GiB" if size >= GiB / 100 else f"{size / 2**20:.2f} MiB"
@@ -234,11 +205,11 @@ def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a device had no memory left, as XLA says it."""
-    while error is not None:
-        if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
-            return True
-        error = error.__cause__
-    return False
+    if error is None:
+        return False
+    text = str(error)
+    is_so = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
+    return is_so or is_out_of_memory(error.__cause__)
 
 
 # Share of a device's memory below which nobody has to know what takes it. Formulas have been up to

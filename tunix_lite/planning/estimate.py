@@ -10,7 +10,6 @@ L layers; n tokens of a micro-batch on a device; b bytes of an element as comput
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 
 from tunix_lite.kernels.choice import PIECE
-from tunix_lite.learner.optim import StateLeaf, make_optimizer, state_layout
+from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.quantize import stored_table
-from tunix_lite.models.weights import is_quantized, is_weight
+from tunix_lite.models.weights import Weight, is_quantized, is_weight
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.resolved.sizes import table_bytes, tables
 from tunix_lite.rollout.extend import EXTEND_WIDTHS, FEW_SLOTS
@@ -29,83 +28,76 @@ from tunix_lite.rollout.memory import weights_that_fit
 
 
 def resident(resolved: ResolvedRun) -> dict[str, int]:
-    """What stays on a device from step to step.
+    """The bytes that stay on a device from step to step, by part.
 
-    parameters: those that train, as stored. optimizer: its state, stored alike; AdamW has two
-    moments of each parameter.
-    frozen base: under LoRA. reference: for a KL term without LoRA, the weights once more, in
-    float32 if it is a mean of policies, else in the type of the computation; with it, the adapters
-    that training starts from, if any. And each frozen model of the algorithm, such as a teacher, as
-    it is stored.
+    reference: for a KL term without LoRA, the weights once more; with it, the adapters that
+    training starts from, if any. Each frozen model of the algorithm is a part, too.
     """
     table = tables(resolved)
     trained = table_bytes(table.trained, resolved)
-    found = {"parameters": trained, "optimizer": optimizer_bytes(resolved)}
+    parts = {"parameters": trained, "optimizer": optimizer_bytes(resolved)}
     if table.frozen is not None:
-        found["frozen base"] = table_bytes(table.frozen, resolved)
+        parts["frozen base"] = table_bytes(table.frozen, resolved)
     if resolved.copies_reference:
         dtype = resolved.reference_dtype
-        found["reference"] = table_bytes(table.trained, resolved, dtype, keep_norms=True)
+        parts["reference"] = table_bytes(table.trained, resolved, dtype, keep_norms=True)
     elif resolved.copies_adapters:
-        found["reference"] = trained
+        parts["reference"] = trained
     for name, model in resolved.frozen_models.items():
         stored = stored_table(decoder.weights(model.cfg), model.storage)
-        found[name] = table_bytes(stored, resolved)
-    return found
+        parts[name] = table_bytes(stored, resolved)
+    return parts
 
 
 def optimizer_bytes(resolved: ResolvedRun) -> int:
     """The optimizer's state, counters left out."""
     table = tables(resolved).trained
     declared = traverse_util.flatten_dict(table)
-
-    def of(leaf: StateLeaf) -> int:
-        if leaf.weight is None:
-            return 0
-        axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
-        return resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
-
     shapes = jax.tree.map(
         lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table, is_leaf=is_weight
     )
     layout = state_layout(make_optimizer(resolved.optimizer, 1, table), shapes)
-    return sum(of(leaf) for leaf in jax.tree.leaves(layout))
+    total = 0
+    for leaf in jax.tree.leaves(layout):
+        if leaf.weight is not None:
+            axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
+            total += resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
+    return total
 
 
 # ---- sampling
 
 
 def rollout(resolved: ResolvedRun) -> dict[str, int]:
-    """What sampling adds: its copy of the weights, the cache of its slots, prompts that wait, and
-    temporaries.
-
-    Temporaries while decoding: scores of all slots over the vocabulary, float32, as they are,
-    scaled and drawn from, 3 x 4 x slots x V, or with `rollout.kernels=fused` five numbers for each
-    slot and piece of 128 tokens; where weights stay sharded, the head and a layer gathered, and the
-    next one on its way. Or while reading prompts, appending to slots, or parking one, whichever is
-    most: see `prefill_temporaries`, `appending` and `parking`.
-    """
+    """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts that
+    wait, and the temporaries of decoding, reading prompts, appending to slots or parking one,
+    whichever is most."""
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
 
-    scores_shape = (resolved.slots, resolved.cfg.vocab_size)
+    # Scores over the vocabulary in float32: as they are, scaled, and drawn from; or with fused
+    # kernels five numbers for each slot and piece.
+    cfg = resolved.cfg
+    scores_shape = (resolved.slots, cfg.vocab_size)
     scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
-    decoding = 12 * scores
-    if resolved.run.rollout.is_fused:
-        decoding = 5 * 4 * scores // PIECE
+    decoding = 5 * 4 * scores // PIECE if resolved.run.rollout.is_fused else 12 * scores
     if not is_gathered:
-        decoding += gathered_at_once(resolved)
+        # The head, or two layers, whole over fsdp.
+        head = cfg.vocab_size * cfg.embed_dim // resolved.mesh_shape["tp"]
+        itemsize = jnp.dtype(resolved.dtype).itemsize
+        decoding += itemsize * max(head, 2 * layer_elements(resolved))
+
+    # One layer at work on the tokens of prompts, and its scores.
     block, width, _ = memory.prompt_cache
+    rows = -(-block // resolved.mesh_shape["fsdp"])
+    reading = layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
+    # A parked slot on its way to the host or back: all of it on every device.
+    parking = memory.parked_bytes() if resolved.may_park else 0
     return {
         "weights to sample": sampling_copy(resolved, is_gathered),
         "cache": memory.cache_bytes(),
         "prompts": memory.prompt_bytes(),
-        "temporary": max(
-            decoding,
-            prefill_temporaries(resolved, block, width),
-            appending(resolved),
-            parking(resolved),
-        ),
+        "temporary": max(decoding, reading, appending(resolved), parking),
     }
 
 
@@ -113,37 +105,25 @@ def sampling_copy(resolved: ResolvedRun, is_gathered: bool) -> int:
     """The weights by layer: matrices as computed, norms and quantised codes as stored; whole over
     fsdp if gathered."""
 
-    def size(w: Any, dtype: DTypeLike) -> int:
-        return resolved.elements(w.shape, w.axes, is_gathered) * jnp.dtype(dtype).itemsize
+    def size(weight: Weight, dtype: DTypeLike) -> int:
+        return resolved.elements(weight.shape, weight.axes, is_gathered) * jnp.dtype(dtype).itemsize
 
-    def of(leaf: Any) -> int:
+    table = tables(resolved)
+    both = (table.trained, table.frozen)
+    total = 0
+    for leaf in jax.tree.leaves(both, is_leaf=lambda x: is_weight(x) or is_quantized(x)):
         if is_quantized(leaf):
-            return size(leaf.codes, leaf.codes.dtype) + size(leaf.scales, leaf.scales.dtype)
-        is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
-        return size(leaf, resolved.dtype if is_matrix else leaf.dtype)
-
-    found = tables(resolved)
-    leaves = jax.tree.leaves(
-        (found.trained, found.frozen), is_leaf=lambda x: is_weight(x) or is_quantized(x)
-    )
-    return sum(of(leaf) for leaf in leaves)
-
-
-def prefill_temporaries(resolved: ResolvedRun, block: int, width: int) -> int:
-    """Temporaries of reading prompts: one layer at work on their tokens, and its scores."""
-    rows = -(-block // resolved.mesh_shape["fsdp"])
-    return layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
-
-
-def parking(resolved: ResolvedRun) -> int:
-    """A parked slot on its way to the host or back: all of it on every device."""
-    return resolved.sampling_memory.parked_bytes() if resolved.may_park else 0
+            total += size(leaf.codes, leaf.codes.dtype) + size(leaf.scales, leaf.scales.dtype)
+        else:
+            is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
+            total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
+    return total
 
 
 def appending(resolved: ResolvedRun) -> int:
-    """Temporaries of appending tokens to slots, such as the answer of an environment, or of reading
-    carried completions again: a copy of the cache of the slots that are read together, unless these
-    are all; one layer at work on a piece of each, and its scores."""
+    """Temporaries of appending tokens to slots, or of reading carried completions again: a copy of
+    the cache of the slots that are read together, unless these are all; one layer at work on a
+    piece of each, and its scores."""
     if not (resolved.carries or resolved.converses):
         return 0
     here = resolved.slots // resolved.mesh_shape["fsdp"]
@@ -154,62 +134,51 @@ def appending(resolved: ResolvedRun) -> int:
     return copy + layer_at_work(resolved, rows * piece) + scores
 
 
-def gathered_at_once(resolved: ResolvedRun) -> int:
-    """The head, or two layers, whole over fsdp in the type of the computation."""
-    cfg = resolved.cfg
-    head = cfg.vocab_size * cfg.embed_dim // resolved.mesh_shape["tp"]
-    return jnp.dtype(resolved.dtype).itemsize * max(head, 2 * layer_elements(resolved))
-
-
 def layer_elements(resolved: ResolvedRun) -> int:
     """Elements of one layer's matrices on a device, whole over fsdp."""
     layer = decoder.layer_weights(resolved.cfg).values()
     return sum(resolved.elements(w.shape, w.axes, is_gathered=True) for w in layer)
 
 
-def choose_sampling_weights(resolved: ResolvedRun, capacity: int | None) -> str:
+def choose_sampling_weights(
+    resolved: ResolvedRun, capacity: int | None, beside: dict[str, int] | None = None
+) -> str:
     """gathered or sharded, by the rule of rollout.memory, beside all that stays on a device.
 
-    capacity: bytes of a device, None if not known: then whole weights are taken to fit.
+    capacity: bytes of a device, None if not known: then whole weights are taken to fit. beside:
+    what stays there, where it is not `resident`.
     """
     if capacity is None and resolved.run.rollout.weights == "auto":
         return "gathered"
+    stays = resident(resolved) if beside is None else beside
     chosen, _ = weights_that_fit(
         resolved.sampling_memory,
         weight_bytes=lambda: sampling_copy(resolved, is_gathered=True),
-        free_bytes=lambda: capacity - sum(resident(resolved).values()),
+        free_bytes=lambda: capacity - sum(stays.values()),
     )
     return chosen
 
 
 def apart(resolved: ResolvedRun, capacity: int | None) -> dict[str, int]:
-    """What a device holds on which only sampling is done (rollout.mesh_shape): the weights as they
-    were copied there, and what sampling adds; {} where there are no such devices."""
-    found = with_sampling_weights_apart(resolved, capacity)
-    if found is None:
-        return {}
-    return _weights_apart(found) | rollout(found)
+    """The parts of memory of a device on which only sampling is done (rollout.mesh_shape): the
+    weights as they were copied there, and what sampling adds; {} without such devices."""
+    sampler = with_sampling_weights_apart(resolved, capacity)
+    return {} if sampler is None else _weights_apart(sampler) | rollout(sampler)
 
 
 def with_sampling_weights_apart(resolved: ResolvedRun, capacity: int | None) -> ResolvedRun | None:
     """`resolved.apart` with the choice of its sampling weights. capacity: as in
     `choose_sampling_weights`."""
-    found = resolved.apart
-    if found is None:
+    sampler = resolved.apart
+    if sampler is None:
         return None
-    if capacity is None and found.run.rollout.weights == "auto":
-        return replace(found, sampling_weights="gathered")
-    chosen, _ = weights_that_fit(
-        found.sampling_memory,
-        weight_bytes=lambda: sampling_copy(found, is_gathered=True),
-        free_bytes=lambda: capacity - sum(_weights_apart(found).values()),
-    )
-    return replace(found, sampling_weights=chosen)
+    chosen = choose_sampling_weights(sampler, capacity, _weights_apart(sampler))
+    return replace(sampler, sampling_weights=chosen)
 
 
-def _weights_apart(found: ResolvedRun) -> dict[str, int]:
-    held = resident(found)
-    return {name: held[name] for name in ("parameters", "frozen base") if name in held}
+def _weights_apart(sampler: ResolvedRun) -> dict[str, int]:
+    parts = resident(sampler)
+    return {name: parts[name] for name in ("parameters", "frozen base") if name in parts}
 
 
 # ---- scoring and updating
@@ -223,8 +192,8 @@ def tokens_at_once(resolved: ResolvedRun) -> tuple[int, int]:
 
 
 def scoring(resolved: ResolvedRun) -> dict[str, int]:
-    """What the reference pass adds: its batch, one layer at work with its weights gathered, or the
-    head's scores."""
+    """The bytes that the reference pass adds: its batch, one layer at work with its weights
+    gathered, or the head's scores."""
     rows, width = tokens_at_once(resolved)
     layer = layer_at_work(resolved, rows * width)
     layer += scores_at_work(resolved, rows, width)
@@ -236,17 +205,16 @@ def scoring(resolved: ResolvedRun) -> dict[str, int]:
 
 
 def describing(resolved: ResolvedRun, name: str) -> dict[str, int]:
-    """What the pass of a teacher adds that the policy is compared with: what scoring does, and what
-    is kept of it, of all rows on every device, and of its own rows while it is made."""
-    found = scoring(resolved.as_scorer(name))
-    of_a_shard = kept_of_teacher(resolved)
-    return found | {"kept": of_a_shard * (1 + resolved.mesh_shape["fsdp"])}
+    """The bytes that the pass of a teacher adds that the policy is compared with: those of scoring,
+    and what is kept of all rows on every device, and of its own rows while it is made."""
+    shards = 1 + resolved.mesh_shape["fsdp"]
+    return scoring(resolved.as_scorer(name)) | {"kept": kept_of_teacher(resolved) * shards}
 
 
 def update(resolved: ResolvedRun) -> dict[str, int]:
-    """What the update adds: its batch, gradients, and activations with all else that is temporary.
+    """The bytes that the update adds: its batch, gradients, and activations with all else that is
+    temporary.
 
-    gradients: as the weights are stored; of several micro-batches their float32 sum, too.
     activations: what is kept of every layer, and the larger of one layer at work (recomputed
     forward, and backward) and the head's scores.
     """
@@ -254,11 +222,14 @@ def update(resolved: ResolvedRun) -> dict[str, int]:
     layer = 2 * layer_at_work(resolved, rows * width)
     layer += 2 * scores_at_work(resolved, rows, width)
     layer += gathered_layers(resolved, 2)
-    layer += widened_gradient(resolved)
+    if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
+        # The gradient of one layer, before it is divided over fsdp, is float32.
+        layer += max(0, 4 - jnp.dtype(resolved.dtype).itemsize) * layer_elements(resolved)
     activations = kept_layers(resolved, rows, width) + max(layer, head_at_work(resolved, rows))
-    if resolved.teacher is not None:
+    if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
+        # Over the whole vocabulary: its blocks of scores, and its table in blocks.
         name = resolved.teacher.comparison.model
-        activations += comparison_at_work(resolved, head_at_work(resolved.as_scorer(name), rows))
+        activations += head_at_work(resolved.as_scorer(name), rows)
     return {
         "batch": batch_bytes(resolved) + kept_of_teacher(resolved),
         "gradients": gradient_bytes(resolved),
@@ -266,14 +237,8 @@ def update(resolved: ResolvedRun) -> dict[str, int]:
     }
 
 
-def comparison_at_work(resolved: ResolvedRun, head: int) -> int:
-    """What comparing adds to the head; head: what the teacher's takes. Over the whole vocabulary it
-    is its blocks of scores and its table in blocks, without a gradient."""
-    return 0 if resolved.teacher.comparison.top_k else head
-
-
 def kept_of_teacher(resolved: ResolvedRun) -> int:
-    """What is kept of the teacher's distribution of each token of a shard, prompts included; 0
+    """The bytes kept of the teacher's distribution of each token of a shard, prompts included; 0
     without a comparison."""
     if resolved.teacher is None:
         return 0
@@ -321,15 +286,13 @@ def gradient_bytes(resolved: ResolvedRun) -> int:
 
 
 def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
-    """What the backward pass finds of every layer: its input, nD, and what training.remat keeps
-    beside it.
+    """The bytes that the backward pass finds of every layer: its input, nD, and what training.remat
+    keeps beside it.
 
-    block: nothing. save_qkv_out: q, k, v and what attention gives, n(2N + 2K)H. dots: q, k, v, the
-    output and the feed-forward's three products, n((N + 2K)H + 2D + 2F). none: those, what
-    attention gives, and its scores in float32 where they are made all at once. save_all: what
-    jax.vjp returns for a layer of Gemma 3, n(14D + 3(N + K)H) and three times the scores in
-    float32, and n(3F + 4D + 2(N + K)H) beside them; and the layer's matrices as they are computed
-    with. What a program without a loop over layers keeps more than these is not known.
+    save_qkv_out: q, k, v and what attention gives. dots: q, k, v, the output and the feed-forward's
+    three products. none: those, what attention gives, and its scores in float32 where they are made
+    all at once. save_all: what jax.vjp returns for a layer of Gemma 3, and the layer's matrices.
+    What a program without a loop over layers keeps more than these is not known.
     """
     # Elements of one token of one layer on a device.
     cfg = resolved.cfg
@@ -365,8 +328,7 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
 
 
 def layer_at_work(resolved: ResolvedRun, n: int) -> int:
-    """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and feed-forward over
-    tp."""
+    """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp."""
     cfg = resolved.cfg
     tp = resolved.mesh_shape["tp"]
     heads = (cfg.num_heads // tp + 2 * -(-cfg.num_kv_heads // tp)) * cfg.head_dim
@@ -375,8 +337,8 @@ def layer_at_work(resolved: ResolvedRun, n: int) -> int:
 
 
 def scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
-    """Attention's scores, float32, and their softmax: of as many queries as are taken at once; none
-    by a kernel."""
+    """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel has
+    none."""
     if resolved.attention != "xla":
         return 0
     return max(score_bytes(resolved, *part) for part in attended(resolved, rows, width))
@@ -391,8 +353,8 @@ def score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> in
 
 
 def attended(resolved: ResolvedRun, rows: int, width: int) -> list[tuple[int, int, int]]:
-    """What attention multiplies of so many rows: (how many, queries, keys); the columns of
-    completions apart from the shared prompts that they see."""
+    """The products of attention of so many rows: (how many, queries, keys); columns of completions
+    apart from the shared prompts that they see."""
     if resolved.rows.packing != "prefix":
         return [(rows, width, width)]
     shape = resolved.rows.shape
@@ -406,15 +368,6 @@ def gathered_layers(resolved: ResolvedRun, count: int) -> int:
     """Matrices of `count` layers, whole over fsdp as computed, and the next one's on their way."""
     layers = 1 if resolved.mesh_shape["fsdp"] == 1 else count + 1
     return layers * layer_elements(resolved) * jnp.dtype(resolved.dtype).itemsize
-
-
-def widened_gradient(resolved: ResolvedRun) -> int:
-    """What the gradient of one layer takes more than its matrices, before it is divided over fsdp:
-    it is float32 where training.reduce_dtype says so."""
-    is_wide = resolved.run.training.reduce_dtype == "float32" and resolved.lora is None
-    if not is_wide:
-        return 0
-    return max(0, 4 - jnp.dtype(resolved.dtype).itemsize) * layer_elements(resolved)
 
 
 def head_at_work(resolved: ResolvedRun, rows: int) -> int:

@@ -16,11 +16,7 @@ from tunix_lite.planning.hardware import Hardware
 
 def matmul_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with on its way through the layers: L * (2DNH + 2DKH +
-    3DF).
-
-    Without the head, and without what multiplies nothing or next to nothing: embedding, norms and
-    biases.
-    """
+    3DF), without the head, the embedding, norms and biases."""
     attention = 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
     return cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
 
@@ -32,10 +28,7 @@ def head_params(cfg: Architecture) -> int:
 
 def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     """Scores and weighted sums of one forward over sequences of these lengths: 4NH a pair of a
-    query and a key.
-
-    The token at position t sees t + 1 keys in a global layer and min(t + 1, window) in a local one.
-    """
+    query and a key. In a local layer a token sees a window of keys at most."""
     lengths = [int(length) for length in lengths]
     pairs = sum(_pairs(length, _window(cfg, kind)) for kind in cfg.kinds for length in lengths)
     return 4.0 * cfg.num_heads * cfg.head_dim * pairs
@@ -53,24 +46,17 @@ def _pairs(length: int, window: int | None) -> int:
 
 def forward_flops(cfg: Architecture, tokens: float, scored: float, attention: float) -> float:
     """One forward over `tokens` tokens of which `scored` get scores over the vocabulary: 2PT + 2VS
-    + attention.
-
-    P = matmul_params, V = head_params; attention: from `attention_flops`. The same counts sampling:
-    each token of a prompt and of its completion passes once.
-    """
+    + attention, with P = matmul_params and V = head_params. Sampling is the same: each token passes
+    once."""
     return 2.0 * matmul_params(cfg) * tokens + 2.0 * head_params(cfg) * scored + attention
 
 
 def update_flops(
     cfg: Architecture, tokens: float, scored: float, attention: float, lora_params: int = 0
 ) -> float:
-    """Forward and backward of one update.
-
-    All weights train: 3 * forward = 6PT + 6VS + 3 * attention, as backward is two products for each
-    one of forward. With `lora_params` adapter parameters A: 4PT + 6AT + 4VS + 3 * attention, as
-    frozen weights, the head among them, get no gradient; attention has no weights, and its
-    gradients are all needed.
-    """
+    """Forward and backward of one update: 3 * forward, as backward is two products for each one of
+    forward. With `lora_params` adapter parameters A: 4PT + 6AT + 4VS + 3 * attention, as frozen
+    weights, the head among them, get no gradient."""
     if not lora_params:
         return 3 * forward_flops(cfg, tokens, scored, attention)
     layers = (4.0 * matmul_params(cfg) + 6.0 * lora_params) * tokens
@@ -78,8 +64,7 @@ def update_flops(
 
 
 def mfu(flops: float, seconds: float, hardware: Hardware | None, num_devices: int) -> float | None:
-    """The share of the devices' bfloat16 peak that so many FLOPs in so many seconds are; None if it
-    is not known."""
+    """The share of the devices' bfloat16 peak; None if that is not known."""
     return None if hardware is None else flops / (seconds * num_devices * hardware.peak_flops)
 
 
@@ -87,13 +72,8 @@ def decode_bytes(
     cfg: Architecture, lengths: Iterable[int], weight_itemsize: float = 2, cache_itemsize: float = 2
 ) -> float:
     """Bytes that one decode step over sequences of these lengths must read, on all devices
-    together.
-
-    Every weight of the layers and the head once, however many sequences there are, and of each
-    sequence the keys and values that its next token sees: 2KH a token and layer, at most a window
-    of them in a local layer. weight_itemsize, cache_itemsize: bytes of an element; a fraction for
-    codes with scales.
-    """
+    together: every weight once, and of each sequence the keys and values that its next token sees.
+    weight_itemsize, cache_itemsize: bytes of an element; a fraction for codes with scales."""
     lengths = [int(length) for length in lengths]
     windows = [_window(cfg, kind) for kind in cfg.kinds]
     seen = sum(
@@ -113,11 +93,8 @@ def roofline(
     sent_between_nodes: float = 0.0,
 ) -> tuple[float, str]:
     """The least seconds that this takes on one device, and what takes them: compute, memory or
-    links.
-
-    As if the three overlapped perfectly. sent_between_nodes: bytes that leave the node, beside
-    sent_bytes within it.
-    """
+    links, as if they overlapped perfectly. sent_between_nodes: bytes that leave the node, beside
+    sent_bytes within it."""
     seconds = {
         "compute": flops / hardware.peak_flops,
         "memory": bytes_read / hardware.memory_bandwidth,

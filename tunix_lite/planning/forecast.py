@@ -1,9 +1,7 @@
-"""How long a step will take: what its compiled programs do, by the machine model of
-`planning.kernels`.
+"""Predicts how long a step takes, from its compiled programs by the model of `planning.kernels`.
 
 Unlike the bound of planning.speed, a forecast takes lengths as they will be and not the longest,
-and counts the padding that is computed and the kernels that are started. The host takes no time in
-it, and refills of slots take none.
+and counts padding and the kernels that are started. The host and refills of slots take no time.
 """
 
 import functools
@@ -149,8 +147,8 @@ def decode_steps(completions: np.ndarray, slots: int, chunk: int) -> int:
 
 @functools.cache
 def measured_hardware(platform: str) -> Hardware:
-    """Of the attached devices: the rate of a product in float32 and of a pass over memory, which
-    its devices share, measured in a second or two. Links are memory there."""
+    """The attached devices, by the rate of a product in float32 and of a pass over memory, measured
+    in a second or two; the devices share both. Links are memory there."""
     side = 2048
     x = jnp.ones((side, side), jnp.float32)
     product = jax.jit(jnp.matmul)
@@ -158,9 +156,7 @@ def measured_hardware(platform: str) -> Hardware:
     large = jnp.zeros(1 << 25, jnp.float32)
     add = jax.jit(lambda x: x + 1.0)
     moved = 2.0 * large.nbytes / _seconds_of(lambda: add(large))
-    devices = jax.local_device_count()
-    peak = flops / devices
-    bandwidth = moved / devices
+    peak, bandwidth = (rate / jax.local_device_count() for rate in (flops, moved))
     name = f"this machine (measured: {flops / 1e9:,.0f} GFLOP/s, {moved / 1e9:,.1f} GB/s)"
     return Hardware(name, platform, 0, peak, bandwidth, bandwidth, bandwidth, 1024, (), None)
 
@@ -197,11 +193,8 @@ class PredictedRow:
 
 
 def measured(folder: str) -> dict[str, float]:
-    """Medians of the numbers in metrics.jsonl over the steps after the first ones. Raises
-    ConfigError where there are none.
-
-    A phase that only some steps have, such as a rollout that serves several updates, counts with
-    its share of a step."""
+    """Medians of the numbers in metrics.jsonl over the steps after the first ones; a phase of only
+    some steps counts with its share of a step. Raises ConfigError where there are none."""
     file = Path(folder).expanduser() / "metrics.jsonl"
     rows = [row for row in json_rows(file) if isinstance(row.get("time/step"), int | float)]
     if not rows:
@@ -211,35 +204,32 @@ def measured(folder: str) -> dict[str, float]:
             f"verify={folder}: the run has {len(rows)} steps; the first {FIRST} compile and do not "
             f"count, so it takes at least {FIRST + 1}"
         )
-    rows = rows[FIRST:]
-    names = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    found = {}
-    for name in names:
-        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-        found[name] = float(statistics.median(values))
-        if name.startswith("time/"):
-            found[name] = found[name] * len(values) / len(rows)
-    return found
-
-
-def predicted_against(found: Forecast, took: dict[str, float]) -> list[PredictedRow]:
-    """Predicted against measured: phases, the step, tokens and decode steps."""
-    keys = {
-        "rollout": ("time/rollout",),
-        "scoring": ("time/reference", "time/rescore"),
+    columns: dict[str, list[float]] = {}
+    for row in rows[FIRST:]:
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                columns.setdefault(name, []).append(value)
+    shares = {
+        name: len(x) / len(rows[FIRST:]) for name, x in columns.items() if name[:5] == "time/"
     }
-    predicted: dict[str, float] = {}
-    for name, seconds in found.seconds.items():
+    return {name: statistics.median(x) * shares.get(name, 1.0) for name, x in columns.items()}
+
+
+def predicted_against(forecast: Forecast, took: dict[str, float]) -> list[PredictedRow]:
+    """Predicted against measured: phases, the step, tokens and decode steps."""
+    phases: dict[str, float] = {}
+    for name, seconds in forecast.seconds.items():
         phase = "rollout" if name in ("prefill", "decode") else name
-        predicted[phase] = predicted.get(phase, 0.0) + seconds
+        phases[phase] = phases.get(phase, 0.0) + seconds
     rows = []
-    for phase, seconds in predicted.items():
-        known = [took[key] for key in keys.get(phase, (f"time/{phase}",)) if key in took]
+    for phase, seconds in phases.items():
+        keys = ("time/reference", "time/rescore") if phase == "scoring" else (f"time/{phase}",)
+        known = [took[key] for key in keys if key in took]
         rows.append(PredictedRow(phase, seconds, sum(known) if known else None))
-    rows.append(PredictedRow("step", found.step_seconds, took["time/step"]))
+    rows.append(PredictedRow("step", forecast.step_seconds, took["time/step"]))
     rate = took.get("perf/tokens_per_second")
-    rows.append(PredictedRow("tokens/s", found.tokens_per_second, rate))
-    if found.decode_steps:
+    rows.append(PredictedRow("tokens/s", forecast.tokens_per_second, rate))
+    if forecast.decode_steps:
         steps = took.get("rollout/decode_steps")
-        rows.append(PredictedRow("decode steps", float(found.decode_steps), steps))
+        rows.append(PredictedRow("decode steps", float(forecast.decode_steps), steps))
     return rows

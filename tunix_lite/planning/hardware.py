@@ -156,44 +156,37 @@ def find_target(text: str) -> Target:
     count = 1 if count is None else int(count)
     if hardware.platform == "cuda":
         if mark == "-" or count < 1:
-            raise ValueError(
-                f"{text!r}: GPUs are written {name}x{max(count, 1)}, one or more of them"
-            )
+            right = f"{name}x{max(count, 1)}"
+            raise ValueError(f"{text!r}: GPUs are written {right}, one or more of them")
         node = hardware.host_devices
         if count > node and count % node:
             fits = " or ".join(f"{name}x{(count // node + more) * node}" for more in (0, 1))
-            raise ValueError(
-                f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do"
-            )
+            whole = f"nodes have {node} GPUs, and several are used whole"
+            raise ValueError(f"{text!r}: {whole}; {fits} would do")
         return Target(hardware, count, text.strip())
     sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
-        known = ", ".join(map(str, sizes))
-        raise ValueError(
-            f"{text!r} is no TPU slice; {name}-{nearest} would do. The sizes of {name} are {known}"
-        )
+        known = f"The sizes of {name} are {', '.join(map(str, sizes))}"
+        raise ValueError(f"{text!r} is no TPU slice; {name}-{nearest} would do. {known}")
     return Target(hardware, count // hardware.chip.cores, text.strip())
 
 
 def _unknown(text: str) -> str:
-    names = {platform: [h.name for h in TABLE if h.platform == platform] for platform in EXTRAS}
-    examples = [f"{name}x8" for name in names["cuda"]] + [f"{name}-16" for name in names["tpu"]]
-    meant = _counted_in_front(text.strip().lower(), names["cuda"])
-    near = [meant] if meant else difflib.get_close_matches(text.strip().lower(), examples, n=1)
+    gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
+    examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
+    typed = text.strip().lower()
+    near = difflib.get_close_matches(typed, examples, n=1)
+    # 2xh100x8 is two nodes of eight, 8xa100 eight GPUs.
+    turned = re.fullmatch(rf"([0-9]+)x({'|'.join(gpus)})(?:x([0-9]+))?", typed)
+    if turned:
+        near = [f"{turned[2]}x{int(turned[1]) * int(turned[3] or 1)}"]
     hint = f"did you mean {near[0]}? There are" if near else "there are"
     return (
-        f"{text!r} is no hardware that is known; {hint} {', '.join(names['cuda'])}, "
+        f"{text!r} is no hardware that is known; {hint} {', '.join(gpus)}, "
         "written like h100x8 (h100x16 is two nodes of eight), and "
-        f"{', '.join(names['tpu'])}, written like v5e-16"
+        f"{', '.join(tpus)}, written like v5e-16"
     )
-
-
-def _counted_in_front(text: str, names: list[str]) -> str | None:
-    """2xh100x8, two nodes of eight, as h100x16, and 8xa100 as a100x8; None: it is nothing of the
-    kind."""
-    match = re.fullmatch(rf"([0-9]+)x({'|'.join(names)})(?:x([0-9]+))?", text)
-    return match and f"{match[2]}x{int(match[1]) * int(match[3] or 1)}"
 
 
 def slice_shapes(hardware: Hardware) -> dict[int, str]:
@@ -209,10 +202,9 @@ def compile_only_devices(target: Target) -> list:
     """
     platform = target.hardware.platform
     if not any(importlib.util.find_spec(module) for module in COMPILERS[platform]):
-        extra = f"pip install -e '.[{EXTRAS[platform]}]'"
         raise ValueError(
             f"to compile for {target.name} without having it, install its compiler, on Linux: "
-            f"{extra}"
+            f"pip install -e '.[{EXTRAS[platform]}]'"
         )
     from jax.experimental import topologies
 
@@ -239,19 +231,17 @@ def _topology(target: Target) -> dict:
             "topology": f"1x{nodes}x{count // nodes}",
             "target_config": gpu_target_config(hardware),
         }
-    # Read when libtpu is loaded: there is no metadata server to ask, and others may be compiling,
-    # too.
+    # Read when libtpu is loaded: there is no metadata server to ask, and others may be compiling.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     shapes = slice_shapes(hardware)
-    chip = hardware.chip
     if count not in shapes:
         some = ", ".join(map(str, shapes))
         raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
     return {
         "topology_name": f"{hardware.name}:{shapes[count]}",
         "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
-        "chip_config_name": chip.config,
+        "chip_config_name": hardware.chip.config,
     }
 
 

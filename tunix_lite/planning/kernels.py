@@ -1,20 +1,17 @@
-"""What a compiled program starts on one device, read from its HLO text, and the time that takes by
-a stated machine model.
+"""The kernels that a compiled program starts on one device, by its HLO text, and their time by a
+stated machine model.
 
 `kernels` has one entry for each fusion, library call, copy and collective, with its bytes, FLOPs
 and how often it runs. How things are counted:
 
-- An instruction inside a fusion is no kernel: it reads and writes nothing but registers.
-- A kernel reads each operand once and writes its result once. Of an operand that a fusion only
+- A kernel reads each operand once and writes its result once; of an operand that a fusion only
   slices or gathers from, it reads the slices. A fusion that ends in a dynamic-update-slice or a
-  scatter updates its operand in place: it reads and writes the slice, not the buffer. If the
-  compiler cannot update in place, it adds a copy, which is an entry of its own.
-- Arguments that results take the place of (aliases) move no bytes. A library call, such as a Pallas
-  kernel, that updates an operand in place is taken to read all of it, and to write no more into it
-  than it reads of its other operands. The text does not show the FLOPs of a Pallas kernel: they
-  count as 0.
-- Where `cached_bytes` is given, an array of at most so many bytes that one kernel of a computation
-  makes and others of it use is taken from the cache: it costs no bytes.
+  scatter reads and writes the slice, not the buffer.
+- Aliases move no bytes. A library call, such as a Pallas kernel, that updates an operand in place
+  reads all of it, and writes no more into it than it reads of its other operands. The text does not
+  show the FLOPs of a Pallas kernel: they count as 0.
+- With `cached_bytes`, an array of at most so many bytes that one kernel of a computation makes and
+  others of it use costs no bytes.
 - A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
   counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
 
@@ -26,6 +23,8 @@ with the figures of `planning.hardware`. No kernel misses its peak in it, so it 
 well-tuned program, and no device has confirmed it yet.
 """
 
+import itertools
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -97,33 +96,31 @@ def kernels(
     """
     program, entry = parse(text)
     walk = _Walk(program, ":T(" in text, cached_bytes)
-    found = walk.of_computation(entry, 1, 1)
+    every = walk.of_computation(entry, 1, 1)
     if mesh_shape is None or np.prod(list(mesh_shape.values())) == 1:
-        return found
-    # What goes over links is read where collectives are read, and spread over their kernels.
+        return every
+    # Bytes over links are read where collectives are read, and spread over their kernels.
     total = sum(sent_bytes(c) for c in collectives(text, mesh_shape))
-    links = [kernel for kernel in found if kernel.kind == "collective"]
-    moved = sum(k.times * k.read_bytes for k in links)
-    if not moved:
-        return (
-            [*found, Kernel("links", "collective", 1, 0, 0, sent_bytes=total)] if total else found
-        )
+    moved = sum(k.times * k.read_bytes for k in every if k.kind == "collective")
+    if total and not moved:
+        return [*every, Kernel("links", "collective", 1, 0, 0, sent_bytes=total)]
     return [
         replace(k, sent_bytes=int(total * k.read_bytes / moved)) if k.kind == "collective" else k
-        for k in found
+        for k in every
     ]
 
 
-def predicted_seconds(found: list[Kernel], hardware: Hardware) -> float:
-    """What the machine model says that one call of the program takes."""
-
-    def seconds(k: Kernel) -> float:
-        moved = (k.read_bytes + k.written_bytes) / hardware.memory_bandwidth
-        sent = k.sent_bytes / hardware.link_bandwidth
-        launch = 0.0 if k.kind == "prefetch" else hardware.launch_seconds
-        return launch + max(k.flops / hardware.peak_flops, moved, sent)
-
-    return sum(k.times * seconds(k) for k in found if k.kind != "host")
+def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
+    """Seconds of one call of the program by the machine model."""
+    total = 0.0
+    for kernel in every:
+        if kernel.kind != "host":
+            moved = (kernel.read_bytes + kernel.written_bytes) / hardware.memory_bandwidth
+            sent = kernel.sent_bytes / hardware.link_bandwidth
+            launch = 0.0 if kernel.kind == "prefetch" else hardware.launch_seconds
+            computed = kernel.flops / hardware.peak_flops
+            total += kernel.times * (launch + max(computed, moved, sent))
+    return total
 
 
 # ---- the walk
@@ -140,10 +137,9 @@ class _Walk:
 
     def of_computation(self, name: str, times: int, turns: int) -> list[Kernel]:
         computation = self.program[name]
-        found: list[Kernel] = []
-        for instruction in computation.instructions.values():
-            found += self.of_instruction(instruction, computation, times, turns)
-        return found
+        instructions = computation.instructions.values()
+        kernels = [self.of_instruction(i, computation, times, turns) for i in instructions]
+        return list(itertools.chain.from_iterable(kernels))
 
     def of_instruction(
         self, i: Instruction, computation: Computation, times: int, turns: int
@@ -164,30 +160,30 @@ class _Walk:
         if i.op == "call" or (i.op == "async-start" and callees):
             return [k for _, name in callees for k in self.of_computation(name, times, turns)]
         target = re.search(r'custom_call_target="([^"]*)"', i.rest)
-        if target and target[1] in MARKS:
+        target = target[1] if target else ""
+        is_scalar = i.op != "fusion" and _elements(i.type) <= 1
+        if target in MARKS or (self.scalars_are_free and is_scalar):
             return []
-        kernel = self.kernel(i, computation, times, turns, target[1] if target else "")
-        if self.scalars_are_free and i.op != "fusion" and _elements(i.type) <= 1:
-            return []
-        return [kernel]
-
-    def kernel(
-        self, i: Instruction, computation: Computation, times: int, turns: int, target: str
-    ) -> Kernel:
         if i.op in TO_HOST or "callback" in target:
-            return Kernel(i.name, "host", times, 0, 0, turns=turns)
-        inner = self.program[called(i)[0][1]] if i.op == "fusion" else None
+            return [Kernel(i.name, "host", times, 0, 0, turns=turns)]
+        inner = self.inner(i)
         flops = self.flops(inner) if inner else _flops(i, computation)
-        return Kernel(
-            name=i.name,
-            kind=self.kind(i, inner, flops),
-            times=times,
-            read_bytes=self.read_bytes(i, computation, inner),
-            written_bytes=self.written_bytes(i, computation, inner),
-            flops=flops,
-            turns=turns,
-            source=op_name(i),
-        )
+        return [
+            Kernel(
+                name=i.name,
+                kind=self.kind(i, inner, flops),
+                times=times,
+                read_bytes=self.read_bytes(i, computation, inner),
+                written_bytes=self.written_bytes(i, computation, inner),
+                flops=flops,
+                turns=turns,
+                source=op_name(i),
+            )
+        ]
+
+    def inner(self, i: Instruction) -> Computation | None:
+        """The computation of a fusion."""
+        return self.program[called(i)[0][1]] if i.op == "fusion" else None
 
     def kind(self, i: Instruction, inner: Computation | None, flops: float) -> str:
         if i.op == "custom-call":
@@ -207,10 +203,8 @@ class _Walk:
     def flops(self, computation: Computation) -> float:
         total = 0.0
         for i in computation.instructions.values():
-            if i.op == "fusion":
-                total += self.flops(self.program[called(i)[0][1]])
-            else:
-                total += _flops(i, computation)
+            inner = self.inner(i)
+            total += self.flops(inner) if inner else _flops(i, computation)
         return total
 
     # ---- bytes
@@ -219,8 +213,7 @@ class _Walk:
         self, i: Instruction, computation: Computation, inner: Computation | None
     ) -> int:
         if inner:
-            shares = self.shares(inner)
-            by_number = {_number(p): shares[name] for name, p in _parameters(inner).items()}
+            by_number = self.shares_by_number(inner)
         else:
             by_number = {n: self.part(i, n, computation) for n in range(len(i.operands))}
         total = 0.0
@@ -236,12 +229,11 @@ class _Walk:
     def written_bytes(
         self, i: Instruction, computation: Computation, inner: Computation | None
     ) -> int:
+        types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
         if i.op.endswith("-start"):
             # (operands, results, ...), but for a copy, which is (result, operand, ...)
-            types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
             return bytes_of(types[0 if i.op == "copy-start" or len(types) == 1 else 1])
         results = self.results(inner) if inner else [(i, computation)]
-        types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
         in_place = _updated_in_place(i)
         if in_place:
             taken = set(i.operands) - {i.operands[n] for n in in_place.values()}
@@ -272,25 +264,22 @@ class _Walk:
         if i.op in ("parameter", "constant", "while") or bytes_of(operand.type) > self.cached_bytes:
             return False
         # Of a buffer that was updated in place only the update is new.
-        inner = self.program[called(i)[0][1]] if i.op == "fusion" else None
+        inner = self.inner(i)
         results = self.results(inner) if inner else [(i, computation)]
         return not any(_updates(result, of) for result, of in results)
 
     def results(self, computation: Computation) -> list[tuple[Instruction, Computation]]:
         """What a fusion writes: its root, or the elements of its root."""
-        found = []
+        results = []
         pending = [computation.root]
         while pending:
             i = computation.instructions[pending.pop(0)]
-            if i.op == "tuple":
-                pending = [*i.operands, *pending]
-            elif i.op == "bitcast":
-                pending = [i.operands[0], *pending]
-            elif i.op == "fusion":
-                found += self.results(self.program[called(i)[0][1]])
+            if i.op in ("tuple", "bitcast"):
+                pending = [*i.operands[: None if i.op == "tuple" else 1], *pending]
             else:
-                found.append((i, computation))
-        return found
+                inner = self.inner(i)
+                results += self.results(inner) if inner else [(i, computation)]
+        return results
 
     def shares(self, computation: Computation) -> dict[str, float]:
         """By instruction of a fusion, the share of its elements that the fusion needs."""
@@ -314,27 +303,25 @@ class _Walk:
             return min(1.0, _elements(result) / max(1, _elements(operand.type)))
         if number == 0 and i.op in UPDATES:
             return 0.0
-        if i.op == "fusion":
-            inner = self.program[called(i)[0][1]]
-            shares = self.shares(inner)
-            return next(shares[n] for n, p in _parameters(inner).items() if _number(p) == number)
-        return 1.0
+        inner = self.inner(i)
+        return self.shares_by_number(inner)[number] if inner else 1.0
+
+    def shares_by_number(self, computation: Computation) -> dict[int, float]:
+        """As `shares`, of the parameters alone, by their number."""
+        shares = self.shares(computation)
+        return {
+            int(i.rest.split(")")[0]): shares[name]
+            for name, i in computation.instructions.items()
+            if i.op == "parameter"
+        }
 
 
-def _moved(found: list[Kernel]) -> int:
-    return sum(k.times * (k.read_bytes + k.written_bytes) for k in found)
-
-
-def _parameters(computation: Computation) -> dict[str, Instruction]:
-    return {name: i for name, i in computation.instructions.items() if i.op == "parameter"}
-
-
-def _number(parameter: Instruction) -> int:
-    return int(parameter.rest.split(")")[0])
+def _moved(kernels: list[Kernel]) -> int:
+    return sum(k.times * (k.read_bytes + k.written_bytes) for k in kernels)
 
 
 def _updates(i: Instruction, computation: Computation) -> Instruction | None:
-    """What an update in place writes: the operand with the new values; None: it is no update."""
+    """The operand with the new values of an update in place; None: it is no update."""
     if i.op not in UPDATES:
         return None
     # scatter(buffers, indices, updates), as many updates as buffers
@@ -370,30 +357,24 @@ def _elements(type_: str) -> int:
 
 def _flops(i: Instruction, computation: Computation) -> float:
     """Of a product; 0 for everything else, which is small beside them."""
-    if i.op == "dot":
-        left = _dims(computation.instructions[i.operands[0]].type)
-        return 2.0 * _elements(i.type) * _sizes(left, _ints(i.rest, "lhs_contracting_dims"))
     if i.op == "convolution":
         return _convolution_flops(i, computation)
-    if i.op == "custom-call" and "lhs_contracting_dimensions" in i.rest:
-        left = _dims(computation.instructions[i.operands[0]].type)
-        numbers = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)[1]
-        result = tuple_types(i.type)[0] if i.type.startswith("(") else i.type
-        return 2.0 * _elements(result) * _sizes(left, [int(n) for n in re.findall(r"\d+", numbers)])
-    return 0.0
+    # As a dot writes its contracted dims, and as a library call does.
+    names = {
+        "dot": r"\blhs_contracting_dims=\{([\d,]*)\}",
+        "custom-call": r'"lhs_contracting_dimensions":\[([^\]]*)\]',
+    }
+    contracted = re.search(names[i.op], i.rest) if i.op in names else None
+    if contracted is None and i.op != "dot":
+        return 0.0
+    left = _dims(computation.instructions[i.operands[0]].type)
+    chosen = re.findall(r"\d+", contracted[1]) if contracted else []
+    result = tuple_types(i.type)[0] if i.type.startswith("(") else i.type
+    return 2.0 * _elements(result) * math.prod(left[int(n)] for n in chosen)
 
 
 def _dims(type_: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", ARRAY.search(type_)[3])]
-
-
-def _sizes(dims: list[int], chosen: list[int]) -> int:
-    return int(np.prod([dims[n] for n in chosen])) if chosen else 1
-
-
-def _ints(rest: str, name: str) -> list[int]:
-    found = re.search(rf"\b{name}=\{{([\d,]*)\}}", rest)
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _convolution_flops(i: Instruction, computation: Computation) -> float:
@@ -406,41 +387,21 @@ def _convolution_flops(i: Instruction, computation: Computation) -> float:
 
     # Of each spatial dim, the pairs of an output and a kernel position that meet an element.
     window = re.search(r"window=\{([^}]*)\}", i.rest)
-    of = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
-    spatial = sorted(label for label in left if label.isdigit())
+    settings = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
+
+    def nth(name: str, n: int, default: int) -> int:
+        """pad=1_2x0_0 has 1 and 0 at the low ends."""
+        return int(settings[name].split("x")[n].split("_")[0]) if name in settings else default
+
     pairs = 1
-    for n, label in enumerate(spatial):
-        size = left_dims[left.index(label)]
-        pairs *= _meetings(
-            size,
-            out_dims[out.index(label)],
-            right_dims[right.index(label)],
-            stride=_nth(of, "stride", n, 1),
-            low=_nth(of, "pad", n, 0),
-            left_dilation=_nth(of, "lhs_dilate", n, 1),
-            right_dilation=_nth(of, "rhs_dilate", n, 1),
-        )
+    for n, label in enumerate(sorted(label for label in left if label.isdigit())):
+        outputs = np.arange(out_dims[out.index(label)]) * nth("stride", n, 1)
+        kernel = np.arange(right_dims[right.index(label)]) * nth("rhs_dilate", n, 1)
+        at = outputs[:, None] + kernel - nth("pad", n, 0)
+        dilation = nth("lhs_dilate", n, 1)
+        last = (left_dims[left.index(label)] - 1) * dilation
+        pairs *= int(((at % dilation == 0) & (at >= 0) & (at <= last)).sum())
     groups = re.search(r"batch_group_count=(\d+)", i.rest)
     batch = left_dims[left.index("b")] // (int(groups[1]) if groups else 1)
     inputs = right_dims[right.index("i")]
     return 2.0 * pairs * batch * inputs * out_dims[out.index("f")]
-
-
-def _nth(of: dict[str, str], name: str, n: int, default: int) -> int:
-    """pad=1_2x0_0 has 1 and 0 at the low ends."""
-    return int(of[name].split("x")[n].split("_")[0]) if name in of else default
-
-
-def _meetings(
-    size: int,
-    outputs: int,
-    kernel: int,
-    stride: int,
-    low: int,
-    left_dilation: int,
-    right_dilation: int,
-) -> int:
-    """How many pairs of an output and a kernel position meet an element of the input."""
-    at = np.arange(outputs)[:, None] * stride + np.arange(kernel) * right_dilation - low
-    is_element = (at % left_dilation == 0) & (at >= 0) & (at <= (size - 1) * left_dilation)
-    return int(is_element.sum())

@@ -1,10 +1,10 @@
-"""How long prompts and completions will be: assumed, or as a run recorded them.
+"""How long prompts and completions will be: as a run recorded them, or assumed.
 
-An assumed length is exponential, cut off at its maximum: many are short, a few are long, and those
-that would be longer have the maximum. Its mean is given as a share of the maximum. With a share of
-1 all have the maximum.
+An assumed length is exponential, cut off at its maximum, with a mean that is a share of it: many
+are short, a few are long. With a share of 1 all have the maximum.
 """
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -46,13 +46,12 @@ class Lengths:
         rng = np.random.default_rng(SEED)
         most_prompt, most_new = longest
         shape = (prompts, generations)
-        prompt_share = self.prompt_share
-        if self.mean_prompt is not None:
+        if self.mean_prompt is None:
+            prompt_lengths = assumed(rng, (prompts,), most_prompt, self.prompt_share)
+        else:
             # A recorded mean is that of prompts which hardly differ.
             fixed = min(most_prompt, max(1, round(self.mean_prompt)))
             prompt_lengths = np.full(prompts, fixed)
-        else:
-            prompt_lengths = assumed(rng, (prompts,), most_prompt, prompt_share)
         if self.completions:
             drawn = rng.choice(np.asarray(self.completions), shape)
             return prompt_lengths, np.minimum(drawn, most_new)
@@ -98,11 +97,9 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
     """The lengths that a run recorded in its samples and metrics. Raises ConfigError, which names
     the setting, where it recorded none."""
     path = Path(folder).expanduser()
-    completions = []
-    for file in sorted(path.glob("samples/step_*.jsonl")):
-        rows = json_rows(file)
-        completions += [len(row["tokens"]) for row in rows if isinstance(row.get("tokens"), list)]
-    completions = [count for count in completions if count]
+    rows = [row for file in sorted(path.glob("samples/step_*.jsonl")) for row in json_rows(file)]
+    tokens = [row["tokens"] for row in rows if isinstance(row.get("tokens"), list)]
+    completions = tuple(len(row) for row in tokens if row)
     if not completions:
         raise ConfigError(
             f"{setting}={folder}: there are no samples with tokens, such as "
@@ -112,36 +109,25 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
     # Prompts are not kept as tokens, but how many tokens were read is.
     read = [row.get("rollout/prefill_tokens") for row in json_rows(path / "metrics.jsonl")]
     read = [count for count in read if isinstance(count, int | float)]
-    prompts = _num_prompts(json_rows(path / "plan.json", whole=True))
-    mean_prompt = float(np.mean(read)) / prompts if read and prompts else None
-    if mean_prompt is None:
+    plan = next(iter(json_rows(path / "plan.json", whole=True)), {})
+    plans = plan.get("plans")
+    first = plans[0] if isinstance(plans, list) and plans else None
+    prompts = first.get("prompts_of_rollout") if isinstance(first, dict) else None
+    if not read or not isinstance(prompts, int) or not prompts:
         raise ConfigError(
             f"{setting}={folder}: metrics.jsonl has no rollout/prefill_tokens, or plan.json no "
             "number of prompts, so the length of the prompts is not known"
         )
-    return Lengths(completions=tuple(completions), mean_prompt=mean_prompt, recorded_by=folder)
+    mean_prompt = float(np.mean(read)) / prompts
+    return Lengths(completions=completions, mean_prompt=mean_prompt, recorded_by=folder)
 
 
 def json_rows(file: Path, whole: bool = False) -> list[dict]:
     """The objects of a file of JSON lines, or the one object of a JSON file; [] if it is missing.
     Lines that are no objects are left out."""
-    if not file.is_file():
-        return []
-    text = file.read_text(encoding="utf-8", errors="replace")
-    found = []
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    rows = []
     for part in [text] if whole else text.splitlines():
-        try:
-            value = json.loads(part)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
-
-def _num_prompts(plan: list[dict]) -> int:
-    """Prompts of a rollout, as plan.json has them; 0 if it does not."""
-    plans = plan[0].get("plans") if plan else None
-    first = plans[0] if isinstance(plans, list) and plans else None
-    found = first.get("prompts_of_rollout") if isinstance(first, dict) else None
-    return found if isinstance(found, int) else 0
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(part))
+    return [row for row in rows if isinstance(row, dict)]

@@ -56,11 +56,8 @@ def find_machine(target: str) -> Machine:
 
 
 def attached_machine() -> Machine:
-    """What jax sees; of a CPU, the physical memory, in even shares; of several processes, on the
-    least of them.
-
-    All of them must ask: they decide by it.
-    """
+    """The devices that jax sees; a CPU's share its memory evenly. All processes must ask: they
+    decide by the least."""
     device = jax.local_devices()[0]
     limits = allgather_values(hardware.memory_limit(device))
     platform = device.platform

@@ -5,6 +5,7 @@ Packing changes no answer, rounding apart. What it saves is padding, and the cop
 its completions share; what it costs is attention over longer rows.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -51,49 +52,41 @@ def with_packing(
     resolve: resolve_run of a run on this mesh. lengths: that are expected; None: as plans assume
     them, so that a run that resumes chooses the same. Raises ConfigError as resolve does.
     """
-    if run.training.packing != AUTO:
+    training = run.training
+    if training.packing != AUTO:
         return resolve(run)
-    plain = resolve(packed_as(run, "none")) if _can_be_plain(run) else None
-    found = {} if plain is None else {"none": plain}
+    can_be_plain = training.micro_batch_tokens is None
+    trials = {"none": resolve(packed_as(run, "none"))} if can_be_plain else {}
+    # Several sequences may stand in a row if the loss says that it is a sum over tokens, no dropout
+    # belongs to one sequence, and rows are not counted in sequences.
+    counts_sequences = training.micro_batch_size or training.gradient_accumulation_steps
+    is_sum = bool(reduction_of(run.algorithm))
     why_not = ""
-    for name in PACKING:
-        if name == "none" or not _can_be_packed(run):
-            continue
+    for name in [name for name in PACKING if name != "none"]:
+        if counts_sequences or not is_sum or run.model.lora.dropout:
+            break
         try:
             trial = resolve(packed_as(run, name))
         except ConfigError as error:
             why_not = why_not or str(error)
             continue
         # The kernel of the device may not take these rows.
-        if plain is None or trial.attention == plain.attention:
-            found[name] = trial
-    if not found:
+        if not can_be_plain or trial.attention == trials["none"].attention:
+            trials[name] = trial
+    if not trials:
         raise ConfigError(why_not)
 
     lengths = Lengths() if lengths is None else lengths
-    flops = {name: computed_flops(trial, lengths) for name, trial in found.items()}
+    flops = {name: computed_flops(trial, lengths) for name, trial in trials.items()}
     best = min(flops, key=flops.get)
-    most = flops.get("none", flops[best])
-    if "none" in found and flops[best] > (1 - LEAST_GAIN) * most:
+    if flops[best] > (1 - LEAST_GAIN) * flops.get("none", math.inf):
         best = "none"
-    return replace(found[best], packing_reason=_reason(best, flops, lengths))
+    return replace(trials[best], packing_reason=_reason(best, flops, lengths))
 
 
 def packed_as(run: RunConfig, packing: str) -> RunConfig:
     """The run with this packing."""
     return replace(run, training=replace(run.training, packing=packing))
-
-
-def _can_be_plain(run: RunConfig) -> bool:
-    return run.training.micro_batch_tokens is None
-
-
-def _can_be_packed(run: RunConfig) -> bool:
-    """Whether several sequences may stand in a row: the loss says that it is a sum over tokens, no
-    dropout belongs to one sequence, and rows are not counted in sequences."""
-    training = run.training
-    counts_sequences = training.micro_batch_size or training.gradient_accumulation_steps
-    return not counts_sequences and bool(reduction_of(run.algorithm)) and not run.model.lora.dropout
 
 
 def _reason(best: str, flops: dict[str, float], lengths: Lengths) -> str:
@@ -102,20 +95,13 @@ def _reason(best: str, flops: dict[str, float], lengths: Lengths) -> str:
     others = [f"{name} {value / flops[base]:.0%}" for name, value in flops.items() if name != base]
     if not others:
         return f"auto: {best}, as these settings allow no other"
-    gain = (
-        f"; {LEAST_GAIN:.0%} must be saved"
-        if best == "none" and min(flops, key=flops.get) != best
-        else ""
-    )
-    return f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({_in_short(lengths)})"
-
-
-def _in_short(lengths: Lengths) -> str:
-    if lengths.completions:
-        return f"lengths {lengths}"
-    prompt = f"prompts {lengths.prompt_share:.0%}"
-    completion = f"completions {lengths.completion_share:.0%}"
-    return f"assumed lengths: {prompt}, {completion} of the longest on average"
+    is_less = best == "none" and min(flops, key=flops.get) != best
+    gain = f"; {LEAST_GAIN:.0%} must be saved" if is_less else ""
+    source = f"lengths {lengths}"
+    if not lengths.completions:
+        shares = f"prompts {lengths.prompt_share:.0%}, completions {lengths.completion_share:.0%}"
+        source = f"assumed lengths: {shares} of the longest on average"
+    return f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({source})"
 
 
 def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
@@ -126,18 +112,15 @@ def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     work = row_work(resolved, batch)
     rows = work.parts * work.rows
     cfg = resolved.cfg
-    attention = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * rows * _pairs(resolved, work)
-    return forward_flops(cfg, rows * work.width, rows * work.scored, attention)
-
-
-def _pairs(resolved: ResolvedRun, work: RowWork) -> int:
-    """Pairs of a query and a key whose scores a row computes: all of them, or where lanes share a
-    prefix, those within the prefix and of each lane with the prefix and itself."""
+    # Pairs of a query and a key in a row: all of them, or where lanes share a prefix, those within
+    # the prefix and of each lane with the prefix and itself.
+    pairs = work.width**2
     shape = resolved.rows.shape
-    if shape is None or not shape.prefix_columns:
-        return work.width**2
-    keys_of_lane = shape.prefix_columns + shape.lane_columns
-    return shape.prefix_columns**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
+    if shape is not None and shape.prefix_columns:
+        keys_of_lane = shape.prefix_columns + shape.lane_columns
+        pairs = shape.prefix_columns**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
+    attention = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * rows * pairs
+    return forward_flops(cfg, rows * work.width, rows * work.scored, attention)
 
 
 def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndarray) -> Batch:
@@ -164,7 +147,7 @@ def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndar
 
 
 def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
-    """What the batch comes to in rows, by the packing that a run uses."""
+    """The rows of the batch, by the packing that a run uses."""
     rows = resolved.rows
     fsdp = resolved.mesh_shape["fsdp"]
     tokens = int(batch.token_mask.sum())

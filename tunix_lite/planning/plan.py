@@ -82,12 +82,11 @@ class Plan:
 
     @property
     def parking(self) -> Parking | None:
-        """What becomes of the slots of conversations that wait; None: there are none."""
-        resolved = self.resolved
-        if not resolved.converses:
+        """The slots of conversations that wait; None: there are none."""
+        if not self.resolved.converses:
             return None
-        host_bytes = self.machine.host_bytes
-        return resolved.sampling_memory.parking(resolved.num_conversations, host_bytes)
+        count = self.resolved.num_conversations
+        return self.resolved.sampling_memory.parking(count, self.machine.host_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -99,8 +98,7 @@ class Plan:
 
     @property
     def resume_bytes(self) -> int:
-        """The peak of resuming: the state is read where it stays, before any program, so nothing
-        comes on top of it."""
+        """The peak of resuming: the state is read where it stays, before any program."""
         return sum(size for part, size in self.resident.items() if part != PROGRAMS)
 
     @property
@@ -126,23 +124,20 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """At most, of prompts and completions at their longest, as a run's perf/tokens_per_second
-        counts them."""
+        """At most, of prompts and completions at their longest."""
         tokens = self.resolved.batch.sequences * sum(self.resolved.lengths)
         return None if self.step_seconds is None else tokens / self.step_seconds
 
     @property
     def rank(self) -> tuple:
-        """Sorts what fits first, and then the fastest by its bound; of what does not fit, the
-        smallest."""
+        """Sorts plans that fit first, the fastest first; of those that do not, the smallest."""
         if self.fits is False:
             return True, self.peak_bytes
         return False, self.step_seconds or 0.0, self.peak_bytes
 
     @property
     def is_near_the_limit(self) -> bool:
-        """Whether it fits only by an estimate, and with less room than an estimate may be wrong
-        by."""
+        """Whether it fits only by an estimate, with less room than that may be wrong by."""
         if not self.fits or self.machine.capacity is None or self.fullest.source == COMPILED:
             return False
         return self.peak_bytes > (1 - ESTIMATE_MARGIN) * self.machine.capacity
@@ -162,15 +157,15 @@ def assemble_plan(
         resident[PROGRAMS] = code
 
     # The phases of a step, in their order.
-    makers = {"rollout": _rollout} if resolved.has_rollouts else {}
-    scorers = [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]
-    makers |= {name: partial(_scoring, name) for name in scorers} | {"update": _update}
+    made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
+    for name in [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]:
+        made[name] = _scoring(name, resolved, done)
+    made["update"] = _update(resolved, done)
     bounds = speed.bounds(resolved, machine.hardware, done)
-    phases = [Phase(name, *make(resolved, done), bounds.get(name)) for name, make in makers.items()]
+    phases = [Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()]
     if resolved.samples_beside_update:
-        rollout, *others, update = phases
-        beside = {"sampling beside it": rollout.added_bytes}
-        phases = [rollout, *others, replace(update, adds=update.adds | beside)]
+        beside = {"sampling beside it": phases[0].added_bytes}
+        phases[-1] = replace(phases[-1], adds=phases[-1].adds | beside)
     for error in refused:
         phases = [_as_refused(phase, error, resident) for phase in phases]
 
@@ -180,8 +175,7 @@ def assemble_plan(
 
 
 def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
-    """The phase of a program that its compiler refuses: with the bytes that it would take, where
-    the compiler names them."""
+    """The phase of a refused program, with the bytes that its compiler names, if it does."""
     refused = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
     if refused != phase.name or error.needed_bytes is None:
         return phase
@@ -211,9 +205,9 @@ def _scoring(
     """Scoring by a frozen model of the algorithm; or, as `scoring`, by the reference or policy."""
     program = done.get(name)
     is_frozen = name in resolved.frozen_models
-    if program is None and is_frozen and resolved.compares(name):
-        return ESTIMATE, estimate.describing(resolved, name)
     if program is None:
+        if is_frozen and resolved.compares(name):
+            return ESTIMATE, estimate.describing(resolved, name)
         return ESTIMATE, estimate.scoring(resolved.as_scorer(name) if is_frozen else resolved)
     # What it is given of the weights: its own, the reference, or what samples now.
     names = ["frozen base"] if resolved.lora else ["parameters"]
@@ -233,15 +227,10 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     adds = estimate.rollout(resolved)
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
-    prefill = done["prefill"]
-    decode = done["decode"]
     copy = adds["weights to sample"]
-    cache = decode.argument_bytes - copy
-    added = {
-        name: done[name].added_bytes - done[name].code_bytes
-        for name in SAMPLING_PROGRAMS
-        if name in done
-    }
+    cache = done["decode"].argument_bytes - copy
+    names = [name for name in SAMPLING_PROGRAMS if name in done]
+    added = {name: done[name].added_bytes - done[name].code_bytes for name in names}
     # A parked conversation that comes back is an argument beside the slots.
     if "write_slot" in done:
         added["write_slot"] += done["write_slot"].argument_bytes - cache
@@ -252,7 +241,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,
-        "prompts": prefill.argument_bytes - copy,
+        "prompts": done["prefill"].argument_bytes - copy,
         "temporary": max(added.values()),
     }
 
@@ -269,11 +258,9 @@ def with_choices(
 ) -> ResolvedRun:
     """The run on a mesh of this machine, with the choices that it would make itself: the
     micro-batch, and where sampling keeps the weights. Raises ConfigError."""
-
-    def resolve(run: RunConfig) -> ResolvedRun:
-        return resolve_run(run, cfg, lora, mesh_shape, machine.platform)
-
-    resolved = with_packing(run, resolve)
+    resolved = with_packing(
+        run, lambda run: resolve_run(run, cfg, lora, mesh_shape, machine.platform)
+    )
     sizes = resolved.micro_batches_to_try() if chooses_micro_batch(run) else [None]
     # The largest micro-batch that fits by formulas, or the smallest there is.
     for size in sizes:
@@ -292,8 +279,7 @@ def estimated(
     lora: LoraConfig | None,
     mesh_shape: dict[str, int],
 ) -> Plan:
-    """By formulas alone: needs no device. Raises ConfigError if the mesh does not divide the model
-    or the batch."""
+    """Plans by formulas alone. Raises ConfigError if the mesh does not divide model or batch."""
     return assemble_plan(machine, with_choices(run, machine, cfg, lora, mesh_shape), {})
 
 
@@ -301,7 +287,7 @@ def with_compiled(
     plan: Plan, devices: list, say: Callable[[str], None] = lambda text: None
 ) -> Plan:
     """The same plan, its programs compiled for these devices. The run's sharding rules become those
-    of the process. Raises ConfigError for what cannot be lowered here."""
+    of the process. Raises ConfigError."""
     resolved = plan.resolved
     check_can_be_lowered(resolved, plan.machine.platform)
     sizes = " ".join(f"{axis}={size}" for axis, size in resolved.mesh_shape.items())
@@ -335,11 +321,8 @@ def compile_plan(
 
 def meshes(num_devices: int) -> list[dict[str, int]]:
     """Every (fsdp, tp) of so many devices."""
-    return [
-        {"fsdp": num_devices // tp, "tp": tp}
-        for tp in range(1, num_devices + 1)
-        if num_devices % tp == 0
-    ]
+    divisors = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0]
+    return [{"fsdp": num_devices // tp, "tp": tp} for tp in divisors]
 
 
 def largest_micro_batch(

@@ -1,10 +1,9 @@
-"""How fast a step can be at best: FLOPs, bytes read and bytes sent of each phase, over what the
-hardware does.
+"""How fast a step can be at best: FLOPs, bytes read and bytes sent of each phase, over those of the
+hardware.
 
 As if every sequence had its longest length, every kernel reached the peak and sending cost nothing
-but links: a bound, not a forecast. Recomputation (training.remat) is not counted, as in
-planning.flops. In the formulas, W is the bytes of the weights of a tp shard in the types that they
-are used in, G those of their gradients as they are summed over fsdp.
+but links: a bound, not a forecast. Recomputation is not counted. W is the bytes of the weights of a
+tp shard in the types that they are used in, G those of their gradients as summed over fsdp.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.models.weights import Weight, is_weight, num_params
+from tunix_lite.models.weights import is_weight, num_params
 from tunix_lite.planning import estimate, flops
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.planning.programs import Compiled
@@ -47,19 +46,16 @@ def bounds(
     mesh_shape = resolved.mesh_shape
     # a rollout is for as many updates' sequences as there are mini-batches
     share = algorithm.needs.mini_batches / algorithm.updates_per_rollout
-    found = {}
+    works = {}
     if not algorithm.needs.demonstrations and resolved.apart is None:
-        works = [_prefill(resolved, compiled), _decode(resolved, compiled)]
-        found["rollout"] = _bound(works, hardware, mesh_shape, share)
+        works["rollout"] = [_prefill(resolved, compiled), _decode(resolved, compiled)]
     if resolved.scores:
-        found["scoring"] = _bound([_scoring(resolved, compiled)], hardware, mesh_shape, share)
+        works["scoring"] = [_scoring(resolved, compiled.get("scoring"))]
     for name in resolved.frozen_models:
-        # the program of a scorer is the same, whoever scores
-        known = {"scoring": compiled[name]} if name in compiled else {}
-        work = _scoring(resolved.as_scorer(name), known)
-        found[name] = _bound([work], hardware, mesh_shape, share)
-    found["update"] = _bound([_update(resolved, compiled)], hardware, mesh_shape, 1.0)
-    return found
+        works[name] = [_scoring(resolved.as_scorer(name), compiled.get(name))]
+    update = _bound([_update(resolved, compiled)], hardware, mesh_shape, 1.0)
+    phases = {name: _bound(work, hardware, mesh_shape, share) for name, work in works.items()}
+    return phases | {"update": update}
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,7 @@ def _bound(
 def links(
     sent: dict[str, float], mesh_shape: dict[str, int], hardware: Hardware | None
 ) -> tuple[float, float]:
-    """Bytes within a node, and between nodes: neighbours over tp are on one node, those over fsdp
-    are not."""
+    """Bytes within a node, and between nodes: only neighbours over tp are on one node."""
     total = sum(sent.values())
     num_devices = mesh_shape["fsdp"] * mesh_shape["tp"]
     if hardware is None or hardware.platform == "tpu" or num_devices <= hardware.host_devices:
@@ -148,21 +143,17 @@ def weight_bytes(resolved: ResolvedRun) -> int:
 def reduced_gradient_bytes(resolved: ResolvedRun) -> int:
     """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype,
     others float32."""
-
-    def of(w: Weight) -> int:
-        is_narrow = w.inputs and resolved.run.training.reduce_dtype == "bfloat16"
-        return resolved.elements(w.shape, w.axes, is_gathered=True) * (2 if is_narrow else 4)
-
-    return sum(of(w) for w in jax.tree.leaves(sizes.tables(resolved).trained, is_leaf=is_weight))
+    total = 0
+    for weight in jax.tree.leaves(sizes.tables(resolved).trained, is_leaf=is_weight):
+        is_narrow = weight.inputs and resolved.run.training.reduce_dtype == "bfloat16"
+        elements = resolved.elements(weight.shape, weight.axes, is_gathered=True)
+        total += elements * (2 if is_narrow else 4)
+    return total
 
 
 def streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> float:
-    """Bytes of what tp sums in one pass over so many tokens on a device: two residual streams a
-    layer.
-
-    Forward they are summed in training.tp_reduce_dtype (models.rounding.product), backward in the
-    compute dtype.
-    """
+    """Bytes that tp sums in one pass over so many tokens on a device: two residual streams a layer,
+    forward in training.tp_reduce_dtype, backward in the compute dtype."""
     dtype = resolved.dtype
     if is_forward:
         dtype = jnp.promote_types(resolved.run.training.tp_reduce_dtype, dtype)
@@ -241,7 +232,7 @@ def parts(resolved: ResolvedRun) -> int:
     return min(resolved.rows.num_parts, -(-tokens // at_once))
 
 
-def _scoring(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
+def _scoring(resolved: ResolvedRun, compiled: Compiled | None) -> ProgramWork:
     """One forward: 2P a token; W is read and gathered once a micro-batch."""
     tokens, scored, attention = batch_tokens(resolved)
     once = parts(resolved) * weight_bytes(resolved)
@@ -249,14 +240,13 @@ def _scoring(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWor
     return ProgramWork(
         flops.forward_flops(resolved.cfg, tokens, scored, attention),
         once,
-        _sent(compiled.get("scoring"), 1, estimated, parts(resolved)),
+        _sent(compiled, 1, estimated, parts(resolved)),
     )
 
 
 def _update(resolved: ResolvedRun, compiled: dict[str, Compiled]) -> ProgramWork:
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
-    in sync_gradients_every micro-batches; tp sums two streams a layer each way; the state is read
-    and written."""
+    in sync_gradients_every micro-batches; the state is read and written."""
     tokens, scored, attention = batch_tokens(resolved)
     lora_params = num_params(sizes.tables(resolved).trained) if resolved.lora else 0
 

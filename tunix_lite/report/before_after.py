@@ -7,19 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix_lite.evaluation.statistics import (
-    Comparison,
-    Estimate,
-    avg_at_k,
-    compare,
-    estimate,
-    maj_at_k,
-    pass_at_k,
-    wilson,
-)
-from tunix_lite.plain_text import escaped
-from tunix_lite.report.evidence import Evidence, read_sample_file, sample_steps
-from tunix_lite.report.page import Answer, Example
+from tunix_lite.evaluation import statistics
+from tunix_lite.evaluation.statistics import Comparison, Estimate, estimate, wilson
+from tunix_lite.report.evidence import Evidence, read_samples, sample_steps
+from tunix_lite.report.page import Example
 from tunix_lite.tracking.rows import is_number
 
 LEVEL = 0.95
@@ -61,20 +52,15 @@ class ScoreChange:
 def first_and_last(run: Evidence) -> list[Measured]:
     """The evaluations that samples/ has: the first, and the last if it is another one."""
     steps = sample_steps(run.folder, "evaluation")
-    found = [measured_at(run.folder, step, run.unread) for step in {*steps[:1], *steps[-1:]}]
-    return sorted((m for m in found if m is not None), key=lambda m: m.step)
+    ends = sorted({*steps[:1], *steps[-1:]})
+    return [m for step in ends if (m := measured_at(run.folder, step, run.unread)) is not None]
 
 
 def measured_at(folder: Path, step: int, unread: list[str]) -> Measured | None:
     """The completions of the evaluation after a step; None if there are none."""
-    try:
-        rows = read_sample_file(folder, step, "evaluation")
-    except ValueError as error:
-        unread.append(escaped(str(error)))
-        return None
     greedy: dict[int, dict] = {}
     samples: dict[int, list[dict]] = {}
-    for row in rows or []:
+    for row in read_samples(folder, step, "evaluation", unread):
         group = row.get("group")
         if type(group) is not int or type(row.get("correct")) is not bool:
             continue
@@ -89,25 +75,24 @@ def measured_at(folder: Path, step: int, unread: list[str]) -> Measured | None:
     return Measured(step, greedy, whole) if greedy else None
 
 
-def scores_of(found: Measured) -> dict[str, dict[int, float]]:
+def scores_of(measured: Measured) -> dict[str, dict[int, float]]:
     """By the name of a score: the number of each example."""
-    rewards = {g: row["reward"] for g, row in found.greedy.items() if is_number(row.get("reward"))}
-    scores = {"accuracy": {g: float(row["correct"]) for g, row in found.greedy.items()}}
-    if found.samples:
-        groups = list(found.samples)
-        correct_EN = np.array([[row["correct"] for row in found.samples[g]] for g in groups])
-        extracted = [[row.get("extracted") for row in found.samples[g]] for g in groups]
+    greedy = measured.greedy
+    scores = {"accuracy": {group: float(row["correct"]) for group, row in greedy.items()}}
+    if measured.samples:
+        rows_E = list(measured.samples.values())
+        correct_EN = np.array([[row["correct"] for row in rows] for rows in rows_E])
+        extracted = [[row.get("extracted") for row in rows] for rows in rows_E]
         answers = [[x if isinstance(x, str) else None for x in texts] for texts in extracted]
         k = correct_EN.shape[1]
-        for name, values_E in (
-            (f"avg_at_{k}", avg_at_k(correct_EN)),
-            (f"pass_at_{k}", pass_at_k(correct_EN, k)),
-            (f"maj_at_{k}", maj_at_k(answers, correct_EN, k)),
-        ):
-            scores[name] = dict(zip(groups, values_E.tolist()))
-    if rewards:
-        scores["reward"] = rewards
-    return scores
+        values = {
+            f"avg_at_{k}": statistics.avg_at_k(correct_EN),
+            f"pass_at_{k}": statistics.pass_at_k(correct_EN, k),
+            f"maj_at_{k}": statistics.maj_at_k(answers, correct_EN, k),
+        }
+        scores |= {name: dict(zip(measured.samples, x_E.tolist())) for name, x_E in values.items()}
+    rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
+    return scores | ({"reward": rewards} if rewards else {})
 
 
 # ---- scores
@@ -116,24 +101,17 @@ def scores_of(found: Measured) -> dict[str, dict[int, float]]:
 def scores(run: Evidence, measured: list[Measured]) -> list[ScoreChange]:
     """All scores before and after, with their intervals: from samples/, else from the metrics."""
     if len(measured) < 2:
-        return scores_without_samples(run)
+        return _scores_without_samples(run)
     before, after = (scores_of(m) for m in (measured[0], measured[-1]))
-    found = []
-    for name in before:
-        both = [group for group in before[name] if group in after.get(name, {})]
-        if not both:
-            continue
-        first_E = np.array([before[name][group] for group in both])
-        last_E = np.array([after[name][group] for group in both])
-        found.append(
-            ScoreChange(
-                name,
-                _estimated(name, first_E),
-                _estimated(name, last_E),
-                compare(last_E, first_E, LEVEL, RESAMPLES),
-            )
-        )
-    return found
+    changes = []
+    for name in [name for name in before if name in after]:
+        both = sorted(before[name].keys() & after[name].keys())
+        if both:
+            first_E, last_E = (np.array([x[name][g] for g in both]) for x in (before, after))
+            change = statistics.compare(last_E, first_E, LEVEL, RESAMPLES)
+            ends = (_estimated(name, values_E) for values_E in (first_E, last_E))
+            changes.append(ScoreChange(name, *ends, change))
+    return changes
 
 
 def _estimated(name: str, values_E: np.ndarray) -> Estimate:
@@ -144,15 +122,14 @@ def _estimated(name: str, values_E: np.ndarray) -> Estimate:
     return estimate(values_E, LEVEL, RESAMPLES)
 
 
-def scores_without_samples(run: Evidence) -> list[ScoreChange]:
+def _scores_without_samples(run: Evidence) -> list[ScoreChange]:
     """The accuracy of the first and of the last evaluation, with the intervals of a share."""
-    series = run.series("eval/accuracy")
+    series = run.series("eval/accuracy", least=2)
     count = int(run.number("evaluation.num_examples", 0))
-    if series is None or len(series) < 2 or count < 1:
+    ends = () if series is None or count < 1 else (series.first, series.last)
+    if not ends or not all(0 <= value <= 1 for value in ends):
         return []
-    if not all(0 <= value <= 1 for value in (series.first, series.last)):
-        return []
-    return [ScoreChange("accuracy", wilson(series.first, count), wilson(series.last, count), None)]
+    return [ScoreChange("accuracy", *(wilson(value, count) for value in ends), None)]
 
 
 # ---- examples
@@ -173,46 +150,23 @@ class Moved:
 
 def moved(before: Measured, after: Measured) -> Moved:
     """Which examples were wrong and are right, and so on. Only of the same prompt in both."""
-    found = Moved([], [], [], [])
-    kinds = {
-        (False, True): found.improved,
-        (True, False): found.spoilt,
-        (True, True): found.right,
-        (False, False): found.wrong,
-    }
+    groups = {(was, now): [] for was in (False, True) for now in (False, True)}
     for group, row in before.greedy.items():
         other = after.greedy.get(group)
         if other is not None and other.get("prompt") == row.get("prompt"):
-            kinds[row["correct"], other["correct"]].append(group)
-    return found
+            groups[row["correct"], other["correct"]].append(group)
+    return Moved(
+        improved=groups[False, True],
+        spoilt=groups[True, False],
+        right=groups[True, True],
+        wrong=groups[False, False],
+    )
 
 
 def shown_examples(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
     """Some of these examples, evenly from the first to the last, with both completions."""
     count = min(SHOWN, len(groups))
     chosen = [groups[i * len(groups) // count] for i in range(count)]
-    return [
-        Example(
-            _text(before.greedy[group].get("prompt")),
-            _or_none(before.greedy[group].get("expected")),
-            [
-                answer_of(before.greedy[group], f"step {before.step}"),
-                answer_of(after.greedy[group], f"step {after.step}"),
-            ],
-        )
-        for group in chosen
-    ]
-
-
-def answer_of(row: dict, title: str, note: str = "") -> Answer:
-    """A line of samples/ as a report shows it."""
-    extracted = _or_none(row.get("extracted"))
-    return Answer(_text(row.get("completion")), extracted, row.get("correct") is True, title, note)
-
-
-def _or_none(value: object) -> str | None:
-    return None if value is None else _text(value)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else str(value)
+    ends = (before, after)
+    answers = [[(f"step {m.step}", m.greedy[group], "") for m in ends] for group in chosen]
+    return [Example(before.greedy[group], both) for group, both in zip(chosen, answers)]

@@ -26,31 +26,39 @@ class Curve:
     is_share: bool = False
     # what the legend calls them; none: as the metric
     names: tuple[str, ...] = ()
+    # whether a comparison of runs shows its first metric, too
+    in_comparison: bool = False
 
 
 TWO = ("in training", "held out, greedy")
 CURVES = (
-    Curve("reward", ("reward/mean", "eval/reward"), names=TWO),
+    Curve("reward", ("reward/mean", "eval/reward"), False, TWO, True),
     Curve(
         "held-out accuracy", ("eval/accuracy", "eval/avg_at_", "eval/pass_at_"), True, ("greedy",)
     ),
     Curve("right in training", ("completions/correct",), True),
     Curve("groups that teach nothing", ("reward/groups_that_agree",), True),
-    Curve("completion length, tokens", ("completions/mean_length", "eval/mean_length"), names=TWO),
+    Curve(
+        "completion length, tokens",
+        ("completions/mean_length", "eval/mean_length"),
+        False,
+        TWO,
+        True,
+    ),
     Curve("cut off at the longest length", ("completions/truncated", "eval/truncated"), True, TWO),
-    Curve("entropy, nats a token", ("train/entropy",)),
-    Curve("KL to the reference, nats a token", ("train/kl",)),
+    Curve("entropy, nats a token", ("train/entropy",), in_comparison=True),
+    Curve("KL to the reference, nats a token", ("train/kl",), in_comparison=True),
     Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
     Curve("ratio outside of the clip", ("train/ratio_outside_clip",), True),
     Curve("loss", ("train/loss",)),
-    Curve("gradient norm", ("train/grad_norm",)),
-    Curve("learning rate", ("train/learning_rate",)),
+    Curve("gradient norm", ("train/grad_norm",), in_comparison=True),
+    Curve("learning rate", ("train/learning_rate",), in_comparison=True),
     Curve(
         "seconds of a step",
         ("time/step", "time/rollout", "time/update"),
         names=("step", "sampling", "update"),
     ),
-    Curve("tokens a second and device", ("perf/tokens_per_second_per_device",)),
+    Curve("tokens a second and device", ("perf/tokens_per_second_per_device",), in_comparison=True),
 )
 
 
@@ -58,23 +66,20 @@ def curves(run: Evidence, chosen: tuple[Curve, ...] = CURVES) -> list[Chart]:
     """The charts for which the run has numbers."""
     charts = []
     for curve in chosen:
+        every = [(color, run.series(name)) for color, name in enumerate(metrics_of(run, curve))]
+        every = [(color, series) for color, series in every if series is not None]
         lines = []
-        names = metrics_of(run, curve)
-        for color, metric in enumerate(names):
-            series = run.series(metric)
-            if series is None:
-                continue
-            name = as_words(metric.rpartition("/")[2])
-            if color < len(curve.names):
-                name = curve.names[color]
-            lines += _lines(series, color, name if len(curve.metrics) > 1 else "")
+        for color, series in every:
+            name = as_words(series.name.rpartition("/")[2]) if len(curve.metrics) > 1 else ""
+            name = curve.names[color] if color < len(curve.names) else name
+            lines += curve_lines(series, name, color)
         if not any(any(line.values) for line in lines):
             continue
 
         # Beside the title: the first and the last number of the first metric.
         note = ""
-        series = run.series(names[0])
-        if series is not None:
+        color, series = every[0]
+        if color == 0:
             ends = (series.early, series.late)
             if series.name.startswith("eval/") or series.name == "train/learning_rate":
                 ends = (series.first, series.last)
@@ -100,38 +105,31 @@ def metrics_of(run: Evidence, curve: Curve) -> list[str]:
     last = run.evaluations[-1] if run.evaluations else {}
     names = []
     for name in curve.metrics:
-        found = [key for key in last if key.startswith(name)] if name.endswith("_") else [name]
-        names += found[:1]
+        names += [key for key in last if key.startswith(name)][:1] if name[-1] == "_" else [name]
     return names
 
 
-def _lines(series: Series, color: int, name: str) -> list[Line]:
-    """A metric as it is, and where it has many steps a smooth line over it."""
+def curve_lines(series: Series, name: str, color: int, only_one: bool = False) -> list[Line]:
+    """A metric as it is, and where it has many steps a smooth line over it, or that alone."""
     steps = series.steps.tolist()
     values = series.values.tolist()
-    if series.name.startswith("eval/") and len(steps) <= MANY:
-        return [Line(name, steps, values, color, "points")]
+    if series.name.startswith("eval/") and (only_one or len(steps) <= MANY):
+        return [Line(name, steps, values, color, "points" if len(steps) <= MANY else "line")]
     if len(steps) < MANY or series.name == "train/learning_rate":
         return [Line(name, steps, values, color)]
-    smooth = smoothed(values, span_of(len(steps)))
+    smooth = smoothed(values, max(len(steps) / 12, 4))
+    if only_one:
+        return [Line(name, steps, smooth, color)]
     return [Line(name, steps, values, color, "faint"), Line(name, steps, smooth, color, "smooth")]
-
-
-def span_of(count: int) -> float:
-    """Steps that a smooth line of `count` steps averages over."""
-    return max(count / 12, 4)
 
 
 def number_blocks(run: Evidence) -> Block:
     """Every curve in numbers."""
     rows = []
-    for curve in CURVES:
-        for name in metrics_of(run, curve):
-            series = run.series(name)
-            if series is None:
-                continue
-            values = (series.first, series.last, series.values.min(), series.largest)
-            cells = [f"{value:.4g}" for value in (*values, series.early, series.late)]
-            rows.append([name, spark_bars(series.values.tolist(), 16), *cells])
+    names = [name for curve in CURVES for name in metrics_of(run, curve)]
+    for series in filter(None, map(run.series, names)):
+        numbers = (series.first, series.last, series.values.min(), series.largest)
+        cells = [f"{value:.4g}" for value in (*numbers, series.early, series.late)]
+        rows.append([series.name, spark_bars(series.values.tolist(), 16), *cells])
     heads = ["metric", "curve", "first", "last", "least", "most", "first third", "last third"]
     return Folded("first, last, least and most of each metric", Table(heads, rows, 2))

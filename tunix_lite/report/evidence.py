@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.untrusted import (
-    MOST_SAMPLE_LINE,
-    parse_object,
-    read_lines,
-    read_object,
-    read_yaml,
-    read_yaml_texts,
-)
+from tunix_lite.files import untrusted
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, with_chosen_values
@@ -27,6 +20,8 @@ MOST_FILES = 8
 MOST_SAMPLES = 4096
 # most bytes of a file of samples/ that are looked at
 MOST_SAMPLE_BYTES = 24 * 2**20
+# stands for a completion among the names of metrics and settings
+EXAMPLE = "an example"
 # no setting, and no metric that counts something, is as large as this
 MOST_NUMBER = 1e18
 
@@ -78,12 +73,10 @@ class Series:
         """The step of the largest value."""
         return int(self.steps[self.values.argmax()])
 
-    def told(self) -> str:
+    def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
-        return (
-            f"{self.name} {self.early:.3g} → {self.late:.3g} "
-            f"(steps {self.steps[0]} to {self.steps[-1]})"
-        )
+        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
+        return f"{self.name} {self.early:.3g} → {self.late:.3g} ({steps})"
 
 
 @dataclass(frozen=True)
@@ -107,22 +100,37 @@ class Evidence:
     # files that could not be read, and why
     unread: list[str] = field(default_factory=list)
     # metrics that were read out of the rows: the detectors ask for the same few again and again
-    _columns: dict[str, Series | None] = field(default_factory=dict, init=False, compare=False)
+    _columns: dict[str, Series] = field(default_factory=dict, init=False, compare=False)
 
-    def series(self, name: str, at_rollouts: bool = False) -> Series | None:
-        """A metric; None if no step has it. at_rollouts: only of the first update of a rollout."""
+    def series(self, name: str, least: int = 1, at_rollouts: bool = False) -> Series | None:
+        """A metric; None if fewer than `least` steps have it. at_rollouts: only of the first update
+        of a rollout."""
         if name not in self._columns:
             rows = self.evaluations if name.startswith("eval/") else self.rows
-            found = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
-            steps, values = zip(*found) if found else ((), ())
-            column = Series(name, np.array(steps), np.array(values, np.float64))
-            self._columns[name] = column if found else None
+            numbers = {row["step"]: row[name] for row in rows if is_number(row.get(name))}
+            values = np.array([*numbers.values()], np.float64)
+            self._columns[name] = Series(name, np.array([*numbers]), values)
         column = self._columns[name]
-        if column is None or not at_rollouts:
-            return column
-        every = max(self.number("algorithm.updates_per_rollout", 1), 1)
-        first = (column.steps - 1) % every == 0
-        return column.where(first) if first.any() else None
+        if at_rollouts and len(column):
+            every = max(self.number("algorithm.updates_per_rollout", 1), 1)
+            column = column.where((column.steps - 1) % every == 0)
+        return column if len(column) >= least else None
+
+    def shown(self, *names: str) -> list[str]:
+        """Each metric by its course, each setting by its value, and EXAMPLE by a completion of the
+        last file; what the run does not have is left out."""
+        texts = []
+        for name in names:
+            series = self.series(name)
+            if series is not None:
+                texts.append(str(series))
+            elif self.setting(name) is not None:
+                texts.append(f"{name}={excerpt(self.setting(name))}")
+            elif name == EXAMPLE and self.samples:
+                last = max(self.samples)
+                text = excerpt(self.samples[last][0].get("completion", ""), 100)
+                texts.append(f"such as {text} (step {last})")
+        return texts
 
     def setting(self, name: str) -> Any:
         """A setting by its dotted name; None if it is not known."""
@@ -169,20 +177,20 @@ class Evidence:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """What the folder of a run says. Raises ValueError if it is none: it has no metrics.jsonl."""
+    """Reads the folder of a run. Raises ValueError if it is none: it has no metrics.jsonl."""
     run_dir = RunDir(folder)
     if not run_dir.metrics.is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}")
     unread: list[str] = []
     rows, evaluations = _read_metrics(run_dir, unread)
-    status = _read(unread, run_dir.status, read_object)
-    model = _read(unread, folder / RunDir.MODEL, read_object).get("model")
+    status = _read(unread, run_dir.status, untrusted.read_object)
+    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")
     architecture = model.get("architecture") if isinstance(model, dict) else None
 
     # The settings that Hydra kept, with the values that the run chose; of a run from Python those
     # of its fingerprint, which are fewer.
-    settings = _read(unread, folder / ".hydra" / "config.yaml", read_yaml)
-    fingerprint = _read(unread, run_dir.fingerprint, read_object)
+    settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
+    fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
     return Evidence(
         folder=folder,
         settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
@@ -196,11 +204,9 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def _read(unread: list[str], file: Path, reader: Callable[[Path], dict]) -> dict:
-    """What the reader gives; {} for a file that is not there, or cannot be read, which is noted."""
-    if not file.exists():
-        return {}
+    """Reads a file; {} if it is not there, or cannot be read, which is noted."""
     try:
-        return reader(file)
+        return reader(file) if file.exists() else {}
     except ValueError as error:
         unread.append(escaped(str(error)))
         return {}
@@ -231,16 +237,17 @@ def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
     chosen = sample_steps(folder)
     if len(chosen) > MOST_FILES:
         chosen = chosen[: MOST_FILES // 2] + chosen[-MOST_FILES // 2 :]
-    found = {}
-    for step in chosen:
-        try:
-            rows = read_sample_file(folder, step)
-        except ValueError as error:
-            unread.append(escaped(str(error)))
-            continue
-        if rows:
-            found[step] = rows
-    return found
+    samples = {step: read_samples(folder, step, "step", unread) for step in chosen}
+    return {step: rows for step, rows in samples.items() if rows}
+
+
+def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[dict]:
+    """As `read_sample_file`; [] without a file, or if it cannot be read, which is noted."""
+    try:
+        return read_sample_file(folder, step, name) or []
+    except ValueError as error:
+        unread.append(escaped(str(error)))
+        return []
 
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
@@ -266,12 +273,14 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
         return None
     rows = []
     num_bytes = 0
-    for number, (line, is_whole) in enumerate(read_lines(file, MOST_SAMPLE_LINE), 1):
+    for number, (line, is_whole) in enumerate(
+        untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE), 1
+    ):
         num_bytes += len(line)
         if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
-            row = parse_object(line.decode("utf-8"), "the line")
+            row = untrusted.parse_object(line.decode("utf-8"), "the line")
         except ValueError as error:
             raise ValueError(f"{file}: line {number} cannot be read ({error})") from error
         rows.append(row)
@@ -279,24 +288,19 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
 
 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
-    """What the command line of the run gave, as Hydra kept it; None: no Hydra, or not readable."""
+    """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
     file = folder / ".hydra" / "overrides.yaml"
-    if not file.exists():
-        return None
-    try:
-        return read_yaml_texts(file)
-    except ValueError as error:
-        unread.append(escaped(str(error)))
-        return None
+    read = _read(unread, file, lambda file: {"texts": untrusted.read_yaml_texts(file)})
+    return read.get("texts")
 
 
 def read_plan(folder: Path, unread: list[str]) -> dict:
     """The run's own mesh in plan.json, with `capacity_bytes` of a device; {} if there is none."""
-    found = _read(unread, folder / "plan.json", read_object)
-    plans = found.get("plans")
+    plan = _read(unread, folder / "plan.json", untrusted.read_object)
+    plans = plan.get("plans")
     if not isinstance(plans, list) or not plans or not isinstance(plans[0], dict):
         return {}
-    return plans[0] | {"capacity_bytes": found.get("capacity_bytes")}
+    return plans[0] | {"capacity_bytes": plan.get("capacity_bytes")}
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.report.evidence import MOST_NUMBER, Evidence, Series, excerpt
+from tunix_lite.report.evidence import EXAMPLE, MOST_NUMBER, Evidence, Series, excerpt
+from tunix_lite.tracking.rows import is_number
 
 # The evidence, and overrides to try; last, what the finding says in place of the docstring.
 Shown = tuple[list[str], list[str]] | tuple[list[str], list[str], str] | None
@@ -59,15 +60,12 @@ def diagnose(run: Evidence) -> list[Finding]:
 
 def updates_skipped(run: Evidence, skipped: Series) -> Shown:
     """Updates are not finite, so they are not made."""
-    made = skipped.where(skipped.values > 0)
-    if not len(made) or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
+    steps = skipped.steps[skipped.values > 0]
+    ends_so = skipped.last and len(skipped) > 1
+    if not len(steps) or (skipped.mean < 0.1 and not ends_so):
         return None
-    first = int(made.steps[0])
-    shown = f"train/skipped is 1 in {len(made)} of {len(skipped)} steps, first in step {first}"
-    return [shown], [
-        *_slower(run, 10),
-        f"tunix-lite replay {run.folder} skipped={first}",
-    ]
+    shown = f"train/skipped is 1 in {len(steps)} of {len(skipped)} steps, first in step {steps[0]}"
+    return [shown], [*_slower(run, 10), f"tunix-lite replay {run.folder} skipped={steps[0]}"]
 
 
 def _slower(run: Evidence, times: float) -> list[str]:
@@ -82,12 +80,10 @@ def learning_rate_zero(run: Evidence) -> Shown:
     moved = run.series("train/update_norm")
     gradient = run.series("train/grad_norm")
     has_gradient = not _all_skipped(run) and (gradient is None or gradient.largest > 0)
-    if rates is not None and rates.largest == 0:
-        shown = f"train/learning_rate is 0 in all {len(rates)} steps"
-    elif moved is not None and moved.largest == 0 and has_gradient:
-        shown = f"train/update_norm is 0 in all {len(moved)} steps"
-    else:
+    still = rates if rates is not None and rates.largest == 0 else moved if has_gradient else None
+    if still is None or still.largest > 0:
         return None
+    shown = f"{still.name} is 0 in all {len(still)} steps"
     return [shown], ["optimizer.learning_rate=1e-4 (a small model), 1e-6 (a large one)"]
 
 
@@ -102,11 +98,9 @@ def warm_up_not_over(run: Evidence, rates: Series) -> Shown:
     peak = run.number("optimizer.learning_rate", 0.0)
     if not peak or not 5 <= run.num_steps < steps or not 0 < rates.largest <= 0.2 * peak:
         return None
-    shown = (
-        f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps, of "
-        f"{peak:.3g}; optimizer.warmup_steps={steps:g}"
-    )
-    return [shown], [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
+    shown = [f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps"]
+    shown += run.shown("optimizer.learning_rate", "optimizer.warmup_steps")
+    return shown, [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
 
 
 def schedule_over(run: Evidence, rates: Series) -> Shown:
@@ -127,12 +121,11 @@ SMALL_STEP = 2e-7
 
 
 def relative_step(run: Evidence) -> Series | None:
-    """Root mean square of an update's elements over that of weights, by step: rms of the update
-    times sqrt(embed_dim).
+    """Root mean square of an update's elements over that of weights, by step; None: not known.
 
     Of adapters it is what they add to a weight over its size. `a` is drawn uniformly within 1 /
     sqrt(inputs) and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times
-    1 / sqrt(inputs), the size of the weight. None where the files do not have the numbers.
+    1 / sqrt(inputs), the size of the weight.
     """
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
@@ -158,38 +151,31 @@ def step_too_large(run: Evidence) -> Shown:
     # What the policy could do at first and cannot now.
     fell = []
     for name in (CORRECT, "reward/mean", "eval/accuracy"):
-        series = run.series(name)
-        if series is None or len(series) < 2:
-            continue
-        if series.first > 0.1 and series.late < 0.5 * series.first:
+        series = run.series(name, least=2)
+        if series is not None and series.first > 0.1 and series.late < 0.5 * series.first:
             fell.append(f"{name} {series.first:.3g} → {series.late:.3g}")
 
     # Signs of a policy that was thrown far from where it was.
-    rises = []
-    outside = run.series("train/ratio_outside_clip")
-    if outside is not None and len(outside) > 2 and outside.late > 0.3:
-        rises.append(outside.told())
-    entropy = run.series("train/entropy")
-    if entropy is not None and len(entropy) > 2 and entropy.first > 0:
-        exploded = entropy.late > 5 * entropy.first and entropy.late > 0.5
+    signs = []
+    outside = run.series("train/ratio_outside_clip", least=3)
+    if outside is not None and outside.late > 0.3:
+        signs.append(str(outside))
+    entropy = run.series("train/entropy", least=3)
+    if entropy is not None and entropy.first > 0:
+        exploded = entropy.late > max(5 * entropy.first, 0.5)
         if exploded or entropy.late < 0.05 * entropy.first:
-            rises.append(entropy.told())
+            signs.append(str(entropy))
 
     step = relative_step(run)
-    if step is None:
-        shown = []
-        is_lost = bool(fell and rises)
-    else:
+    shown = [*fell, *signs]
+    is_lost = bool(fell and signs)
+    if step is not None:
         # Adapters are usually given steps ten times as large, and bear them.
         enough = (16 if run.number("model.lora.rank", 0) else 4) * LARGE_STEP
-        is_lost = step.largest > (LARGE_STEP if fell or rises else enough)
-        shown = [
-            f"an update moves a weight by {step.largest:.2%} of its usual size (step "
-            f"{step.at_largest()}); {LARGE_STEP:.1%} is much"
-        ]
-    if not is_lost:
-        return None
-    return [*shown, *fell, *rises], _slower(run, 100) or ["a smaller learning rate"]
+        is_lost = step.largest > (LARGE_STEP if shown else enough)
+        size = f"an update moves a weight by {step.largest:.2%} of its usual size"
+        shown.insert(0, f"{size} (step {step.at_largest()}); {LARGE_STEP:.1%} is much")
+    return (shown, _slower(run, 100) or ["a smaller learning rate"]) if is_lost else None
 
 
 def step_too_small(run: Evidence) -> Shown:
@@ -197,14 +183,12 @@ def step_too_small(run: Evidence) -> Shown:
     step = relative_step(run)
     if step is None or run.num_steps < 5 or not 0 < step.largest < SMALL_STEP:
         return None
+    size = f"an update moves a weight by {step.largest:.2g} of its usual size at most"
+    shown = [f"{size}; 1e-5 to 1e-3 is common"]
     rate = run.number("optimizer.learning_rate", 0.0)
+    overrides = [f"optimizer.learning_rate={rate * SMALL_STEP / step.largest * 100:.1g}"]
     gradient = run.series("train/grad_norm")
     clip = run.number("optimizer.max_grad_norm", 0.0)
-    shown = [
-        f"an update moves a weight by {step.largest:.2g} of its usual size at most; 1e-5 to 1e-3 "
-        "is common"
-    ]
-    overrides = [f"optimizer.learning_rate={rate * SMALL_STEP / step.largest * 100:.1g}"]
     if gradient is not None and clip and np.median(gradient.values) > 100 * clip:
         shown.append(f"train/grad_norm {gradient.mean:.3g} is clipped to {clip:g}")
         overrides.insert(0, "optimizer.max_grad_norm=1")
@@ -240,14 +224,11 @@ def sampler_gap(run: Evidence) -> Shown:
 
 def sampler_stale(run: Evidence) -> Shown:
     """The sampler does not have the weights that learn: the gap grows with the updates."""
-    gap = run.series("train/sampler_gap", at_rollouts=True)
-    if gap is None or len(gap) < 3 or gap.first >= LARGE_GAP:
+    gap = run.series("train/sampler_gap", least=3, at_rollouts=True)
+    if gap is None or gap.first >= LARGE_GAP or gap.late < max(30 * gap.first, 2e-3):
         return None
-    if gap.late < 30 * max(gap.first, 1e-6) or gap.late < 2e-3:
-        return None
-    return [gap.told()], [
-        "give the sampler the weights of every step (policy.generate(params, ...))"
-    ]
+    overrides = ["give the sampler the weights of every step (policy.generate(params, ...))"]
+    return [str(gap)], overrides
 
 
 def outside_of_clip(run: Evidence, outside: Series) -> Shown:
@@ -256,17 +237,11 @@ def outside_of_clip(run: Evidence, outside: Series) -> Shown:
     fell = accuracy is not None and accuracy.last < accuracy.first - 0.05
     if outside.largest < 0.1 or (outside.late < 0.3 and not fell):
         return None
+    shown = [f"{outside.name} {outside.largest:.0%} in step {outside.at_largest()}"]
+    shown += run.shown("algorithm.updates_per_rollout", accuracy.name if fell else "")
     updates = int(run.number("algorithm.updates_per_rollout", 1))
-    overrides = _slower(run, 10)
-    if updates > 1:
-        overrides.insert(0, f"algorithm.updates_per_rollout={max(updates // 2, 1)}")
-    shown = [
-        f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}",
-        f"algorithm.updates_per_rollout={updates}",
-    ]
-    if fell:
-        shown.append(f"{accuracy.name} {accuracy.first:.3g} → {accuracy.last:.3g}")
-    return shown, overrides
+    fewer = [f"algorithm.updates_per_rollout={updates // 2}"] if updates > 1 else []
+    return shown, [*fewer, *_slower(run, 10)]
 
 
 def kl_dominates(run: Evidence) -> Shown:
@@ -281,8 +256,7 @@ def kl_dominates(run: Evidence) -> Shown:
     shown = [f"algorithm.kl_coef={coef:g}; 0 to 0.05 is common"]
     if weighs:
         shown.append(f"kl_coef x train/kl is {coef * kl.late:.3g}, beside rewards of 0 to 1")
-    shown += [series.told() for series in (kl, reward) if series is not None]
-    return shown, ["algorithm.kl_coef=0.01"]
+    return shown + run.shown("train/kl", "reward/mean"), ["algorithm.kl_coef=0.01"]
 
 
 def kl_large(run: Evidence, kl: Series) -> Shown:
@@ -291,7 +265,7 @@ def kl_large(run: Evidence, kl: Series) -> Shown:
         return None
     coef = run.number("algorithm.kl_coef", 0.0)
     overrides = [f"algorithm.kl_coef={coef * 5:.3g}", *_slower(run, 10)]
-    return [f"{kl.told()} nats a token"], overrides
+    return [f"{kl} nats a token"], overrides
 
 
 # ---- rewards and groups
@@ -350,99 +324,79 @@ def groups_mixed(run: Evidence) -> Shown:
     wrong = [step for step, group in groups if has_one and _against_rewards(group, run)]
     if len(mixed) + len(wrong) < max(2, len(groups) // 5):
         return None
-    shown = []
-    if mixed:
-        shown.append(f"{len(mixed)} of {len(groups)} groups of samples/ hold different prompts")
+    of_all = f"of {len(groups)} groups"
+    shown = [f"{len(mixed)} {of_all} of samples/ hold different prompts"] if mixed else []
     if wrong:
-        shown.append(
-            f"in {len(wrong)} of {len(groups)} groups the advantages do not follow the rewards, "
-            f"such as two of one reward that differ (step {wrong[0]})"
-        )
-    size = run.group_size
-    return shown, [f"row p * {size} + g must be completion g of prompt p: see collect"]
+        why = f"such as two of one reward that differ (step {wrong[0]})"
+        shown.append(f"in {len(wrong)} {of_all} the advantages do not follow the rewards, {why}")
+    return shown, [f"row p * {run.group_size} + g must be completion g of prompt p: see collect"]
 
 
 def _against_rewards(group: list[dict], run: Evidence) -> bool:
     """Whether two advantages of one reward differ, or the higher is that of the lower reward."""
     pairs = [(row.get("reward"), row.get("advantage")) for row in group]
-    pairs = [(r, a) for r, a in pairs if _is_number(r) and _is_number(a)]
+    pairs = [pair for pair in pairs if all(map(is_number, pair))]
     if len(pairs) < 2:
         return False
     rewards, advantages = np.array(pairs, np.float64).T
     for reward in set(rewards):
         if np.ptp(advantages[rewards == reward]) > 1e-3 * (1 + np.ptp(advantages)):
             return True
-    centred = rewards - rewards.mean()
     if np.ptp(rewards) < 1e-9:
         return len(pairs) == run.group_size and bool(np.abs(advantages).max() > 0.2)
     # Opposite signs, both of some size: baselines and scales of all kinds keep the order.
-    order = (centred[:, None] - centred[None]) * (advantages[:, None] - advantages[None])
-    size = np.abs(centred[:, None] - centred[None]) * np.ptp(advantages)
-    return bool((order < -0.1 * size).any())
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+    apart = rewards[:, None] - rewards[None]
+    order = apart * (advantages[:, None] - advantages[None])
+    return bool((order < -0.1 * np.abs(apart) * np.ptp(advantages)).any())
 
 
 def reward_of_prompt(run: Evidence) -> Shown:
     """The reward depends on the prompt alone, so it says nothing of a completion."""
-    mixed = []
+    # whether a group of which some are right, some wrong has one reward
+    has_one = []
     values = set()
     for _, group in _groups(run):
-        rewards = {row["reward"] for row in group if _is_number(row.get("reward"))}
+        rewards = {row["reward"] for row in group if is_number(row.get("reward"))}
         values |= rewards
         if len({row.get("correct") for row in group}) > 1:
-            mixed.append(len(rewards) == 1)
-    if len(mixed) < 4 or not all(mixed) or len(values) < 2:
+            has_one.append(len(rewards) == 1)
+    if len(has_one) < 4 or not all(has_one) or len(values) < 2:
         return None
-    shown = (
-        f"in {len(mixed)} groups of samples/ some completions are right, some wrong, and all "
-        "of a group have one reward"
-    )
-    return [shown], [
+    shown = f"in {len(has_one)} groups of samples/ some completions are right, some wrong"
+    return [f"{shown}, and all of a group have one reward"], [
         "task.rewards: a function that reads the completion, (completion, example) -> number"
     ]
 
 
 def reward_sign(run: Evidence) -> Shown:
     """The reward is higher for what the task calls wrong."""
-    pairs = [
-        (row["reward"], row["correct"])
-        for row in run.sampled
-        if _is_number(row.get("reward")) and type(row.get("correct")) is bool
-    ]
+    by_mark: dict[bool, list[float]] = {True: [], False: []}
+    for row in run.sampled:
+        if is_number(row.get("reward")) and type(row.get("correct")) is bool:
+            by_mark[row["correct"]].append(row["reward"])
+    right, wrong = (np.array(by_mark[mark], np.float64) for mark in (True, False))
     shown = []
-    rewards, right = np.array(pairs, np.float64).reshape(-1, 2).T
-    if len(pairs) >= 16 and 0 < right.mean() < 1:
-        ours = rewards[right > 0]
-        others = rewards[right == 0]
-        noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
-        if ours.mean() < others.mean() - max(4 * noise, 1e-6):
-            shown.append(
-                f"in samples/ a right completion has the reward {ours.mean():.3g}, a wrong one "
-                f"{others.mean():.3g}"
-            )
-    reward = run.series("reward/mean")
-    correct = run.series(CORRECT)
-    if reward is not None and correct is not None and len(reward) >= 8:
+    if len(right) and len(wrong) and len(right) + len(wrong) >= 16:
+        noise = np.sqrt(right.var() / len(right) + wrong.var() / len(wrong))
+        if right.mean() < wrong.mean() - max(4 * noise, 1e-6):
+            means = f"{right.mean():.3g}, a wrong one {wrong.mean():.3g}"
+            shown.append(f"in samples/ a right completion has the reward {means}")
+    reward = run.series("reward/mean", least=8)
+    correct = run.series(CORRECT, least=3)
+    if reward is not None and correct is not None and correct.values.std() > 0.01:
         size = min(len(reward), len(correct))
-        x = reward.values[:size]
-        y = correct.values[:size]
-        varies = size >= 3 and x.std() > 0 and y.std() > 0 and correct.values.std() > 0.01
-        together = float(np.corrcoef(x, y)[0, 1]) if varies else 0.0
+        both = np.stack([reward.values[:size], correct.values[:size]])
+        together = np.corrcoef(both)[0, 1] if (both.std(axis=1) > 0).all() else 0.0
         if together < -0.8:
-            shown.append(
-                f"reward/mean and completions/correct go against each other ({together:.2f})"
-            )
+            shown.append(f"reward/mean and {CORRECT} go against each other ({together:.2f})")
     if not shown:
         return None
-    named = run.setting("task.rewards")
+    rewards = run.setting("task.rewards")
     negative = [
         f"task.rewards.{excerpt(name)}.weight=1.0"
-        for name, settings in (named.items() if isinstance(named, dict) else ())
+        for name, settings in (rewards.items() if isinstance(rewards, dict) else ())
         if isinstance(settings, dict)
-        and _is_number(settings.get("weight"))
+        and is_number(settings.get("weight"))
         and settings["weight"] < 0
     ]
     return shown, negative or ["the sign of the reward function, or task.rewards.<name>.weight"]
@@ -450,19 +404,19 @@ def reward_sign(run: Evidence) -> Shown:
 
 def reward_exploited(run: Evidence) -> Shown:
     """The reward climbs and right answers do not: the policy earns it without solving the task."""
-    reward = run.series("reward/mean")
-    if reward is None or len(reward) < 6 or not _rises(reward):
+    reward = run.series("reward/mean", least=6)
+    if reward is None or not _rises(reward):
         return None
     gained = reward.late - reward.early
-    judges = [run.series(name) for name in (CORRECT, "eval/accuracy")]
-    judges = [series for series in judges if series is not None and len(series) > 1]
+    judges = [run.series(name, least=2) for name in (CORRECT, "eval/accuracy")]
+    judges = [series for series in judges if series is not None]
     # Where nearly all is right, other rewards are all that is left to gain.
     stands = [s.late - s.early < 0.2 * gained and s.late < 0.8 for s in judges]
     if gained < 0.05 or not stands or not all(stands):
         return None
+    shown = [str(series) for series in (reward, *judges)]
     wrong = [row for row in run.sampled if row.get("correct") is False]
-    wrong = [row for row in wrong if _is_number(row.get("reward"))]
-    shown = [reward.told(), *(series.told() for series in judges)]
+    wrong = [row for row in wrong if is_number(row.get("reward"))]
     if wrong:
         best = max(wrong, key=lambda row: row["reward"])
         text = excerpt(best.get("completion", ""), 100)
@@ -487,41 +441,30 @@ def rewards_constant(run: Evidence, correct: Series) -> Shown:
     is_flat = np.ptp(correct.values) == 0 and correct.first in (0.0, 1.0)
     if value is None or is_flat:
         return None
-    shown = [
-        f"reward/std is 0 in all {run.num_steps} steps, reward/mean {value:g}",
-        f"completions/correct {correct.mean:.3g}",
-    ]
     what = f"every completion has the reward {value:g}, right or wrong: nothing is to be learned"
-    return (
-        shown,
-        ["the function of task.rewards: call it with a right and a wrong completion"],
-        what,
-    )
+    overrides = ["the function of task.rewards: call it with a right and a wrong completion"]
+    return run.shown("reward/std", "reward/mean", CORRECT), overrides, what
 
 
 def all_wrong(run: Evidence, correct: Series) -> Shown:
     """No completion was ever right."""
-    value = _reward_is_constant(run)
+    is_constant = _reward_is_constant(run) is not None
     accuracy = run.series("eval/accuracy")
-    if correct.largest > 0 or (value is None and len(correct) < 5):
+    if correct.largest > 0 or (not is_constant and len(correct) < 5):
         return None
     if reward_exploited(run) is not None or (accuracy is not None and accuracy.largest > 0.02):
         return None
-    reward = run.series("reward/mean")
-    earns = [] if reward is None else [reward.told()]
-    shown = [f"completions/correct is 0 in all {len(correct)} steps", *earns, *_example(run)]
+    shown = [f"{CORRECT} is 0 in all {len(correct)} steps", *run.shown("reward/mean", EXAMPLE)]
     overrides = ["an easier task, or a model that is right now and then; algorithm=sft first"]
-    group = ", so no group has anything to learn from" if value is not None else ""
+    group = ", so no group has anything to learn from" if is_constant else ""
     return shown, overrides, f"no completion is right in any step{group}"
 
 
 def all_right(run: Evidence, correct: Series) -> Shown:
     """Every completion is right from the first step on: there is nothing left to learn."""
-    value = _reward_is_constant(run)
-    if value is None or correct.values.min() < 1:
+    if _reward_is_constant(run) is None or correct.values.min() < 1:
         return None
-    shown = f"completions/correct is 1 in all {run.num_steps} steps, reward/mean {value:g}"
-    return [shown], ["a harder task"]
+    return run.shown(CORRECT, "reward/mean"), ["a harder task"]
 
 
 def groups_agree(run: Evidence, agree: Series) -> Shown:
@@ -536,7 +479,7 @@ def groups_agree(run: Evidence, agree: Series) -> Shown:
     overrides = [f"algorithm.num_generations={2 * size}"] if size > 1 else []
     overrides.append("an easier task" if is_hard else "a harder task")
     what = f"most groups teach nothing: the task is too {'hard' if is_hard else 'easy'}"
-    return [f"{AGREE} {agree.mean:.0%} of the groups", correct.told()], overrides, what
+    return [str(agree), str(correct)], overrides, what
 
 
 def expected_answers(run: Evidence, correct: Series) -> Shown:
@@ -553,27 +496,23 @@ def expected_answers(run: Evidence, correct: Series) -> Shown:
             continue
         [(answer, count)] = Counter(answers).most_common(1)
         if count >= 0.5 * len(group):
-            agreed.append((group[0], answer))
+            agreed.append((group[0], excerpt(answer, 40)))
     if len(agreed) < 0.5 * len(groups):
         return None
     row, answer = agreed[0]
-    prompt = excerpt(row.get("prompt"), 60)
     expected = excerpt(row.get("expected"), 40)
-    shown = [
+    return [
         f"in {len(agreed)} of {len(groups)} groups of samples/ half of the completions give "
         "one answer, and none is right",
-        f"such as {prompt}: {excerpt(answer, 40)}, where {expected} is expected",
-    ]
-    return shown, ["compare `expected` and `extracted` in samples/; task.correct"]
+        f"such as {excerpt(row.get('prompt'))}: {answer}, where {expected} is expected",
+    ], ["compare `expected` and `extracted` in samples/; task.correct"]
 
 
 def _has_learned(run: Evidence) -> bool:
     """Whether the run got good: then groups agree because they are right."""
-    for name in ("eval/accuracy", CORRECT, "reward/mean"):
-        series = run.series(name)
-        if series is not None and len(series) > 1:
-            return series.late > series.first + 0.1
-    return False
+    names = ("eval/accuracy", CORRECT, "reward/mean")
+    series = next(filter(None, (run.series(name, least=2) for name in names)), None)
+    return series is not None and series.late > series.first + 0.1
 
 
 def _rises(series: Series) -> bool:
@@ -593,10 +532,7 @@ def truncated(run: Evidence, cut: Series) -> Shown:
     if cut.late < 0.2 or _answers_and_goes_on(run):
         return None
     most = int(run.number("generation.max_new_tokens", 0))
-    shown = [f"completions/truncated {cut.first:.0%} in step {cut.steps[0]}, {cut.late:.0%} late"]
-    longest = run.series("completions/max_length")
-    if longest is not None:
-        shown.append(f"completions/max_length {longest.largest:g} of {most or 'unknown'} tokens")
+    shown = run.shown(cut.name, "completions/max_length", "generation.max_new_tokens")
     unread = run.share(_is_unread)
     if unread:
         shown.append(f"{unread:.0%} of the completions in samples/ hold no answer")
@@ -612,8 +548,7 @@ def never_ends(run: Evidence, cut: Series) -> Shown:
     missing."""
     if cut.late < 0.2 or not _answers_and_goes_on(run):
         return None
-    shown = f"completions/truncated {cut.first:.0%} in step {cut.steps[0]}, {cut.late:.0%} late"
-    return [shown, *_example(run)], [
+    return run.shown(cut.name, EXAMPLE), [
         "model.tokenizer: does it know the model's end tokens?",
         "generation.stop_token_ids=[...]",
     ]
@@ -644,18 +579,12 @@ def _holds_answer(row: dict) -> bool:
 
 def stop_text(run: Evidence) -> Shown:
     """A stop text ends completions that have not answered yet."""
-    texts = run.setting("generation.stop")
     ended = [row for row in run.sampled if row.get("finish_reason") == "stop"]
-    unread = [row for row in ended if _is_unread(row)]
-    if not texts or len(ended) < 16 or len(unread) < 0.1 * len(ended):
+    unread = sum(map(_is_unread, ended))
+    if not run.setting("generation.stop") or len(ended) < 16 or unread < 0.1 * len(ended):
         return None
-    shown = [
-        f"{len(unread)} of the {len(ended)} completions in samples/ that a stop text ended "
-        "have extracted: null",
-        f"generation.stop={excerpt(texts)}",
-        *_example(run),
-    ]
-    return shown, [
+    of_all = f"{unread} of the {len(ended)} completions in samples/ that a stop text ended"
+    return [f"{of_all} have extracted: null", *run.shown("generation.stop", EXAMPLE)], [
         "generation.stop=[]",
         "generation.stop: a text that comes only after the answer",
     ]
@@ -667,10 +596,8 @@ def parse_failures(run: Evidence) -> Shown:
     if unread is None or unread < 0.5:
         return None
     shown = f"{unread:.0%} of the completions in samples/ have extracted: null"
-    return [shown, *_example(run)], [
-        "task.extract: a function that finds the answer",
-        "task.prompt: ask for its form",
-    ]
+    overrides = ["task.extract: a function that finds the answer", "task.prompt: ask for its form"]
+    return [shown, *run.shown(EXAMPLE)], overrides
 
 
 def temperature_high(run: Evidence) -> Shown:
@@ -680,42 +607,29 @@ def temperature_high(run: Evidence) -> Shown:
     is_noise = temperature > 2 if entropy is None else entropy.first > 1.5
     if temperature <= 1.2 or not is_noise:
         return None
-    shown = [f"generation.temperature={temperature:g}"]
-    if entropy is not None:
-        shown.append(f"train/entropy {entropy.first:.3g} nats a token in step {entropy.steps[0]}")
-    return [*shown, *_example(run)], ["generation.temperature=1.0"]
+    shown = run.shown("generation.temperature", "train/entropy", EXAMPLE)
+    return shown, ["generation.temperature=1.0"]
 
 
 def temperature_low(run: Evidence, agree: Series) -> Shown:
     """The temperature is so low that the completions of a group hardly differ."""
-    temperature = run.number("generation.temperature", 1.0)
-    if temperature > 0.4 or agree.mean < 0.5:
+    if run.number("generation.temperature", 1.0) > 0.4 or agree.mean < 0.5:
         return None
-    shown = [f"generation.temperature={temperature:g}", f"{AGREE} {agree.mean:.0%} of the groups"]
-    return shown, ["generation.temperature=1.0"]
+    return run.shown("generation.temperature", AGREE), ["generation.temperature=1.0"]
 
 
 def tokens_cut_off(run: Evidence, agree: Series) -> Shown:
     """So many tokens are cut off that the completions of a group hardly differ."""
-    names = _settings_that_cut(run)
-    if not names or agree.mean < 0.5:
-        return None
-    shown = [f"{name}={run.number(name, 0):g}" for name in names]
-    off = {"generation.top_k": "0", "generation.top_p": "1.0", "generation.min_p": "0.0"}
-    return (
-        [*shown, f"{AGREE} {agree.mean:.0%} of the groups"],
-        [f"{name}={off[name]}" for name in names],
-    )
-
-
-def _settings_that_cut(run: Evidence) -> list[str]:
-    """Settings that leave a token or two to choose from."""
+    # Settings that leave a token or two to choose from, and what turns each off.
     cuts = {
-        "generation.top_k": 0 < run.number("generation.top_k", 0) <= 2,
-        "generation.top_p": run.number("generation.top_p", 1.0) < 0.5,
-        "generation.min_p": run.number("generation.min_p", 0.0) > 0.5,
+        "generation.top_k": (0 < run.number("generation.top_k", 0) <= 2, "0"),
+        "generation.top_p": (run.number("generation.top_p", 1.0) < 0.5, "1.0"),
+        "generation.min_p": (run.number("generation.min_p", 0.0) > 0.5, "0.0"),
     }
-    return [name for name, does in cuts.items() if does]
+    overrides = {name: f"{name}={off}" for name, (is_cut, off) in cuts.items() if is_cut}
+    if not overrides or agree.mean < 0.5:
+        return None
+    return run.shown(*overrides, AGREE), [*overrides.values()]
 
 
 def repetition_penalty(run: Evidence, correct: Series) -> Shown:
@@ -723,7 +637,7 @@ def repetition_penalty(run: Evidence, correct: Series) -> Shown:
     penalty = run.number("generation.repetition_penalty", 1.0)
     if penalty <= 1.2 or correct.mean > 0.5 or _has_learned(run):
         return None
-    shown = [f"generation.repetition_penalty={penalty:g}", correct.told(), *_example(run)]
+    shown = run.shown("generation.repetition_penalty", CORRECT, EXAMPLE)
     return shown, ["generation.repetition_penalty=1.0"]
 
 
@@ -733,14 +647,12 @@ def completions_identical(run: Evidence, entropy: Series) -> Shown:
     is_cut = agree is not None and tokens_cut_off(run, agree) is not None
     if run.number("generation.temperature", 1.0) <= 0.4 or is_cut:
         return None
-    groups = [group for _, group in _groups(run)]
-    same = [group for group in groups if len({row.get("completion") for row in group}) == 1]
-    if not groups or len(same) < 0.5 * len(groups):
-        return None
-    if entropy.early < 0.01 or _collapsed(entropy):
+    groups = [{row.get("completion") for row in group} for _, group in _groups(run)]
+    same = sum(len(texts) == 1 for texts in groups)
+    if not groups or same < 0.5 * len(groups) or entropy.early < 0.01 or _collapsed(entropy):
         return None
     shown = [
-        f"{len(same)} of {len(groups)} groups of samples/ hold one text",
+        f"{same} of {len(groups)} groups of samples/ hold one text",
         f"train/entropy {entropy.early:.3g} nats a token says that they should differ",
     ]
     return shown, ["the random key must depend on the completion; algorithm.num_generations"]
@@ -748,25 +660,23 @@ def completions_identical(run: Evidence, entropy: Series) -> Shown:
 
 def repeated_prompts(run: Evidence) -> Shown:
     """The same prompts come again and again."""
-    counts = []
+    by_step = {}
     for step in run.samples:
-        prompts = [group[0].get("prompt") for group in run.groups(step)]
+        prompts = [str(group[0].get("prompt")) for group in run.groups(step)]
         if len(prompts) >= 4:
-            counts.append((len(set(map(str, prompts))), len(prompts), step))
-    all_prompts = {str(row.get("prompt")) for row in run.sampled}
-    groups = sum(total for _, total, _ in counts)
+            by_step[step] = prompts
     shown = [
-        f"{distinct} different prompts of {total} in step {step}"
-        for distinct, total, step in counts
-        if distinct <= 0.5 * total
+        f"{len(set(prompts))} different prompts of {len(prompts)} in step {step}"
+        for step, prompts in by_step.items()
+        if len(set(prompts)) <= 0.5 * len(prompts)
     ]
-    if not shown and not (len(counts) > 1 and len(all_prompts) <= 0.5 * groups):
+    distinct = len({str(row.get("prompt")) for row in run.sampled})
+    groups = sum(map(len, by_step.values()))
+    if not shown and not (len(by_step) > 1 and distinct <= 0.5 * groups):
         return None
-    total = f"{len(all_prompts)} different prompts in {groups} groups of samples/"
-    return [*shown[:2], total], [
-        "more rows in task.source",
-        "training.prompts_per_step: as many as differ",
-    ]
+    total = f"{distinct} different prompts in {groups} groups of samples/"
+    overrides = ["more rows in task.source", "training.prompts_per_step: as many as differ"]
+    return [*shown[:2], total], overrides
 
 
 def entropy_collapse(run: Evidence, entropy: Series) -> Shown:
@@ -777,7 +687,7 @@ def entropy_collapse(run: Evidence, entropy: Series) -> Shown:
     if correct.late > 0.8 or _rises(correct):
         return None
     overrides = [*_slower(run, 5), "algorithm.clip_high=0.28", "algorithm.kl_coef=0.01"]
-    return [entropy.told(), correct.told()], overrides
+    return [str(entropy), str(correct)], overrides
 
 
 def _collapsed(entropy: Series) -> bool:
@@ -793,14 +703,13 @@ def evaluation_falls(run: Evidence, accuracy: Series) -> Shown:
     below = accuracy.largest - accuracy.last
     if accuracy.last > accuracy.first - noise and below < 0.15 + noise:
         return None
-    shown = [
-        f"eval/accuracy {accuracy.first:.1%} at first, {accuracy.largest:.1%} in step "
-        f"{accuracy.at_largest()}, {accuracy.last:.1%} in step {accuracy.steps[-1]}"
-    ]
-    reward = run.series("reward/mean")
-    if reward is None or len(reward) < 4 or not _rises(reward):
+    best = f"{accuracy.largest:.1%} in step {accuracy.at_largest()}"
+    last = f"{accuracy.last:.1%} in step {accuracy.steps[-1]}"
+    shown = [f"eval/accuracy {accuracy.first:.1%} at first, {best}, {last}"]
+    reward = run.series("reward/mean", least=4)
+    if reward is None or not _rises(reward):
         return shown, ["training.keep_best_checkpoints=1", "a smaller optimizer.learning_rate"]
-    shown.append(f"{reward.told()}: the reward rises, so it is not what the task asks")
+    shown.append(f"{reward}: the reward rises, so it is not what the task asks")
     what = "held-out accuracy falls while the reward rises"
     return shown, ["task.rewards: reward what task.correct calls right"], what
 
@@ -808,8 +717,9 @@ def evaluation_falls(run: Evidence, accuracy: Series) -> Shown:
 def held_out_in_train(run: Evidence) -> Shown:
     """The run trains on examples that are held out, so its held-out accuracy is too high."""
     data = run.status.get("data")
-    both = data.get("held_out_in_train") if isinstance(data, dict) else None
-    count = data.get("held_out") if isinstance(data, dict) else None
+    data = data if isinstance(data, dict) else {}
+    both = data.get("held_out_in_train")
+    count = data.get("held_out")
     if not _is_count(both) or not _is_count(count) or both > count:
         return None
     shown = f"{both:,} of the {count:,} held-out prompts are training prompts ({both / count:.0%})"
@@ -823,32 +733,29 @@ def lengths(run: Evidence, length: Series, reward: Series) -> Shown:
     if 0.3 * length.early <= length.late <= 2 * length.early:
         return None
     overrides = ["algorithm=dr_grpo (a weight that does not depend on the length)"]
-    return [length.told(), reward.told()], overrides
+    return [str(length), str(reward)], overrides
 
 
 def slow_steps(run: Evidence, seconds: Series) -> Shown:
     """A few steps take far longer than the others: a program compiles in them, or the machine was
     busy."""
     # The first two steps compile what a run needs.
-    if len(seconds) < 8:
-        return None
     later = seconds.where(np.arange(len(seconds)) >= 2)
+    if len(later) < 6:
+        return None
     usual = float(np.median(later.values))
     slow = later.where(later.values > 3 * usual)
     lost = float((slow.values - usual).sum())
-    if lost <= 0 or lost < 0.1 * later.values.sum() or len(slow) > 0.2 * len(later):
+    whole = later.values.sum()
+    if lost <= 0 or lost < 0.1 * whole or len(slow) > 0.2 * len(later):
         return None
-    steps = ", ".join(str(step) for step in slow.steps[:5])
-    shown = [
-        f"time/step is {usual:.3g} s at the median, and {slow.largest:.3g} s in step "
-        f"{slow.at_largest()}",
-        f"{len(slow)} of {len(later)} steps (such as {steps}) took {lost:.0f} s more than "
-        f"that, {lost / later.values.sum():.0%} of the time",
-    ]
-    return shown, [
-        "train.log says what compiled",
-        "runtime.program_cache keeps programs for the next run",
-    ]
+    steps = ", ".join(map(str, slow.steps[:5]))
+    often = f"{len(slow)} of {len(later)} steps (such as {steps})"
+    longest = f"{slow.largest:.3g} s in step {slow.at_largest()}"
+    return [
+        f"time/step is {usual:.3g} s at the median, and {longest}",
+        f"{often} took {lost:.0f} s more than that, {lost / whole:.0%} of the time",
+    ], ["train.log says what compiled", "runtime.program_cache keeps programs for the next run"]
 
 
 def failed(run: Evidence) -> Shown:
@@ -856,15 +763,6 @@ def failed(run: Evidence) -> Shown:
     if run.status.get("status") != "failed":
         return None
     return [excerpt(run.status.get("error", ""), 200)], ["train.log says more"]
-
-
-def _example(run: Evidence) -> list[str]:
-    """A completion of the last file."""
-    if not run.samples:
-        return []
-    last = max(run.samples)
-    row = run.samples[last][0]
-    return [f"such as {excerpt(row.get('completion', ''), 100)} (step {last})"]
 
 
 # (weight, check, the metrics that it needs) each. A cause weighs more than its symptoms: a run at a

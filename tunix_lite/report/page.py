@@ -68,36 +68,21 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A completion, and what came of it. note: rewards, advantage and the like, in words.
-
-    Example: Answer("The answer is 7.", "7", True, "step 60").
-    """
-
-    text: str
-    extracted: str | None
-    is_correct: bool
-    title: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Example:
-    """A prompt, and completions of it side by side.
+    """A line of samples/, and completions of its prompt side by side: (title, line, note) each.
 
-    Example: Example("What is 3 + 4?", "7", [before, after]).
+    Example: Example(before, [("step 0", before, ""), ("step 60", after, "")]).
     """
 
-    prompt: str
-    expected: str | None
-    answers: list[Answer]
+    row: dict
+    answers: list[tuple[str, dict, str]]
 
 
 @dataclass(frozen=True)
 class Examples:
     """Examples under a title.
 
-    Example: Examples("improved (139)", [Example("What is 3 + 4?", "7", [before, after])]).
+    Example: Examples("improved (139)", [Example(before, [("step 60", after, "")])]).
     """
 
     title: str

@@ -6,39 +6,23 @@ from pathlib import Path
 
 from tunix_lite.plain_text import escaped
 from tunix_lite.report import before_after
-from tunix_lite.report.before_after import Measured, ScoreChange, answer_of
+from tunix_lite.report import sections as parts
+from tunix_lite.report.before_after import Measured, ScoreChange
 from tunix_lite.report.charts import number_text
-from tunix_lite.report.costs import memory_blocks, sent_blocks, time_blocks
 from tunix_lite.report.curves import CURVES, curve_blocks, curves, number_blocks
-from tunix_lite.report.evidence import (
-    Evidence,
-    read_evidence,
-    read_overrides,
-)
+from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
-from tunix_lite.report.going_on import command_blocks, setting_blocks
-from tunix_lite.report.page import (
-    Block,
-    Example,
-    Examples,
-    Folded,
-    Page,
-    Section,
-    Table,
-    Text,
-)
-from tunix_lite.tracking.console import as_words, minutes
+from tunix_lite.report.page import Block, Example, Examples, Folded, Page, Section, Table, Text
+from tunix_lite.tracking.console import as_words
+from tunix_lite.tracking.dashboard import best_middle_worst, minutes
 from tunix_lite.tracking.rows import is_number
 
 NO_FINDING = "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
 
 
 def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> Page:
-    """The report of the run in a folder.
-
-    is_alive: whether a process holds the folder; None: not known. command: what starts a run, for
-    the lines to paste. Raises ValueError if the folder is not one of a run.
-    """
+    """The report of the run in a folder. is_alive: whether a process holds it; None: not known.
+    command: starts a run, in the lines to paste. Raises ValueError if it is no folder of a run."""
     run = read_evidence(folder)
     overrides = read_overrides(folder, run.unread)
     measured = before_after.first_and_last(run)
@@ -50,11 +34,11 @@ def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> P
         Section("Curves", [*curve_blocks(run)]),
         Section("Examples", [*_examples(run, measured)]),
         Section("What may be wrong", diagnose(run) or [Text(NO_FINDING)]),
-        Section("Time", [*time_blocks(run)]),
-        Section("Memory", [*memory_blocks(run)]),
-        Section("What crosses devices", [*sent_blocks(run)]),
-        Section("Settings", [*setting_blocks(run, overrides)]),
-        Section("Go on from here", [*command_blocks(run, overrides, status, command)]),
+        Section("Time", [*parts.time_blocks(run)]),
+        Section("Memory", [*parts.memory_blocks(run)]),
+        Section("What crosses devices", [*parts.sent_blocks(run)]),
+        Section("Settings", [*parts.setting_blocks(run, overrides)]),
+        Section("Go on from here", [*parts.command_blocks(run, overrides, status, command)]),
         Section("Numbers behind the curves", [number_blocks(run)]),
     ]
     # At last what the parts before could not read.
@@ -77,55 +61,52 @@ def run_page(folder: Path, is_alive: bool | None = None, command: str = "") -> P
 # ---- the head
 
 
+# By the word of status.json: the mood, and a sentence.
+STANDINGS = {
+    "completed": ("good", ""),
+    "stopped": ("mid", "It was stopped by {stopped} after {steps}, with its state saved."),
+    "failed": ("bad", "{error}"),
+    "interrupted": ("bad", "{error}"),
+    "running": ("mid", "status.json says that it runs; it may also have been killed."),
+    "alive": ("mid", "It is still running: this is what its files say so far."),
+    "killed": (
+        "bad",
+        "Its process is gone without a word: it was killed, or its machine went down. "
+        "metrics.jsonl holds {steps}.",
+    ),
+    "unknown": ("mid", "There is no status.json that can be read."),
+}
+
+
 def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
     """How the run stands: (a word, its mood, a sentence where there is more to say)."""
-    status = run.status.get("status")
+    word = run.status.get("status")
+    if word not in ("completed", "stopped", "failed", "interrupted", "running"):
+        word = "unknown"
+    key = word
+    if word == "running" and is_alive is not None:
+        key = "alive" if is_alive else "killed"
+    mood, sentence = STANDINGS[key]
     error = run.status.get("error")
-    if status == "completed":
-        return "completed", "good", ""
-    if status == "stopped":
-        reason = escaped(str(run.status.get("stopped")))
-        return (
-            "stopped",
-            "mid",
-            f"It was stopped by {reason} after {_steps(run)}, with its state saved.",
-        )
-    if status in ("failed", "interrupted"):
-        return (
-            str(status),
-            "bad",
-            f"{error}" if isinstance(error, str) else "The error is not known.",
-        )
-    if status == "running" and is_alive:
-        return "running", "mid", "It is still running: this is what its files say so far."
-    if status == "running" and is_alive is False:
-        words = (
-            "Its process is gone without a word: it was killed, or its machine went down. "
-            f"metrics.jsonl holds {_steps(run)}."
-        )
-        return "killed", "bad", words
-    if status == "running":
-        return "running", "mid", "status.json says that it runs; it may also have been killed."
-    return "unknown", "mid", "There is no status.json that can be read."
-
-
-def _steps(run: Evidence) -> str:
-    """`60 steps`: of metrics.jsonl, as status.json of a killed run is older."""
+    # Of metrics.jsonl, as status.json of a killed run is older.
     last = run.rows[-1]["step"] if run.rows else 0
-    return f"{last:,} step{'' if last == 1 else 's'}"
+    words = sentence.format(
+        stopped=escaped(str(run.status.get("stopped"))),
+        error=error if isinstance(error, str) else "The error is not known.",
+        steps=f"{last:,} step{'' if last == 1 else 's'}",
+    )
+    return "killed" if key == "killed" else word, mood, words
 
 
 def title_of(run: Evidence) -> str:
     """`GRPO · arithmetic`: the algorithm, and where the problems are from."""
     algorithm = run.status.get("algorithm")
-    source = run.setting("task.source._target_")
     parts = [algorithm if isinstance(algorithm, str) else "a run"]
-    if isinstance(source, str):
-        parts.append(source.rpartition(".")[2])
-    weights = run.setting("model.weights")
-    if isinstance(weights, str):
-        parts.append(Path(weights).name)
-    return " · ".join(escaped(part) for part in parts)
+    for name, mark in (("task.source._target_", "."), ("model.weights", "/")):
+        value = run.setting(name)
+        if isinstance(value, str):
+            parts.append(value.rstrip("/").rpartition(mark)[2])
+    return " · ".join(map(escaped, parts))
 
 
 def _facts(run: Evidence) -> Iterator[str]:
@@ -154,32 +135,33 @@ def _footer(run: Evidence) -> str:
 
 
 def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, str, str]]:
-    for score in scores[:1]:
-        change = score.change.difference if score.change else None
+    accuracy = run.series("eval/accuracy")
+    if scores:
+        score = scores[0]
         note = interval_text(score.after, True)
-        if change is not None:
+        if score.change:
+            change = score.change.difference
             note = f"{_signed(change.value)}, 95 %: {_signed(change.low)} to {_signed(change.high)}"
         value = f"{number_text(score.before.value, True)} → {number_text(score.after.value, True)}"
-        yield ("held-out accuracy", value, note)
-    accuracy = run.series("eval/accuracy")
-    if not scores and accuracy is not None:
+        yield "held-out accuracy", value, note
+    elif accuracy is not None:
         note = f"of one evaluation, after step {run.evaluations[0]['step']}"
-        yield ("held-out accuracy", number_text(accuracy.last, True), note)
+        yield "held-out accuracy", number_text(accuracy.last, True), note
     reward = run.series("reward/mean")
     if reward is not None:
         value = f"{number_text(reward.early)} → {number_text(reward.late)}"
-        yield ("reward", value, "mean of the first and of the last third of the steps")
+        yield "reward", value, "mean of the first and of the last third of the steps"
     of = run.setting("training.max_steps")
     steps = f"{run.rows[-1]['step']:,}" if run.rows else "0"
     seconds = run.status.get("seconds")
     took = f"in {minutes(seconds)}" if is_number(seconds) else ""
-    yield ("steps", f"{steps} of {of:,}" if type(of) is int else steps, took)
+    yield "steps", f"{steps} of {of:,}" if type(of) is int else steps, took
     tokens = run.series("train/num_tokens")
-    speed = run.series("perf/tokens_per_second")
     if tokens is not None:
-        yield ("tokens learned from", f"{tokens.last:,.0f}", "prompts too")
+        yield "tokens learned from", f"{tokens.last:,.0f}", "prompts too"
+    speed = run.series("perf/tokens_per_second")
     if speed is not None:
-        yield ("tokens a second", number_text(speed.late), "mean of the last third")
+        yield "tokens a second", number_text(speed.late), "mean of the last third"
 
 
 def _signed(value: float) -> str:
@@ -189,42 +171,24 @@ def _signed(value: float) -> str:
 # ---- before and after
 
 
-def interval_text(found: before_after.Estimate, is_share: bool) -> str:
+def interval_text(estimate: before_after.Estimate, is_share: bool) -> str:
     """`36.3 % to 48.4 %`."""
-    return f"{number_text(found.low, is_share)} to {number_text(found.high, is_share)}"
+    return f"{number_text(estimate.low, is_share)} to {number_text(estimate.high, is_share)}"
 
 
 def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) -> Iterator[Block]:
     if not scores:
         yield Text("The run has no evaluation of two steps that could be compared.")
         return
-    steps = (
-        [m.step for m in measured]
-        if len(measured) > 1
-        else [row["step"] for row in run.evaluations]
-    )
+    steps = [m.step for m in measured]
+    if len(steps) < 2:
+        steps = [row["step"] for row in run.evaluations]
     heads = ["score", f"step {steps[0]}", f"step {steps[-1]}", "change", "95 % of the change"]
-    heads += ["higher, lower", "p"]
-    rows = []
-    for score in scores:
-        is_share = score.name != "reward"
-        row = [as_words(score.name)]
-        for found in (score.before, score.after):
-            row.append(f"{number_text(found.value, is_share)} ({interval_text(found, is_share)})")
-        change = score.change
-        if change is None:
-            difference = score.after.value - score.before.value
-            row += [_signed(difference) if is_share else f"{difference:+.3g}", "", "", ""]
-        else:
-            found = change.difference
-            values = (found.value, found.low, found.high)
-            shown = [_signed(v) if is_share else f"{v:+.3g}" for v in values]
-            row += [shown[0], f"{shown[1]} to {shown[2]}", f"{change.better}, {change.worse}"]
-            row.append(f"{change.p_value:.2g}")
-        rows.append(row)
+    rows = [_score_row(score, is_share=score.name != "reward") for score in scores]
     note = "In brackets the 95 % interval of each. "
-    if scores[0].change is not None:
-        count = sum(getattr(scores[0].change, kind) for kind in ("better", "worse", "equal"))
+    change = scores[0].change
+    if change is not None:
+        count = change.better + change.worse + change.equal
         note += (
             f"Greedy completions of the same {count:,} held-out examples; avg, pass and maj are of "
             "samples. Intervals are bootstraps over the examples; p is that of exchanging before "
@@ -232,11 +196,27 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
         )
     else:
         note += "samples/ does not hold both evaluations: the interval is that of a share (Wilson)."
-    yield Table(heads, rows, numbers_from=1, note=note)
-    best = run.series("eval/accuracy")
-    if best is not None and len(best) > 2:
+    yield Table([*heads, "higher, lower", "p"], rows, numbers_from=1, note=note)
+    best = run.series("eval/accuracy", least=3)
+    if best is not None:
         share = number_text(best.largest, True)
         yield Text(f"The best of {len(best)} evaluations: {share}, after step {best.at_largest()}.")
+
+
+def _score_row(score: ScoreChange, is_share: bool) -> list[str]:
+    def signed(value: float) -> str:
+        return _signed(value) if is_share else f"{value:+.3g}"
+
+    row = [as_words(score.name)]
+    for estimate in (score.before, score.after):
+        interval = interval_text(estimate, is_share)
+        row.append(f"{number_text(estimate.value, is_share)} ({interval})")
+    change = score.change
+    if change is None:
+        return [*row, signed(score.after.value - score.before.value), "", "", ""]
+    by = change.difference
+    row += [signed(by.value), f"{signed(by.low)} to {signed(by.high)}"]
+    return [*row, f"{change.better}, {change.worse}", f"{change.p_value:.2g}"]
 
 
 # ---- examples
@@ -245,50 +225,36 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
 def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Block]:
     if len(measured) > 1:
         before, after = measured[0], measured[-1]
-        found = before_after.moved(before, after)
+        moved = before_after.moved(before, after)
         yield Text(
             f"Greedy completions of the same held-out examples at step {before.step} and step "
-            f"{after.step}: {len(found.improved)} were improved, {len(found.spoilt)} were spoilt, "
-            f"{len(found.right)} stayed right, {len(found.wrong)} stayed wrong."
+            f"{after.step}: {len(moved.improved)} were improved, {len(moved.spoilt)} were spoilt, "
+            f"{len(moved.right)} stayed right, {len(moved.wrong)} stayed wrong."
         )
         for title, groups in (
-            ("Improved: wrong before, right after", found.improved),
-            ("Spoilt: right before, wrong after", found.spoilt),
-            ("Still wrong", found.wrong),
+            ("Improved: wrong before, right after", moved.improved),
+            ("Spoilt: right before, wrong after", moved.spoilt),
+            ("Still wrong", moved.wrong),
         ):
             shown = before_after.shown_examples(before, after, groups)
             block = Examples(f"{title} ({len(groups)})", shown)
             if shown:
-                yield Folded(block.title, block) if groups is found.wrong else block
-    # The group of the last sampled step whose rewards differ most: best, middle and worst.
+                yield Folded(block.title, block) if groups is moved.wrong else block
     steps = sorted(step for step in run.samples if run.groups(step))
-    groups = run.groups(steps[-1]) if steps else []
-    groups = [[row for row in group if is_number(row.get("reward"))] for group in groups]
-    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in groups if group]
-    if not ranked:
-        return
-    group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
-    chosen = [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
-    answers = [answer_of(row, f"reward {row['reward']:.3g}", _rewards(row)) for row in chosen]
-    expected = chosen[0].get("expected")
-    yield Examples(
-        f"What step {steps[-1]} learned from: best, middle and worst of a group",
-        [
-            Example(
-                str(chosen[0].get("prompt")), None if expected is None else str(expected), answers
-            )
-        ],
-    )
+    chosen = best_middle_worst(run.groups(steps[-1]) if steps else [])
+    if chosen:
+        answers = [(f"reward {row['reward']:.3g}", row, _rewards(row)) for row in chosen]
+        title = f"What step {steps[-1]} learned from: best, middle and worst of a group"
+        yield Examples(title, [Example(chosen[0], answers)])
 
 
 def _rewards(row: dict) -> str:
     """`correct 1 · short 0.3 · advantage +0.62`."""
-    parts = []
     rewards = row.get("rewards")
+    parts = []
     for name, value in rewards.items() if isinstance(rewards, dict) else ():
-        parts.append(
-            f"{escaped(str(name))} {value:.3g}" if is_number(value) else escaped(str(name))
-        )
+        number = f" {value:.3g}" if is_number(value) else ""
+        parts.append(f"{escaped(str(name))}{number}")
     if is_number(row.get("advantage")):
         parts.append(f"advantage {row['advantage']:+.2f}")
     return " · ".join(parts[:8])

@@ -4,13 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from tunix_lite.report.comparison import (
-    compared,
-    comparison_page,
-    results_table,
-    runs_in,
-    table_lines,
-)
+from tunix_lite.report.comparison import comparison_page, runs_in
 from tunix_lite.report.page import Page, page_as_html
 from tunix_lite.report.run_page import run_page
 
@@ -29,30 +23,22 @@ def write_page(page: Page, folder: Path) -> Path:
 def report_at_end(folder: Path, say: Callable[[str], None]) -> None:
     """Writes the report of a run that has just ended into its folder. It never fails: whatever is
     wrong becomes one line that `say` gets."""
-    try:
-        say(f"report: {write_page(run_page(folder), folder)}")
-    # A report is no reason for a run to fail, whatever its files hold.
-    except Exception as error:
-        _say_why_not(folder, error, say)
-
-
-def _say_why_not(folder: Path, error: Exception, say: Callable[[str], None]) -> None:
-    reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
-    # The disk of the log may be full, too.
-    with contextlib.suppress(OSError):
-        say(f"warning: the report could not be written ({reason}); tunix-lite report {folder}")
+    _write_or_say(folder, lambda: run_page(folder), say)
 
 
 def report_of_sweep(folder: Path, say: Callable[[str], None]) -> None:
     """Writes the report of a sweep that has just ended into its folder, and says its results. As
     `report_at_end` it never fails."""
+    if len(folders := runs_in(folder)) > 1:
+        _write_or_say(folder, lambda: comparison_page(folders, say), say)
+
+
+def _write_or_say(folder: Path, page: Callable[[], Page], say: Callable[[str], None]) -> None:
     try:
-        folders = runs_in(folder)
-        if len(folders) < 2:
-            return
-        file = write_page(comparison_page(folders), folder)
-        for line in table_lines(results_table(compared(folders))):
-            say(line)
-        say(f"report: {file}")
+        say(f"report: {write_page(page(), folder)}")
+    # A report is no reason for a run to fail, whatever its files hold.
     except Exception as error:
-        _say_why_not(folder, error, say)
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+        # The disk of the log may be full, too.
+        with contextlib.suppress(OSError):
+            say(f"warning: the report could not be written ({reason}); tunix-lite report {folder}")

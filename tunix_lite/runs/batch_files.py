@@ -22,12 +22,11 @@ def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
 
 def batch_of_arrays(arrays: dict[str, np.ndarray]) -> Batch:
     """The batch of what `arrays_of_batch` gives. Raises TypeError for another name."""
-    streams = {
-        name.removeprefix(STREAM): value
-        for name, value in arrays.items()
-        if name.startswith(STREAM)
-    }
-    others = {name: value for name, value in arrays.items() if not name.startswith(STREAM)}
-    if "streams" in others:
-        raise TypeError("a batch has no array named streams")
+    streams = {}
+    others = {}
+    for name, value in arrays.items():
+        part = streams if name.startswith(STREAM) else others
+        part[name.removeprefix(STREAM)] = value
+    if others.keys() & {"streams", "constants"}:
+        raise TypeError("a batch has no array named streams or constants")
     return Batch(**others, streams=streams)

@@ -1,7 +1,7 @@
 """A step of a run once more, from the files of the run: the same data, completions and update.
 
-The newest checkpoint before the step is restored, and the steps up to it are made again as the run
-made them: data and random numbers are functions of seed and step. Nothing is written.
+The newest checkpoint before the step is restored, and the steps up to it are made again: data and
+random numbers are functions of seed and step. Nothing is written.
 """
 
 import contextlib
@@ -66,7 +66,10 @@ def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], No
     parts, began = parts_of_replay(run, run_dir, step)
     origin = f"checkpoint {began}" if began else "the weights that the run began with"
     count = "1 step" if step - began == 1 else f"{step - began} steps"
-    say(f"from {origin}: {count} to make{_duration(run_dir, began, step)}")
+    rows = [row for _, _, row in rows_until(run_dir.metrics, step) if row["step"] > began]
+    seconds = [row["time/step"] for row in rows if is_number(row.get("time/step"))]
+    took = f", which took the run {sum(seconds):.0f} s" if seconds else ""
+    say(f"from {origin}: {count} to make{took}")
     if parts.differs:
         say(f"not as in the run: {parts.differs}")
     with open_replay(parts, run_dir) as session:
@@ -100,21 +103,12 @@ def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], No
     )
 
 
-def _duration(run_dir: RunDir, began: int, step: int) -> str:
-    """How long the run took for these steps, in words."""
-    rows = [row for _, _, row in rows_until(run_dir.metrics, step) if row["step"] > began]
-    seconds = [row["time/step"] for row in rows if is_number(row.get("time/step"))]
-    return f", which took the run {sum(seconds):.0f} s" if seconds else ""
-
-
 # ---- where it begins
 
 
 def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, int]:
-    """What the replay of a step is made of, and the step of the checkpoint that it begins from.
-
-    Writes nothing. Raises ConfigError if the folder holds no state to begin from, or another run.
-    """
+    """The parts of the replay of a step, and the step of the checkpoint that it begins from. Raises
+    ConfigError if the folder holds no state to begin from, or another run."""
     last = run.training.max_steps
     with error_context("step"):
         if step > last:
@@ -123,8 +117,7 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
             )
         check_reached(run_dir, step)
         began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
-    parts = find_parts(run)
-    parts = download_models(parts)
+    parts = download_models(find_parts(run))
     differs = check_resumed(parts, run_dir)
     with error_context("replay"):
         reference = find_reference(run, parts.model, run_dir, run_dir.checkpoints)
@@ -135,14 +128,12 @@ def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, 
 
 
 def check_reached(run_dir: RunDir, step: int) -> None:
-    """Raises ValueError for a step after the one in which the run ended, or is now: what was never
-    made has nothing to be compared with."""
+    """Raises ValueError for a step after the one in which the run ended, or is now."""
     # without the file nothing is known of where the run ended
     if not run_dir.metrics.is_file():
         return
-    reached = max(Checkpoints(run_dir.checkpoints).steps(), default=0)
-    for _, _, row in rows_until(run_dir.metrics, step):
-        reached = max(reached, row["step"])
+    steps = [row["step"] for _, _, row in rows_until(run_dir.metrics, step)]
+    reached = max([0, *steps, *Checkpoints(run_dir.checkpoints).steps()])
     if step > reached + 1:
         raise ValueError(
             f"{step}: this run has made {reached} steps; give step={reached} or an earlier one, or "
@@ -151,11 +142,8 @@ def check_reached(run_dir: RunDir, step: int) -> None:
 
 
 def nearest_before(run_dir: RunDir, step: int, updates: int = 1) -> int:
-    """The newest checkpoint that step number `step` can be reached from; 0: the run's beginning.
-
-    updates: of a rollout: a run goes on only between two rollouts. Raises ValueError, naming the
-    steps that can be replayed.
-    """
+    """The newest checkpoint that a step can be reached from; 0: the run's beginning. updates: of a
+    rollout: a run goes on only between two rollouts. Raises ValueError."""
     if step < 1:
         raise ValueError(f"{step}: the first step of a run is 1")
     steps = Checkpoints(run_dir.checkpoints).steps()
@@ -202,6 +190,4 @@ def logged_metrics(run_dir: RunDir, step: int) -> dict[str, float]:
 
 def _is_repeated(name: str) -> bool:
     part = name.partition("/")[0]
-    if name in COUNTED:
-        return False
-    return part in OUR_PARTS and part not in OF_THE_MACHINE
+    return name not in COUNTED and part in OUR_PARTS and part not in OF_THE_MACHINE

@@ -1,8 +1,7 @@
-"""What a run prints: a panel at the start, a line for each step, and samples.
+"""Prints a run: a panel at the start, a line for each step, and samples; train.log has all of it.
 
-On a terminal a live region shows the last step, drawn by tracking/dashboard.py; in a pipe each step
-has a line of its own. All of it also goes to train.log as plain text. Text of the model is never
-read as markup, and its control characters are escaped.
+On a terminal a live region shows the last step, drawn by tracking/dashboard.py. Text of the model
+is never read as markup, and its control characters are escaped.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import rich.table
 import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
-from tunix_lite.tracking.dashboard import BARS, Dashboard, minutes, sample_panel
+from tunix_lite.tracking.dashboard import BARS, Dashboard, headline, sample_panel
 from tunix_lite.types import Metrics
 
 # The metrics in the line of a step, in this order, and how each is written.
@@ -46,28 +45,14 @@ LINE_METRICS = {
 
 # Parts of the names of metrics that are the run's own. All others are of a user's observers, which
 # may not take one of these.
-OUR_PARTS = (
-    "train",
-    "eval",
-    "reward",
-    "rewards",
-    "advantage",
-    "conversation",
-    "completions",
-    "prompts",
-    "curriculum",
-    "rollout",
-    "sampler",
-    "time",
-    "perf",
-    "memory",
-)
+OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
+OUR_PARTS += ("prompts", "curriculum", "rollout", "sampler", "time", "perf", "memory")
 
 
 def averages_of_samples(metrics: Metrics) -> Metrics:
     """avg_at_8 and its like of an evaluation: the share of right samples, by name."""
-    names = [name for name in metrics if name.startswith("eval/avg_at_")]
-    return {name.removeprefix("eval/"): metrics[name] for name in names}
+    parts = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+    return {name: value for name, value in parts.items() if name.startswith("avg_at_")}
 
 
 def as_words(name: str) -> str:
@@ -89,12 +74,10 @@ class Console:
         hides_noise: bool = False,
         evaluates_every: int = 0,
     ):
-        """log_file: lines are appended to it. every: steps between two lines in a pipe. stream: the
-        screen; None: standard output. quiet: print nothing; of several processes only the first
-        prints. mode: tracking.console. hides_noise: what compiled code prints to standard error
-        while there is a live region goes to the log. evaluates_every: as of a Dashboard. Raises
-        OSError.
-        """
+        """every: steps between two lines in a pipe. stream: the screen; None: standard output.
+        quiet: print nothing; of several processes only the first prints. mode: tracking.console.
+        hides_noise: what compiled code prints to standard error while there is a live region goes
+        to the log. evaluates_every: as of a Dashboard. Raises OSError."""
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
@@ -113,41 +96,38 @@ class Console:
         """Prints the start-up panel. rows: (name, text) of each line."""
         title = visible(title)
         rows = [(name, visible(text)) for name, text in rows]
-        if self._is_live:
-            table = rich.table.Table.grid(padding=(0, 2))
-            for name, text in rows:
-                table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
-            self._terminal.print(
-                rich.panel.Panel(table, title=rich.text.Text(title), title_align="left")
-            )
-        else:
-            for line in [title, *(f"  {name:<11}{text}" for name, text in rows)]:
+        lines = [title, *(f"  {name:<11}{text}" for name, text in rows)]
+        self._write(*lines)
+        if not self._is_live:
+            for line in lines:
                 self._print(line)
-        self._write(title, *(f"  {name:<11}{text}" for name, text in rows))
+            return
+        table = rich.table.Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
+        heading = rich.text.Text(title)
+        self._terminal.print(rich.panel.Panel(table, title=heading, title_align="left"))
 
     def say(self, text: str, style: str = "") -> None:
-        """Prints one line. style: of rich, such as "bold red". tracking.console=quiet prints only
-        lines with a style: hints, errors and results."""
+        """Prints one line. style: of rich, such as "bold red"; tracking.console=quiet prints only
+        lines with one: hints, errors and results."""
         self._print(text, style, is_loud=bool(style))
         self._write(text)
 
     def busy(self, text: str) -> None:
-        """Prints what is done now, if it takes long: loading, compiling, saving.
-
-        On a terminal it stands in the live region with a running clock, until the next step.
-        """
+        """Prints what is done now; the live region shows it with a clock, until the next step."""
         self.doing(text)
         self.note(text)
 
     def doing(self, text: str) -> None:
-        """What is done now, for the live region alone: neither printed nor logged."""
+        """Shows what is done now in the live region alone: neither printed nor logged."""
         self._board.busy(text)
         self._show()
 
     # ---- a tracking.progress.Output: work that takes long
 
     def show(self, text: str) -> None:
-        """What is done now and how far it is, for the live region."""
+        """Shows what is done now and how far it is in the live region."""
         self._board.busy(text, has_clock=False)
         self._show()
 
@@ -182,24 +162,16 @@ class Console:
     ) -> None:
         """Prints completions, each with its extracted answer, marked right or wrong.
 
-        with_rewards: and with its reward. all_rows: of the step; on a terminal the best, the middle
-        and the worst of a group of them are shown instead, each with its rewards and its advantage.
+        with_rewards: and with its reward. all_rows: of the step; the live region has the best, the
+        middle and the worst of a group of them instead.
         """
         panel = sample_panel(step, list(all_rows), self._terminal.width) if self._is_live else None
         if panel is not None:
             self._terminal.print(panel)
         for row in rows:
-            mark = "right" if row["correct"] else "wrong"
-            style = "green" if row["correct"] else "red"
-            answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
-            prompt = _one_line(row["prompt"])
-            line = f"  {mark}  {prompt}  →  {_one_line(row['completion'])}  [{answer}]"
-            if with_rewards:
-                line += f"  reward {row['reward']:g}"
-            lines = conversation_lines(row, mark) if row.get("turns") else [line]
-            for line in lines:
+            for line in lines_of_sample(row, with_rewards):
                 if panel is None:
-                    self._print(line, style)
+                    self._print(line, "green" if row["correct"] else "red")
                 self._write(line)
 
     def close(self) -> None:
@@ -223,10 +195,7 @@ class Console:
             print(text, file=self._terminal.file, flush=True)
 
     def _show(self) -> None:
-        """Begins the live region at the bottom of the terminal.
-
-        A thread of rich draws it four times a second, whatever a step does meanwhile.
-        """
+        """Begins the live region: a thread of rich draws it, whatever a step does meanwhile."""
         if self._is_live and self._live is None:
             self._live = rich.live.Live(
                 console=self._terminal,
@@ -246,14 +215,9 @@ def step_line(
 ) -> str:
     """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
 
-    The numbers of a user's observers come first, so that a narrow terminal shows them. max_steps:
-    None: not known.
+    The numbers of a user's observers come first, so that a narrow terminal shows them.
     """
-    parts = [f"step {step}"]
-    if max_steps:
-        parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
-    if seconds_left is not None:
-        parts.append(f"eta {minutes(seconds_left)}")
+    parts = headline(step, max_steps, seconds_left)
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")
@@ -261,8 +225,8 @@ def step_line(
         if key in metrics:
             parts.append(text.format(metrics[key]))
         if key == "eval/accuracy":
-            found = averages_of_samples(metrics).items()
-            parts += [f"{as_words(name)} {value:.1%}" for name, value in found]
+            averages = averages_of_samples(metrics).items()
+            parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]
     return " | ".join(parts)
 
 
@@ -280,8 +244,7 @@ def is_live(mode: str, terminal: rich.console.Console) -> bool:
 class Noise:
     """Sends what compiled code writes to standard error to the log, until it is closed.
 
-    XLA and absl print warnings there, such as that of a slow compilation, which would tear the live
-    region. Python's own errors still go to the screen.
+    Warnings of XLA and absl would tear the live region. Python's own errors go to the screen.
     """
 
     def __init__(self, log_file: Path):
@@ -303,9 +266,15 @@ class Noise:
         sys.stderr = self._before
 
 
-def conversation_lines(row: dict, mark: str) -> list[str]:
-    """A conversation of a samples file, a line for each turn and one for each answer."""
-    lines = [f"  {mark}  {_one_line(row['prompt'])}"]
+def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
+    """A row of a samples file: one line, or of a conversation a line for each turn and answer."""
+    mark = "right" if row["correct"] else "wrong"
+    head = f"  {mark}  {_one_line(row['prompt'])}"
+    if not row.get("turns"):
+        answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
+        reward = f"  reward {row['reward']:g}" if with_reward else ""
+        return [f"{head}  →  {_one_line(row['completion'])}  [{answer}]{reward}"]
+    lines = [head]
     for turn in row["turns"]:
         reward = f"  (reward {turn['reward']:g})" if turn["reward"] else ""
         lines.append(f"         model:  {_one_line(turn['completion'])}{reward}")
@@ -325,10 +294,7 @@ def _cut(text: str) -> str:
 
 
 class Terminal(rich.console.Console):
-    """A rich console that takes its width from the terminal that it really writes to.
-
-    rich itself asks standard output, which may be another file.
-    """
+    """A rich console as wide as the terminal that it writes to: rich asks standard output."""
 
     @property
     def size(self) -> rich.console.ConsoleDimensions:
@@ -346,10 +312,9 @@ GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class Screen:
-    """A text stream whose reader may go away, as with `| head` or a closed terminal.
+    """A text stream whose reader may go away, as with `| head`: later text is then dropped.
 
-    Text that is written afterwards is dropped. Characters that the stream's encoding does not have,
-    as on an ASCII terminal, are escaped.
+    Characters that the stream's encoding does not have, as on an ASCII terminal, are escaped.
     """
 
     def __init__(self, stream: TextIO):
@@ -382,10 +347,8 @@ class Screen:
 
 
 def redirect_to_null(gone: int) -> None:
-    """Redirects descriptor `gone` to /dev/null, and standard error if it is the same terminal.
-
-    Otherwise Python would fail at its end, when it flushes them.
-    """
+    """Redirects descriptor `gone` to /dev/null, and standard error if it is the same terminal:
+    Python would fail at its end, when it flushes them."""
     before = os.fstat(gone)
     null = os.open(os.devnull, os.O_WRONLY)
     for file in {gone, sys.__stderr__.fileno()}:

@@ -6,9 +6,10 @@ It is drawn from metrics alone, so `tunix-lite watch` draws the same from the fi
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import rich.console
 import rich.panel
 import rich.table
@@ -84,9 +85,9 @@ class Dashboard:
         is_here: bool = True,
         evaluates_every: int = 0,
     ):
-        """max_steps: None: not known. clock: seconds, from any start. is_here: the run logs each
-        step as it makes it; False: from files, so the time left is by the seconds of its steps.
-        evaluates_every: steps between two evaluations; 0: there is one at the end, or none."""
+        """max_steps: None: not known. is_here: the run logs each step as it makes it; False: from
+        files, so the time left is by the seconds of its steps. evaluates_every: steps between two
+        evaluations; 0: there is one at the end, or none."""
         self.max_steps = max_steps
         self._evaluates_every = evaluates_every
         self.step = 0
@@ -103,8 +104,8 @@ class Dashboard:
         self._last_evaluation = 0.0
 
     def busy(self, text: str, since: float | None = None, has_clock: bool = True) -> None:
-        """What is done now, until the next step; "": nothing. since: when it began, by the clock;
-        None: now. has_clock: False where the text itself says how long it takes."""
+        """Takes what is done until the next step; "": nothing. since: when it began; None: now.
+        has_clock: False where the text itself says how long it takes."""
         since = self._clock() if since is None else since
         self._busy = (text, since if has_clock else None) if text else None
 
@@ -164,12 +165,7 @@ class Dashboard:
 
     def headline(self) -> str:
         """`step 12/60 20% | eta 1m20s`, or what is done now with its clock."""
-        parts = [f"step {self.step}"]
-        if self.max_steps:
-            parts = [f"step {self.step}/{self.max_steps} {self.step / self.max_steps:.0%}"]
-        left = self.seconds_left()
-        if left is not None:
-            parts.append(f"eta {minutes(left)}")
+        parts = headline(self.step, self.max_steps, self.seconds_left())
         if self._busy is not None:
             text, since = self._busy
             clock = "" if since is None else f" {minutes(self._clock() - since)}"
@@ -177,42 +173,38 @@ class Dashboard:
         return " | ".join(parts)
 
     def _table(self, rows: tuple[Row, ...], most: int, with_course: bool) -> rich.table.Table:
-        found = []
-        for row in rows:
-            course = self._course.get(row.metric)
-            if course is None or len(found) >= most:
-                continue
+        lines = []
+        for row in [row for row in rows if row.metric in self._course][:most]:
             # A copy at once: the run may log while this thread draws.
-            values = [value for _, value in list(course)]
+            values = [value for _, value in list(self._course[row.metric])]
+            step, best = self._best[row.metric]
             cells = [row.name, row.text.format(values[-1])]
             cells.append(trend(values) if row.has_course else "")
-            if with_course:
-                best = self._best[row.metric]
-                cells.append(spark_bars(values) if row.has_course else "")
-                cells.append(
-                    f"best {row.text.format(best[1])} at {best[0]}" if row.has_best else ""
-                )
-            found.append(cells)
+            cells.append(spark_bars(values) if row.has_course else "")
+            cells.append(f"best {row.text.format(best)} at {step}" if row.has_best else "")
+            lines.append(cells[: 5 if with_course else 3])
 
         # rich would shorten names in favour of empty columns.
         table = rich.table.Table.grid(padding=(0, 1))
-        for i, style in enumerate(("cyan", "bold", "", "", "dim")[: 5 if with_course else 3]):
-            longest = max((len(cells[i]) for cells in found), default=0)
-            table.add_column(style=style, no_wrap=True, min_width=longest)
-        for cells in found:
+        for column, style in zip(zip(*lines), ("cyan", "bold", "", "", "dim")):
+            table.add_column(style=style, no_wrap=True, min_width=max(map(len, column)))
+        for cells in lines:
             table.add_row(*map(rich.text.Text, cells))
         return table
+
+
+def headline(step: int, max_steps: int | None, seconds_left: float | None) -> list[str]:
+    """`step 12/60 20%` and `eta 1m20s`; None: not known."""
+    parts = [f"step {step}/{max_steps} {step / max_steps:.0%}" if max_steps else f"step {step}"]
+    return parts if seconds_left is None else [*parts, f"eta {minutes(seconds_left)}"]
 
 
 def spark_bars(values: list[float], width: int = SPARK) -> str:
     """The course of some values as bars, each the mean of its share of them: `▁▃▅▇`."""
     if len(values) < 2:
         return ""
-    count = min(width, len(values))
-    parts = [
-        values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)
-    ]
-    means = [sum(part) / len(part) for part in parts]
+    parts = np.array_split(values, min(width, len(values)))
+    means = [float(part.mean()) for part in parts]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
@@ -228,22 +220,30 @@ def trend(values: list[float]) -> str:
     return "→" if abs(now - before) <= small else "↗" if now > before else "↘"
 
 
+def best_middle_worst(groups: Iterable[list[dict]]) -> list[dict]:
+    """Three rows of the group whose rewards differ most, fewer of a small one; [] without groups.
+    Rows without a reward do not count."""
+    rewarded = [[row for row in group if is_number(row.get("reward"))] for group in groups]
+    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in rewarded if group]
+    if not ranked:
+        return []
+    group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
+    return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
+
+
 def sample_panel(step: int, rows: list[dict], width: int) -> rich.console.RenderableType | None:
     """The best, the middle and the worst completion of one group; None where there is no group.
 
-    rows: of samples/*.jsonl. The group whose rewards differ most is shown. All text is the model's,
-    so it is no markup, and characters that act on a terminal are escaped.
+    rows: of samples/*.jsonl. All text is the model's, so it is no markup, and characters that act
+    on a terminal are escaped.
     """
     groups: dict[str, list[dict]] = {}
     for row in rows:
         if is_number(row.get("reward")) and "group" in row:
             groups.setdefault(str(row["group"]), []).append(row)
-    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in groups.values()]
-    several = [group for group in ranked if len(group) > 1]
-    if not several:
+    picked = best_middle_worst(group for group in groups.values() if len(group) > 1)
+    if not picked:
         return None
-    group = max(several, key=lambda group: group[0]["reward"] - group[-1]["reward"])
-    picked = [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
     names = ["best", "middle", "worst"] if len(picked) == 3 else ["best", "worst"]
     table = rich.table.Table.grid(padding=(0, 1))
     most = (2 if width < WIDE else 3) * max(20, width - 14)
@@ -251,7 +251,7 @@ def sample_panel(step: int, rows: list[dict], width: int) -> rich.console.Render
         text = rich.text.Text(_one_line(row.get("completion"), most))
         text.append(f"\n{' · '.join(_facts(row))}", style="dim")
         table.add_row(rich.text.Text(name, style="green" if row.get("correct") else "red"), text)
-    prompt = rich.text.Text(f"step {step} · {_one_line(group[0].get('prompt'), width - 24)}")
+    prompt = rich.text.Text(f"step {step} · {_one_line(picked[0].get('prompt'), width - 24)}")
     return rich.panel.Panel(table, title=prompt, title_align="left", width=width)
 
 

@@ -35,10 +35,10 @@ IN_THE_FOLDER = {
 def disk_errors_explained(
     folder: Path, when: Callable[[], str], whole: Callable[[], list[int]]
 ) -> Iterator[None]:
-    """A context that raises errors of the run's disk as DiskError; other errors pass through.
+    """Raises errors of the run's disk as DiskError; other errors pass through.
 
-    folder: of the run. when: how far the run is, "after step 5". whole: the steps of its whole
-    checkpoints, in order; it may raise OSError. Both are called only after an error.
+    when: how far the run is, "after step 5". whole: the steps of its whole checkpoints, in order;
+    it may raise OSError. Both are called only after an error.
     """
     try:
         yield
@@ -49,19 +49,18 @@ def disk_errors_explained(
 
         # The same command will find what is in the folder now.
         again = f"the same command with hydra.run.dir={folder} goes on from"
-        hint = (
-            f"no whole checkpoint can be seen: when the disk can be written, {again} what is "
-            "there, or anew"
-        )
+        when_written = f"when the disk can be written, {again}"
         steps = []
         with contextlib.suppress(OSError):
             steps = whole()
-        if steps and not (folder / "fingerprint.json").is_file():
+        if not steps:
+            hint = f"no whole checkpoint can be seen: {when_written} what is there, or anew"
+        elif (folder / "fingerprint.json").is_file():
+            hint = f"checkpoint {steps[-1]} is whole: {when_written} it"
+        else:
             unknown = "fingerprint.json, which says what made it, is gone"
             force = f"with resume.force=true {again} it"
             hint = f"checkpoint {steps[-1]} is whole, but {unknown}: {force}"
-        elif steps:
-            hint = f"checkpoint {steps[-1]} is whole: when the disk can be written, {again} it"
         raise DiskError(f"{what}. The run ended {when()}; {hint}") from error
 
 

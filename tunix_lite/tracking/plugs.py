@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,34 @@ def with_plain_keys(settings: dict) -> dict:
     }
 
 
-# ---- a tracker that may fail
+# ---- trackers of a run
+
+
+class TableRun:
+    """A `Tracker` over wandb, or over trackio, which has the same calls."""
+
+    def __init__(self, module: ModuleType, opened: Any):
+        """module: with `Table` and `Histogram`. opened: what its `init` returned."""
+        self._module = module
+        self._opened = opened
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Sends all metrics of a step at once."""
+        self._opened.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, rows: list[dict]) -> None:
+        """Sends the completions of a step as a table."""
+        columns, cells = columns_of(rows)
+        self._opened.log({"samples": self._module.Table(columns=columns, data=cells)}, step=step)
+
+    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
+        """Sends a histogram of each."""
+        drawn = {name: self._module.Histogram(array) for name, array in values.items()}
+        self._opened.log(drawn, step=step)
+
+    def close(self) -> None:
+        """Sends what is left, and ends the run."""
+        self._opened.finish()
 
 
 class Guarded:
@@ -113,30 +141,19 @@ class Guarded:
         self._tracker: Any = tracker
         self._say = say
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """As the tracker's own."""
-        self._try("log", step, metrics)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        """A method of the tracker: log, close, or one of those that it may have."""
 
-    def log_samples(self, step: int, rows: list[dict]) -> None:
-        """As the tracker's own, if it has it."""
-        self._try("log_samples", step, rows)
+        def guarded(*arguments: object) -> None:
+            action = getattr(self._tracker, method, None)
+            if action is None:
+                return
+            try:
+                action(*arguments)
+            # What other projects raise is not known here.
+            except Exception as error:
+                self._tracker = None
+                reason = escaped(f"{type(error).__name__}: {error}", 300)
+                self._say(f"warning: {self._name} failed ({reason}); nothing more is sent to it")
 
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """As the tracker's own, if it has it."""
-        self._try("log_histograms", step, values)
-
-    def close(self) -> None:
-        """As the tracker's own."""
-        self._try("close")
-
-    def _try(self, method: str, *arguments: Any) -> None:
-        action = getattr(self._tracker, method, None)
-        if action is None:
-            return
-        try:
-            action(*arguments)
-        # What other projects raise is not known here.
-        except Exception as error:
-            self._tracker = None
-            reason = escaped(f"{type(error).__name__}: {error}", 300)
-            self._say(f"warning: {self._name} failed ({reason}); nothing more is sent to it")
+        return guarded

@@ -1,15 +1,12 @@
-"""What a program says of work that takes long: what is done now, how far it is, when it will end.
-
-On a terminal that is one line, which is rewritten. Elsewhere it is a whole line at the start, one
-every 30 s, and one at the end.
-"""
+"""Shows work that takes long: on a terminal one line, which is rewritten; elsewhere a whole line at
+the start, one every 30 s, and one at the end."""
 
 import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, Self
 
 import jax
 
@@ -28,8 +25,7 @@ class Output(Protocol):
     """Where progress is shown: standard error, or the console of a run."""
 
     def show(self, text: str) -> None:
-        """Puts a text in the place of the one that it showed before, where a line can be
-        rewritten; "" takes it away."""
+        """Puts a text in the place of the last one, if a line can be rewritten; "": nothing."""
 
     def note(self, text: str) -> None:
         """Prints a whole line, where no line can be rewritten."""
@@ -88,8 +84,7 @@ class Progress:
         done: Callable[[float], str] | None = None,
         patience: float = 0.0,
     ):
-        """doing: the text after so many seconds; it is called in another thread. done: None: the
-        end says nothing."""
+        """doing: the text after so many seconds; another thread calls it."""
         self.output = output
         self._doing = doing
         self._done = done
@@ -104,10 +99,9 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
         return time.monotonic() - self._began
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         self._began = time.monotonic()
         self.now()
         self._thread.start()
@@ -163,7 +157,7 @@ class Progress:
                         self.output.show(self._doing(self.seconds))
 
 
-class BytesProgress:
+class BytesProgress(Progress):
     """How many bytes of a model were read or written, of how many: `on_bytes` of models.hf.
 
     Example: `with BytesProgress(StandardError(), "loading", "bundled") as on_bytes:` says "loading
@@ -172,28 +166,22 @@ class BytesProgress:
 
     def __init__(self, output: Output, verb: str, what: str, patience: float = SHORT_SECONDS):
         """verb: loading or writing."""
+        super().__init__(output, self.text, self._text_at_end, patience)
         self.verb = verb
         self.what = what
-        self._done = 0
+        self._num_done = 0
         self._total = 0
-        self.line = Progress(output, self.text, self._text_at_end, patience)
-
-    def __enter__(self) -> "BytesProgress":
-        self.line.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.line.__exit__(*error)
 
     def __call__(self, done: int, total: int) -> None:
-        self._done = done
+        self._num_done = done
         self._total = total
 
     def text(self, _: float) -> str:
         """`loading smollm2: 120 of 269 MB`."""
-        if not self._total:
-            return f"{self.verb} {self.what}"
-        return f"{self.verb} {self.what}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB"
+        text = f"{self.verb} {self.what}"
+        if self._total:
+            text += f": {self._num_done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB"
+        return text
 
     def _text_at_end(self, seconds: float) -> str:
         size = f", {self._total / 1e6:,.0f} MB" if self._total else ""

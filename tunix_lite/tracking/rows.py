@@ -15,22 +15,25 @@ LARGEST = sys.float_info.max
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
-    """Each line of the file as (its number from 1, its bytes, its row).
+    """Each line of the file as (its number from 1, its bytes, its row); none without a file.
 
-    The row is None if the line is not the metrics of a step: no JSON object, or without a step. If
-    there is no file there are no lines. One line is held in memory at a time, and only the first
-    MOST_LINE bytes of it. Lines end with \\n alone, because JSON texts may hold other characters
-    that end lines elsewhere. Raises ValueError if the file cannot be read.
+    The row is None if the line is not the metrics of a step. Only the first MOST_LINE bytes of one
+    line are in memory. Raises ValueError if the file cannot be read.
     """
     if not file.is_file():
         return
     for number, (line, is_whole) in enumerate(read_lines(file), 1):
-        # ValueError: the line is no UTF-8, or no JSON object.
-        row = {}
-        with contextlib.suppress(ValueError):
-            row = parse_object(line.decode("utf-8"), "the line") if is_whole else {}
-        is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
-        yield number, line, row if is_step else None
+        yield number, line, row_of(line) if is_whole else None
+
+
+def row_of(line: bytes) -> dict | None:
+    """The metrics of a step in a line; None if it holds something else."""
+    row = {}
+    # ValueError: the line is no UTF-8, or no JSON object.
+    with contextlib.suppress(ValueError):
+        row = parse_object(line.decode("utf-8"), "the line")
+    is_step = type(row.get("step")) is int and 0 <= row["step"] < MOST_STEPS
+    return row if is_step else None
 
 
 def is_number(value: object) -> bool:
@@ -39,10 +42,8 @@ def is_number(value: object) -> bool:
 
 
 def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
-    """The rows of steps up to `last`, as `read_rows` gives them, in increasing order of steps.
-
-    Lines that cannot be read are left out, and rows whose step is not above the one before.
-    """
+    """The rows of steps up to `last`, as `read_rows` gives them, without those whose step is not
+    above the one before."""
     before = -1
     for number, line, row in read_rows(file):
         if row is not None and before < row["step"] <= last:
@@ -62,15 +63,12 @@ def drops_rows(file: Path, last: int) -> bool:
 def check_rows(file: Path, last: int, began: int | None) -> None:
     """Raises ValueError unless the file holds each step of the run up to `last` once, in order.
 
-    last: the step of the newest checkpoint. began: the step that the run began from, which may have
-    a row, too, with its evaluation; None: not known. Lines after the row of `last` do not count: a
-    run that was killed wrote them after its last checkpoint, and the last one may be cut off.
+    last: the step of the newest checkpoint; a run that was killed wrote more after it. began: the
+    step that the run began from, which may have a row of its evaluation; None: not known.
     """
     # the number of the last line that counts
-    end = max(
-        (number for number, _, row in read_rows(file) if row is not None and row["step"] <= last),
-        default=0,
-    )
+    counted = (number for number, _, row in read_rows(file) if row and row["step"] <= last)
+    end = max(counted, default=0)
 
     # Each step must follow the one before.
     before = None

@@ -12,16 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.files.untrusted import (
-    MOST_BYTES,
-    MOST_DEPTH,
-    MOST_SAMPLE_LINE,
-    parse_object,
-    read_object,
-)
+from tunix_lite.files import untrusted
 from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
-from tunix_lite.tracking.console import as_words, averages_of_samples, minutes
+from tunix_lite.tracking.console import as_words, averages_of_samples
+from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.types import Metrics
 
@@ -88,11 +83,8 @@ class RunDir:
         return self.path / "skipped" / f"step_{step:06d}.npz"
 
     def check(self) -> None:
-        """Raises ValueError if a run could not write here.
-
-        That is, if the folder cannot be made or written, if it has a folder where a run has a file,
-        or a file where a run has a folder. Writes a temporary file of 64 KiB.
-        """
+        """Raises ValueError if a run could not write here: no such folder can be made, it has a
+        folder where a run has a file or the other way round, or the disk is full."""
         parents = (self.path.absolute(), *self.path.absolute().parents)
         lost = next((path for path in parents if path.is_symlink() and not path.exists()), None)
         if lost is not None:
@@ -104,33 +96,19 @@ class RunDir:
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
 
-        # What must be a file in it.
-        for file in (
-            self.log,
-            self.metrics,
-            self.status,
-            self.fingerprint,
-            self.reference,
-            self.path / self.MODEL,
-        ):
+        # What must be a file in it, and what a folder.
+        files = (self.log, self.metrics, self.status, self.fingerprint, self.reference)
+        for file in (*files, self.path / self.MODEL):
+            keeps = "and the run keeps a file of that name: move"
             if file.is_dir():
-                raise ValueError(
-                    f"{file} is a folder, and the run keeps a file of that name: move the folder "
-                    "away"
-                )
+                raise ValueError(f"{file} is a folder, {keeps} the folder away")
             # Reading a pipe would wait for ever.
             if file.is_fifo() or file.is_socket():
-                raise ValueError(
-                    f"{file} is not a file, and the run keeps a file of that name: move it away"
-                )
-
-        # What must be a folder in it.
+                raise ValueError(f"{file} is not a file, {keeps} it away")
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
-                raise ValueError(
-                    f"{folder} is a file, and the run keeps a folder of that name: move the file "
-                    "away"
-                )
+                keeps = "and the run keeps a folder of that name"
+                raise ValueError(f"{folder} is a file, {keeps}: move the file away")
 
         # Permissions say nothing about a full disk, so try to write.
         folders = [there]
@@ -150,10 +128,8 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def point_latest_here(self) -> None:
-        """Points the link outputs/latest here, if this folder is below one that is named outputs.
-
-        A run calls it after its first checkpoint, so that outputs/latest always has one.
-        """
+        """Points the link outputs/latest here, if this folder is below one that is named outputs: a
+        run does so after its first checkpoint."""
         # The run may have been given outputs/latest itself as its folder.
         whole = self.path.resolve()
         outputs = next((parent for parent in whole.parents if parent.name == "outputs"), None)
@@ -170,38 +146,33 @@ class RunDir:
 
     def write_json(self, file: Path, values: dict) -> None:
         """Writes a JSON file, which replaces the old one at once: a reader never sees half of it.
-
-        Processes other than the first write nothing. Raises ValueError for what the run could not
-        read again, and OSError.
-        """
-        if self.is_first:
-            text = json.dumps(values, indent=2) + "\n"
-            if len(text) > MOST_BYTES:
-                raise ValueError(
-                    f"{file} would have {len(text):,} bytes, and a run reads {MOST_BYTES:,} of it "
-                    "at most: shorten the longest texts and lists of the settings"
-                )
-            parse_object(text, str(file))
-            fresh = file.with_suffix(".json.tmp")
-            fresh.write_text(text)
-            fresh.replace(file)
+        Raises ValueError for what the run could not read again, and OSError."""
+        if not self.is_first:
+            return
+        text = json.dumps(values, indent=2) + "\n"
+        most = untrusted.MOST_BYTES
+        if len(text) > most:
+            raise ValueError(
+                f"{file} would have {len(text):,} bytes, and a run reads {most:,} of it at most: "
+                "shorten the longest texts and lists of the settings"
+            )
+        untrusted.parse_object(text, str(file))
+        fresh = file.with_suffix(".json.tmp")
+        fresh.write_text(text)
+        fresh.replace(file)
 
     def read_model(self) -> dict:
-        """The settings of the run's model and its seed, {"model": {...}, "seed": 0}.
-
-        Raises ValueError if this is not the folder of a run, or if model.json is damaged.
-        """
+        """The settings of the run's model and its seed. Raises ValueError if this is not the folder
+        of a run, or if model.json is damaged."""
         file = self.path / self.MODEL
         if not file.is_file():
             raise ValueError(self._not_a_run())
-        found = read_object(file)
+        saved = untrusted.read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
-            value = found.get(key)
-            if type(value) is not kind:
-                raise ValueError(
-                    f"{file}: {key} is {shown(value)}; this is not the {self.MODEL} of a run"
-                )
-        return {"model": found["model"], "seed": found["seed"]}
+            value = shown(saved.get(key))
+            if type(saved.get(key)) is not kind:
+                raise ValueError(f"{file}: {key} is {value}; this is not the {self.MODEL} of a run")
+        return {"model": saved["model"], "seed": saved["seed"]}
 
     def _not_a_run(self) -> str:
         """Why this folder is none of a run, and what was probably meant."""
@@ -216,34 +187,23 @@ class RunDir:
         return f"{text}there is no such folder{hint}"
 
     def accuracies(self, until: int) -> dict:
-        """The first and last held-out accuracy in metrics.jsonl up to step `until`.
-
-        As `eval` of status.json has them, {"first": {"accuracy": 0.2}, "last": {"accuracy": 0.4}};
-        {} if there are none.
-        """
-        found = []
+        """The first and last held-out accuracy in metrics.jsonl up to step `until`, as `eval` of
+        status.json has them; {} if there are none."""
+        accuracies = []
         for _, _, row in rows_until(self.metrics, until):
-            accuracy = row.get("eval/accuracy")
-            if is_number(accuracy):
-                sampled = averages_of_samples(row).items()
-                numbers = {name: value for name, value in sampled if is_number(value)}
-                found.append({"accuracy": accuracy, **numbers})
-        return {"first": found[0], "last": found[-1]} if found else {}
+            if is_number(row.get("eval/accuracy")):
+                numbers = {"accuracy": row["eval/accuracy"], **averages_of_samples(row)}
+                accuracies.append({name: x for name, x in numbers.items() if is_number(x)})
+        return {"first": accuracies[0], "last": accuracies[-1]} if accuracies else {}
 
     def last_number(self, name: str, until: int) -> int:
         """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
-        found = 0
-        for _, _, row in rows_until(self.metrics, until):
-            if is_number(row.get(name)):
-                found = int(row[name])
-        return found
+        values = [row[name] for *_, row in rows_until(self.metrics, until) if name in row]
+        return int(next(filter(is_number, reversed(values)), 0))
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
-        """Writes skipped/step_000010.npz: the batch of an update that was not finite.
-
-        arrays: the fields of the batch by name, [B, T] each. Returns the file. `tunix-lite replay`
-        reads it.
-        """
+        """Writes skipped/step_000010.npz, which `tunix-lite replay` reads: the batch of an update
+        that was not finite, its fields by name, [B, T] each. Returns the file."""
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)
@@ -254,28 +214,22 @@ class RunDir:
         return file
 
     def write_samples(self, step: int, rows: list[dict], name: str = "step") -> None:
-        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line.
-
-        name: what the file begins with; `evaluation` for the completions of an evaluation.
-        """
-        if not self.is_first:
-            return
-        folder = self.path / "samples"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}_{step:06d}.jsonl").write_text(json_lines(rows))
+        """Writes samples/step_000010.jsonl: a completion, with its reward and so on, a line. name:
+        `evaluation` for the completions of an evaluation."""
+        if self.is_first:
+            folder = self.path / "samples"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}_{step:06d}.jsonl").write_text(json_lines(rows))
 
 
 def json_lines(rows: list[dict]) -> str:
-    """One JSON object a line; `json_value` says how values are written.
-
-    Readers take MOST_SAMPLE_LINE bytes of a line. In a row of more, the longest texts and lists are
-    cut, and it has `"shortened": true`.
-    """
+    """One JSON object a line, its values by `json_value`. Readers take MOST_SAMPLE_LINE bytes of a
+    line: in a row of more, the longest texts and lists are cut, and it has `"shortened": true`."""
     lines = []
     for row in map(json_value, rows):
         line = json.dumps(row, allow_nan=False)
-        most = MOST_SAMPLE_LINE
-        while len(line) > MOST_SAMPLE_LINE:
+        most = untrusted.MOST_SAMPLE_LINE
+        while len(line) > untrusted.MOST_SAMPLE_LINE:
             most //= 4
             line = json.dumps(_cut(row, most) | {"shortened": True}, allow_nan=False)
         lines.append(f"{line}\n")
@@ -294,15 +248,12 @@ def _cut(value: Any, most: int) -> Any:
     return value
 
 
-def json_value(value: Any, depth: int = MOST_DEPTH) -> Any:
-    """A value of a user's data as JSON can hold it: what JSON does not know becomes text.
-
-    JSON escapes control characters, but not the half characters that a model may produce. Numbers
-    that are not finite become null. depth: of lists and objects in one another; readers take no
-    more than MOST_DEPTH, and what lies deeper becomes a text that says so.
-    """
+def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
+    """A value of a user's data as JSON can hold it: numbers that are not finite become null, half
+    characters are escaped, and what JSON does not know becomes text. depth: of lists and objects in
+    one another, as deep as readers take them."""
     if depth == 0 and isinstance(value, dict | list | tuple | np.ndarray):
-        return f"(nested deeper than {MOST_DEPTH})"
+        return f"(nested deeper than {untrusted.MOST_DEPTH})"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
@@ -323,16 +274,12 @@ MOST_ERROR = 100_000
 
 
 class Status:
-    """status.json: how far the run is, its first and last held-out accuracy, and how it ended.
-
-    It is written with each evaluation and each checkpoint, so a run that is killed keeps both.
-    """
+    """status.json: how far the run is, its first and last held-out accuracy, and how it ended. It
+    is written with each evaluation and each checkpoint."""
 
     def __init__(self, run_dir: RunDir, about: dict | None = None):
-        """about: what does not change during the run, such as seed, mesh and versions.
-
-        Reads the status.json of an earlier part of the run, if there is one.
-        """
+        """Reads the status.json of an earlier part of the run, if there is one. about: what does
+        not change during the run, such as seed, mesh and versions."""
         self._run_dir = run_dir
         self.about = about or {}
         self._began = time.perf_counter()
@@ -340,7 +287,6 @@ class Status:
         self.steps = 0
         self.started = False
         # {"first": {"accuracy": ...}, "last": {"accuracy": ...}}, or {}
-        self.eval: dict = {}
         self.eval, self._seconds_before, self._began_from, _ = read_status(run_dir.status)
         # the reason why it ended before its last step, with a checkpoint, such as "SIGTERM"
         self.stopped: str | None = None
@@ -355,10 +301,9 @@ class Status:
         return f"after step {self.steps}" if self.started else "before its first step"
 
     def start(self, step: int, begins: bool = False) -> None:
-        """Writes that the run starts, or resumes, at `step`.
+        """Writes that the run starts, or resumes, at `step`; accuracies after it are dropped.
 
-        begins: its checkpoint is from another run's folder, so this run begins here. At step 0 the
-        accuracies and seconds of an earlier run are dropped; else the accuracies after `step`.
+        begins: its checkpoint is from another run's folder, so this run begins here.
         """
         self.steps = step
         self.started = True
@@ -368,40 +313,30 @@ class Status:
             self.eval = {}
             self._seconds_before = 0.0
         else:
-            found = self._run_dir.accuracies(step)
-            if found:
-                self.eval = found | {"first": self.eval.get("first", found["first"])}
+            logged = self._run_dir.accuracies(step)
+            if logged:
+                self.eval = logged | {"first": self.eval.get("first", logged["first"])}
         self.write("running")
 
     def record_accuracy(self, accuracy: float, sampled: Metrics | None = None) -> None:
-        """Remembers a held-out accuracy as the last one, and the very first also as the first.
-
-        sampled: console.averages_of_samples of the same evaluation.
-        """
-        found = {"accuracy": accuracy, **(sampled or {})}
-        self.eval.setdefault("first", found)
-        self.eval["last"] = found
+        """Keeps a held-out accuracy as the last one, and the very first also as the first. sampled:
+        console.averages_of_samples of the same evaluation."""
+        scores = {"accuracy": accuracy, **(sampled or {})}
+        self.eval.setdefault("first", scores)
+        self.eval["last"] = scores
 
     def write(self, word: str, **more: Any) -> None:
-        """Writes status.json. word: running, completed, stopped, failed or interrupted.
-
-        more: further entries, such as error="...". Raises OSError.
-        """
-        if self.stopped:
-            more["stopped"] = self.stopped
-        more = {
-            name: visible(value[:MOST_ERROR]) if isinstance(value, str) else value
-            for name, value in more.items()
-        }
-        status = {
-            "status": word,
-            "steps": self.steps,
-            "seconds": round(self.seconds, 1),
-            "eval": self.eval,
-        }
+        """Writes status.json. word: running, completed, stopped, failed or interrupted. more:
+        further entries, such as error="...". Raises OSError."""
+        status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1)}
+        status["eval"] = self.eval
         if self._began_from is not None:
             status["began_from"] = self._began_from
-        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
+        if self.stopped:
+            more["stopped"] = self.stopped
+        for name, value in more.items():
+            status[name] = visible(value[:MOST_ERROR]) if isinstance(value, str) else value
+        self._run_dir.write_json(self._run_dir.status, status | self.about)
 
     def closing_lines(self, resume_hint: str) -> list[tuple[str, str]]:
         """The lines that end the output of a run, each with its style for the console.
@@ -417,67 +352,58 @@ class Status:
                 if name.startswith("avg_at_") and is_number(first[name]) and is_number(last[name]):
                     text += f", {as_words(name)} {first[name]:.1%} → {last[name]:.1%}"
             lines.append((text, "bold green"))
-        duration = minutes(self.seconds)
-        lines.append(
-            (f"{self.steps} steps in {duration}; everything is in {self._run_dir.path}", "")
-        )
+        steps = f"{self.steps} steps in {minutes(self.seconds)}"
+        lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
         if self.stopped:
-            what = (
-                f"with {resume_hint} goes on" if self.steps else "begins anew, as no step was made"
-            )
-            lines.append((f"stopped by {self.stopped}; the same command {what}", ""))
+            does = "begins anew, as no step was made"
+            if self.steps:
+                does = f"with {resume_hint} goes on"
+            lines.append((f"stopped by {self.stopped}; the same command {does}", ""))
         return lines
 
 
 def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
     """The settings as Hydra kept them, with the values of the fingerprint where they say auto or
-    refer to another setting.
-
-    Example: `optimizer.learning_rate` is 4e-05 in place of "auto".
-    """
-    found = {}
+    refer to another setting."""
+    chosen = {}
     for name, value in settings.items():
         there = fingerprint.get(name)
         if isinstance(value, dict):
             value = with_chosen_values(value, there if isinstance(there, dict) else {})
         elif isinstance(value, str) and (value == "auto" or "${" in value) and there is not None:
             value = there
-        found[name] = value
-    return found
+        chosen[name] = value
+    return chosen
 
 
 def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     """Reads a status.json: (eval, seconds, began_from, what is wrong with it).
 
-    began_from is the step that the run began from; None: not known. What cannot be read is replaced
-    by {}, 0.0 or None and named in the last text, because a run does not depend on it. If there is
-    no file, no run was here.
+    began_from is the step that the run began from; None: not known. A run does not depend on the
+    file: what cannot be read becomes {}, 0.0 or None.
     """
     if not os.path.lexists(file):
         return {}, 0.0, None, ""
     # A full disk may have left half a file.
     try:
-        status = read_object(file)
+        status = untrusted.read_object(file)
     except ValueError as error:
         return {}, 0.0, None, str(error)
 
-    wrong = []
     accuracies = status.get("eval", {})
-    # {}, or a first and a last accuracy
-    if not (
-        isinstance(accuracies, dict)
-        and set(accuracies) in (set(), {"first", "last"})
-        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in accuracies.values())
-    ):
-        wrong.append("eval")
-        accuracies = {}
     seconds = status.get("seconds", 0.0)
-    if not is_number(seconds) or seconds < 0:
-        wrong.append("seconds")
-        seconds = 0.0
     began = status.get("began_from")
-    if began is not None and (type(began) is not int or began < 0):
-        wrong.append("began_from")
-        began = None
-    problem = f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
-    return accuracies, seconds, began, problem
+    is_read = {
+        "eval": isinstance(accuracies, dict)
+        and set(accuracies) in (set(), {"first", "last"})
+        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in accuracies.values()),
+        "seconds": is_number(seconds) and seconds >= 0,
+        "began_from": began is None or (type(began) is int and began >= 0),
+    }
+    wrong = ", ".join(name for name, is_right in is_read.items() if not is_right)
+    return (
+        accuracies if is_read["eval"] else {},
+        seconds if is_read["seconds"] else 0.0,
+        began if is_read["began_from"] else None,
+        f"{file} cannot be read at {wrong}" if wrong else "",
+    )

@@ -3,9 +3,9 @@
 import itertools
 import json
 import math
-import numbers
 import shutil
 import time
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ MOST_TEXT = 4_000
 
 
 class Tracker(Protocol):
-    """What a class must have to take metrics; it needs no base class.
+    """The methods of a class that takes metrics; it needs no base class.
 
     It may also have `log_samples(step, rows)`, which gets the completions of a step as samples/ has
     them, and `log_histograms(step, values)`, which gets arrays of plain numbers by name.
@@ -45,12 +45,9 @@ class JsonLines:
     """
 
     def __init__(self, file: Path, resume_at: int | None = None):
-        """resume_at: the step of the checkpoint that the run resumes from; None: begin a new file.
-
-        Later steps in the file, from a run that died before its next checkpoint, are cut off. If an
-        earlier line would be lost, because it cannot be read, the file is first copied to
-        `damaged_copy(file)`; set-up refuses such a file unless the user forces it. Raises OSError.
-        """
+        """resume_at: the step that the run resumes from; later steps are cut off. None: begin a new
+        file. If an earlier line cannot be read, and so is lost, the file is first copied to
+        `damaged_copy(file)`. Raises OSError."""
         if resume_at is not None and file.is_file():
             if drops_rows(file, resume_at):
                 shutil.copyfile(file, damaged_copy(file))
@@ -61,11 +58,8 @@ class JsonLines:
         self._file = file.open("a" if resume_at is not None else "w")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes the row of a step. NaN and infinity become null: JSON has no such numbers.
-
-        Readers take MOST_LINE bytes of a line. From a longer one, the metrics with the longest
-        names are left out; `train/metrics_left_out` counts them.
-        """
+        """Writes the row of a step; NaN and infinity become null. Readers take MOST_LINE bytes of a
+        line: of more, `train/metrics_left_out` with the longest names are left out."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_finite = not isinstance(value, float) or math.isfinite(value)
@@ -91,8 +85,8 @@ def _shortest_names(row: dict) -> dict:
         if left < 0:
             break
         kept.add(name)
-    found = {name: value for name, value in row.items() if name in kept}
-    return found | {"train/metrics_left_out": len(row) - len(kept)}
+    part = {name: value for name, value in row.items() if name in kept}
+    return part | {"train/metrics_left_out": len(row) - len(kept)}
 
 
 def damaged_copy(file: Path) -> Path:
@@ -104,8 +98,8 @@ def damaged_copy(file: Path) -> Path:
 class TensorBoard:
     """Writes event files into the run's folder, for `tensorboard --logdir outputs/`.
 
-    It writes in the calling thread. tensorboardX's SummaryWriter writes in a thread of its own, and
-    once a full disk has ended that thread, its next log waits for ever.
+    tensorboardX's SummaryWriter has a thread of its own, and once a full disk has ended that, its
+    next log waits for ever; so this writes in the calling thread.
     """
 
     # Seconds between two flushes.
@@ -118,14 +112,12 @@ class TensorBoard:
     def __init__(self, folder: Path, resume_at: int | None = None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""
         # Imported here, because it imports torch if there is one, which takes over a second.
+        from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import histogram, scalar, text
 
         self._event = Event
-        self._scalar = scalar
-        self._histogram = histogram
-        self._text = text
+        self._summary = summary
         # the clock at the last flush
         self._flushed = 0.0
         self._file = EventsWriter(str(folder / "events"))
@@ -137,8 +129,8 @@ class TensorBoard:
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes the metrics of a step, one event for each number."""
         for name, value in metrics.items():
-            if isinstance(value, numbers.Real):
-                self._write(step, self._scalar(name, value))
+            if isinstance(value, Real):
+                self._write(step, self._summary.scalar(name, value))
         if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
@@ -150,15 +142,15 @@ class TensorBoard:
         places = np.linspace(0, len(ranked) - 1, count).round().astype(int)
         text = "\n".join(sample_text(ranked[i]) for i in places)
         if text:
-            self._write(step, self._text("samples", text))
+            self._write(step, self._summary.text("samples", text))
 
     def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Writes a histogram of each, of at most BINS bins."""
-        for name, found in values.items():
-            found = np.asarray(found, np.float64)
-            found = found[np.isfinite(found)]
-            if found.size:
-                self._write(step, self._histogram(name, found, bins=self.BINS))
+        for name, numbers in values.items():
+            array = np.asarray(numbers, np.float64)
+            array = array[np.isfinite(array)]
+            if array.size:
+                self._write(step, self._summary.histogram(name, array, bins=self.BINS))
 
     def _write(self, step: int, summary: Any) -> None:
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from tunix_lite.tracking.plugs import TrackedRun, check_installed, columns_of, with_plain_keys
-from tunix_lite.types import Metrics
+from tunix_lite.tracking.plugs import TableRun, TrackedRun, check_installed, with_plain_keys
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Trackio:
         """Raises ValueError, with what to install, if trackio is not there."""
         check_installed("trackio")
 
-    def __call__(self, run: TrackedRun) -> "TrackioRun":
+    def __call__(self, run: TrackedRun) -> "TableRun":
         import trackio
 
         opened = trackio.init(
@@ -35,31 +32,4 @@ class Trackio:
             resume="allow",
             embed=False,
         )
-        return TrackioRun(trackio, opened)
-
-
-class TrackioRun:
-    """A `Tracker` of one run."""
-
-    def __init__(self, trackio, opened):
-        """trackio: the module. opened: what its `init` returned."""
-        self._trackio = trackio
-        self._run = opened
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """All metrics of a step at once."""
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, step: int, rows: list[dict]) -> None:
-        """The completions of a step as a table."""
-        columns, cells = columns_of(rows)
-        self._run.log({"samples": self._trackio.Table(columns=columns, data=cells)}, step=step)
-
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """A histogram of each."""
-        drawn = {name: self._trackio.Histogram(found) for name, found in values.items()}
-        self._run.log(drawn, step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
+        return TableRun(trackio, opened)

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from tunix_lite.tracking.plugs import TrackedRun, check_installed, columns_of, keep_id, kept_id
-from tunix_lite.types import Metrics
+from tunix_lite.tracking.plugs import TableRun, TrackedRun, check_installed, keep_id, kept_id
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Wandb:
         """Raises ValueError, with what to install, if wandb is not there."""
         check_installed("wandb")
 
-    def __call__(self, run: TrackedRun) -> "WandbRun":
+    def __call__(self, run: TrackedRun) -> "TableRun":
         import wandb
 
         opened = wandb.init(
@@ -41,31 +38,4 @@ class Wandb:
             config=run.settings,
         )
         keep_id(run.folder, "wandb", opened.id)
-        return WandbRun(wandb, opened)
-
-
-class WandbRun:
-    """A `Tracker` of one run."""
-
-    def __init__(self, wandb, opened):
-        """wandb: the module. opened: what its `init` returned."""
-        self._wandb = wandb
-        self._run = opened
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """All metrics of a step at once."""
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, step: int, rows: list[dict]) -> None:
-        """The completions of a step as a table."""
-        columns, cells = columns_of(rows)
-        self._run.log({"samples": self._wandb.Table(columns=columns, data=cells)}, step=step)
-
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """A histogram of each."""
-        drawn = {name: self._wandb.Histogram(found) for name, found in values.items()}
-        self._run.log(drawn, step=step)
-
-    def close(self) -> None:
-        """Uploads what is left, and ends the run."""
-        self._run.finish()
+        return TableRun(wandb, opened)
