@@ -24,7 +24,7 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import ALONE, Processes, SharedError
 from tunix_lite.tasks.sources import Arithmetic, batch_at
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
-from tunix_lite.tracking.console import conversation_lines
+from tunix_lite.tracking.console import lines_of_sample
 from tunix_lite.train import train
 from tunix_lite.types import Conversation, Rollout, SampledTurn
 from tunix_lite.workers.pool import RewardsConfig
@@ -370,7 +370,7 @@ def test_samples_hold_whole_conversations(tokenizer):
     assert [token for span in spans for token in span] == row["tokens"]
     between = row["all_tokens"][row["turns"][0]["span"][1] : row["turns"][1]["span"][0]]
     assert between == rollout.conversations[0].turns[0].reply.tokens
-    lines = conversation_lines(row, "right")
+    lines = lines_of_sample(row, with_reward=False)
     assert [line.split(":")[0].strip() for line in lines[1:4]] == ["model", "answer", "model"]
     assert "1 + 1!" in lines[2] and lines[-1].strip() == "ended by done, 2 turns"
 
