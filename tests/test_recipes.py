@@ -22,7 +22,7 @@ from tunix_lite.planning.advice import savings
 from tunix_lite.planning.at_start import out_of_memory_lines
 from tunix_lite.planning.hardware import find_target
 from tunix_lite.resolved.run import find_model, resolve_run
-from tunix_lite.runs import session
+from tunix_lite.runs import session, setup
 from tunix_lite.runs.unusual import unusual_settings
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import conf_dir
@@ -260,3 +260,11 @@ def test_a_run_that_is_out_of_memory_says_so_and_another_does_not(tmp_path, monk
     outer.__cause__ = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     session._failed(run_session, outer)
     assert any("what takes less" in text for text in said) and any("training.remat=block" in text for text in said)
+
+
+def test_a_run_in_float32_says_where_jax_multiplies_with_fewer_bits():
+    said = setup.float32_products("fp32", "gpu")
+    assert "JAX_DEFAULT_MATMUL_PRECISION=highest" in said and setup.float32_products("fp32", "tpu") == said
+    assert setup.float32_products("fp32", "cpu") == setup.float32_products("bf16", "gpu") == ""
+    with jax.default_matmul_precision("highest"):
+        assert setup.float32_products("fp32", "gpu") == ""

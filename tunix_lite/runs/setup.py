@@ -557,6 +557,7 @@ def startup_summary(
 
     # What trains, on what.
     precision = f"{run.training.mixed_precision}{_reason(parts.resolved.precision_reason)}"
+    precision += float32_products(run.training.mixed_precision, device.platform)
     rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
@@ -623,6 +624,14 @@ def _packed(parts: Parts) -> str:
     where = " a shard" if parts.batch.fsdp > 1 else ""
     times = f"{rows.num_parts} passes of " if rows.num_parts > 1 else ""
     return f", packed ({rows.packing}): {times}{counts}{where}"
+
+
+def float32_products(mixed_precision: str, platform: str) -> str:
+    """Words for a run in fp32 on an accelerator, where jax multiplies with fewer bits by default;
+    "" elsewhere."""
+    if mixed_precision != "fp32" or platform == "cpu" or jax.config.jax_default_matmul_precision:
+        return ""
+    return "; JAX_DEFAULT_MATMUL_PRECISION=highest also multiplies in float32"
 
 
 def _size(model: FoundModel) -> str:
