@@ -153,7 +153,7 @@ LIMITS = [
     "Consumer and old hardware in `plan`",
     "Loss, memory and speed per device",
     "Advice on batch sizes by device",
-    "Timings on GPU and TPU",
+    "Timings on several GPUs and on TPUs",
     "Buckets",
     "Models for images and speech",
     "Colab and other hosted notebooks",
