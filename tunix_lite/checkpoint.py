@@ -330,7 +330,7 @@ class Checkpoints:
         return step, self._read(step, handler, args, wanted, whole=False)["params"]
 
     def _read(self, step: int, handler: ocp.CheckpointHandler, args, wanted, whole: bool = True):
-        """Restores what `args` ask for. Raises ValueError that says what is wrong.
+        """Restores the arrays of `args`. Raises ValueError that says what is wrong.
 
         wanted: the shapes that the checkpoint should hold. whole: whether it may hold nothing else.
         """
@@ -371,7 +371,7 @@ class Checkpoints:
         return self._damaged(step, _reason(error))
 
     def _damaged(self, step: int, why: str) -> str:
-        """The message that a step cannot be used, why, and what to remove.
+        """Returns the message that a step cannot be used: the reason, and the folder to remove.
 
         After that the checkpoint before it is the newest.
         """

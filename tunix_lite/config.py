@@ -384,7 +384,7 @@ def check_together(run: RunConfig) -> None:
 
 
 def check_needs(algorithm: Any) -> None:
-    """Raises ValueError for an algorithm that does not say what it needs."""
+    """Raises ValueError for an algorithm whose needs are malformed."""
     if not isinstance(getattr(algorithm, "needs", None), Needs):
         kind = type(algorithm).__name__
         raise ValueError(
@@ -433,7 +433,8 @@ def check_reference(run: RunConfig) -> None:
 
 
 def check_overlap(run: RunConfig) -> None:
-    """Raises ValueError for what does not go together with rollouts that overlap with learning."""
+    """Raises ValueError for settings that do not go together with rollouts that overlap with
+    learning."""
     overlap = run.rollout.overlap
     apart = run.rollout.mesh_shape
     if apart is not None and (overlap != "one_step" or not run.rollout.is_stale):
@@ -566,8 +567,8 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A setting as YAML would have it, classes and functions by their path: what `build` would make
-    it of."""
+    """Returns a setting as YAML would have it, classes and functions by their path: the input of
+    `build`."""
     if dataclasses.is_dataclass(value):
         return {"_target_": _path(type(value))} | {
             f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init

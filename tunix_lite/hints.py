@@ -40,8 +40,8 @@ class Hint:
         return " ".join(shell_quoted(text) for text in self.overrides)
 
     def checked(self, refusal: "Refusal") -> "Hint":
-        """This hint, or, where a run refuses its overrides, the settings and what a run says of
-        them. A hint without overrides is returned as it is."""
+        """Returns this hint, or, where a run refuses its overrides, the settings and the run's
+        message about them. A hint without overrides is returned as it is."""
         reason = refusal(self.overrides) if self.overrides else None
         if reason is None:
             return self
@@ -110,7 +110,7 @@ def _beside(key: str, known: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Word:
-    """A row of conf/words.yaml, which says what its fields are."""
+    """A row of conf/words.yaml, which describes its fields."""
 
     # project -> its names for this, separated by spaces
     names: Mapping[str, str]
@@ -208,7 +208,7 @@ def _fitting(
 
 
 def _filled(each: Word, text: str, known: Iterable[str] | None) -> tuple[str, ...]:
-    """The first template whose settings there are, with the value in it; () if there is none."""
+    """Returns the first template whose settings exist, with the value in it; () without one."""
     if not each.ours or (known is None and len(each.ours) > 1):
         return ()
     names = None if known is None else set(known)

@@ -44,7 +44,7 @@ def hide_users_of_urls(value: Any) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """Nested plain values, or a text, in which no hidden secret stands."""
+    """Returns nested plain values, or a text, without any hidden secret."""
     if isinstance(value, str):
         # A longer one may hold a shorter one.
         for secret in sorted(_SECRETS, key=len, reverse=True):

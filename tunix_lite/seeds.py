@@ -1,4 +1,4 @@
-"""Seeds: what one may be, and those of single calls."""
+"""Seeds: their allowed values, and those of single calls."""
 
 import zlib
 from numbers import Integral

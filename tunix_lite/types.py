@@ -183,7 +183,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Graded:
-    """Completions as text, and what they are worth. One entry per completion, B of them.
+    """Completions as text, and their rewards. One entry per completion, B of them.
 
     Example: two completions of `2 + 2 = ?`, one right -> completions ["4", "5"], rewards [1., 0.],
     correct [T, F], extracted ["4", "5"], dropped [F, F], each {"correct": [1., 0.]}.
@@ -236,7 +236,7 @@ class Batch:
 
 
 def realigned(values_BT: np.ndarray, read: Batch, batch: Batch) -> np.ndarray:
-    """Values at the tokens that count in `read`, at those that count in `batch`: the n-th of a
+    """Moves values of the tokens that count in `read` to those that count in `batch`: the n-th of a
     sequence goes to the n-th. Values may be vectors. Raises ValueError where they are not as
     many."""
     there = np.asarray(read.loss_weight) != 0

@@ -1,1 +1,1 @@
-"""Agents: programs that ask the model over HTTP, and what is learned from their calls."""
+"""Agents: programs that ask the model over HTTP; their calls train it."""

@@ -158,8 +158,8 @@ def check_run(run: RunConfig) -> None:
 
 
 def settings_for_agents(run: RunConfig) -> RunConfig:
-    """The run with what an agent decides: its sequences stand side by side in rows, and it grades
-    itself, so that no workers grade. Raises ConfigError as `check_run` does."""
+    """Returns the run with an agent's settings: its sequences stand side by side in rows, and it
+    grades itself, so that no workers grade. Raises ConfigError as `check_run` does."""
     check_run(run)
     training = replace(run.training, packing="sequences")
     rewards = replace(run.rewards, workers=0)

@@ -73,7 +73,7 @@ class OpenEpisodes:
         return episode
 
     def close(self, episode: Episode) -> None:
-        """Ends an episode: it takes no more calls, and what comes in late is not recorded."""
+        """Ends an episode: it takes no more calls, and late answers are not recorded."""
         with self._lock:
             episode.is_over = True
             self._open.pop(episode.id, None)

@@ -64,7 +64,7 @@ def add_choice(sequences: list[TokenSequence], sampled: SampledChoice) -> None:
 def with_tokens_as_sampled(
     prompt: Sequence[int], sequences: Sequence[TokenSequence], tokenizer: Tokenizer
 ) -> list[int]:
-    """The tokens of a prompt in which what the model said has the tokens that it said it with.
+    """Returns the tokens of a prompt, where the model's own words keep the tokens that it sampled.
 
     A client sends texts, and a tokenizer may cut the text of a completion into other tokens than
     were sampled. Where the text of the prompt begins with that of an earlier sequence, it gets the

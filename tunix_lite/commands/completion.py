@@ -67,7 +67,8 @@ def candidates(line: str) -> list[str]:
 
 
 def _all(before: list[str], word: str) -> Iterator[str]:
-    """Everything that may stand after these words; of settings only what fits the word so far."""
+    """Lists everything that may follow these words; of settings only those that fit the word so
+    far."""
     if not before:
         yield from (f"{name} " for name in COMMANDS)
         yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)

@@ -1,5 +1,5 @@
-"""`runtime.dry_run=true`: what a run would be, without it: every check, the start-up summary, the
-plan."""
+"""`runtime.dry_run=true`: every check, the start-up summary and the plan of a run, without the
+run."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tunix_lite.tracking.rundir import RunDir
 
 
 def look_at(run: RunConfig, folder: Path) -> Parts:
-    """Checks a run as its start would, prints what it would be, and leaves nothing behind.
+    """Checks a run as its start would, prints its summary, and leaves nothing behind.
 
     Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run.
     """

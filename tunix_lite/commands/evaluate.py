@@ -220,8 +220,8 @@ def check_models(
 def score_models(
     run: RunConfig, settings: EvaluateConfig, runs: dict[str, RunConfig], out: Path | None
 ) -> tuple[dict[str, dict], dict[str, dict[str, dict[str, np.ndarray]]], dict[str, list[dict]]]:
-    """(what each model is, scores by task and model, completions by file) of one model after the
-    other: the second may need the memory of the first.
+    """Returns (descriptions of the models, scores by task and model, completions by file) of one
+    model after the other: the second may need the memory of the first.
 
     out: the folder in which completions are written as they are graded; None: they are not.
     """
@@ -307,7 +307,7 @@ def _other_settings(options: EvaluateTaskConfig) -> ModelConfig:
 
 @contextlib.contextmanager
 def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
-    """Puts evaluate.against in front of what is wrong with the model that it names."""
+    """Puts evaluate.against in front of errors of the model that it names."""
     try:
         yield
     except ValueError as error:
@@ -442,8 +442,7 @@ def _told_as_out(out: Path) -> Iterator[None]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Writes a file, in the place of one that is there: neither a link nor a pipe of that name is
-    followed. Raises OSError."""
+    """Replaces a file: neither a link nor a pipe of that name is followed. Raises OSError."""
     fresh = file.with_name(f"{file.name}.tmp")
     fresh.unlink(missing_ok=True)
     with fresh.open("x", encoding="utf-8") as opened:

@@ -92,7 +92,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def settings_in(file: Path) -> dict[str, Setting]:
-    """The settings of an option by their dotted names, with those of the options it begins with."""
+    """Reads the settings of an option by their dotted names, with those of the options it begins
+    with."""
     text = file.read_text()
     tree = yaml.compose(text, LOADER)
     own = {setting.key: setting for setting in _own_settings(tree, text)}
@@ -195,8 +196,8 @@ def topic(argv: list[str]) -> str | None:
 
 
 def show_help(argv: list[str]) -> None:
-    """Prints the help that a command line asks for; ends the process with 2 if it asks about
-    nothing that there is."""
+    """Prints the help that a command line asks for; ends the process with 2 if it asks about an
+    unknown topic."""
     about = topic(argv) or ""
     if not about:
         print("\n".join(short_help(argv)))
@@ -280,7 +281,8 @@ def _wrapped(name: str, text: str, column: int) -> list[str]:
 
 
 def versions() -> str:
-    """This package and what it stands on: "tunix_lite 0.1.0 (python 3.11.2, jax 0.10.2, ...)"."""
+    """Names the versions of this package and its libraries: "tunix_lite 0.1.0 (python 3.11.2, jax
+    0.10.2, ...)"."""
     texts = [f"python {sys.version.split()[0]}"]
     for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
         try:

@@ -136,7 +136,8 @@ def run_command(
     change_settings: Callable[[dict, list[str]], dict] | None = None,
     without_run: Callable[..., None] | None = None,
 ) -> None:
-    """Runs a command beside training, `action(run, settings)`, with what its command line says.
+    """Runs a command beside training, `action(run, settings)`, with the settings of its command
+    line.
 
     name: the command, with defaults in conf/command/NAME.yaml. kind: the dataclass of its own
     settings. A command has all settings of a run, too, but makes no folder as a run does. With

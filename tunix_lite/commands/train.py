@@ -144,7 +144,7 @@ def exit_code_of(reason: str | None) -> int:
 
 
 def next_command(folder: Path) -> str:
-    """The line that says how to talk to what a run trained; "" where nothing was saved.
+    """Returns the line that says how to talk to the trained model; "" where nothing was saved.
 
     Example: `talk to it: tunix-lite chat outputs/tunix_lite/2026-11-22/18-20-38`.
     """

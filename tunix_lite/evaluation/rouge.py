@@ -1,4 +1,4 @@
-"""ROUGE: how much of a reference text stands in another (Lin 2004), as F1 of words.
+"""ROUGE: the share of a reference text in another (Lin 2004), as F1 of words.
 
 Words are runs of letters and digits, in lower case, without stemming: the numbers of `rouge_score`
 with use_stemmer=False.

@@ -67,7 +67,7 @@ def _is_below(name: str) -> bool:
 def changed_files(
     folder: Path, recorded: dict[str, tuple[int, str]], names: Iterable[str]
 ) -> list[str]:
-    """The files that have changed since they were written, each with what is wrong with it.
+    """Lists the files that have changed since they were written, each with its damage.
 
     recorded: of `read_digests`. names: the files to compare. Each entry is a text such as
     `default/d/ab12 has other bytes than when it was written, ...`.

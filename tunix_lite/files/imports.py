@@ -1,5 +1,5 @@
-"""Imports what settings name by dotted path. Settings that a folder gave may name only what was
-allowed beforehand: importing a module runs it."""
+"""Imports objects that settings name by dotted path. Settings that a folder gave may name only what
+was allowed beforehand: importing a module runs it."""
 
 import contextlib
 import difflib

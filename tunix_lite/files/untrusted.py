@@ -94,8 +94,8 @@ def _parsed_yaml(file: Path, most: int) -> Any:
 
 
 def _check_yaml(text: str) -> None:
-    """Raises ValueError for an alias, and at the first place that is nested too deep: what comes
-    behind it, which may take minutes, is not looked at."""
+    """Raises ValueError for an alias, and at the first place that is nested too deep: the rest,
+    which may take minutes, is not looked at."""
     depth = 0
     for event in yaml.parse(text, _SAFE):
         if isinstance(event, yaml.events.AliasEvent):

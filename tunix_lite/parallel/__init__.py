@@ -1,1 +1,1 @@
-"""The mesh, and what lives where on it."""
+"""The mesh, and the place of every array on it."""

@@ -159,8 +159,8 @@ def callees_of(
     site: CallSite,
     program: Program,
 ) -> Iterator[tuple[str, CallSite]]:
-    """The names of the computations that an instruction of `caller` runs, each with what is known
-    of the call. site: of the caller."""
+    """Lists the computations that an instruction of `caller` runs, each with the facts about the
+    call. site: of the caller."""
     callees = called(instruction)
     site = replace(
         site, fused=instruction.op == "fusion", source=op_name(instruction) or site.source

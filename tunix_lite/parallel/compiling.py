@@ -115,7 +115,8 @@ def _listen() -> None:
 
 
 def stopwatch() -> Callable[[], float]:
-    """() -> seconds from now on, without those that this thread waits for the compiler."""
+    """Returns a function () -> seconds since this call, without those that this thread waited for
+    the compiler."""
     _listen()
     began = time.perf_counter()
     before = _compiling.seconds

@@ -74,7 +74,8 @@ def parse(text: str) -> tuple[Program, str]:
 
 
 def called(instruction: Instruction) -> list[tuple[str, str]]:
-    """The computations that an instruction calls: (as what, name), such as ("body", "region_1")."""
+    """Lists the computations that an instruction calls: (role, name), such as ("body",
+    "region_1")."""
     return [
         (key, name)
         for key, names in CALLS.findall(instruction.rest)
@@ -103,7 +104,8 @@ def array_bytes(bits: str, dims: str) -> int:
 
 
 def op_name(instruction: Instruction) -> str:
-    """The path of JAX's name scopes, jit(main)/while/body/dot_general; empty if there is none."""
+    """Returns the path of JAX's name scopes, jit(main)/while/body/dot_general; empty without
+    one."""
     match = re.search(r'op_name="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 

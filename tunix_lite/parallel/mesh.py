@@ -133,8 +133,8 @@ def set_rules(rules: ShardingConfig) -> None:
 
 @contextlib.contextmanager
 def use_rules(name: str, **changes: str | None) -> Iterator[None]:
-    """Inside, the rules are those of the table `name`, train or rollout, with these changes. What
-    is traced inside keeps them."""
+    """Uses the rules of the table `name`, train or rollout, with these changes, inside the block.
+    What is traced inside keeps them."""
     key = name if not changes else f"{name} {sorted(changes.items())}"
     _tables[key] = _tables[name] | changes
     _active.append(key)
@@ -264,8 +264,8 @@ def split_devices(
     own_shape: MeshShape,
     devices: Sequence[jax.Device],
 ) -> tuple[list[jax.Device], list[jax.Device]]:
-    """The devices that learn, the first ones, and those that sample (rollout.mesh_shape, with no
-    -1), which come after them. Raises ValueError if there are not enough, and over processes."""
+    """Splits the devices: the first ones learn, and those after them sample (rollout.mesh_shape,
+    with no -1). Raises ValueError if there are not enough, and over processes."""
     if len({device.process_index for device in devices}) > 1:
         raise ValueError(
             f"{as_text(own_shape)}: over several processes sampling has no devices of its own yet; "

@@ -60,7 +60,8 @@ class BatchPlan:
 
 
 def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
-    """Derives what is not given of: prompts x generations = micro_batch_size x fsdp x accumulation.
+    """Derives the numbers that are not given: prompts x generations = micro_batch_size x fsdp x
+    accumulation.
 
     packing=auto counts as none here: packing_choice.with_packing asks for each packing by name.
     Raises ConfigError, with the arithmetic, if no whole numbers satisfy it.
@@ -248,7 +249,7 @@ def check_residual(run: RunConfig, rows: RowLayout, tp: int) -> None:
 
 
 def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> tuple[int, int]:
-    """Micro-batches for so many rows, and how many rows a shard has in each: as few as do."""
+    """Returns the fewest micro-batches for so many rows, and the rows of a shard in each."""
     at_once = max(1, (run.training.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
     every = run.training.sync_gradients_every
     parts = -(-num_rows // (at_once * batch.fsdp * every)) * every

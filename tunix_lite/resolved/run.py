@@ -124,8 +124,8 @@ class ResolvedRun:
 
     @property
     def rollouts(self) -> tuple[tuple[int, int], ...]:
-        """(prompts, completions of each) of what is sampled on the mesh: to learn from, unless that
-        has devices of its own, and to evaluate."""
+        """Returns (prompts, completions of each) of the rollouts on the mesh: to learn from, unless
+        that has devices of its own, and to evaluate."""
         rollouts = []
         if not self.run.algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
             prompts = self.batch.prompts * self.run.algorithm.needs.mini_batches
@@ -236,8 +236,8 @@ class ResolvedRun:
 
     @property
     def reference_dtype(self) -> DTypeLike:
-        """The type that the reference is kept in: that of the computation. One that is a mean of
-        policies is kept in float32, where a small step of it is not rounded away."""
+        """Returns the type of the reference's weights: that of the computation. One that is a mean
+        of policies is kept in float32, where a small step of it is not rounded away."""
         is_mean = self.run.algorithm.needs.reference_mix < 1
         return jnp.promote_types(self.dtype, jnp.float32) if is_mean else self.dtype
 
@@ -394,7 +394,7 @@ def with_defaults(
 
 
 def learns_from(run: RunConfig) -> str:
-    """A column of learner.defaults.RATES: what the algorithm learns from."""
+    """Returns the column of learner.defaults.RATES that suits the algorithm's data."""
     if not run.algorithm.needs.demonstrations:
         return "rewards"
     is_one = run.algorithm.needs.demonstrations == ("completion",)
@@ -402,7 +402,7 @@ def learns_from(run: RunConfig) -> str:
 
 
 def read_by(run: RunConfig, teacher: TeacherConfig) -> RunConfig:
-    """The run with prompts as long as those that a teacher reads."""
+    """Returns the run with prompts as long as those that a teacher reads."""
     if teacher.max_prompt_length is None:
         return run
     generation = replace(run.generation, max_prompt_length=teacher.max_prompt_length)
@@ -466,7 +466,7 @@ def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, plat
 
 
 def check_generation(run: RunConfig, cfg: Architecture) -> None:
-    """Raises ValueError for what a model cannot do, or what training would do wrongly."""
+    """Raises ValueError for settings that a model cannot follow, or that would train wrongly."""
     settings = run.generation
     total = settings.max_prompt_length + settings.max_new_tokens
     if total > cfg.max_positions:

@@ -28,7 +28,7 @@ class Tables:
 
 
 def tables(resolved: ResolvedRun) -> Tables:
-    """The weights that train, and those of the frozen base."""
+    """Returns the weights that train, and those of the frozen base."""
     table = decoder.weights(resolved.cfg)
     storage = STORED[resolved.run.training.mixed_precision]
     if resolved.lora is None:

@@ -122,7 +122,7 @@ def column_sizes(length: int) -> list[int]:
 
 
 def resize_columns(kv: KV, columns: int) -> KV:
-    """The cache with so many columns. Columns are added or dropped at the end, so no sequence may
+    """Gives the cache so many columns. Columns are added or dropped at the end, so no sequence may
     have wrapped around it."""
     more = max(0, columns - kv.k.shape[2])
     padding = [(0, 0), (0, 0), (0, more), (0, 0)]
@@ -212,7 +212,8 @@ def take_columns(x: jax.Array, index_BC: jax.Array) -> jax.Array:
 
 
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
-    """The position that each column holds, [B, C], when the newest token stands at newest_B.
+    """Returns the position that each column holds, [B, C], when the newest token has position
+    newest_B.
 
     Negative: the column holds no token of this sequence.
     """

@@ -124,7 +124,7 @@ class CarrySampler:
         usual: tuple[int, int],
         between_chunks: Callable[[], None] | None = None,
     ) -> tuple[list[OpenCompletion], Metrics]:
-        """The completions as they are when enough have ended, and what it took.
+        """Samples until enough completions have ended; returns all of them, and metrics.
 
         prompts: by (step, prompt). seed_key: of the run. version: updates made. is_enough([N] bool,
         which have ended) is asked after every chunk and ends the rollout; what chunks that were
@@ -235,7 +235,7 @@ def make_carry_sampler(
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
 ) -> CarrySampler:
-    """Takes what make_generate takes."""
+    """Builds the sampler from the arguments of make_generate."""
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
@@ -252,8 +252,9 @@ def order_of_requests(
     prompts: Mapping[tuple[int, int], Sequence[int]],
     max_prompt_length: int,
 ) -> list[int]:
-    """The places of those that have not ended, in the order in which slots take them: those under
-    way, then by step; of one step the widest prompts first, as in a rollout by itself."""
+    """Returns the indices of completions that have not ended, in the order in which slots take
+    them: those under way, then by step; of one step the widest prompts first, as in a rollout by
+    itself."""
     widths = prompt_widths(max_prompt_length)
 
     def rank(i: int) -> tuple:
@@ -299,7 +300,7 @@ def rollout_of(
     pad_id: int,
     metrics: Metrics,
 ) -> Rollout:
-    """The rollout of completions that have ended, P * G, those of a prompt side by side."""
+    """Builds the rollout of completions that have ended, P * G, those of a prompt side by side."""
     arrays = RolloutArrays.empty(len(completions), generation, pad_id)
     versions = np.full(arrays.tokens.shape, -1, np.int32)
     for row, one in enumerate(completions):

@@ -130,7 +130,7 @@ def _queue(programs: Programs, size: RolloutSize) -> Queue:
 
 
 def _compile_resize(programs: Programs, slots: Slots, sizes: list[int]) -> None:
-    """Compiles what gives the slots another number of columns."""
+    """Compiles the program that gives the slots another number of columns."""
     spec = programs.spec
     for kind, kv in dict(zip(spec.cfg.kinds, slots.cache)).items():
         for columns in sizes:
@@ -142,8 +142,8 @@ def _compile_resize(programs: Programs, slots: Slots, sizes: list[int]) -> None:
 def compile_extend(
     programs: TurnPrograms, slots: Slots, per_layer_params: Params, widths: Sequence[int]
 ) -> Slots:
-    """Compiles what appends tokens to slots, for pieces of these widths. Returns the shapes of the
-    slots after it."""
+    """Compiles the program that appends tokens to slots, for pieces of these widths. Returns the
+    shapes of the slots after it."""
     num_slots = len(slots.requests)
     for width in widths:
         call = extend_calls({0: ([0] * width, 1)}, num_slots)[0]
@@ -153,7 +153,8 @@ def compile_extend(
 
 
 def compile_rewind(programs: TurnPrograms, slots: Slots, chunk: int) -> None:
-    """Compiles what takes back tokens behind a stop text, of chunks of so many tokens."""
+    """Compiles the program that takes back tokens behind a stop text, of chunks of so many
+    tokens."""
     num_slots = len(slots.requests)
     tokens = jax.ShapeDtypeStruct((chunk, num_slots), jnp.int32)
     num_kept = jax.ShapeDtypeStruct((num_slots,), jnp.int32)

@@ -232,7 +232,7 @@ class ConversationScheduler:
         on_finished: Callable[[int, list[int]], None] | None,
         on_chunk: OnChunk | None,
     ) -> None:
-        """Calls what make_converse was given, with the conversations that have ended."""
+        """Hands the conversations that have ended to the callback of make_converse."""
         if on_finished is not None:
             for talk in ended:
                 on_finished(talk.row, talk.last_turn)
@@ -349,7 +349,7 @@ class ConversationScheduler:
             talk.parked = None
 
     def append_answers(self) -> None:
-        """Reads what partners answered, in the slots that it belongs to."""
+        """Reads the answers of partners in the slots that they belong to."""
         ready = [t for t in self.by_slot if t is not None and t.answer is not None]
         new = {}
         for talk in ready:

@@ -131,8 +131,8 @@ def compile_ahead(
     num_generations: int,
     temperature: float | None = None,
 ) -> tuple[Params, Slots]:
-    """Compiles what `Sampling` says. temperature: None takes that of the settings. Returns the
-    shapes of the weights as the programs take them, and of the slots."""
+    """Compiles the programs that `Sampling` describes. temperature: None takes that of the
+    settings. Returns the shapes of the weights as the programs take them, and of the slots."""
     if temperature is None:
         temperature = programs.spec.generation.temperature
     num_slots = rollout.slots(num_prompts * num_generations, axis_size("fsdp"))

@@ -297,7 +297,7 @@ def attend_in_pieces(
     kv: KV,
     mask_BTS: jax.Array,
 ) -> jax.Array:
-    """attention.attend, for so many queries at a time that their scores fit."""
+    """Calls attention.attend for so many queries at a time that their scores fit."""
     T = q_BTNH.shape[1]
     length = attention.piece_length(q_BTNH, kv.k.shape[2])
     pieces = []

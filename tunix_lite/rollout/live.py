@@ -1,4 +1,4 @@
-"""A sampler that requests join and leave at any time: what a server needs.
+"""A sampler that requests join and leave at any time, for servers.
 
 One thread owns the devices. Other threads hand it requests, which get free slots in the order in
 which they came. It decodes a chunk of tokens in all slots at once, and calls each request back with
@@ -223,7 +223,7 @@ class LiveEngine:
             self.params = per_layer_params
 
     def close(self, seconds: float = 0.0) -> None:
-        """Takes no more requests, goes on with those there are for so many seconds, and ends."""
+        """Takes no more requests, serves the present ones for so many seconds, and ends."""
         with self._lock:
             self._is_closing = True
             self._deadline = time.monotonic() + seconds
@@ -245,7 +245,7 @@ class LiveEngine:
         self._end_all()
 
     def _wait_for_work(self) -> bool:
-        """Sleeps while there is nothing to do; False when it should end."""
+        """Sleeps while it is idle; False when it should end."""
         with self._lock:
             while True:
                 is_busy = bool(self._waiting or self._by_number or self._in_flight)
@@ -288,7 +288,8 @@ class LiveEngine:
         del self._by_number[sequence.number]
 
     def _take_waiting(self) -> list[LiveSequence]:
-        """The next sequences for free slots: of one padded width, so many as a prefill reads."""
+        """Takes the next sequences for free slots: of one padded width, as many as a prefill
+        reads."""
         taken: list[LiveSequence] = []
         prompts: set[tuple[int, ...]] = set()
         with self._lock:

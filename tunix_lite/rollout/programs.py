@@ -317,7 +317,7 @@ def make_slots(
     num_slots: int,
     columns: int | None = None,
 ) -> Slots:
-    """Slots of which none is running, with a cache of so many columns; None: of all."""
+    """Makes slots of which none is running, with a cache of so many columns; None: of all."""
     columns = spec.max_length if columns is None else columns
     zeros = jnp.zeros(num_slots, jnp.int32)
     empty = Slots(
@@ -507,8 +507,8 @@ def repeat(
     step: Callable[[Slots, Ahead], tuple[Slots, Any]],
     slots: Slots,
 ) -> tuple[Slots, Any]:
-    """step(slots, ahead) `spec.chunk` times: the slots, and what the steps return beside them,
-    stacked."""
+    """Runs step(slots, ahead) `spec.chunk` times; returns the slots, and the other results of the
+    steps, stacked."""
     ahead = computed_ahead(spec, slots) if spec.on_cpu else Ahead()
     return jax.lax.scan(step, slots, ahead, length=spec.chunk)
 

@@ -1,4 +1,4 @@
-"""Requests to the sampler, one completion each, and the checks of what a caller asks for."""
+"""Requests to the sampler, one completion each, and the checks of callers' arguments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -210,9 +210,9 @@ def first_calls(new: Sequences, num_slots: int) -> Iterator[tuple[np.ndarray, ..
 def pieces_of(
     new: dict[int, tuple[list[int], int]],
 ) -> Iterator[dict[int, tuple[list[int], int]]]:
-    """The tokens by slot in pieces, one after the other, so that little padding is read: what is
-    left is cut at 64 tokens, unless 256 are padded by fewer than 64. Only the last piece has the
-    limit: until then the slot waits."""
+    """Cuts the tokens of each slot into pieces, one after the other, so that little padding is
+    read: the rest is cut at 64 tokens, unless 256 are padded by fewer than 64. Only the last piece
+    has the limit: until then the slot waits."""
     middle, widest = PIECE_WIDTHS
     while new:
         following = {}
@@ -229,7 +229,7 @@ def pieces_of(
 def compile_reread(
     programs: RereadPrograms, slots: Slots, queue: Queue, per_layer_params: Params
 ) -> None:
-    """Compiles what `read_again` can need, whatever the lengths are."""
+    """Compiles every program that `read_again` can need at any length."""
     num_slots = len(slots.requests)
     empty = slots
     slots = results(programs.place, empty, queue, np.zeros(num_slots, np.int32))

@@ -1,4 +1,4 @@
-"""Takes back what slots drew behind a stop text.
+"""Takes back the tokens that slots drew behind a stop text.
 
 The host looks for stop texts once a chunk of decoding is over, and by then slots may have read more
 tokens. In a single turn nobody needs the slot any more. A conversation goes on from there, so its

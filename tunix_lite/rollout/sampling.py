@@ -1,4 +1,4 @@
-"""Drawing the next token, with randomness that is a function of what is drawn and of nothing else.
+"""Draws the next token; its randomness depends on the key and the position alone.
 
 Logits go through temperature, repetition penalty (arXiv:1909.05858), top-k, top-p
 (arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order. A token is then drawn by adding

@@ -113,7 +113,7 @@ def prompt_blocks(
 
 
 class RolloutScheduler:
-    """One rollout under way: the arrays on the devices, and what the host knows of them.
+    """One rollout under way: its arrays on the devices, and the host's record of them.
 
     Call fill_slots once, then next_chunk and absorb in turns until next_chunk returns None.
 

@@ -1,4 +1,4 @@
-"""The settings of sampling: what is drawn (`generation`), and how (`rollout`)."""
+"""The settings of sampling: the distribution (`generation`), and the sampler (`rollout`)."""
 
 import math
 from dataclasses import dataclass, replace

@@ -181,8 +181,8 @@ class SamplingClock:
         return max((length for length, _ in self._ended), default=1)
 
     def _dealt_out(self, running: Sequence[int], waiting: Sequence[int]) -> int:
-        """Chunks until the slots have sampled so many tokens for each completion; a slot takes the
-        next one when it is free."""
+        """Counts the chunks until the slots have sampled so many tokens for each completion; a slot
+        takes the next one when it is free."""
         slots = [-(-int(tokens) // self._chunk) for tokens in running]
         slots += [0] * (self._num_slots - len(slots))
         heapq.heapify(slots)
@@ -216,8 +216,8 @@ class LengthEstimate:
         self._log_longer -= rate * np.maximum(0, lengths - last)
 
     def draw(self, grown: np.ndarray) -> np.ndarray:
-        """A length for each of so many completions, which have `grown` tokens now: quantiles, in a
-        fixed order without a pattern."""
+        """Draws a length for each of so many completions, which have `grown` tokens now: quantiles,
+        in a fixed order without a pattern."""
         count = len(grown)
         quantiles = (np.random.default_rng(0).permutation(count) + 0.5) / count
         longer = self._log_longer[np.minimum(grown, self._limit)] + np.log(quantiles)

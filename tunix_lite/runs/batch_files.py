@@ -21,7 +21,8 @@ def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def batch_of_arrays(arrays: dict[str, np.ndarray]) -> Batch:
-    """The batch of what `arrays_of_batch` gives. Raises TypeError for another name."""
+    """Rebuilds the batch from the arrays of `arrays_of_batch`. Raises TypeError for another
+    name."""
     streams = {}
     others = {}
     for name, value in arrays.items():

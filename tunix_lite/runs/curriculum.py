@@ -1,4 +1,5 @@
-"""The curriculum of a run: what it draws, what it is told of grades, and its state at a checkpoint.
+"""The curriculum of a run: its draws, the grades that it learns from, and its state at a
+checkpoint.
 
 With the state of the checkpoint, a run that goes on draws what it would have drawn.
 """
@@ -103,8 +104,8 @@ class RunCurriculum:
                 self.groups.append((graded.examples[valid_rows[0]], right, len(valid_rows)))
 
     def end(self, say: Callable[[str], None]) -> Metrics:
-        """The rollout is over: what was graded counts from here on. Returns metrics of it. say:
-        gets a line where a new level begins."""
+        """Ends the rollout: its grades count from here on. Returns metrics of it. say: gets a line
+        where a new level begins."""
         self.state = record_groups(self.settings, self.state, self.groups)
         level = self.state.level
         if level > self.before.level:

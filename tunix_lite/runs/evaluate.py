@@ -96,7 +96,7 @@ def complete_and_grade(
     temperature: float = 0.0,
     progress: SamplingProgress | None = None,
 ) -> Graded:
-    """`num_samples` graded completions of each example, those of an example side by side.
+    """Grades `num_samples` completions of each example, those of an example side by side.
 
     Raises RunFailed if a reward fails.
     """
@@ -120,7 +120,7 @@ def complete_and_grade(
 
 
 def greedy_metrics(graded: Graded) -> Metrics:
-    """eval/accuracy and what goes with it: one completion of each example."""
+    """Returns eval/accuracy and the metrics beside it: one completion of each example."""
     metrics = graded.metrics
     return {
         "eval/accuracy": float(np.mean(graded.correct)),

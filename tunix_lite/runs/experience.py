@@ -1,4 +1,4 @@
-"""Experience: what an update learns from, and where it comes from."""
+"""Experience: the data that an update learns from, and its source."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -46,7 +46,7 @@ class ExperienceSource(Protocol):
     """Gives the loop its experience."""
 
     def compile_ahead(self, state: TrainState) -> None:
-        """Compiles what sampling needs, before the first step. Nothing is sampled here."""
+        """Compiles the programs of sampling before the first step. Nothing is sampled here."""
         ...
 
     def take(self, step: int, params: Params) -> Experience:

@@ -238,8 +238,8 @@ def differences(ours: dict, theirs: dict, where: str = "") -> Iterator[tuple[str
 
 
 def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) -> str:
-    """Raises ValueError, with what differs, unless the two are one run; returns what differs and
-    may.
+    """Raises ValueError, with the differences, unless the two are one run; returns the differences
+    that are allowed.
 
     Another model cannot be forced: its checkpoint means something else. What SAID names may
     differ.

@@ -35,7 +35,7 @@ class GroupsHint:
     said: set[str] = field(default_factory=set)
 
     def line(self, metrics: Metrics, num_generations: int) -> str | None:
-        """The hint that is due after this step; None: there is none.
+        """Returns the hint that is due after this step; None without one.
 
         metrics: of a step; those without completions of their own are passed over.
         num_generations: of a group.
@@ -73,7 +73,7 @@ class CutHint:
     is_done: bool = False
 
     def line(self, metrics: Metrics, max_new_tokens: int) -> str | None:
-        """The hint that is due after this step; None: there is none.
+        """Returns the hint that is due after this step; None without one.
 
         metrics: of a step; those without completions of their own are passed over. max_new_tokens:
         of a completion.

@@ -158,8 +158,8 @@ class ConversationsInFlight:
 
 
 def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation]:
-    """The conversations of a rollout of so many rows and columns. Raises ValueError for a text that
-    `ConversationsInFlight.as_arrays` does not make."""
+    """Rebuilds the conversations of a rollout of so many rows and columns. Raises ValueError for a
+    text that `ConversationsInFlight.as_arrays` does not make."""
     try:
         conversations = [
             Conversation(

@@ -75,8 +75,8 @@ class Learner:
             return self.train_step.compile(state, self.frozen, rows)
 
     def compile_sampler(self, state: TrainState) -> None:
-        """Compiles every program that rollouts and evaluations of the run can need, whatever the
-        lengths are. Nothing is sampled here."""
+        """Compiles every program that rollouts and evaluations of the run can need at any length.
+        Nothing is sampled here."""
         run = self.resolved.run
         params = self.policy_params(state)
         about = {"converses": self.resolved.converses}
@@ -105,7 +105,7 @@ class Learner:
 
 
 def build_learner(session: Session) -> Learner:
-    """Load or restore what trains, and make the policy and the update of a run.
+    """Loads or restores the state, and makes the policy and the update of a run.
 
     Raises ConfigError, beginning with the setting, where files and settings do not go together.
     """
@@ -198,6 +198,6 @@ def _with_sampling_weights(
 
 
 def _watched(policy: Policy, stopping: Stopping, seconds: Counter) -> Policy:
-    """The same policy, but a signal ends its rollouts, and what scorers take is in `seconds`."""
+    """Wraps the policy: a signal ends its rollouts, and the time of scorers goes into `seconds`."""
     generate = partial(policy.generate, between_chunks=stopping.check_between_chunks)
     return timed(replace(policy, generate=generate), seconds)

@@ -1,4 +1,4 @@
-"""A run that ends before its last step: what it saves, and what its messages say."""
+"""A run that ends before its last step: the files that it saves, and its messages."""
 
 import contextlib
 import math

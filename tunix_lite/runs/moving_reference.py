@@ -62,7 +62,7 @@ class MovingReference:
         return replace(policy, scorers={**policy.scorers, "reference": scorer})
 
     def _keep(self, step: int, params: Params) -> None:
-        """Writes it, in the place of what a start that went further has left."""
+        """Writes the reference, over the files of a start that went further."""
         folder = self.run_dir.kept_reference
         if self.run_dir.is_first:
             for later in Checkpoints(folder).steps():

@@ -1,5 +1,5 @@
-"""Rollouts that overlap with learning (rollout.overlap): what each update takes, and what stays in
-flight until a later one.
+"""Rollouts that overlap with learning (rollout.overlap): the groups of each update, and the
+rollouts that stay in flight until a later one.
 
 Which completions those are depends on seed, steps, chunks and tokens, never on the clock. A
 checkpoint holds them, so that a resumed run learns from what it would have learned from.
@@ -106,7 +106,7 @@ class BatchesInFlight:
         return {"prompts/dropped": sum(self._of(step)[2] for step in steps)}
 
     def forget(self, steps: set[int]) -> None:
-        """Keeps only what these steps need."""
+        """Keeps only the batches of these steps."""
         self._found = {step: examples for step, examples in self._found.items() if step in steps}
 
 

@@ -1,5 +1,5 @@
-"""training.profile_communication: what an update sends, as a table, and a trace of a few steps for
-xprof."""
+"""training.profile_communication: a table of the bytes that an update sends, and a trace of a few
+steps for xprof."""
 
 import contextlib
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ class Profile:
         self.traced = range(num_steps)[TRACED_STEPS] or range(num_steps)
 
     def write_table(self, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
-        """Write communication.md: what this compiled update sends over the mesh."""
+        """Writes communication.md: the bytes that this compiled update sends over the mesh."""
         if self.folder is not None:
             text = communication_table(compiled.as_text(), dict(mesh.shape), "update")
             (self.folder / TABLE).write_text(text)

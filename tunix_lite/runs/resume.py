@@ -23,8 +23,8 @@ def state_at_start(
     params: Params,
     console: Console,
 ) -> tuple[TrainState, int]:
-    """(what trains, how many updates in a row were skipped until then); with other settings than
-    the checkpoint's run, the count begins at 0.
+    """Returns (state, updates in a row that were skipped until then); with other settings than the
+    checkpoint's run, the count begins at 0.
 
     The loaded `params` and those of the checkpoint are never on the devices together: the former
     are deleted first, and the optimizer's state is made by reading it. So a run that fits can be

@@ -21,7 +21,7 @@ def keep_samples(
     num_shown: int,
     batch: Batch | None = None,
 ) -> list[dict[str, Any]]:
-    """Write all completions of a step, and show so many of them, from best to worst. Returns the
+    """Writes all completions of a step, and shows so many of them, from best to worst. Returns the
     lines written.
 
     batch: what the step learned from, which has their advantages.
@@ -195,5 +195,5 @@ def means_over_tokens(advantages_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndar
 
 
 def _number(value: float) -> float | None:
-    """JSON has no nan: what failed has no number."""
+    """Returns None for nan, since JSON has no nan: a failure has no number."""
     return float(value) if np.isfinite(value) else None

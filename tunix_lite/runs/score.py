@@ -1,5 +1,5 @@
-"""The scores of a model on a task, one number of each example: what `tunix-lite evaluate` computes
-its tables of."""
+"""The scores of a model on a task, one number of each example: `tunix-lite evaluate` computes its
+tables from them."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from tunix_lite.types import Graded, Params
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out examples of a task, checked: what is needed to grade a model on them.
+    """The held-out examples of a task, checked, on which a model is graded.
 
     Example: HeldOut(task, examples); `task.grade(examples, rollout)` grades a model on them.
     """

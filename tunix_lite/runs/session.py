@@ -1,4 +1,4 @@
-"""A run in its folder, from its opening to what the folder says of its end."""
+"""A run in its folder, from its opening to the record of its end."""
 
 import contextlib
 import time
@@ -161,7 +161,7 @@ def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
 
 @contextlib.contextmanager
 def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
-    """status.json and the console say how what is inside ended. A stop is no error."""
+    """Records in status.json and on the console how the block ended. A stop is no error."""
     try:
         yield
     except StopRun as stop:
@@ -236,7 +236,7 @@ def _failed(session: Session, error: BaseException) -> None:
 
 
 def _write_report(session: Session) -> None:
-    """report.html of what the folder holds now, if it is asked for."""
+    """Writes report.html of the folder's present files, if it is asked for."""
     if session.run.tracking.report and session.run_dir.is_first:
         # A signal that is sent twice must not end a run that has ended already.
         with session.stopping:

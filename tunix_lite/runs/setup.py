@@ -428,8 +428,8 @@ def download_models(parts: Parts) -> Parts:
 
 
 def check_checkpoints(parts: Parts, run_dir: RunDir) -> Parts:
-    """The parts with what there is to say of the checkpoints that they go on from: which run made
-    them, and whether the files beside them are whole. Raises ConfigError."""
+    """Adds to the parts the differences from the run whose checkpoints they go on from, and the
+    damage of its files. Raises ConfigError."""
     parts = replace(parts, differs=check_resumed(parts, RunDir(parts.resume_from.parent)))
     if parts.resume_from == run_dir.checkpoints:
         parts = replace(parts, damaged=check_own_files(parts.resolved.run, run_dir))

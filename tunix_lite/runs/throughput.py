@@ -125,7 +125,7 @@ class TimedRescorer:
 
 
 def timed(policy: Policy, seconds: Counter) -> Policy:
-    """The policy, whose scorers add what they take to `seconds`; sampling keeps its own time."""
+    """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
     scorers = {name: TimedScorer(name, scorer, seconds) for name, scorer in policy.scorers.items()}
     policy = replace(policy, scorers=scorers, rescore=TimedRescorer(policy.rescore, seconds))
     if policy.compare is None:

@@ -192,7 +192,7 @@ class Watch:
             console.say(f"{self._doing}: compiled {program}, {seconds:.1f} s")
 
     def _do(self, text: str) -> None:
-        """Shows what a step does now."""
+        """Shows the step's current activity."""
         self._doing = text
         self.session.console.doing(text)
 

@@ -74,7 +74,7 @@ def compose_values(
 
 
 def not_yaml(error: yaml.YAMLError) -> str:
-    """The message for a file that is no YAML: the file, the line, and what is wrong there.
+    """Returns the message for a file that is no YAML: the file, the line, and the error there.
 
     Example: `conf/model/mine.yaml, line 2: while parsing a flow mapping: expected ',' or '}'`.
     """

@@ -1,1 +1,2 @@
-"""Everything that must be killable: processes that make calls, and limits on what they take."""
+"""Everything that must be killable: processes that make calls, and limits on their time and
+memory."""

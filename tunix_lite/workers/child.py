@@ -36,7 +36,7 @@ class NotANumber(Exception):
 
 
 def outcome(fn: Callable, *arguments: Any) -> tuple[str, Any]:
-    """("", what fn returns), or the kind of failure and how it failed, in words.
+    """Returns ("", the result of fn), or the kind of failure and a description of it.
 
     It returns in the process that called it and in no other: a child that fn forked and that comes
     back here ends.
@@ -182,7 +182,7 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
 def _answer(
     answers: BinaryIO, number: int | None, kind: str, value: Any, seconds: float = 0.0
 ) -> None:
-    """number: of the call that is answered, so that no answer is ever taken for that of another.
+    """Sends an answer. number: of its call, so that no answer is ever taken for that of another.
     seconds: that the call took."""
     answers.write(json.dumps([number, kind, value, seconds]).encode() + b"\n")
     # each at once: the first that is missing is the call that failed
@@ -220,7 +220,8 @@ def _watch(parent: int) -> None:
 
 
 def _confine(memory: int) -> None:
-    """No more memory than this, no file that is written, and no dump of what is in memory."""
+    """Confines the process: no more memory than this, no file that is written, and no dump of its
+    memory."""
     for limit, most in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CORE, 0),

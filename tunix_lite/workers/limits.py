@@ -40,8 +40,8 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 def call_with_limits(fn: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds,
-    whatever it does then.
+    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds in any
+    case.
 
     Raises what fn raises, TimeoutError naming `what`, and MemoryError where the child was killed.
     Where jax is loaded, forking is not safe; fn is then called here under `time_limit`.
@@ -70,7 +70,7 @@ def call_with_limits(fn: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def _answer(fn: Callable[[], Any], writing: Connection) -> None:
-    """Sends what fn returns or raises, from the child."""
+    """Sends the result or the error of fn from the child."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + CHILD_MEMORY

@@ -70,8 +70,8 @@ class RewardsConfig:
 
 
 def check_portable(functions: dict[str, Callable], group: str = "rewards") -> None:
-    """Raises ValueError naming the first function that a worker could not be given, and what to do
-    about it. group: of the settings, as a message names it."""
+    """Raises ValueError naming the first function that a worker could not be given, and the remedy.
+    group: of the settings, as a message names it."""
     for name, fn in functions.items():
         try:
             _Packing(io.BytesIO()).dump(fn)
@@ -175,8 +175,7 @@ class Pool:
         return f"{name} {how} for the {what} {short_repr(completion)}"
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing; of what was submitted and is not done, nothing
-        will be."""
+        """Ends the workers at once; jobs that are not done are lost."""
         self._ending = True
         for worker in self._workers:
             if worker is not None:
@@ -213,8 +212,7 @@ class Pool:
     # ---- a thread and its worker
 
     def _serve(self, place: int) -> None:
-        """Starts the worker before there is anything to do; if it cannot start, the first jobs will
-        say so."""
+        """Starts the worker before the first job; if it cannot start, the first jobs report it."""
         with suppress(Exception):
             self._worker(place)
         while jobs := self._next_jobs():
@@ -230,8 +228,8 @@ class Pool:
         self._drop(place)
 
     def _next_jobs(self) -> list[_Job]:
-        """A share of what is waiting, so that no worker idles while another has much before it; []
-        at the end."""
+        """Takes a share of the waiting jobs, so that no worker idles while another has much before
+        it; [] at the end."""
         jobs = [self._jobs.get()]
         with suppress(queue.Empty):
             for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
@@ -318,7 +316,7 @@ def _in_process(group: str) -> str:
 
 
 class _Packing(pickle.Pickler):
-    """Refuses what stands in __main__: a worker has another one."""
+    """Refuses objects of __main__: a worker has another one."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":

@@ -90,7 +90,7 @@ class WorkerProcess:
             )
 
     def send(self, message: bytes, seconds: float) -> None:
-        """Sends what was pickled. A process that does not read a long message in time is killed;
+        """Sends a pickled call. A process that does not read a long message in time is killed;
         `answer` then says so."""
         timer = threading.Timer(seconds, self.kill)
         if len(message) > SURELY_FITS:
@@ -105,8 +105,8 @@ class WorkerProcess:
         number: int | None = None,
         look: Callable[[float], None] = lambda passed: None,
     ) -> Outcome:
-        """The next answer, within so many seconds. If that is not about call `number`, the process
-        has crashed. look: called with the seconds so far, a few times a second."""
+        """Returns the next answer, within so many seconds. If that is not about call `number`, the
+        process has crashed. look: called with the seconds so far, a few times a second."""
         began = time.monotonic()
         while not self._lines:
             gone = self.process.poll() is not None
@@ -140,7 +140,7 @@ class WorkerProcess:
         return kind, value
 
     def _take(self, part: bytes) -> None:
-        """Splits what came into whole lines and a rest, which is never copied for what comes
+        """Splits the bytes that came into whole lines and a rest, which is never copied for those
         behind it."""
         *lines, rest = part.split(b"\n")
         if lines:

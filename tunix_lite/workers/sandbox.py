@@ -82,7 +82,7 @@ RUNNER = __file__
 
 
 def run_job(job: dict) -> dict:
-    """Runs a job, and returns what became of it (see `run`). Raises RuntimeError if it cannot."""
+    """Runs a job, and returns its outcome (see `run`). Raises RuntimeError if it cannot."""
     process = subprocess.Popen(
         [sys.executable, "-I", RUNNER],
         stdin=subprocess.PIPE,
@@ -214,7 +214,7 @@ def _too_much(job: dict, first: int) -> str | None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The process and all that it started, also those that left its group."""
+    """Lists the process and all that it started, also those that left its group."""
     pids = [pid]
     for parent in pids:
         with contextlib.suppress(OSError):
@@ -230,8 +230,8 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _isolate(folder: str, job: dict) -> list[str]:
-    """New namespaces for what is started from here on. Returns which other protections the kernel
-    refused, in words. Raises OSError where it refuses the namespaces."""
+    """Makes new namespaces for the processes that are started from here on. Returns which other
+    protections the kernel refused, in words. Raises OSError where it refuses the namespaces."""
     missing = []
     if os.getuid() == 0 and not _become_nobody(folder):
         missing.append(
@@ -273,8 +273,8 @@ def _isolate(folder: str, job: dict) -> list[str]:
 
 
 def _become_nobody(folder: str) -> bool:
-    """Root becomes a user without rights, if that one can read Python and what is installed.
-    Returns whether it did."""
+    """Turns root into a user without rights, if that one can read Python and its packages. Returns
+    whether it did."""
     needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
     os.seteuid(NOBODY)
     can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)
@@ -296,8 +296,8 @@ def _landlock_version() -> int:
 
 
 def _restrict_writes(folder: str) -> None:
-    """Landlock, where it is there: files are written in the folder only, no TCP, no signals to
-    others. Raises OSError."""
+    """Restricts the process by Landlock, where the kernel has it: files are written in the folder
+    only, no TCP, no signals to others. Raises OSError."""
     version = _landlock_version()
     if version < 1:
         return
@@ -318,7 +318,7 @@ def _restrict_writes(folder: str) -> None:
 
 
 def _limit(job: dict) -> None:
-    """Sets what the kernel limits for each process of the code."""
+    """Sets the kernel's limits for each process of the code."""
     seconds = int(job["seconds"]) + 1
     # threads and processes count alike; a kernel before 5.14 counts those of the whole machine
     release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
@@ -418,8 +418,8 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
 
 
 def reporter(write: Callable) -> Callable:
-    """The function that stands in a test where an assert stood (code_checks.py): it writes the
-    values of the operands, a line each, for the process that compares them."""
+    """Makes the function that replaces an assert in a test (code_checks.py): it writes the values
+    of the operands, a line each, for the process that compares them."""
     compare = {
         "==": operator.eq,
         "!=": operator.ne,
