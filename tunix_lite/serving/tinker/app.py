@@ -53,11 +53,7 @@ MOST_DIGITS = 18
 # Sessions without a model that are kept. One that was silent for so many seconds makes room.
 MOST_SESSIONS = 1024
 SILENT_SECONDS = 120.0
-# Requests that are done in turn, besides forward_backward.
 SAVES = ("save_weights", "save_weights_for_sampler")
-IN_TURN = ("create_model", "optim_step", "load_weights", *SAVES, "asample")
-# Requests whose results are protobuf.
-AS_PROTOBUF = ("forward_backward", "sample")
 PROTOBUF = "application/x-protobuf"
 # What a client gets to see of a record.
 View = Callable[[Record], dict | str]
@@ -120,8 +116,9 @@ class TinkerServer(Face):
             "weights_info": self._weights_info,
             "cancel_future": lambda body: self.worker.cancel(body.request_id),
         }
-        in_turn = {path: partial(self._enqueue, path) for path in IN_TURN}
-        for path, answer in (at_once | in_turn).items():
+        in_turn = ("create_model", "optim_step", "load_weights", *SAVES, "asample")
+        queued = {path: partial(self._enqueue, path) for path in in_turn}
+        for path, answer in (at_once | queued).items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
@@ -206,7 +203,7 @@ class TinkerServer(Face):
         self.store.forget_results(now - RESULT_SECONDS)
         for checkpoint in self.store.all("checkpoint"):
             if checkpoint.expires is not None and checkpoint.expires < now:
-                self._drop("checkpoint", checkpoint.id)
+                self.store.remove(checkpoint)
         for session in self.store.all("session"):
             # While the server was away it could hear nobody.
             heard = session.heard if session.is_finished else max(session.heard, self._began)
@@ -224,7 +221,7 @@ class TinkerServer(Face):
         self.worker.give_up(session.id)
         for sampler in self.store.all("sampler"):
             if sampler.session == session.id and sampler.model_path is None:
-                self._drop("sampler", sampler.id)
+                self.store.remove(sampler)
 
     def _forget_session(self, session: TinkerSession) -> None:
         """Ends it, and deletes all but what has a name."""
@@ -235,13 +232,7 @@ class TinkerServer(Face):
             self.store.put(model)
             self.store.delete(file)
         if not models:
-            self.store.remove("session", session.id)
-
-    def _drop(self, kind: str, name: str) -> None:
-        """Deletes a sampler or a checkpoint, and its file."""
-        record = self.store.found(kind, name)
-        self.store.remove(kind, name)
-        self.store.delete(record.file)
+            self.store.remove(session)
 
     def _create_session(self, body: TinkerBody) -> dict:
         # Sessions without a model make room, those that have ended and the silent ones first.
@@ -302,7 +293,7 @@ class TinkerServer(Face):
 
     async def _delete_checkpoint(self, request: "web.Request") -> dict:
         path = "tinker://{run}/{folder}/{name}".format(**request.match_info)
-        await asyncio.to_thread(self._drop, "checkpoint", path)
+        await asyncio.to_thread(self.store.remove, self.store.found("checkpoint", path))
         return {}
 
     # ---- what needs the devices
@@ -385,7 +376,7 @@ class TinkerServer(Face):
         state, kind, result = row
         if state == WAITING:
             return 408, {"type": "try_again", "request_id": name, "queue_state": "active"}
-        is_protobuf = state == DONE and kind in AS_PROTOBUF
+        is_protobuf = state == DONE and kind in ("forward_backward", "sample")
         form = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=form)
 

@@ -1,8 +1,7 @@
 """The memory of the server, in one folder: a journal in SQLite, and weights in files.
 
-A request is in the journal before the client hears that it was accepted, and its result is there
-before the client can read it. So a server that was killed goes on where it was: it does again what
-was accepted and has no result.
+A request is in the journal before the client hears that it was accepted. So a server that was
+killed goes on where it was: it does again what was accepted and has no result.
 
   journal.sqlite     sessions, models, samplers, checkpoints, requests with their results
   models/            the newest weights and optimizer state of each model
@@ -249,18 +248,24 @@ class Store:
         with self._lock:
             return list(self._records[kind].values())
 
+    def _kind(self, record: Record) -> str:
+        return next(kind for kind, made in RECORDS.items() if isinstance(record, made))
+
     def put(self, record: Record) -> None:
         """Writes a record, new or changed."""
-        [kind] = [kind for kind, made in RECORDS.items() if isinstance(record, made)]
+        kind = self._kind(record)
         values = (kind, record.id, getattr(record, "session", ""), json.dumps(asdict(record)))
         with self._lock:
             self._rows("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", *values)
             self._records[kind][record.id] = record
 
-    def remove(self, kind: str, name: str) -> None:
+    def remove(self, record: TinkerSession | Sampler | Checkpoint) -> None:
+        """Deletes a record, and then its file."""
+        kind = self._kind(record)
         with self._lock:
-            self._rows("DELETE FROM records WHERE kind = ? AND id = ?", kind, name)
-            self._records[kind].pop(name, None)
+            self._rows("DELETE FROM records WHERE kind = ? AND id = ?", kind, record.id)
+            self._records[kind].pop(record.id, None)
+        self.delete(getattr(record, "file", None))
 
     # ---- requests
 

@@ -137,11 +137,8 @@ def next_turn(
     waiting: list[TinkerRequest], turns: dict[str, int], next_seq: Callable[[str], int]
 ) -> list[TinkerRequest]:
     """One request of a model, or sample requests of one sampler, of the session whose last turn is
-    longest ago; [] if nothing can be done.
-
-    waiting: in the order in which they came. turns: session -> number of its last turn. next_seq:
-    the number that a model's next request must have.
-    """
+    longest ago. waiting: in the order in which they came. turns: session -> number of its last
+    turn. next_seq: model -> the number of its next request."""
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
         if one.kind == "sample" or one.seq == next_seq(one.owner):
