@@ -15,7 +15,7 @@ from tunix_lite.__main__ import COMMANDS, main
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.files.untrusted import read_yaml
 from tunix_lite.report.evidence import Evidence, read_evidence
-from tunix_lite.report.findings import FAULTS, diagnose, relative_step
+from tunix_lite.report.findings import BOUNDS, CHECKS, FAULTS, diagnose, relative_step
 
 # benchmarks/spoilt_runs.py made these runs, and cut short what they left
 RECORDED = json.loads((Path(__file__).parent / "recorded_doctor.json").read_text())
@@ -261,14 +261,14 @@ def test_findings_name_steps_numbers_and_an_override():
 
 
 def test_faults_are_in_the_order_of_their_weights_and_have_words():
-    weights = [weight for weight, *_ in FAULTS]
-    assert weights == sorted(weights, reverse=True) and len({check for _, check, *_ in FAULTS}) == len(FAULTS)
-    assert all(check.__doc__.endswith(".") for _, check, *_ in FAULTS)
+    for weights in ([weight for weight, *_ in CHECKS], [bound.weight for bound in BOUNDS]):
+        assert weights == sorted(weights, reverse=True)
+    assert len(FAULTS) == len(CHECKS) + len(BOUNDS) and all(check.__doc__.endswith(".") for _, check, *_ in CHECKS)
 
 
 def test_the_page_names_every_finding():
     page = (Path(__file__).parents[1] / "docs" / "guide" / "doctor.md").read_text()
-    assert not [check.__name__ for _, check, *_ in FAULTS if f"`{check.__name__}`" not in page]
+    assert not [name for name in FAULTS if f"`{name}`" not in page]
 
 
 # ---- the command, and folders of strangers

@@ -913,7 +913,7 @@ def doctor_says(folder: Path) -> list[str]:
     """The lines of `tunix-lite doctor FOLDER`."""
     evidence = read_evidence(folder)
     json.dumps(doctor.as_object(evidence, diagnose(evidence)))
-    return [escaped(line, 1000) for line in doctor.as_lines(evidence, diagnose(evidence))]
+    return [escaped(line, 1000) for line in doctor.finding_lines(evidence, diagnose(evidence))]
 
 
 @pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)

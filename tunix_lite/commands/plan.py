@@ -93,23 +93,22 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         # A wrong folder is refused before minutes of compiling.
         recorded_lengths(settings.lengths_of)
     # So is a folder that cannot be written.
-    default = f"outputs/{run.project_name}/plan-{settings.target}"
-    folder = Path(settings.out or default).expanduser()
+    folder = Path(
+        settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"
+    ).expanduser()
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
-    plans = make_plans(run, settings, sys.argv[1:])
+    found = make_plans(run, settings, sys.argv[1:])
     if settings.predict:
-        lengths = lengths_for(settings)
-        ahead = [with_forecast(plan, lengths, settings.price_per_hour) for plan in plans.plans]
-        plans = replace(plans, plans=tuple(ahead))
-    report.write(plans, folder)
-    print("\n".join([*report.short_form(plans), "", f"written to {folder}/plan.md and plan.json"]))
-    if all(plan.fits is False for plan in plans.plans):
+        found = predicted(found, settings)
+    report.write(found, folder)
+    print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
+    if all(plan.fits is False for plan in found.plans):
         # The last line is then the command that fits.
-        if plans.command is not None:
+        if found.command is not None:
             sys.exit(program.EXIT_FAILED)
-        best = plans.plans[0]
+        best = found.plans[0]
         raise RunFailed(
             f"nothing fits {best.machine.name}: the least is {report.gib(best.peak_bytes)} of "
             f"{report.gib(best.machine.capacity)} GiB a device"
@@ -117,8 +116,11 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
 
 
 def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
-    """Makes a plan for each mesh, the best first. words: the command line, for one that fits.
-    Raises ConfigError, also if no mesh divides the model and the batch."""
+    """Makes a plan for each mesh, the best first.
+
+    words: the command line, which is repeated with what would fit, if no plan fits. Raises
+    ConfigError if the settings are wrong, or if no mesh divides the model and the batch.
+    """
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "
@@ -141,10 +143,12 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
                 raise
             refused.append((sizes, str(error)))
     if not plans:
-        reasons = [f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused]
+        reasons = "; ".join(
+            f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused
+        )
         raise ConfigError(
             f"mesh=all: no mesh of {machine.num_devices} devices divides the model and the batch: "
-            f"{'; '.join(reasons)}"
+            f"{reasons}"
         )
 
     # The best ones are compiled, which may change their order.
@@ -167,10 +171,11 @@ def _meshes(run: RunConfig, settings: PlanConfig, machine: Machine) -> list[dict
             return [resolve_mesh_shape(run.model.mesh_shape, count)]
         except ValueError as error:
             # The message is about the devices that jax sees; a target has others.
-            if machine.name == "attached":
-                raise
-            of_target = f"target {machine.name} has {count} devices"
-            raise ValueError(str(error).replace(f"jax sees {count}", of_target)) from error
+            text = str(error)
+            if machine.name != "attached":
+                of_target = f"target {machine.name} has {count} devices"
+                text = text.replace(f"jax sees {count}", of_target)
+            raise ValueError(text) from error
 
 
 def _say(text: str) -> None:
@@ -181,17 +186,19 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     """The plans, and if none fits, with a command that would; if the best leaves most of the memory
     free, with a larger micro-batch.
 
-    A change for a run that does not fit is compiled too, unless the plan is analytic.
+    What is advised for a run that does not fit is compiled too, unless the plan is analytic.
     """
-    best = plans.plans[0]
     if any(plan.fits is not False for plan in plans.plans):
-        larger = larger_micro_batch(best)
+        larger = larger_micro_batch(plans.plans[0])
         if larger is None:
             return plans
         overrides, more = larger
+        rows = more.resolved.rows
         change = (
-            f"most of the memory is free: an update of {more.resolved.rows.num_parts} in place of "
-            f"{best.resolved.rows.num_parts} micro-batches is faster, and fits, with {_peak(more)}:"
+            f"most of the memory is free: an update of {rows.num_parts} in place of "
+            f"{plans.plans[0].resolved.rows.num_parts} micro-batches is faster, and fits, with "
+            f"{report.gib(more.peak_bytes)} of {report.gib(more.machine.capacity)} GiB, "
+            f"{report.source(more)}:"
         )
         return replace(plans, command=command_that_fits(words, overrides), change=change)
 
@@ -200,23 +207,29 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
             return changed
         return planning.with_compiled(changed, devices_of(changed.machine), _say)
 
-    overrides, changed = advice(best, compile_again)
-    if not changed.fits:
-        least = "nothing makes it smaller"
-        if overrides:
-            least = f"the least is {_peak(changed)}, with {' '.join(overrides)}"
-        why = "nothing that was tried fits, and a larger target is needed"
-        return replace(plans, change=f"{why}: {least}")
-    change = f"would fit, with {_peak(changed)}:"
-    if changed.is_near_the_limit:
-        margin = f"{planning.ESTIMATE_MARGIN:.0%}"
-        change = f"may fit, with {_peak(changed)}, which may be wrong by {margin}:"
-    return replace(plans, command=command_that_fits(words, overrides), change=change)
+    overrides, found = advice(plans.plans[0], compile_again)
+    peak = (
+        f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
+        f"{report.source(found)}"
+    )
+    if found.fits:
+        change = f"would fit, with {peak}:"
+        if found.is_near_the_limit:
+            change = f"may fit, with {peak}, which may be wrong by {planning.ESTIMATE_MARGIN:.0%}:"
+        return replace(plans, command=command_that_fits(words, overrides), change=change)
+    least = "nothing makes it smaller"
+    if overrides:
+        least = f"the least is {peak}, with {' '.join(overrides)}"
+    return replace(
+        plans, change=f"nothing that was tried fits, and a larger target is needed: {least}"
+    )
 
 
-def _peak(plan: Plan) -> str:
-    capacity = report.gib(plan.machine.capacity)
-    return f"{report.gib(plan.peak_bytes)} of {capacity} GiB, {report.source(plan)}"
+def predicted(plans: Plans, settings: PlanConfig) -> Plans:
+    """The plans with a forecast of each that is compiled and may fit."""
+    lengths = lengths_for(settings)
+    found = [with_forecast(plan, lengths, settings.price_per_hour) for plan in plans.plans]
+    return replace(plans, plans=tuple(found))
 
 
 def lengths_for(settings: PlanConfig) -> Lengths:
@@ -231,8 +244,8 @@ def with_forecast(plan: Plan, lengths: Lengths, price_per_hour: float | None = N
     if not plan.programs or plan.fits is False:
         return plan
     hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    ahead = forecast.forecast(plan.resolved, plan.programs, lengths, hardware, price_per_hour)
-    return replace(plan, forecast=ahead)
+    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware, price_per_hour)
+    return replace(plan, forecast=found)
 
 
 def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
@@ -246,14 +259,14 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
         else recorded_lengths(settings.lengths_of)
     )
     best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
-    ahead = with_forecast(best, lengths).forecast
-    if ahead is None:
+    found = with_forecast(best, lengths).forecast
+    if found is None:
         raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")
-    steps = f"{settings.verify}/metrics.jsonl after the first {forecast.FIRST} steps"
     return [
-        *report.compared_lines(forecast.predicted_against(ahead, took)),
-        f"predicted: {ahead.source}; lengths {ahead.lengths}",
-        f"measured: medians of {steps}",
+        *report.compared_lines(forecast.predicted_against(found, took)),
+        f"predicted: {found.source}; lengths {found.lengths}",
+        f"measured: medians of {settings.verify}/metrics.jsonl after the first "
+        f"{forecast.FIRST} steps",
     ]
 
 
@@ -266,16 +279,17 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
     """Raises ConfigError, with the command to paste, if these words lack settings that the run was
     started with, or have others."""
     file = Path(folder).expanduser() / ".hydra" / "overrides.yaml"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    lines = text.splitlines()
+    if not file.is_file():
+        return
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     started = [line.removeprefix("- ").strip("'\"") for line in lines if line.startswith("- ")]
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
-    of_run = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
+    asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
     missing = [one for one in started if one not in words and not one.startswith(NO_MATTER)]
-    added = [one for one in of_run if one not in started and not one.startswith(NO_MATTER)]
-    if file.is_file() and (missing or added):
-        same = [one for one in words if one not in added]
-        command = shlex.join(["tunix-lite", "plan", *same, *missing])
+    added = [one for one in asked if one not in started and not one.startswith(NO_MATTER)]
+    if missing or added:
+        kept = [one for one in words if one not in added]
+        command = shlex.join(["tunix-lite", "plan", *kept, *missing])
         raise ConfigError(f"verify={folder}: the run was started with other settings: {command}")
 
 

@@ -354,17 +354,20 @@ def nearest(folder: RunDir, skipped: int) -> int:
     """A checkpoint of the weights that saw the batch; else the newest of those before. Raises
     ConfigError."""
     steps = Checkpoints(folder.checkpoints).steps()
+    if not steps:
+        raise ConfigError(
+            f"{folder.checkpoints} holds no checkpoint, so there are no weights to look at the "
+            "batch"
+        )
     same = [step for step in steps if saw(folder, skipped, step)]
     before = [step for step in steps if step < skipped]
-    if same + before:
-        return max(same or before)
-    missing = f"{folder.checkpoints} holds no checkpoint"
-    if not steps:
-        raise ConfigError(f"{missing}, so there are no weights to look at the batch")
-    raise ConfigError(
-        f"{missing} until step {skipped}; step={steps[0]} takes the weights of step {steps[0]}, "
-        "which have been updated since"
-    )
+    if not same + before:
+        raise ConfigError(
+            f"{folder.checkpoints} holds no checkpoint until step {skipped}; step={steps[0]} takes "
+            "the weights of step "
+            f"{steps[0]}, which have been updated since"
+        )
+    return max(same or before)
 
 
 def score_batch(

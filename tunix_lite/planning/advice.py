@@ -69,11 +69,15 @@ def savings(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
 
     The cheapest first; of each only its first step. A larger mesh is not among them.
     """
-    start = _start(plan)
+    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     now = _peak(start)
-    trials = [next(iter(make(start)), start) for make in CHANGES]
-    peaks = [(trial.overrides, _peak(trial)) for trial in trials]
-    return [(overrides, int(now - peak)) for overrides, peak in peaks if peak < now]
+    found = []
+    for make in CHANGES:
+        trial = next(iter(make(start)), None)
+        peak = now if trial is None else _peak(trial)
+        if trial is not None and peak < now:
+            found.append((trial.overrides, int(now - peak)))
+    return found
 
 
 def larger_micro_batch(plan: Plan) -> tuple[tuple[str, ...], Plan] | None:

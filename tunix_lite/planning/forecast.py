@@ -156,7 +156,9 @@ def measured_hardware(platform: str) -> Hardware:
     large = jnp.zeros(1 << 25, jnp.float32)
     add = jax.jit(lambda x: x + 1.0)
     moved = 2.0 * large.nbytes / _seconds_of(lambda: add(large))
-    peak, bandwidth = (rate / jax.local_device_count() for rate in (flops, moved))
+    devices = jax.local_device_count()
+    peak = flops / devices
+    bandwidth = moved / devices
     name = f"this machine (measured: {flops / 1e9:,.0f} GFLOP/s, {moved / 1e9:,.1f} GB/s)"
     return Hardware(name, platform, 0, peak, bandwidth, bandwidth, bandwidth, 1024, (), None)
 
@@ -204,32 +206,35 @@ def measured(folder: str) -> dict[str, float]:
             f"verify={folder}: the run has {len(rows)} steps; the first {FIRST} compile and do not "
             f"count, so it takes at least {FIRST + 1}"
         )
-    columns: dict[str, list[float]] = {}
-    for row in rows[FIRST:]:
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                columns.setdefault(name, []).append(value)
-    shares = {
-        name: len(x) / len(rows[FIRST:]) for name, x in columns.items() if name[:5] == "time/"
-    }
-    return {name: statistics.median(x) * shares.get(name, 1.0) for name, x in columns.items()}
+    rows = rows[FIRST:]
+    names = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    found = {}
+    for name in names:
+        values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+        found[name] = float(statistics.median(values))
+        if name.startswith("time/"):
+            found[name] = found[name] * len(values) / len(rows)
+    return found
 
 
-def predicted_against(forecast: Forecast, took: dict[str, float]) -> list[PredictedRow]:
+def predicted_against(found: Forecast, took: dict[str, float]) -> list[PredictedRow]:
     """Predicted against measured: phases, the step, tokens and decode steps."""
-    phases: dict[str, float] = {}
-    for name, seconds in forecast.seconds.items():
+    keys = {
+        "rollout": ("time/rollout",),
+        "scoring": ("time/reference", "time/rescore"),
+    }
+    predicted: dict[str, float] = {}
+    for name, seconds in found.seconds.items():
         phase = "rollout" if name in ("prefill", "decode") else name
-        phases[phase] = phases.get(phase, 0.0) + seconds
+        predicted[phase] = predicted.get(phase, 0.0) + seconds
     rows = []
-    for phase, seconds in phases.items():
-        keys = ("time/reference", "time/rescore") if phase == "scoring" else (f"time/{phase}",)
-        known = [took[key] for key in keys if key in took]
+    for phase, seconds in predicted.items():
+        known = [took[key] for key in keys.get(phase, (f"time/{phase}",)) if key in took]
         rows.append(PredictedRow(phase, seconds, sum(known) if known else None))
-    rows.append(PredictedRow("step", forecast.step_seconds, took["time/step"]))
+    rows.append(PredictedRow("step", found.step_seconds, took["time/step"]))
     rate = took.get("perf/tokens_per_second")
-    rows.append(PredictedRow("tokens/s", forecast.tokens_per_second, rate))
-    if forecast.decode_steps:
+    rows.append(PredictedRow("tokens/s", found.tokens_per_second, rate))
+    if found.decode_steps:
         steps = took.get("rollout/decode_steps")
-        rows.append(PredictedRow("decode steps", float(forecast.decode_steps), steps))
+        rows.append(PredictedRow("decode steps", float(found.decode_steps), steps))
     return rows

@@ -156,19 +156,23 @@ def find_target(text: str) -> Target:
     count = 1 if count is None else int(count)
     if hardware.platform == "cuda":
         if mark == "-" or count < 1:
-            right = f"{name}x{max(count, 1)}"
-            raise ValueError(f"{text!r}: GPUs are written {right}, one or more of them")
+            raise ValueError(
+                f"{text!r}: GPUs are written {name}x{max(count, 1)}, one or more of them"
+            )
         node = hardware.host_devices
         if count > node and count % node:
             fits = " or ".join(f"{name}x{(count // node + more) * node}" for more in (0, 1))
-            whole = f"nodes have {node} GPUs, and several are used whole"
-            raise ValueError(f"{text!r}: {whole}; {fits} would do")
+            raise ValueError(
+                f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do"
+            )
         return Target(hardware, count, text.strip())
     sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
-        known = f"The sizes of {name} are {', '.join(map(str, sizes))}"
-        raise ValueError(f"{text!r} is no TPU slice; {name}-{nearest} would do. {known}")
+        known = ", ".join(map(str, sizes))
+        raise ValueError(
+            f"{text!r} is no TPU slice; {name}-{nearest} would do. The sizes of {name} are {known}"
+        )
     return Target(hardware, count // hardware.chip.cores, text.strip())
 
 

@@ -4,7 +4,6 @@ An assumed length is exponential, cut off at its maximum, with a mean that is a 
 are short, a few are long. With a share of 1 all have the maximum.
 """
 
-import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -125,9 +124,15 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
 def json_rows(file: Path, whole: bool = False) -> list[dict]:
     """The objects of a file of JSON lines, or the one object of a JSON file; [] if it is missing.
     Lines that are no objects are left out."""
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    if not file.is_file():
+        return []
+    text = file.read_text(encoding="utf-8", errors="replace")
     rows = []
     for part in [text] if whole else text.splitlines():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(part))
-    return [row for row in rows if isinstance(row, dict)]
+        try:
+            value = json.loads(part)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            rows.append(value)
+    return rows

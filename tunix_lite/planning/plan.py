@@ -227,10 +227,15 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     adds = estimate.rollout(resolved)
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
+    prefill = done["prefill"]
+    decode = done["decode"]
     copy = adds["weights to sample"]
-    cache = done["decode"].argument_bytes - copy
-    names = [name for name in SAMPLING_PROGRAMS if name in done]
-    added = {name: done[name].added_bytes - done[name].code_bytes for name in names}
+    cache = decode.argument_bytes - copy
+    added = {
+        name: done[name].added_bytes - done[name].code_bytes
+        for name in SAMPLING_PROGRAMS
+        if name in done
+    }
     # A parked conversation that comes back is an argument beside the slots.
     if "write_slot" in done:
         added["write_slot"] += done["write_slot"].argument_bytes - cache
@@ -241,7 +246,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,
-        "prompts": done["prefill"].argument_bytes - copy,
+        "prompts": prefill.argument_bytes - copy,
         "temporary": max(added.values()),
     }
 
@@ -321,8 +326,11 @@ def compile_plan(
 
 def meshes(num_devices: int) -> list[dict[str, int]]:
     """Every (fsdp, tp) of so many devices."""
-    divisors = [tp for tp in range(1, num_devices + 1) if num_devices % tp == 0]
-    return [{"fsdp": num_devices // tp, "tp": tp} for tp in divisors]
+    return [
+        {"fsdp": num_devices // tp, "tp": tp}
+        for tp in range(1, num_devices + 1)
+        if num_devices % tp == 0
+    ]
 
 
 def largest_micro_batch(

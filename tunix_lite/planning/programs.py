@@ -1,7 +1,8 @@
 """The programs of a run, lowered from shapes alone and compiled for devices that need not be there.
 
-They are made by the functions of the run. Nothing runs: on a mesh of devices that can only be
-compiled for, the first operation would fail.
+They are the programs that a run compiles, from the same functions: nothing here rebuilds a model or
+an update. Nothing runs, either: on a mesh of devices that can only be compiled for, the first
+operation would fail.
 """
 
 import functools
@@ -21,14 +22,30 @@ from tunix_lite.models import decoder
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
-from tunix_lite.resolved import parts
+from tunix_lite.resolved.parts import (
+    Shapes,
+    batch_shapes,
+    description_of,
+    placed,
+    policy_of,
+    scored_batch_shapes,
+    train_step_of,
+)
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout import programs as sampling
 from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.extend import EXTEND_WIDTHS, extend_calls, make_turn_programs
+from tunix_lite.rollout.programs import (
+    Programs,
+    PromptCache,
+    SamplerSpec,
+    Slots,
+    at_home,
+    make_programs,
+)
 from tunix_lite.rollout.rewind import longest_chunk
 from tunix_lite.types import Params, RowBatch, TrainState
 
+PROGRAMS = ("update", "scoring", "prefill", "decode")
 # which tokens end a completion, or pad one, changes no program's size
 NO_END = (1,)
 NO_PAD = 0
@@ -60,7 +77,8 @@ class Compiled:
 
     @property
     def added_bytes(self) -> int:
-        """The bytes beside its arguments: temporaries, and results not in their place."""
+        """What it takes beside its arguments: temporaries, and results that do not lie in their
+        place."""
         return self.temp_bytes + self.results_beside_bytes + self.code_bytes
 
     @property
@@ -82,7 +100,7 @@ class DoesNotFit(ValueError):
 def compiled(
     name: str, compile_it: Callable, mesh_shape: dict[str, int], code_on_device: bool = False
 ) -> Compiled:
-    """The sizes of the program that compile_it() gives. Raises DoesNotFit."""
+    """What the program that compile_it() gives says of itself. Raises DoesNotFit."""
     began = time.perf_counter()
     try:
         done = compile_it()
@@ -100,11 +118,12 @@ def of_executable(
     seconds: float = 0.0,
     code_on_device: bool = False,
 ) -> Compiled:
-    """The sizes of a compiled program. code_on_device: its code takes of the same memory, as on
-    TPUs."""
+    """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory,
+    as on TPUs."""
     sizes = done.memory_analysis()
     text = done.as_text()
     is_divided = np.prod(list(mesh_shape.values())) > 1
+    found = grouped(collectives(text, mesh_shape)) if is_divided else []
     return Compiled(
         name,
         sizes.argument_size_in_bytes,
@@ -112,7 +131,7 @@ def of_executable(
         sizes.alias_size_in_bytes,
         sizes.temp_size_in_bytes,
         sizes.generated_code_size_in_bytes if code_on_device else 0,
-        tuple(grouped(collectives(text, mesh_shape)) if is_divided else ()),
+        tuple(found),
         seconds,
         tuple(kernels(text, mesh_shape)),
     )
@@ -133,47 +152,47 @@ def _needed(message: str) -> tuple[int | None, str]:
 # ---- the programs
 
 
-def lowered(resolved: ResolvedRun, shapes: parts.Shapes) -> dict[str, Callable[[], Any]]:
+def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
     """By name, what lowers each program of the run: () -> a lowered program. The mesh of the run is
     the current one."""
 
     def update() -> Any:
         arguments = update_arguments(resolved, shapes)
-        return parts.train_step_of(resolved).program(*arguments).lower(*arguments)
+        return train_step_of(resolved).program(*arguments).lower(*arguments)
 
-    def scoring(scorer: ResolvedRun, params: Params) -> Any:
-        score = scoring_program(parts.policy_of(scorer).scores, scorer.rows)
-        return score.lower(params, parts.scored_batch_shapes(scorer))
-
-    def describing(name: str, params: Params) -> Any:
-        batch = parts.scored_batch_shapes(resolved.as_scorer(name))
-        return parts.description_of(resolved, name).lower(params, batch)
-
-    programs: dict[str, Callable[[], Any]] = {"update": update}
+    found: dict[str, Callable[[], Any]] = {"update": update}
     if resolved.scores:
-        reference = shapes.acting(resolved) if shapes.reference is None else shapes.reference
-        programs["scoring"] = partial(scoring, resolved, reference)
+        score = scoring_program(policy_of(resolved).scores, resolved.rows)
+        under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
+        found["scoring"] = lambda: score.lower(under, scored_batch_shapes(resolved))
     for name, params in shapes.frozen_models.items():
-        programs[name] = partial(scoring, resolved.as_scorer(name), params)
-        if resolved.compares(name):
-            programs[name] = partial(describing, name, params)
-    return programs | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
+        found[name] = partial(_frozen_scoring, resolved, name, params)
+    return found | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
+
+
+def _frozen_scoring(resolved: ResolvedRun, name: str, params: Params) -> Any:
+    if resolved.compares(name):
+        shapes = scored_batch_shapes(resolved.as_scorer(name))
+        return description_of(resolved, name).lower(params, shapes)
+    theirs = resolved.as_scorer(name)
+    score = scoring_program(policy_of(theirs).scores, theirs.rows)
+    return score.lower(params, scored_batch_shapes(theirs))
 
 
 def update_arguments(
-    resolved: ResolvedRun, shapes: parts.Shapes
+    resolved: ResolvedRun, shapes: Shapes
 ) -> tuple[TrainState, Params | None, RowBatch]:
     """(state, frozen, batch in rows) of the update, as shapes."""
-    return shapes.state, shapes.frozen, parts.batch_shapes(resolved)
+    return shapes.state, shapes.frozen, batch_shapes(resolved)
 
 
-def _lowered_sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> dict[str, Callable[[], Any]]:
+def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
     """The programs of the rollout, by name, as in `lowered`."""
     # Made by the first that is lowered.
     made = functools.cache(partial(_sampling, resolved, shapes))
     row = jax.ShapeDtypeStruct((), jnp.int32)
 
-    def slots() -> sampling.Slots:
+    def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
 
     def turns() -> Any:
@@ -199,7 +218,7 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> dict[str, 
         return turns().extend.lower(slots(), made()[1], *arrays)
 
     def write_slot() -> Any:
-        # A parked conversation comes from the host: parts.placed by the program itself.
+        # A parked conversation comes from the host: placed by the program itself.
         parked = unplaced(jax.eval_shape(turns().read_slot, slots(), row))
         return turns().write_slot.lower(slots(), parked, row)
 
@@ -210,22 +229,18 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> dict[str, 
         saved = unplaced(turns().save.lower(slots()).out_info)
         return turns().rewind.lower(slots(), saved, tokens, kept)
 
-    def read_slot() -> Any:
-        return turns().read_slot.lower(slots(), row)
-
-    def save() -> Any:
-        return turns().save.lower(slots())
-
-    programs = {"prefill": prefill, "decode": decode}
+    found = {"prefill": prefill, "decode": decode}
     if resolved.carries:
-        programs["reread"] = extend
+        found["reread"] = extend
     if resolved.converses:
-        programs["extend"] = extend
+        found["extend"] = extend
     if resolved.may_park:
-        programs |= {"read_slot": read_slot, "write_slot": write_slot}
+        found["read_slot"] = lambda: turns().read_slot.lower(slots(), row)
+        found["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
-        programs |= {"save": save, "rewind": rewind}
-    return programs
+        found["save"] = lambda: turns().save.lower(slots())
+        found["rewind"] = rewind
+    return found
 
 
 def unplaced(shapes: Any) -> Any:
@@ -233,12 +248,12 @@ def unplaced(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-def _sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> tuple[sampling.Programs, Any]:
-    """The programs of the rollout, and the weights by layer, parts.placed as they read them."""
+def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
+    """The programs of the rollout, and the weights by layer, placed as they read them."""
     run = resolved.run
     acting = shapes.acting(resolved)
     mesh = jax.tree.leaves(acting)[0].sharding.mesh
-    spec = sampling.SamplerSpec(
+    spec = SamplerSpec(
         resolved.cfg,
         run.generation,
         NO_END,
@@ -263,16 +278,14 @@ def _sampling(resolved: ResolvedRun, shapes: parts.Shapes) -> tuple[sampling.Pro
         spec = replace(spec, chunk=longest_chunk(spec))
     if resolved.converses:
         spec = replace(spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens))
-    return sampling.make_programs(spec), parts.placed(jax.eval_shape(by_layer, acting), shardings)
+    return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
-def _at_home(
-    shapes: sampling.Slots | sampling.PromptCache, rows_axis: str
-) -> sampling.Slots | sampling.PromptCache:
-    """The shapes, parts.placed where the programs of the rollout place the arrays."""
+def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:
+    """The shapes, placed where the programs of the rollout place the arrays."""
 
     def place(x: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(axes, x.shape))
 
     with use_rules("rollout"):
-        return sampling.at_home(shapes, rows_axis, place)
+        return at_home(shapes, rows_axis, place)

@@ -9,7 +9,6 @@ from tunix_lite.models import decoder, weights
 from tunix_lite.planning.forecast import Forecast, PredictedRow
 from tunix_lite.planning.hardware import GiB
 from tunix_lite.planning.plan import ESTIMATE, ESTIMATE_MARGIN, Phase, Plan
-from tunix_lite.planning.programs import Compiled
 
 # of plan.json
 VERSION = 1
@@ -46,10 +45,11 @@ def short_form(plan: Plan | Plans) -> list[str]:
     best = plans.plans[0]
     lines = [*_head(best), ""]
     if len(plans.plans) > 1:
-        lines += [*_meshes(plans.plans), *_left_out(plans.plans), ""]
+        lines += [*_meshes(plans.plans), ""]
     if plans.refused:
+        more = [f"  and {len(plans.refused) - SHOWN} more in plan.md"]
         lines += [f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]]
-        lines += [*_left_out(plans.refused), ""]
+        lines += [*(more if len(plans.refused) > SHOWN else []), ""]
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *_phases(best), ""]
     lines += [f"{best.machine.name}: {verdict(best)}"]
     lines += [speed(best)] if best.fits is not False else []
@@ -61,10 +61,6 @@ def short_form(plan: Plan | Plans) -> list[str]:
     lines += [plans.change] if plans.change else []
     lines += [f"  {plans.command}"] if plans.command else []
     return lines
-
-
-def _left_out(rows: tuple) -> list[str]:
-    return [f"  and {len(rows) - SHOWN} more in plan.md"] if len(rows) > SHOWN else []
 
 
 def _head(plan: Plan) -> list[str]:
@@ -82,62 +78,65 @@ def _head(plan: Plan) -> list[str]:
         trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
     prompt, new = resolved.lengths
     why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
-    attention = f"attention while training: {resolved.attention}"
-    lines = {
-        "devices": f"{machine.num_devices} of {machine.name}{kind}, {room}",
-        "model": f"{count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
+    return [
+        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
+        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
         f"{training.remat}",
-        "batch": f"{resolved.batch}, of {prompt} + {new} tokens",
-        "packing": resolved.packing_reason,
-        "sampling": f"{resolved.slots} slots, weights {resolved.sampling_weights}; {attention}",
-        "talks": _parking(plan),
-    }
-    return [f"{name:<11}{text}" for name, text in lines.items() if text]
+        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
+        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
+        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
+        f"training: {resolved.attention}",
+        *_parking(plan),
+    ]
 
 
-def _parking(plan: Plan) -> str:
-    """Says what becomes of the slots of conversations that wait; "" without conversations."""
-    parking = plan.parking
-    if parking is None:
-        return ""
+def _parking(plan: Plan) -> list[str]:
+    """What becomes of the slots of conversations that wait, in a line; [] without conversations."""
+    found = plan.parking
+    if found is None:
+        return []
     count = f"{plan.resolved.num_conversations} in {plan.resolved.slots} slots"
-    fit = "" if parking.num_that_fit is None else f", {parking.num_that_fit:,} fit"
-    each = f"{parking.slot_bytes / 2**20:,.2f} MiB each"
-    does = "those that wait hold their slots"
-    if parking.most is None:
-        waiting = f"up to {parking.without_slot:,} that wait are parked"
-        does = f"{waiting}, if a host has room ({each})"
-    elif parking.most:
-        total = f"{parking.most_bytes / 2**20:,.2f} MiB of each host"
-        does = f"up to {parking.most:,} that wait are parked in {total} ({each}{fit})"
-    elif parking.without_slot and parking.waiting == "auto":
-        does += f", as no host has room ({each})"
-    return f"{count}; {does}"
+    fit = "" if found.num_that_fit is None else f", {found.num_that_fit:,} fit"
+    each = f"{mebibytes(found.slot_bytes)} MiB each"
+    if found.most is None:
+        does = f"up to {found.without_slot:,} that wait are parked, if a host has room ({each})"
+    elif found.most:
+        total = f"{mebibytes(found.most_bytes)} MiB of each host"
+        does = f"up to {found.most:,} that wait are parked in {total} ({each}{fit})"
+    elif found.without_slot and found.waiting == "auto":
+        does = f"those that wait hold their slots, as no host has room ({each})"
+    else:
+        does = "those that wait hold their slots"
+    return [f"talks      {count}; {does}"]
 
 
 def _meshes(plans: tuple[Plan, ...]) -> list[str]:
     # Predicted, and what is possible at best.
     rows = [("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")]
     for plan in plans[:SHOWN]:
-        fits = {True: "yes", False: "no", None: "?"}[plan.fits]
-        predicted = "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds)
-        bound = (three_digits(plan.step_seconds), three_digits(plan.tokens_per_second))
-        peak = gib(plan.peak_bytes)
-        rows.append((_sizes(plan.resolved.mesh_shape), peak, fits, predicted, *bound, source(plan)))
-    return columns(rows)
+        cells = (
+            gib(plan.peak_bytes),
+            {True: "yes", False: "no", None: "?"}[plan.fits],
+            "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds),
+            three_digits(plan.step_seconds),
+            three_digits(plan.tokens_per_second),
+        )
+        rows.append((_sizes(plan.resolved.mesh_shape), *cells, source(plan)))
+    more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
+    return [*columns(rows), *more]
 
 
 def _phases(plan: Plan) -> list[str]:
     rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
     for phase in plan.phases:
         bound = phase.bound
-        speeds = ("-", "-", "-")
+        fast = ("-", "-", "-")
         if bound is not None:
             sent = f"{bound.all_sent_bytes / 1e9:,.2f}"
-            speeds = (three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
+            fast = (three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
         peak = plan.resident_bytes + phase.added_bytes
         sizes = map(gib, (plan.resident_bytes, phase.added_bytes, peak))
-        rows.append((phase.name, *sizes, *speeds, source(phase)))
+        rows.append((phase.name, *sizes, *fast, source(phase)))
     resume = gib(plan.resume_bytes)
     rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
     return columns(rows)
@@ -163,30 +162,29 @@ def verdict(plan: Plan) -> str:
 
 
 def speed(plan: Plan) -> str:
-    """The speed that it can reach at best."""
+    """What it can reach at best."""
     if plan.step_seconds is None:
         return "speed: unknown, as the peak of this hardware is not known"
     rate = plan.tokens_per_second
-    rates = f"{rate:,.0f} tokens/s, {rate / plan.machine.num_devices:,.0f} a device"
-    return f"speed: a step takes at least {three_digits(plan.step_seconds)} s: at most {rates}"
+    each = rate / plan.machine.num_devices
+    took = f"a step takes at least {three_digits(plan.step_seconds)} s"
+    return f"speed: {took}: at most {rate:,.0f} tokens/s, {each:,.0f} a device"
 
 
-def forecast_lines(forecast: Forecast) -> list[str]:
+def forecast_lines(found: Forecast) -> list[str]:
     """The predicted step: phases, tokens/s, hours and the price."""
-    parts = f"{forecast.parts} micro-batch{'' if forecast.parts == 1 else 'es'}"
-    seconds = forecast.seconds.items()
-    phases = ", ".join(f"{name} {three_digits(value)}" for name, value in seconds)
-    hours = forecast.hours
-    took = f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
-    if forecast.price is not None:
-        took += f" and cost {forecast.price:,.2f}, at {forecast.price_per_hour:,.2f} an hour"
-    speed = f"{forecast.tokens_per_second:,.0f} tokens/s"
+    parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
+    phases = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items())
+    hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
+    price = ""
+    if found.price is not None:
+        price = f" and cost {found.price:,.2f}, at {found.price_per_hour:,.2f} an hour"
     return [
-        f"predicted: a step takes {three_digits(forecast.step_seconds)} s: {phases}",
-        f"  {speed}; {forecast.decode_steps} decode steps; {parts}",
-        f"  {forecast.num_steps} steps take {took}, without starting and evaluating",
-        f"  {forecast.source}",
-        f"  lengths {forecast.lengths}",
+        f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
+        f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
+        f"  {found.num_steps} steps take {hours}{price}, without starting and evaluating",
+        f"  {found.source}",
+        f"  lengths {found.lengths}",
     ]
 
 
@@ -205,6 +203,11 @@ def gib(size: float) -> str:
     return f"{size / GiB:.2f}"
 
 
+def mebibytes(size: float) -> str:
+    """Bytes in MiB."""
+    return f"{size / 2**20:,.2f}"
+
+
 def three_digits(value: float | None) -> str:
     """To three digits."""
     if value is None:
@@ -217,10 +220,11 @@ def _sizes(sizes: dict) -> str:
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """A table as lines."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    cells = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in cells]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    ]
 
 
 # ---- files
@@ -239,46 +243,38 @@ def as_markdown(plan: Plan | Plans) -> str:
     plans = _all(plan)
     lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
     for one in plans.plans:
-        lines += [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
-        lines += [f"{speed(one)}.", "", *_markdown_table(_parts(one))]
-        lines += _markdown_table(_collectives(one))
+        head = [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
+        lines += [*head, f"{speed(one)}.", "", *_parts(one), "", *_collectives(one)]
     if plans.refused:
         lines += ["## Meshes that cannot be", ""]
         lines += [*(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
     return "\n".join(lines)
 
 
-def _markdown_table(rows: list[tuple[str, ...]]) -> list[str]:
-    """The first row is the head; nothing is written of it alone."""
-    if len(rows) < 2:
-        return []
-    head, *lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [head, f"|{'---|' * len(rows[0])}", *lines, ""]
-
-
-def _parts(plan: Plan) -> list[tuple[str, ...]]:
-    """The parts of memory of a device in each phase."""
-    groups = [("always", plan.resident, "by formula")]
-    groups += [(phase.name, phase.adds, phase.source) for phase in plan.phases]
-    groups.append(("device that only samples", plan.apart, "by formula"))
-    resume = {"a checkpoint, read where it stays": plan.resume_bytes}
-    groups.append(("resume", resume, "by formula"))
-    return [("phase", "part", "GiB", "is")] + [
-        (name, part, gib(size), source)
-        for name, sizes, source in groups
-        for part, size in sizes.items()
+def _parts(plan: Plan) -> list[str]:
+    """What lies on a device in each phase, by part."""
+    found = [("always", part, size, "by formula") for part, size in plan.resident.items()]
+    for phase in plan.phases:
+        found += [(phase.name, part, size, phase.source) for part, size in phase.adds.items()]
+    apart = plan.apart.items()
+    found += [("device that only samples", part, size, "by formula") for part, size in apart]
+    resume = "a checkpoint, read where it stays"
+    found.append(("resume", resume, plan.resume_bytes, "by formula"))
+    return ["| phase | part | GiB | is |", "|---|---|---|---|"] + [
+        f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in found
     ]
 
 
-def _collectives(plan: Plan) -> list[tuple[str, ...]]:
-    """The bytes that each call of a compiled program sends."""
-    rows = [("program", "collective", "axis", "times", "sent, MB")]
-    for program in plan.programs.values():
-        for group in program.collectives:
-            times = f"{group.count}{'' if group.count_known else ' at least'}"
-            sent = f"{group.sent_bytes / 1e6:,.2f}"
-            rows.append((program.name, group.kind, group.axis, times, sent))
-    return rows
+def _collectives(plan: Plan) -> list[str]:
+    """What each call of a compiled program sends."""
+    rows = [
+        f"| {program.name} | {group.kind} | {group.axis} | "
+        f"{group.count}{'' if group.count_known else ' at least'} | {group.sent_bytes / 1e6:,.2f} |"
+        for program in plan.programs.values()
+        for group in program.collectives
+    ]
+    head = ["| program | collective | axis | times | sent, MB |", "|---|---|---|---|---|"]
+    return [*head, *rows, ""] if rows else []
 
 
 def as_dict(plan: Plan | Plans) -> dict:
@@ -300,7 +296,7 @@ def as_dict(plan: Plan | Plans) -> dict:
 
 def _plan_dict(plan: Plan) -> dict:
     resolved = plan.resolved
-    values = {
+    found = {
         "mesh": resolved.mesh_shape,
         "batch": str(resolved.batch),
         "prompts_of_rollout": resolved.batch.prompts * resolved.run.algorithm.needs.mini_batches,
@@ -321,19 +317,19 @@ def _plan_dict(plan: Plan) -> dict:
         "tokens_per_second": plan.tokens_per_second,
     }
     if plan.apart:
-        values["device_that_only_samples"] = plan.apart
+        found["device_that_only_samples"] = plan.apart
     if plan.parking is not None:
-        values["conversations"] = resolved.num_conversations
+        found["conversations"] = resolved.num_conversations
         names = ("slot_bytes", "most", "most_bytes", "num_that_fit")
-        values["parking"] = {name: getattr(plan.parking, name) for name in names}
+        found["parking"] = {name: getattr(plan.parking, name) for name in names}
     if plan.forecast is not None:
         names = ("step_seconds", "tokens_per_second", "hours", "price")
         derived = {name: getattr(plan.forecast, name) for name in names}
-        values["forecast"] = dataclasses.asdict(plan.forecast) | derived
-    return values
+        found["forecast"] = dataclasses.asdict(plan.forecast) | derived
+    return found
 
 
-def _program_dict(program: Compiled) -> dict:
+def _program_dict(program: object) -> dict:
     """Without its kernels, of which there are thousands."""
-    values = dataclasses.asdict(dataclasses.replace(program, kernels=()))
-    return {name: value for name, value in values.items() if name != "kernels"}
+    found = dataclasses.asdict(dataclasses.replace(program, kernels=()))
+    return {name: value for name, value in found.items() if name != "kernels"}

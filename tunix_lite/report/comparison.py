@@ -166,30 +166,39 @@ def results_table(runs: list[Compared]) -> Table:
     rows = []
     for compared_run in runs:
         run = compared_run.run
+        row = [compared_run.name, compared_run.status]
+        row.append(str(run.rows[-1]["step"]) if run.rows else "0")
         accuracy = compared_run.accuracy
         best = run.series("eval/accuracy")
-        scores = ["", "", "", ""]
-        if accuracy is not None and best is not None:
-            numbers = (accuracy.before.value, accuracy.after.value, best.largest)
-            scores = [number_text(value, True) for value in numbers]
-            scores.insert(2, interval_text(accuracy.after, True))
-        steps = str(run.rows[-1]["step"]) if run.rows else "0"
-        late = [run.series(name) for name in ("reward/mean", "perf/tokens_per_second")]
-        reward, speed = ("" if series is None else number_text(series.late) for series in late)
-        row = [compared_run.name, compared_run.status, steps, *scores, reward]
-        rows.append([*row, minutes(_seconds(run)), speed])
+        if accuracy is None or best is None:
+            row += ["", "", "", ""]
+        else:
+            ends = (accuracy.before.value, accuracy.after.value)
+            row += [number_text(value, True) for value in ends]
+            row += [interval_text(accuracy.after, True), number_text(best.largest, True)]
+        reward = run.series("reward/mean")
+        speed = run.series("perf/tokens_per_second")
+        row.append(number_text(reward.late) if reward is not None else "")
+        row.append(minutes(_seconds(run)))
+        row.append(number_text(speed.late) if speed is not None else "")
+        rows.append(row)
     return Table(heads, rows, numbers_from=2)
 
 
 def table_lines(table: Table) -> list[str]:
     """A table as plain lines, for a terminal: columns without a word in them are left out."""
-    columns = []
-    for i, column in enumerate(zip(table.heads, *table.rows)):
-        width = max(map(len, column))
-        is_number = 0 < table.numbers_from <= i
-        if any(column[1:]):
-            columns.append([c.rjust(width) if is_number else c.ljust(width) for c in column])
-    return ["  ".join(row).rstrip() for row in zip(*columns)]
+    columns = [
+        column for column in zip(table.heads, *table.rows) if any(cell for cell in column[1:])
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in zip(*columns):
+        cells = [
+            cell.rjust(width) if 0 < table.numbers_from <= i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 # ---- curves

@@ -126,10 +126,13 @@ def curve_lines(series: Series, name: str, color: int, only_one: bool = False) -
 def number_blocks(run: Evidence) -> Block:
     """Every curve in numbers."""
     rows = []
-    names = [name for curve in CURVES for name in metrics_of(run, curve)]
-    for series in filter(None, map(run.series, names)):
-        numbers = (series.first, series.last, series.values.min(), series.largest)
-        cells = [f"{value:.4g}" for value in (*numbers, series.early, series.late)]
-        rows.append([series.name, spark_bars(series.values.tolist(), 16), *cells])
+    for curve in CURVES:
+        for name in metrics_of(run, curve):
+            series = run.series(name)
+            if series is None:
+                continue
+            values = (series.first, series.last, series.values.min(), series.largest)
+            cells = [f"{value:.4g}" for value in (*values, series.early, series.late)]
+            rows.append([name, spark_bars(series.values.tolist(), 16), *cells])
     heads = ["metric", "curve", "first", "last", "least", "most", "first third", "last third"]
     return Folded("first, last, least and most of each metric", Table(heads, rows, 2))

@@ -20,8 +20,9 @@ MOST_FILES = 8
 MOST_SAMPLES = 4096
 # most bytes of a file of samples/ that are looked at
 MOST_SAMPLE_BYTES = 24 * 2**20
-# stands for a completion among the names of metrics and settings
+# stand for a completion, and for the share without an answer, among the names of metrics
 EXAMPLE = "an example"
+UNREAD = "samples/unread"
 # no setting, and no metric that counts something, is as large as this
 MOST_NUMBER = 1e18
 
@@ -65,6 +66,14 @@ class Series:
     @property
     def largest(self) -> float:
         return float(self.values.max())
+
+    @property
+    def least(self) -> float:
+        return float(self.values.min())
+
+    @property
+    def count(self) -> int:
+        return len(self)
 
     def where(self, chosen: np.ndarray) -> "Series":
         return Series(self.name, self.steps[chosen], self.values[chosen])
@@ -130,6 +139,9 @@ class Evidence:
                 last = max(self.samples)
                 text = excerpt(self.samples[last][0].get("completion", ""), 100)
                 texts.append(f"such as {text} (step {last})")
+            elif name == UNREAD and self.share(is_unread):
+                share = self.share(is_unread)
+                texts.append(f"{share:.0%} of the completions in samples/ have extracted: null")
         return texts
 
     def setting(self, name: str) -> Any:
@@ -290,8 +302,13 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
     file = folder / ".hydra" / "overrides.yaml"
-    read = _read(unread, file, lambda file: {"texts": untrusted.read_yaml_texts(file)})
-    return read.get("texts")
+    if not file.exists():
+        return None
+    try:
+        return untrusted.read_yaml_texts(file)
+    except ValueError as error:
+        unread.append(escaped(str(error)))
+        return None
 
 
 def read_plan(folder: Path, unread: list[str]) -> dict:
@@ -307,6 +324,11 @@ def checkpoint_steps(folder: Path) -> list[int]:
     """The steps that checkpoints/ has a folder of, in order; whether they are whole is not seen."""
     names = [path.name for path in RunDir(folder).checkpoints.glob("*") if path.is_dir()]
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+
+
+def is_unread(row: dict) -> bool:
+    """Whether no answer was read out of a completion."""
+    return "extracted" in row and row["extracted"] is None
 
 
 def excerpt(text: Any, most: int = 60) -> str:

@@ -1,18 +1,29 @@
 """Finds what may be wrong with a run that does not learn, from its files alone.
 
-FAULTS is the table of the checks. A check takes the run and the metrics that its row names. It
-gives what shows the fault and what to try, or None. Its docstring is what the finding says, unless
-the check gives other words. A metric that a run does not have shows nothing.
+BOUNDS is the table of the faults that metrics and settings over or under a bound show, CHECKS that
+of all others. A check takes the run and the metrics that its row names. It gives what shows the
+fault and what to try, or None. Its docstring is what the finding says, unless the check gives other
+words. A metric that a run does not have shows nothing.
 """
 
+import operator
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tunix_lite.report.evidence import EXAMPLE, MOST_NUMBER, Evidence, Series, excerpt
+from tunix_lite.report.evidence import (
+    EXAMPLE,
+    MOST_NUMBER,
+    UNREAD,
+    Evidence,
+    Series,
+    excerpt,
+    is_unread,
+)
 from tunix_lite.tracking.rows import is_number
 
 # The evidence, and overrides to try; last, what the finding says in place of the docstring.
@@ -38,13 +49,85 @@ class Finding:
 
     @property
     def weight(self) -> int:
-        return next(weight for weight, check, *_ in FAULTS if check.__name__ == self.name)
+        return FAULTS[self.name]
+
+
+@dataclass(frozen=True)
+class BoundFault:
+    """A fault that is there where all conditions hold.
+
+    Example: BoundFault("kl_large", 64, "far away", ("train/kl late >= 1",), ("train/kl",)).
+    """
+
+    name: str
+    weight: int
+    what: str
+    # `METRIC STATISTIC > NUMBER`, `SETTING > NUMBER`, a name of PREDICATES, or several with `or`
+    when: tuple[str, ...]
+    # metrics and settings
+    shows: tuple[str, ...]
+    # overrides; or a setting, and by how much to multiply it
+    tries: tuple[str | tuple[str, float], ...] = ()
+
+    def holds(self, run: Evidence) -> bool:
+        """Whether the run has the fault."""
+        choices = [condition.split(" or ") for condition in self.when]
+        return all(any(_holds(run, one) for one in choice) for choice in choices)
+
+    def finding(self, run: Evidence) -> Finding:
+        """The finding of a run that has the fault."""
+        overrides = []
+        for override in self.tries:
+            if isinstance(override, tuple):
+                name, factor = override
+                number = run.number(name, 0)
+                override = f"{name}={number * factor:.3g}" if number else ""
+            overrides.append(override)
+        overrides = list(filter(None, overrides))
+        return Finding(self.name, self.what, run.shown(*self.shows), overrides)
+
+
+RELATIONS = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+}
+
+
+def _holds(run: Evidence, condition: str) -> bool:
+    """Whether one condition of a BoundFault holds; what is not known does not."""
+    name, *words = condition.split()
+    if name == "not":
+        return not _holds(run, " ".join(words))
+    if not words:
+        return PREDICATES[name](run)
+    if words == ["missing"]:
+        return run.series(name) is None
+    statistic = words.pop(0) if "/" in name else ""
+    relation, bound, *times = words
+    value = _value(run, name, statistic)
+    limit = float(bound)
+    if times:
+        # `* early`: the bound is a multiple of another statistic.
+        limit *= _value(run, name, times[-1]) or 0.0
+    return value is not None and RELATIONS[relation](value, limit)
+
+
+def _value(run: Evidence, name: str, statistic: str) -> float | None:
+    if name == UNREAD:
+        return run.share(is_unread)
+    if "/" not in name:
+        return run.number(name, None)
+    series = run.series(name)
+    return None if series is None else float(getattr(series, statistic))
 
 
 def diagnose(run: Evidence) -> list[Finding]:
     """All findings, the heaviest first."""
-    findings = []
-    for _, check, *metrics in FAULTS:
+    findings = [bound.finding(run) for bound in BOUNDS if bound.holds(run)]
+    for _, check, *metrics in CHECKS:
         series = [run.series(metric) for metric in metrics]
         shown = None if any(one is None for one in series) else check(run, *series)
         if shown is not None:
@@ -52,7 +135,7 @@ def diagnose(run: Evidence) -> list[Finding]:
             words = " ".join(check.__doc__.split()).removesuffix(".")
             what = what or [words[0].lower() + words[1:]]
             findings.append(Finding(check.__name__, *what, evidence, overrides))
-    return findings
+    return sorted(findings, key=lambda finding: -finding.weight)
 
 
 # ---- the update
@@ -60,12 +143,15 @@ def diagnose(run: Evidence) -> list[Finding]:
 
 def updates_skipped(run: Evidence, skipped: Series) -> Shown:
     """Updates are not finite, so they are not made."""
-    steps = skipped.steps[skipped.values > 0]
-    ends_so = skipped.last and len(skipped) > 1
-    if not len(steps) or (skipped.mean < 0.1 and not ends_so):
+    made = skipped.where(skipped.values > 0)
+    if not len(made) or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
         return None
-    shown = f"train/skipped is 1 in {len(steps)} of {len(skipped)} steps, first in step {steps[0]}"
-    return [shown], [*_slower(run, 10), f"tunix-lite replay {run.folder} skipped={steps[0]}"]
+    first = int(made.steps[0])
+    shown = f"train/skipped is 1 in {len(made)} of {len(skipped)} steps, first in step {first}"
+    return [shown], [
+        *_slower(run, 10),
+        f"tunix-lite replay {run.folder} skipped={first}",
+    ]
 
 
 def _slower(run: Evidence, times: float) -> list[str]:
@@ -80,10 +166,12 @@ def learning_rate_zero(run: Evidence) -> Shown:
     moved = run.series("train/update_norm")
     gradient = run.series("train/grad_norm")
     has_gradient = not _all_skipped(run) and (gradient is None or gradient.largest > 0)
-    still = rates if rates is not None and rates.largest == 0 else moved if has_gradient else None
-    if still is None or still.largest > 0:
+    if rates is not None and rates.largest == 0:
+        shown = f"train/learning_rate is 0 in all {len(rates)} steps"
+    elif moved is not None and moved.largest == 0 and has_gradient:
+        shown = f"train/update_norm is 0 in all {len(moved)} steps"
+    else:
         return None
-    shown = f"{still.name} is 0 in all {len(still)} steps"
     return [shown], ["optimizer.learning_rate=1e-4 (a small model), 1e-6 (a large one)"]
 
 
@@ -98,9 +186,11 @@ def warm_up_not_over(run: Evidence, rates: Series) -> Shown:
     peak = run.number("optimizer.learning_rate", 0.0)
     if not peak or not 5 <= run.num_steps < steps or not 0 < rates.largest <= 0.2 * peak:
         return None
-    shown = [f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps"]
-    shown += run.shown("optimizer.learning_rate", "optimizer.warmup_steps")
-    return shown, [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
+    shown = (
+        f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps, of "
+        f"{peak:.3g}; optimizer.warmup_steps={steps:g}"
+    )
+    return [shown], [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
 
 
 def schedule_over(run: Evidence, rates: Series) -> Shown:
@@ -151,31 +241,38 @@ def step_too_large(run: Evidence) -> Shown:
     # What the policy could do at first and cannot now.
     fell = []
     for name in (CORRECT, "reward/mean", "eval/accuracy"):
-        series = run.series(name, least=2)
-        if series is not None and series.first > 0.1 and series.late < 0.5 * series.first:
+        series = run.series(name)
+        if series is None or len(series) < 2:
+            continue
+        if series.first > 0.1 and series.late < 0.5 * series.first:
             fell.append(f"{name} {series.first:.3g} → {series.late:.3g}")
 
     # Signs of a policy that was thrown far from where it was.
-    signs = []
-    outside = run.series("train/ratio_outside_clip", least=3)
-    if outside is not None and outside.late > 0.3:
-        signs.append(str(outside))
-    entropy = run.series("train/entropy", least=3)
-    if entropy is not None and entropy.first > 0:
-        exploded = entropy.late > max(5 * entropy.first, 0.5)
+    rises = []
+    outside = run.series("train/ratio_outside_clip")
+    if outside is not None and len(outside) > 2 and outside.late > 0.3:
+        rises.append(str(outside))
+    entropy = run.series("train/entropy")
+    if entropy is not None and len(entropy) > 2 and entropy.first > 0:
+        exploded = entropy.late > 5 * entropy.first and entropy.late > 0.5
         if exploded or entropy.late < 0.05 * entropy.first:
-            signs.append(str(entropy))
+            rises.append(str(entropy))
 
     step = relative_step(run)
-    shown = [*fell, *signs]
-    is_lost = bool(fell and signs)
-    if step is not None:
+    if step is None:
+        shown = []
+        is_lost = bool(fell and rises)
+    else:
         # Adapters are usually given steps ten times as large, and bear them.
         enough = (16 if run.number("model.lora.rank", 0) else 4) * LARGE_STEP
-        is_lost = step.largest > (LARGE_STEP if shown else enough)
-        size = f"an update moves a weight by {step.largest:.2%} of its usual size"
-        shown.insert(0, f"{size} (step {step.at_largest()}); {LARGE_STEP:.1%} is much")
-    return (shown, _slower(run, 100) or ["a smaller learning rate"]) if is_lost else None
+        is_lost = step.largest > (LARGE_STEP if fell or rises else enough)
+        shown = [
+            f"an update moves a weight by {step.largest:.2%} of its usual size (step "
+            f"{step.at_largest()}); {LARGE_STEP:.1%} is much"
+        ]
+    if not is_lost:
+        return None
+    return [*shown, *fell, *rises], _slower(run, 100) or ["a smaller learning rate"]
 
 
 def step_too_small(run: Evidence) -> Shown:
@@ -183,12 +280,14 @@ def step_too_small(run: Evidence) -> Shown:
     step = relative_step(run)
     if step is None or run.num_steps < 5 or not 0 < step.largest < SMALL_STEP:
         return None
-    size = f"an update moves a weight by {step.largest:.2g} of its usual size at most"
-    shown = [f"{size}; 1e-5 to 1e-3 is common"]
     rate = run.number("optimizer.learning_rate", 0.0)
-    overrides = [f"optimizer.learning_rate={rate * SMALL_STEP / step.largest * 100:.1g}"]
     gradient = run.series("train/grad_norm")
     clip = run.number("optimizer.max_grad_norm", 0.0)
+    shown = [
+        f"an update moves a weight by {step.largest:.2g} of its usual size at most; 1e-5 to 1e-3 "
+        "is common"
+    ]
+    overrides = [f"optimizer.learning_rate={rate * SMALL_STEP / step.largest * 100:.1g}"]
     if gradient is not None and clip and np.median(gradient.values) > 100 * clip:
         shown.append(f"train/grad_norm {gradient.mean:.3g} is clipped to {clip:g}")
         overrides.insert(0, "optimizer.max_grad_norm=1")
@@ -237,11 +336,17 @@ def outside_of_clip(run: Evidence, outside: Series) -> Shown:
     fell = accuracy is not None and accuracy.last < accuracy.first - 0.05
     if outside.largest < 0.1 or (outside.late < 0.3 and not fell):
         return None
-    shown = [f"{outside.name} {outside.largest:.0%} in step {outside.at_largest()}"]
-    shown += run.shown("algorithm.updates_per_rollout", accuracy.name if fell else "")
     updates = int(run.number("algorithm.updates_per_rollout", 1))
-    fewer = [f"algorithm.updates_per_rollout={updates // 2}"] if updates > 1 else []
-    return shown, [*fewer, *_slower(run, 10)]
+    overrides = _slower(run, 10)
+    if updates > 1:
+        overrides.insert(0, f"algorithm.updates_per_rollout={max(updates // 2, 1)}")
+    shown = [
+        f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}",
+        f"algorithm.updates_per_rollout={updates}",
+    ]
+    if fell:
+        shown.append(f"{accuracy.name} {accuracy.first:.3g} → {accuracy.last:.3g}")
+    return shown, overrides
 
 
 def kl_dominates(run: Evidence) -> Shown:
@@ -257,15 +362,6 @@ def kl_dominates(run: Evidence) -> Shown:
     if weighs:
         shown.append(f"kl_coef x train/kl is {coef * kl.late:.3g}, beside rewards of 0 to 1")
     return shown + run.shown("train/kl", "reward/mean"), ["algorithm.kl_coef=0.01"]
-
-
-def kl_large(run: Evidence, kl: Series) -> Shown:
-    """The policy is far from its reference."""
-    if kl.late < 1.0:
-        return None
-    coef = run.number("algorithm.kl_coef", 0.0)
-    overrides = [f"algorithm.kl_coef={coef * 5:.3g}", *_slower(run, 10)]
-    return [f"{kl} nats a token"], overrides
 
 
 # ---- rewards and groups
@@ -324,12 +420,16 @@ def groups_mixed(run: Evidence) -> Shown:
     wrong = [step for step, group in groups if has_one and _against_rewards(group, run)]
     if len(mixed) + len(wrong) < max(2, len(groups) // 5):
         return None
-    of_all = f"of {len(groups)} groups"
-    shown = [f"{len(mixed)} {of_all} of samples/ hold different prompts"] if mixed else []
+    shown = []
+    if mixed:
+        shown.append(f"{len(mixed)} of {len(groups)} groups of samples/ hold different prompts")
     if wrong:
-        why = f"such as two of one reward that differ (step {wrong[0]})"
-        shown.append(f"in {len(wrong)} {of_all} the advantages do not follow the rewards, {why}")
-    return shown, [f"row p * {run.group_size} + g must be completion g of prompt p: see collect"]
+        shown.append(
+            f"in {len(wrong)} of {len(groups)} groups the advantages do not follow the rewards, "
+            f"such as two of one reward that differ (step {wrong[0]})"
+        )
+    size = run.group_size
+    return shown, [f"row p * {size} + g must be completion g of prompt p: see collect"]
 
 
 def _against_rewards(group: list[dict], run: Evidence) -> bool:
@@ -352,49 +452,60 @@ def _against_rewards(group: list[dict], run: Evidence) -> bool:
 
 def reward_of_prompt(run: Evidence) -> Shown:
     """The reward depends on the prompt alone, so it says nothing of a completion."""
-    # whether a group of which some are right, some wrong has one reward
-    has_one = []
+    mixed = []
     values = set()
     for _, group in _groups(run):
         rewards = {row["reward"] for row in group if is_number(row.get("reward"))}
         values |= rewards
         if len({row.get("correct") for row in group}) > 1:
-            has_one.append(len(rewards) == 1)
-    if len(has_one) < 4 or not all(has_one) or len(values) < 2:
+            mixed.append(len(rewards) == 1)
+    if len(mixed) < 4 or not all(mixed) or len(values) < 2:
         return None
-    shown = f"in {len(has_one)} groups of samples/ some completions are right, some wrong"
-    return [f"{shown}, and all of a group have one reward"], [
+    shown = (
+        f"in {len(mixed)} groups of samples/ some completions are right, some wrong, and all "
+        "of a group have one reward"
+    )
+    return [shown], [
         "task.rewards: a function that reads the completion, (completion, example) -> number"
     ]
 
 
 def reward_sign(run: Evidence) -> Shown:
     """The reward is higher for what the task calls wrong."""
-    by_mark: dict[bool, list[float]] = {True: [], False: []}
-    for row in run.sampled:
-        if is_number(row.get("reward")) and type(row.get("correct")) is bool:
-            by_mark[row["correct"]].append(row["reward"])
-    right, wrong = (np.array(by_mark[mark], np.float64) for mark in (True, False))
+    pairs = [
+        (row["reward"], row["correct"])
+        for row in run.sampled
+        if is_number(row.get("reward")) and type(row.get("correct")) is bool
+    ]
     shown = []
-    if len(right) and len(wrong) and len(right) + len(wrong) >= 16:
-        noise = np.sqrt(right.var() / len(right) + wrong.var() / len(wrong))
-        if right.mean() < wrong.mean() - max(4 * noise, 1e-6):
-            means = f"{right.mean():.3g}, a wrong one {wrong.mean():.3g}"
-            shown.append(f"in samples/ a right completion has the reward {means}")
-    reward = run.series("reward/mean", least=8)
-    correct = run.series(CORRECT, least=3)
-    if reward is not None and correct is not None and correct.values.std() > 0.01:
+    rewards, right = np.array(pairs, np.float64).reshape(-1, 2).T
+    if len(pairs) >= 16 and 0 < right.mean() < 1:
+        ours = rewards[right > 0]
+        others = rewards[right == 0]
+        noise = np.sqrt(ours.var() / len(ours) + others.var() / len(others))
+        if ours.mean() < others.mean() - max(4 * noise, 1e-6):
+            shown.append(
+                f"in samples/ a right completion has the reward {ours.mean():.3g}, a wrong one "
+                f"{others.mean():.3g}"
+            )
+    reward = run.series("reward/mean")
+    correct = run.series(CORRECT)
+    if reward is not None and correct is not None and len(reward) >= 8:
         size = min(len(reward), len(correct))
-        both = np.stack([reward.values[:size], correct.values[:size]])
-        together = np.corrcoef(both)[0, 1] if (both.std(axis=1) > 0).all() else 0.0
+        x = reward.values[:size]
+        y = correct.values[:size]
+        varies = size >= 3 and x.std() > 0 and y.std() > 0 and correct.values.std() > 0.01
+        together = float(np.corrcoef(x, y)[0, 1]) if varies else 0.0
         if together < -0.8:
-            shown.append(f"reward/mean and {CORRECT} go against each other ({together:.2f})")
+            shown.append(
+                f"reward/mean and completions/correct go against each other ({together:.2f})"
+            )
     if not shown:
         return None
-    rewards = run.setting("task.rewards")
+    rewards_by_name = run.setting("task.rewards")
     negative = [
         f"task.rewards.{excerpt(name)}.weight=1.0"
-        for name, settings in (rewards.items() if isinstance(rewards, dict) else ())
+        for name, settings in (rewards_by_name.items() if isinstance(rewards_by_name, dict) else ())
         if isinstance(settings, dict)
         and is_number(settings.get("weight"))
         and settings["weight"] < 0
@@ -441,9 +552,16 @@ def rewards_constant(run: Evidence, correct: Series) -> Shown:
     is_flat = np.ptp(correct.values) == 0 and correct.first in (0.0, 1.0)
     if value is None or is_flat:
         return None
+    shown = [
+        f"reward/std is 0 in all {run.num_steps} steps, reward/mean {value:g}",
+        f"completions/correct {correct.mean:.3g}",
+    ]
     what = f"every completion has the reward {value:g}, right or wrong: nothing is to be learned"
-    overrides = ["the function of task.rewards: call it with a right and a wrong completion"]
-    return run.shown("reward/std", "reward/mean", CORRECT), overrides, what
+    return (
+        shown,
+        ["the function of task.rewards: call it with a right and a wrong completion"],
+        what,
+    )
 
 
 def all_wrong(run: Evidence, correct: Series) -> Shown:
@@ -458,13 +576,6 @@ def all_wrong(run: Evidence, correct: Series) -> Shown:
     overrides = ["an easier task, or a model that is right now and then; algorithm=sft first"]
     group = ", so no group has anything to learn from" if is_constant else ""
     return shown, overrides, f"no completion is right in any step{group}"
-
-
-def all_right(run: Evidence, correct: Series) -> Shown:
-    """Every completion is right from the first step on: there is nothing left to learn."""
-    if _reward_is_constant(run) is None or correct.values.min() < 1:
-        return None
-    return run.shown(CORRECT, "reward/mean"), ["a harder task"]
 
 
 def groups_agree(run: Evidence, agree: Series) -> Shown:
@@ -496,23 +607,27 @@ def expected_answers(run: Evidence, correct: Series) -> Shown:
             continue
         [(answer, count)] = Counter(answers).most_common(1)
         if count >= 0.5 * len(group):
-            agreed.append((group[0], excerpt(answer, 40)))
+            agreed.append((group[0], answer))
     if len(agreed) < 0.5 * len(groups):
         return None
     row, answer = agreed[0]
+    prompt = excerpt(row.get("prompt"), 60)
     expected = excerpt(row.get("expected"), 40)
-    return [
+    shown = [
         f"in {len(agreed)} of {len(groups)} groups of samples/ half of the completions give "
         "one answer, and none is right",
-        f"such as {excerpt(row.get('prompt'))}: {answer}, where {expected} is expected",
-    ], ["compare `expected` and `extracted` in samples/; task.correct"]
+        f"such as {prompt}: {excerpt(answer, 40)}, where {expected} is expected",
+    ]
+    return shown, ["compare `expected` and `extracted` in samples/; task.correct"]
 
 
 def _has_learned(run: Evidence) -> bool:
     """Whether the run got good: then groups agree because they are right."""
-    names = ("eval/accuracy", CORRECT, "reward/mean")
-    series = next(filter(None, (run.series(name, least=2) for name in names)), None)
-    return series is not None and series.late > series.first + 0.1
+    for name in ("eval/accuracy", CORRECT, "reward/mean"):
+        series = run.series(name)
+        if series is not None and len(series) > 1:
+            return series.late > series.first + 0.1
+    return False
 
 
 def _rises(series: Series) -> bool:
@@ -525,33 +640,6 @@ def _rises(series: Series) -> bool:
 
 
 # ---- completions
-
-
-def truncated(run: Evidence, cut: Series) -> Shown:
-    """Completions are cut before they are done."""
-    if cut.late < 0.2 or _answers_and_goes_on(run):
-        return None
-    most = int(run.number("generation.max_new_tokens", 0))
-    shown = run.shown(cut.name, "completions/max_length", "generation.max_new_tokens")
-    unread = run.share(_is_unread)
-    if unread:
-        shown.append(f"{unread:.0%} of the completions in samples/ hold no answer")
-    return shown, [f"generation.max_new_tokens={2 * most if most else '<twice as many>'}"]
-
-
-def _is_unread(row: dict) -> bool:
-    return "extracted" in row and row["extracted"] is None
-
-
-def never_ends(run: Evidence, cut: Series) -> Shown:
-    """Completions hold an answer and go on until they are cut: the end-of-sequence token is
-    missing."""
-    if cut.late < 0.2 or not _answers_and_goes_on(run):
-        return None
-    return run.shown(cut.name, EXAMPLE), [
-        "model.tokenizer: does it know the model's end tokens?",
-        "generation.stop_token_ids=[...]",
-    ]
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
@@ -579,72 +667,26 @@ def _holds_answer(row: dict) -> bool:
 
 def stop_text(run: Evidence) -> Shown:
     """A stop text ends completions that have not answered yet."""
+    texts = run.setting("generation.stop")
     ended = [row for row in run.sampled if row.get("finish_reason") == "stop"]
-    unread = sum(map(_is_unread, ended))
-    if not run.setting("generation.stop") or len(ended) < 16 or unread < 0.1 * len(ended):
+    unread = [row for row in ended if is_unread(row)]
+    if not texts or len(ended) < 16 or len(unread) < 0.1 * len(ended):
         return None
-    of_all = f"{unread} of the {len(ended)} completions in samples/ that a stop text ended"
-    return [f"{of_all} have extracted: null", *run.shown("generation.stop", EXAMPLE)], [
+    shown = [
+        f"{len(unread)} of the {len(ended)} completions in samples/ that a stop text ended "
+        "have extracted: null",
+        f"generation.stop={excerpt(texts)}",
+        *run.shown(EXAMPLE),
+    ]
+    return shown, [
         "generation.stop=[]",
         "generation.stop: a text that comes only after the answer",
     ]
 
 
-def parse_failures(run: Evidence) -> Shown:
-    """No answer can be read out of the completions."""
-    unread = run.share(_is_unread)
-    if unread is None or unread < 0.5:
-        return None
-    shown = f"{unread:.0%} of the completions in samples/ have extracted: null"
-    overrides = ["task.extract: a function that finds the answer", "task.prompt: ask for its form"]
-    return [shown, *run.shown(EXAMPLE)], overrides
-
-
-def temperature_high(run: Evidence) -> Shown:
-    """The temperature is so high that completions are noise."""
-    temperature = run.number("generation.temperature", 1.0)
-    entropy = run.series("train/entropy")
-    is_noise = temperature > 2 if entropy is None else entropy.first > 1.5
-    if temperature <= 1.2 or not is_noise:
-        return None
-    shown = run.shown("generation.temperature", "train/entropy", EXAMPLE)
-    return shown, ["generation.temperature=1.0"]
-
-
-def temperature_low(run: Evidence, agree: Series) -> Shown:
-    """The temperature is so low that the completions of a group hardly differ."""
-    if run.number("generation.temperature", 1.0) > 0.4 or agree.mean < 0.5:
-        return None
-    return run.shown("generation.temperature", AGREE), ["generation.temperature=1.0"]
-
-
-def tokens_cut_off(run: Evidence, agree: Series) -> Shown:
-    """So many tokens are cut off that the completions of a group hardly differ."""
-    # Settings that leave a token or two to choose from, and what turns each off.
-    cuts = {
-        "generation.top_k": (0 < run.number("generation.top_k", 0) <= 2, "0"),
-        "generation.top_p": (run.number("generation.top_p", 1.0) < 0.5, "1.0"),
-        "generation.min_p": (run.number("generation.min_p", 0.0) > 0.5, "0.0"),
-    }
-    overrides = {name: f"{name}={off}" for name, (is_cut, off) in cuts.items() if is_cut}
-    if not overrides or agree.mean < 0.5:
-        return None
-    return run.shown(*overrides, AGREE), [*overrides.values()]
-
-
-def repetition_penalty(run: Evidence, correct: Series) -> Shown:
-    """The repetition penalty takes away tokens that an answer needs more than once."""
-    penalty = run.number("generation.repetition_penalty", 1.0)
-    if penalty <= 1.2 or correct.mean > 0.5 or _has_learned(run):
-        return None
-    shown = run.shown("generation.repetition_penalty", CORRECT, EXAMPLE)
-    return shown, ["generation.repetition_penalty=1.0"]
-
-
 def completions_identical(run: Evidence, entropy: Series) -> Shown:
     """All completions of a group are the same text: they are sampled with one random key."""
-    agree = run.series(AGREE)
-    is_cut = agree is not None and tokens_cut_off(run, agree) is not None
+    is_cut = any(bound.name == "tokens_cut_off" and bound.holds(run) for bound in BOUNDS)
     if run.number("generation.temperature", 1.0) <= 0.4 or is_cut:
         return None
     groups = [{row.get("completion") for row in group} for _, group in _groups(run)]
@@ -660,38 +702,39 @@ def completions_identical(run: Evidence, entropy: Series) -> Shown:
 
 def repeated_prompts(run: Evidence) -> Shown:
     """The same prompts come again and again."""
-    by_step = {}
+    counts = []
     for step in run.samples:
-        prompts = [str(group[0].get("prompt")) for group in run.groups(step)]
+        prompts = [group[0].get("prompt") for group in run.groups(step)]
         if len(prompts) >= 4:
-            by_step[step] = prompts
+            counts.append((len(set(map(str, prompts))), len(prompts), step))
+    all_prompts = {str(row.get("prompt")) for row in run.sampled}
+    groups = sum(total for _, total, _ in counts)
     shown = [
-        f"{len(set(prompts))} different prompts of {len(prompts)} in step {step}"
-        for step, prompts in by_step.items()
-        if len(set(prompts)) <= 0.5 * len(prompts)
+        f"{distinct} different prompts of {total} in step {step}"
+        for distinct, total, step in counts
+        if distinct <= 0.5 * total
     ]
-    distinct = len({str(row.get("prompt")) for row in run.sampled})
-    groups = sum(map(len, by_step.values()))
-    if not shown and not (len(by_step) > 1 and distinct <= 0.5 * groups):
+    if not shown and not (len(counts) > 1 and len(all_prompts) <= 0.5 * groups):
         return None
-    total = f"{distinct} different prompts in {groups} groups of samples/"
-    overrides = ["more rows in task.source", "training.prompts_per_step: as many as differ"]
-    return [*shown[:2], total], overrides
-
-
-def entropy_collapse(run: Evidence, entropy: Series) -> Shown:
-    """The policy became certain without becoming right: all completions say the same."""
-    correct = run.series(CORRECT) or run.series("reward/mean")
-    if correct is None or len(entropy) < 5 or not _collapsed(entropy):
-        return None
-    if correct.late > 0.8 or _rises(correct):
-        return None
-    overrides = [*_slower(run, 5), "algorithm.clip_high=0.28", "algorithm.kl_coef=0.01"]
-    return [str(entropy), str(correct)], overrides
+    total = f"{len(all_prompts)} different prompts in {groups} groups of samples/"
+    return [*shown[:2], total], [
+        "more rows in task.source",
+        "training.prompts_per_step: as many as differ",
+    ]
 
 
 def _collapsed(entropy: Series) -> bool:
     return entropy.late < 0.2 * entropy.first and entropy.late < 0.02
+
+
+def _has_reward_that_rises(run: Evidence) -> bool:
+    reward = run.series("reward/mean")
+    return reward is not None and _rises(reward)
+
+
+def _is_right_or_gets_there(run: Evidence) -> bool:
+    correct = run.series(CORRECT) or run.series("reward/mean")
+    return correct is None or correct.late > 0.8 or _rises(correct)
 
 
 def evaluation_falls(run: Evidence, accuracy: Series) -> Shown:
@@ -703,11 +746,12 @@ def evaluation_falls(run: Evidence, accuracy: Series) -> Shown:
     below = accuracy.largest - accuracy.last
     if accuracy.last > accuracy.first - noise and below < 0.15 + noise:
         return None
-    best = f"{accuracy.largest:.1%} in step {accuracy.at_largest()}"
-    last = f"{accuracy.last:.1%} in step {accuracy.steps[-1]}"
-    shown = [f"eval/accuracy {accuracy.first:.1%} at first, {best}, {last}"]
-    reward = run.series("reward/mean", least=4)
-    if reward is None or not _rises(reward):
+    shown = [
+        f"eval/accuracy {accuracy.first:.1%} at first, {accuracy.largest:.1%} in step "
+        f"{accuracy.at_largest()}, {accuracy.last:.1%} in step {accuracy.steps[-1]}"
+    ]
+    reward = run.series("reward/mean")
+    if reward is None or len(reward) < 4 or not _rises(reward):
         return shown, ["training.keep_best_checkpoints=1", "a smaller optimizer.learning_rate"]
     shown.append(f"{reward}: the reward rises, so it is not what the task asks")
     what = "held-out accuracy falls while the reward rises"
@@ -726,36 +770,29 @@ def held_out_in_train(run: Evidence) -> Shown:
     return [shown], ["task.held_out: a file of rows that are not in task.train"]
 
 
-def lengths(run: Evidence, length: Series, reward: Series) -> Shown:
-    """The length of completions runs away and the reward does not rise."""
-    if len(length) < 6 or _rises(reward) or _has_learned(run):
-        return None
-    if 0.3 * length.early <= length.late <= 2 * length.early:
-        return None
-    overrides = ["algorithm=dr_grpo (a weight that does not depend on the length)"]
-    return [str(length), str(reward)], overrides
-
-
 def slow_steps(run: Evidence, seconds: Series) -> Shown:
     """A few steps take far longer than the others: a program compiles in them, or the machine was
     busy."""
     # The first two steps compile what a run needs.
-    later = seconds.where(np.arange(len(seconds)) >= 2)
-    if len(later) < 6:
+    if len(seconds) < 8:
         return None
+    later = seconds.where(np.arange(len(seconds)) >= 2)
     usual = float(np.median(later.values))
     slow = later.where(later.values > 3 * usual)
     lost = float((slow.values - usual).sum())
-    whole = later.values.sum()
-    if lost <= 0 or lost < 0.1 * whole or len(slow) > 0.2 * len(later):
+    if lost <= 0 or lost < 0.1 * later.values.sum() or len(slow) > 0.2 * len(later):
         return None
-    steps = ", ".join(map(str, slow.steps[:5]))
-    often = f"{len(slow)} of {len(later)} steps (such as {steps})"
-    longest = f"{slow.largest:.3g} s in step {slow.at_largest()}"
-    return [
-        f"time/step is {usual:.3g} s at the median, and {longest}",
-        f"{often} took {lost:.0f} s more than that, {lost / whole:.0%} of the time",
-    ], ["train.log says what compiled", "runtime.program_cache keeps programs for the next run"]
+    steps = ", ".join(str(step) for step in slow.steps[:5])
+    shown = [
+        f"time/step is {usual:.3g} s at the median, and {slow.largest:.3g} s in step "
+        f"{slow.at_largest()}",
+        f"{len(slow)} of {len(later)} steps (such as {steps}) took {lost:.0f} s more than "
+        f"that, {lost / later.values.sum():.0%} of the time",
+    ]
+    return shown, [
+        "train.log says what compiled",
+        "runtime.program_cache keeps programs for the next run",
+    ]
 
 
 def failed(run: Evidence) -> Shown:
@@ -765,9 +802,146 @@ def failed(run: Evidence) -> Shown:
     return [excerpt(run.status.get("error", ""), 200)], ["train.log says more"]
 
 
+PREDICATES: dict[str, Callable[[Evidence], bool]] = {
+    "answers_and_goes_on": _answers_and_goes_on,
+    "has_learned": _has_learned,
+    "has_one_reward": lambda run: _reward_is_constant(run) is not None,
+    "is_right_or_gets_there": _is_right_or_gets_there,
+    "reward_rises": _has_reward_that_rises,
+}
+BOUNDS = (
+    BoundFault(
+        "temperature_high",
+        86,
+        "the temperature is so high that completions are noise",
+        (
+            "generation.temperature > 1.2",
+            "train/entropy first > 1.5 or train/entropy missing",
+            "train/entropy first > 1.5 or generation.temperature > 2",
+        ),
+        ("generation.temperature", "train/entropy", EXAMPLE),
+        ("generation.temperature=1.0",),
+    ),
+    BoundFault(
+        "never_ends",
+        82,
+        "completions hold an answer and go on until they are cut: the end-of-sequence token is "
+        "missing",
+        ("completions/truncated late >= 0.2", "answers_and_goes_on"),
+        ("completions/truncated", EXAMPLE),
+        (
+            "model.tokenizer: does it know the model's end tokens?",
+            "generation.stop_token_ids=[...]",
+        ),
+    ),
+    BoundFault(
+        "truncated",
+        80,
+        "completions are cut before they are done",
+        ("completions/truncated late >= 0.2", "not answers_and_goes_on"),
+        (
+            "completions/truncated",
+            "completions/max_length",
+            "generation.max_new_tokens",
+            UNREAD,
+        ),
+        (("generation.max_new_tokens", 2), "a prompt that asks for a short answer"),
+    ),
+    BoundFault(
+        "parse_failures",
+        78,
+        "no answer can be read out of the completions",
+        (f"{UNREAD} mean >= 0.5",),
+        (UNREAD, EXAMPLE),
+        (
+            "task.extract: a function that finds the answer",
+            "task.prompt: ask for its form",
+        ),
+    ),
+    BoundFault(
+        "tokens_cut_off",
+        77,
+        "so many tokens are cut off that the completions of a group hardly differ",
+        (
+            "generation.top_k == 1 or generation.top_k == 2 or generation.top_p < 0.5 or "
+            "generation.min_p > 0.5",
+            f"{AGREE} mean >= 0.5",
+        ),
+        ("generation.top_k", "generation.top_p", "generation.min_p", AGREE),
+        ("generation.top_k=0", "generation.top_p=1.0", "generation.min_p=0.0"),
+    ),
+    BoundFault(
+        "repetition_penalty",
+        77,
+        "the repetition penalty takes away tokens that an answer needs more than once",
+        (
+            "generation.repetition_penalty > 1.2",
+            f"{CORRECT} mean <= 0.5",
+            "not has_learned",
+        ),
+        ("generation.repetition_penalty", CORRECT, EXAMPLE),
+        ("generation.repetition_penalty=1.0",),
+    ),
+    BoundFault(
+        "temperature_low",
+        75,
+        "the temperature is so low that the completions of a group hardly differ",
+        ("generation.temperature <= 0.4", f"{AGREE} mean >= 0.5"),
+        ("generation.temperature", AGREE),
+        ("generation.temperature=1.0",),
+    ),
+    BoundFault(
+        "all_right",
+        73,
+        "every completion is right from the first step on: there is nothing left to learn",
+        (f"{CORRECT} least >= 1", "has_one_reward"),
+        (CORRECT, "reward/mean"),
+        ("a harder task",),
+    ),
+    BoundFault(
+        "kl_large",
+        64,
+        "the policy is far from its reference",
+        ("train/kl late >= 1",),
+        ("train/kl",),
+        (("algorithm.kl_coef", 5), ("optimizer.learning_rate", 0.1)),
+    ),
+    BoundFault(
+        "entropy_collapse",
+        62,
+        "the policy became certain without becoming right: all completions say the same",
+        (
+            "train/entropy count >= 5",
+            "train/entropy late < 0.2 * first",
+            "train/entropy late < 0.02",
+            "not is_right_or_gets_there",
+        ),
+        ("train/entropy", CORRECT, "reward/mean"),
+        (
+            ("optimizer.learning_rate", 0.2),
+            "algorithm.clip_high=0.28",
+            "algorithm.kl_coef=0.01",
+        ),
+    ),
+    BoundFault(
+        "lengths",
+        40,
+        "the length of completions runs away and the reward does not rise",
+        (
+            "completions/mean_length count >= 6",
+            "completions/mean_length late > 2 * early or completions/mean_length late < 0.3 * "
+            "early",
+            "reward/mean count >= 1",
+            "not reward_rises",
+            "not has_learned",
+        ),
+        ("completions/mean_length", "reward/mean"),
+        ("algorithm=dr_grpo (a weight that does not depend on the length)",),
+    ),
+)
 # (weight, check, the metrics that it needs) each. A cause weighs more than its symptoms: a run at a
 # temperature of 5 has cut completions and no rewards, too.
-FAULTS = (
+CHECKS = (
     (100, updates_skipped, "train/skipped"),
     (98, learning_rate_zero),
     (96, rewards_fail),
@@ -778,31 +952,23 @@ FAULTS = (
     (89, reward_sign),
     (88, rewards_constant, CORRECT),
     (87, reward_exploited),
-    (86, temperature_high),
     (84, step_too_large),
-    (82, never_ends, "completions/truncated"),
-    (80, truncated, "completions/truncated"),
     (79, stop_text),
-    (78, parse_failures),
-    (77, tokens_cut_off, AGREE),
-    (77, repetition_penalty, CORRECT),
     (76, completions_identical, "train/entropy"),
-    (75, temperature_low, AGREE),
     (74, all_wrong, CORRECT),
-    (73, all_right, CORRECT),
     (72, repeated_prompts),
     (70, warm_up_not_over, "train/learning_rate"),
     (68, step_too_small),
     (66, kl_dominates),
-    (64, kl_large, "train/kl"),
-    (62, entropy_collapse, "train/entropy"),
     (60, outside_of_clip, "train/ratio_outside_clip"),
     (59, expected_answers, CORRECT),
     (58, evaluation_falls, "eval/accuracy"),
     (57, held_out_in_train),
     (56, groups_agree, AGREE),
     (54, schedule_over, "train/learning_rate"),
-    (40, lengths, "completions/mean_length", "reward/mean"),
     (35, slow_steps, "time/step"),
     (30, failed),
 )
+# By name: the weight of each fault.
+FAULTS = {check.__name__: weight for weight, check, *_ in CHECKS}
+FAULTS |= {bound.name: bound.weight for bound in BOUNDS}

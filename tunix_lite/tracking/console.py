@@ -51,8 +51,8 @@ OUR_PARTS += ("prompts", "curriculum", "rollout", "sampler", "time", "perf", "me
 
 def averages_of_samples(metrics: Metrics) -> Metrics:
     """avg_at_8 and its like of an evaluation: the share of right samples, by name."""
-    parts = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-    return {name: value for name, value in parts.items() if name.startswith("avg_at_")}
+    names = [name for name in metrics if name.startswith("eval/avg_at_")]
+    return {name.removeprefix("eval/"): metrics[name] for name in names}
 
 
 def as_words(name: str) -> str:

@@ -174,20 +174,27 @@ class Dashboard:
 
     def _table(self, rows: tuple[Row, ...], most: int, with_course: bool) -> rich.table.Table:
         lines = []
-        for row in [row for row in rows if row.metric in self._course][:most]:
+        for row in rows:
+            course = self._course.get(row.metric)
+            if course is None or len(lines) >= most:
+                continue
             # A copy at once: the run may log while this thread draws.
-            values = [value for _, value in list(self._course[row.metric])]
-            step, best = self._best[row.metric]
+            values = [value for _, value in list(course)]
             cells = [row.name, row.text.format(values[-1])]
             cells.append(trend(values) if row.has_course else "")
-            cells.append(spark_bars(values) if row.has_course else "")
-            cells.append(f"best {row.text.format(best)} at {step}" if row.has_best else "")
-            lines.append(cells[: 5 if with_course else 3])
+            if with_course:
+                best = self._best[row.metric]
+                cells.append(spark_bars(values) if row.has_course else "")
+                cells.append(
+                    f"best {row.text.format(best[1])} at {best[0]}" if row.has_best else ""
+                )
+            lines.append(cells)
 
         # rich would shorten names in favour of empty columns.
         table = rich.table.Table.grid(padding=(0, 1))
-        for column, style in zip(zip(*lines), ("cyan", "bold", "", "", "dim")):
-            table.add_column(style=style, no_wrap=True, min_width=max(map(len, column)))
+        for i, style in enumerate(("cyan", "bold", "", "", "dim")[: 5 if with_course else 3]):
+            longest = max((len(cells[i]) for cells in lines), default=0)
+            table.add_column(style=style, no_wrap=True, min_width=longest)
         for cells in lines:
             table.add_row(*map(rich.text.Text, cells))
         return table

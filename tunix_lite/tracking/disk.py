@@ -49,18 +49,19 @@ def disk_errors_explained(
 
         # The same command will find what is in the folder now.
         again = f"the same command with hydra.run.dir={folder} goes on from"
-        when_written = f"when the disk can be written, {again}"
+        hint = (
+            f"no whole checkpoint can be seen: when the disk can be written, {again} what is "
+            "there, or anew"
+        )
         steps = []
         with contextlib.suppress(OSError):
             steps = whole()
-        if not steps:
-            hint = f"no whole checkpoint can be seen: {when_written} what is there, or anew"
-        elif (folder / "fingerprint.json").is_file():
-            hint = f"checkpoint {steps[-1]} is whole: {when_written} it"
-        else:
+        if steps and not (folder / "fingerprint.json").is_file():
             unknown = "fingerprint.json, which says what made it, is gone"
             force = f"with resume.force=true {again} it"
             hint = f"checkpoint {steps[-1]} is whole, but {unknown}: {force}"
+        elif steps:
+            hint = f"checkpoint {steps[-1]} is whole: when the disk can be written, {again} it"
         raise DiskError(f"{what}. The run ended {when()}; {hint}") from error
 
 

@@ -67,8 +67,10 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
     step that the run began from, which may have a row of its evaluation; None: not known.
     """
     # the number of the last line that counts
-    counted = (number for number, _, row in read_rows(file) if row and row["step"] <= last)
-    end = max(counted, default=0)
+    end = max(
+        (number for number, _, row in read_rows(file) if row is not None and row["step"] <= last),
+        default=0,
+    )
 
     # Each step must follow the one before.
     before = None

@@ -96,19 +96,33 @@ class RunDir:
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
 
-        # What must be a file in it, and what a folder.
-        files = (self.log, self.metrics, self.status, self.fingerprint, self.reference)
-        for file in (*files, self.path / self.MODEL):
-            keeps = "and the run keeps a file of that name: move"
+        # What must be a file in it.
+        for file in (
+            self.log,
+            self.metrics,
+            self.status,
+            self.fingerprint,
+            self.reference,
+            self.path / self.MODEL,
+        ):
             if file.is_dir():
-                raise ValueError(f"{file} is a folder, {keeps} the folder away")
+                raise ValueError(
+                    f"{file} is a folder, and the run keeps a file of that name: move the folder "
+                    "away"
+                )
             # Reading a pipe would wait for ever.
             if file.is_fifo() or file.is_socket():
-                raise ValueError(f"{file} is not a file, {keeps} it away")
+                raise ValueError(
+                    f"{file} is not a file, and the run keeps a file of that name: move it away"
+                )
+
+        # What must be a folder in it.
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
-                keeps = "and the run keeps a folder of that name"
-                raise ValueError(f"{folder} is a file, {keeps}: move the file away")
+                raise ValueError(
+                    f"{folder} is a file, and the run keeps a folder of that name: move the file "
+                    "away"
+                )
 
         # Permissions say nothing about a full disk, so try to write.
         folders = [there]
@@ -169,9 +183,11 @@ class RunDir:
             raise ValueError(self._not_a_run())
         saved = untrusted.read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
-            value = shown(saved.get(key))
-            if type(saved.get(key)) is not kind:
-                raise ValueError(f"{file}: {key} is {value}; this is not the {self.MODEL} of a run")
+            value = saved.get(key)
+            if type(value) is not kind:
+                raise ValueError(
+                    f"{file}: {key} is {shown(value)}; this is not the {self.MODEL} of a run"
+                )
         return {"model": saved["model"], "seed": saved["seed"]}
 
     def _not_a_run(self) -> str:
@@ -191,15 +207,20 @@ class RunDir:
         status.json has them; {} if there are none."""
         accuracies = []
         for _, _, row in rows_until(self.metrics, until):
-            if is_number(row.get("eval/accuracy")):
-                numbers = {"accuracy": row["eval/accuracy"], **averages_of_samples(row)}
-                accuracies.append({name: x for name, x in numbers.items() if is_number(x)})
+            accuracy = row.get("eval/accuracy")
+            if is_number(accuracy):
+                sampled = averages_of_samples(row).items()
+                numbers = {name: value for name, value in sampled if is_number(value)}
+                accuracies.append({"accuracy": accuracy, **numbers})
         return {"first": accuracies[0], "last": accuracies[-1]} if accuracies else {}
 
     def last_number(self, name: str, until: int) -> int:
         """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
-        values = [row[name] for *_, row in rows_until(self.metrics, until) if name in row]
-        return int(next(filter(is_number, reversed(values)), 0))
+        last = 0
+        for _, _, row in rows_until(self.metrics, until):
+            if is_number(row.get(name)):
+                last = int(row[name])
+        return last
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
         """Writes skipped/step_000010.npz, which `tunix-lite replay` reads: the batch of an update
@@ -328,15 +349,21 @@ class Status:
     def write(self, word: str, **more: Any) -> None:
         """Writes status.json. word: running, completed, stopped, failed or interrupted. more:
         further entries, such as error="...". Raises OSError."""
-        status = {"status": word, "steps": self.steps, "seconds": round(self.seconds, 1)}
-        status["eval"] = self.eval
-        if self._began_from is not None:
-            status["began_from"] = self._began_from
         if self.stopped:
             more["stopped"] = self.stopped
-        for name, value in more.items():
-            status[name] = visible(value[:MOST_ERROR]) if isinstance(value, str) else value
-        self._run_dir.write_json(self._run_dir.status, status | self.about)
+        more = {
+            name: visible(value[:MOST_ERROR]) if isinstance(value, str) else value
+            for name, value in more.items()
+        }
+        status = {
+            "status": word,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+            "eval": self.eval,
+        }
+        if self._began_from is not None:
+            status["began_from"] = self._began_from
+        self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
 
     def closing_lines(self, resume_hint: str) -> list[tuple[str, str]]:
         """The lines that end the output of a run, each with its style for the console.
@@ -390,20 +417,23 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     except ValueError as error:
         return {}, 0.0, None, str(error)
 
+    wrong = []
     accuracies = status.get("eval", {})
-    seconds = status.get("seconds", 0.0)
-    began = status.get("began_from")
-    is_read = {
-        "eval": isinstance(accuracies, dict)
+    # {}, or a first and a last accuracy
+    if not (
+        isinstance(accuracies, dict)
         and set(accuracies) in (set(), {"first", "last"})
-        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in accuracies.values()),
-        "seconds": is_number(seconds) and seconds >= 0,
-        "began_from": began is None or (type(began) is int and began >= 0),
-    }
-    wrong = ", ".join(name for name, is_right in is_read.items() if not is_right)
-    return (
-        accuracies if is_read["eval"] else {},
-        seconds if is_read["seconds"] else 0.0,
-        began if is_read["began_from"] else None,
-        f"{file} cannot be read at {wrong}" if wrong else "",
-    )
+        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in accuracies.values())
+    ):
+        wrong.append("eval")
+        accuracies = {}
+    seconds = status.get("seconds", 0.0)
+    if not is_number(seconds) or seconds < 0:
+        wrong.append("seconds")
+        seconds = 0.0
+    began = status.get("began_from")
+    if began is not None and (type(began) is not int or began < 0):
+        wrong.append("began_from")
+        began = None
+    problem = f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
+    return accuracies, seconds, began, problem
