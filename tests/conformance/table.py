@@ -107,7 +107,7 @@ entry ends with the version of the framework's own code, where it was run, and w
 `lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
 sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is exp(old - sampler). A is the advantage, and
 sg is a value without gradient. "Token mean" is 1 / all tokens of the batch. Settings that an entry does not name are
-`advantages=centre`, `weighting=per_token`, and the defaults.
+`advantages=centre`, `weighting=per_token`, and the defaults of `GRPO`.
 
 An entropy or a divergence needs the whole distribution of a token. Here the distribution is over
 four tokens: the policy has the logits (lp, 0, -1, -2), the teacher has (ref, 0, -1, -2).
@@ -159,11 +159,17 @@ def _rows(rows: list[Cell]) -> list[str]:
     lines = []
     for cell in rows:
         variant = cell.variant
-        settings = "" if variant.ours is None else f"`{settings_text(variant.ours)}`"
+        settings = "" if variant.ours is None else f"`{_briefly(settings_text(variant.ours))}`"
         remark = "; ".join(part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part)
         entry = f"{cell.ours} **{variant.by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
         lines += _wrapped(f"- {entry}" + (f" Own code: {cell.own} {cell.own_says}." if cell.own else ""), "  ")
     return lines
+
+
+def _briefly(settings: str) -> str:
+    """Without the words that the head of the page says once."""
+    usual = ("GRPO", "advantages=centre", "weighting=per_token")
+    return " ".join(word for word in settings.split(" ") if word not in usual) or "GRPO"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
