@@ -17,16 +17,15 @@ PAGE = Path(__file__).parent / "guide" / "coming_from.md"
 TEMPLATE = Path(__file__).parent / "coming_from_template.txt"
 WIDTH = 118
 NAMES = 44
-# project -> its heading; the others share the last table
+# project -> its heading; words of other projects are answered by the program alone
 PROJECTS = {
     "TRL": "TRL, transformers, PEFT",
     "accelerate": "accelerate and DeepSpeed",
     "verl": "verl",
     "Tunix": "Tunix",
     "MaxText": "MaxText",
-    "other": "Other projects",
 }
-TOGETHER = {"DeepSpeed": "accelerate", "ours": None, "gone": None}
+TOGETHER = {"DeepSpeed": "accelerate"}
 SPECIAL = {
     "<model>": "model.weights=X for a folder or a hub name, model=gemma3_1b for a size by name",
     "<data>": "task=jsonl task.train=X for a file",
@@ -55,7 +54,7 @@ def _names(word: Word, project: str) -> list[str]:
     """The names that a project, or one shown with it, has for a word."""
     names = []
     for where, name in word.all_names():
-        if TOGETHER.get(where, where if where in PROJECTS else "other") == project:
+        if TOGETHER.get(where, where) == project:
             names.append(name)
     return names
 

@@ -343,11 +343,9 @@ def _setting_line(name: str) -> str:
 
 
 def _variant_line(name: str) -> str:
-    """The frameworks that `algorithm.variant` may name, and why it may not name others."""
+    """The frameworks that `algorithm.variant` may name."""
     offered = [f"`{by}`" for by, changes in variants.VARIANTS.get(name, {}).items() if changes]
-    refused = [f"`{by}`: {why}" for by, why in variants.REFUSED.get(name, {}).items()]
-    line = f"Variants: {', '.join(offered)}." if offered else ""
-    return f"{line} Not offered: {'; '.join(refused)}.".strip() if refused else line
+    return f"Variants: {', '.join(offered)}." if offered else ""
 
 
 # ---- the page

@@ -14,7 +14,7 @@ OTHERS = {
     "docs/advanced/distributed_training.md": (2, "an identity, and arithmetic that test_docs.py computes"),
     "docs/getting_started/configuration.md": (2, "commands that need extras"),
     "docs/guide/a_step.md": (2, "test_a_step.py compares the page with docs/a_step.py"),
-    "docs/guide/coming_from.md": (13, "commands of other projects, and tables that test_hints.py compares"),
+    "docs/guide/coming_from.md": (12, "commands of other projects, and tables that test_hints.py compares"),
     "docs/guide/export.md": (1, "a command of vLLM"),
     "docs/guide/generate.md": (1, "a file of prompts"),
     "docs/guide/preferences_and_distillation.md": (3, "formulas"),

@@ -101,8 +101,8 @@ HEAD = """\
 The same name means different mathematics in different frameworks. `tests/conformance` writes this page, and a test
 compares them. An entry is an objective as one framework defines it. 🟩 means that settings of ours give the same
 numbers on every fixture: the loss, and its gradient by every token's log-probability. They are compared with a float64
-numpy version of the formula, within 1e-4. 🟥 means that no settings do, and the entry says why. ⬜ was not checked. An
-entry ends with the version of the framework's own code, where it was run, and whether it gives the formula.
+numpy version of the formula, within 1e-4. 🟥 means that no settings do, and the entry says why. ⬜ was not checked. A
+second square is for the framework's own code, where it was run: 🟩 gives the formula.
 
 `lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
 sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is exp(old - sampler). A is the advantage, and
@@ -161,8 +161,11 @@ def _rows(rows: list[Cell]) -> list[str]:
         variant = cell.variant
         settings = "" if variant.ours is None else f"`{_briefly(settings_text(variant.ours))}`"
         remark = "; ".join(part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part)
-        entry = f"{cell.ours} **{variant.by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
-        lines += _wrapped(f"- {entry}" + (f" Own code: {cell.own} {cell.own_says}." if cell.own else ""), "  ")
+        entry = f"{cell.ours}{cell.own} **{variant.by}**: {_escaped(variant.formula)}." + (
+            f" {remark}." if remark else ""
+        )
+        own = f" Own code {cell.own_says}." if cell.own in (RED, GREY) else ""
+        lines += _wrapped(f"- {entry}{own}", "  ")
     return lines
 
 
