@@ -146,24 +146,21 @@ def advantages(graded: Graded, batch: Batch) -> str:
 
 
 def token_table(tokenizer: object, batch: Batch, rollout: Rollout, scores: object, row: int) -> str:
-    """Sequence `row`, a line for each of its tokens."""
+    """Sequence `row`, a line for its prompt and one for each token of its completion."""
+    logprobs = np.asarray(scores.logprobs)[row]
+    first, *_ = learned = np.flatnonzero(np.asarray(batch.loss_weight)[row])
     lines = [
         "| t | token | token_mask | loss_weight | advantages | old_logprobs | logprobs | ratio |",
         "|---|---|---|---|---|---|---|---|",
+        f"| 0 to {first - 1} | the prompt | 1 | 0 | | | | |",
     ]
-    logprobs = np.asarray(scores.logprobs)[row]
-    for t in np.flatnonzero(np.asarray(batch.token_mask)[row]):
-        weight = float(batch.loss_weight[row, t])
+    for t in learned:
         token = tokenizer.decode([int(batch.tokens[row, t])], skip_special=False)
         token = token.replace("\n", "⏎").replace("|", "¦")
-        cells = [str(t), f"`{token}`", "1", f"{weight:.4f}" if weight else "0"]
-        if weight:
-            old = float(rollout.full_logprobs[row, t])
-            ratio = np.exp(logprobs[t] - old)
-            cells += [number(batch.advantages[row, t]), number(old), number(logprobs[t])]
-            cells.append(number(ratio))
-        else:
-            cells += ["", "", "", ""]
+        old = float(rollout.full_logprobs[row, t])
+        cells = [str(t), f"`{token}`", "1", f"{float(batch.loss_weight[row, t]):.4f}"]
+        cells += [number(batch.advantages[row, t]), number(old), number(logprobs[t])]
+        cells.append(number(np.exp(logprobs[t] - old)))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

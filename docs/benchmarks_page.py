@@ -143,8 +143,6 @@ def _workload(name: str, one: dict) -> str:
         "share of the peak",
         "peak memory, MB",
         "first step longer, s",
-        "import, s",
-        "set-up, s",
     )
     parts.append(table(head, [_beside(key, each) for key, each in whole.items()]))
     parts += [
@@ -212,8 +210,6 @@ def _beside(key: str, each: dict) -> tuple[str, ...]:
         f"{100 * each['share_of_peak']:.0f} %",
         f"{each['peak_rss_mb']:,}",
         f"{each['compile_seconds']:.1f}",
-        f"{each['import_seconds']:.1f}",
-        f"{each['setup_seconds']:.1f}",
     )
 
 

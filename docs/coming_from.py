@@ -17,16 +17,15 @@ PAGE = Path(__file__).parent / "guide" / "coming_from.md"
 TEMPLATE = Path(__file__).parent / "coming_from_template.txt"
 WIDTH = 118
 NAMES = 44
-# project -> its heading; the others share the last table
+# project -> its heading; words of other projects are answered by the program alone
 PROJECTS = {
     "TRL": "TRL, transformers, PEFT",
     "accelerate": "accelerate and DeepSpeed",
     "verl": "verl",
     "Tunix": "Tunix",
     "MaxText": "MaxText",
-    "other": "Other projects",
 }
-TOGETHER = {"DeepSpeed": "accelerate", "ours": None, "gone": None}
+TOGETHER = {"DeepSpeed": "accelerate"}
 SPECIAL = {
     "<model>": "model.weights=X for a folder or a hub name, model=gemma3_1b for a size by name",
     "<data>": "task=jsonl task.train=X for a file",
@@ -37,11 +36,16 @@ SPECIAL = {
 
 
 def render() -> str:
-    """The whole page."""
+    """The whole page. Values and notes of a word stand where it is named first."""
     parts = [TEMPLATE.read_text()]
     table, _ = foreign_words()
+    first: dict[int, str] = {}
     for project, title in PROJECTS.items():
-        lines = [line for word in table for line in _lines(word, _names(word, project))]
+        lines = []
+        for number, word in enumerate(table):
+            if names := _names(word, project):
+                lines += _lines(word, names, first.get(number))
+                first.setdefault(number, names[0])
         parts.append(f"### {title}\n\n```text\n" + "\n".join(lines) + "\n```\n")
     return "\n".join(parts)
 
@@ -50,19 +54,24 @@ def _names(word: Word, project: str) -> list[str]:
     """The names that a project, or one shown with it, has for a word."""
     names = []
     for where, name in word.all_names():
-        if TOGETHER.get(where, where if where in PROJECTS else "other") == project:
+        if TOGETHER.get(where, where) == project:
             names.append(name)
     return names
 
 
-def _lines(word: Word, names: list[str]) -> Iterator[str]:
-    """Names, and what they are here: one row, or one for each value."""
-    if not names:
-        return
+def _lines(word: Word, names: list[str], before: str | None) -> Iterator[str]:
+    """Names, and what they are here: one row, and one for each value. `before` is the name under
+    which an earlier table has the word."""
     shown = " or ".join(SPECIAL.get(text, text.replace("{}", "X")) for text in word.ours)
-    values = [(value, ours) for value, ours in word.values.items() if ours]
-    for value, ours in values:
-        yield from _row([f"{name}={value}" for name in names[:1]], ours)
+    values: dict[str, list[str]] = {}
+    for value, ours in word.values.items():
+        if ours:
+            values.setdefault(ours, []).append(value)
+    if before and (values or not shown):
+        yield from _row(names, f"like {before}")
+        return
+    for ours, ways in values.items():
+        yield from _row([f"{names[0]}={'|'.join(ways)}"], ours)
     if shown or not values:
         yield from _row(names, shown or f"- {word.note}")
     elif names[1:]:

@@ -4,6 +4,7 @@
 
 import inspect
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -46,6 +47,8 @@ autodoc_default_options = {"members": True, "exclude-members": "replace"}
 # same functions by texts (autodoc_preserve_defaults).
 GENERATED = (config_reference, model_table)
 RENDERED = {made.PAGE: made.render() for made in GENERATED}
+# a paragraph of links to modules
+LISTED = re.compile(r"^\[`.*(?:\n.+)*", re.MULTILINE)
 
 
 def fill(app, page, source):
@@ -54,11 +57,20 @@ def fill(app, page, source):
         if page == made.PAGE:
             assert made.MARKER in source[0], f"{page} has lost its marker"
             source[0] = source[0].replace(made.MARKER, RENDERED[page])
+    if page == "api/internals":
+        source[0] = re.sub(LISTED, lambda links: links[0] + docstrings_of(links[0]), source[0])
+
+
+def docstrings_of(links: str) -> str:
+    """A section with the docstrings of each module that a list of links names."""
+    modules = [file.replace("/", ".") for file in re.findall(r"\(\.\./\.\./(\S+)\.py\)", links)]
+    block = "\n\n### `{0}`\n\n```{{eval-rst}}\n.. automodule:: {0}\n```"
+    return "".join(block.format(module) for module in modules)
 
 
 def set_history_apart(app, env):
-    """Decisions say what was true on their day: no search finds them, and they are in no menu. The
-    page about the project links to them."""
+    """Decisions say what was true on their day: no search and no menu has them. The page about the
+    project links to them."""
     for page in env.found_docs:
         if page.startswith("decisions/"):
             env.metadata[page] |= {"nosearch": "true", "orphan": "true"}

@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent / "references" / "objectives.md"
 WIDTH = 118
 DISTRIBUTIONS = "preferences_and_distillation.md#two-distributions-in-place-of-one-token"
 BEFORE = "42.2 %"  # greedy accuracy of the quick start before its first update
-AT_1E4 = "At 1e-4 it came to {} %."
+AT_1E4 = "At 1e-4: {} %."
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Words:
     """The hand-written part of a section."""
 
     what: str  # three sentences: what it is
-    when: str  # when to take it
     paper: str  # arXiv number; "": there is none
     seen: str = ""  # figures of docs/log.md
     more: tuple[str, ...] = ()  # overrides that its command needs
@@ -44,10 +43,7 @@ WORDS = {
         "GRPO samples a group of completions for each prompt and compares them with each other. A "
         "completion that is better than its group becomes likelier, and a worse one less likely. "
         "A clip ends the gradient of a token whose probability has already moved far.",
-        "Take it when in doubt. It is the default.",
         "2402.03300",
-        "60 steps of the quick start at a constant rate of 4e-5 ended at 95.3, 94.9 and 95.3 % "
-        "greedy accuracy (seeds 0, 1 and 2).",
         others=(
             "algorithm.kl_coef=0.02",
             "algorithm.mini_batches=4 algorithm.updates_per_rollout=4",
@@ -57,14 +53,12 @@ WORDS = {
         "Dr. GRPO is GRPO without two divisions. It does not divide the advantage by the standard "
         "deviation of the group. It divides each completion by the same constant, so a long wrong "
         "answer pays for every token.",
-        "Take it when completions grow longer and no better.",
         "2503.20783",
     ),
     "dapo": Words(
         "DAPO replaces groups in which all rewards are equal, since such groups teach nothing. "
         "Its upper clip is higher than the lower one, so rare tokens may grow. Completions near "
         "the limit of length lose reward.",
-        "Take it when most groups agree, because the task is very easy or very hard.",
         "2503.14476",
         AT_1E4.format("94.1")
         + " It sampled 1,808 prompts and kept 960. The further rounds took 22.2 of 220 s.",
@@ -74,7 +68,6 @@ WORDS = {
         "GSPO gives a completion one ratio, the geometric mean of the ratios of its tokens. The "
         "clip then keeps or leaves out the whole completion. Its bounds are much nearer to 1 than "
         "those of a token.",
-        "Take it for several updates from one rollout, and for long answers.",
         "2507.18071",
         AT_1E4.format("95.3"),
         others=("algorithm.mini_batches=4 algorithm.updates_per_rollout=4",),
@@ -82,7 +75,6 @@ WORDS = {
     "cispo": Words(
         "CISPO uses the ratio as a fixed weight of the log-probability. The weight has an upper "
         "bound. Every token keeps its gradient, where a clip would end it.",
-        "Take it when clipping silences rare tokens that decide the answer.",
         "2506.13585",
         AT_1E4.format("95.3"),
     ),
@@ -90,27 +82,23 @@ WORDS = {
         "DPPO looks at how far the probability of a token has moved, and not at the ratio. A "
         "token that has moved too far in the direction of its advantage is left out. A rare token "
         "may therefore change its ratio a lot.",
-        "Take it when samples are old, or come from another engine.",
         "2602.04879",
         AT_1E4.format("94.9"),
     ),
     "sapo": Words(
         "SAPO replaces the clip with a smooth gate. The gate is a sigmoid of the ratio, so the "
         "gradient fades and never ends at once. Negative advantages have a slightly steeper gate.",
-        "Take it when the edge of a clip is too hard.",
         "2511.20347",
     ),
     "gmpo": Words(
         "GMPO takes the geometric mean of the token ratios of a completion. Each log-ratio is "
         "clipped before the mean, in the direction of the advantage. One outlier among the tokens "
         "then counts little.",
-        "Take it when single ratios are outliers.",
         "2507.20673",
     ),
     "rloo": Words(
         "RLOO is plain REINFORCE with a good baseline. The baseline of a completion is the mean "
         "reward of the other completions of its group. There is no ratio and no clip.",
-        "Take it for one update per rollout, when you want the simplest objective.",
         "2402.14740",
         AT_1E4.format("94.9"),
         others=("algorithm.kl_coef=0.01 algorithm.kl_estimator=k1_reward",),
@@ -119,7 +107,6 @@ WORDS = {
         "REINFORCE++ subtracts the mean of the group from each reward. It then whitens the result "
         "over all tokens of the batch. The scale of an advantage therefore does not hang on one "
         "small group.",
-        "Take it when groups are small.",
         "2501.03262",
         AT_1E4.format("94.9"),
         others=("algorithm.num_generations=4",),
@@ -127,7 +114,6 @@ WORDS = {
     "maxrl": Words(
         "MaxRL divides the advantage by the success rate of the group. A right answer to a hard "
         "prompt then counts more than one to an easy prompt. It needs rewards of 0 and 1.",
-        "Take it when hard prompts matter and the rewards are 0 or 1.",
         "2602.02710",
         AT_1E4.format("94.5"),
     ),
@@ -135,7 +121,6 @@ WORDS = {
         "ScaleRL is the objective of CISPO with advantages that are scaled over the batch. Groups "
         "of equal rewards get no weight, and every other prompt counts the same. It is the "
         "objective of the paper, without its pipeline and its forced interruptions.",
-        "Take it for large runs.",
         "2510.13786",
         AT_1E4.format("94.9") + " It averaged over tokens then.",
         others=("curriculum.drop_at=0.9",),
@@ -143,14 +128,12 @@ WORDS = {
     "gdpo": Words(
         "GDPO standardises each reward by itself within the group. It then adds them up with "
         "their weights. The sum is standardised once more over the batch.",
-        "Take it when a task has several rewards of unlike size.",
         "2601.05242",
     ),
     "dpo": Words(
         "DPO learns from pairs of completions of which one is better. It makes the chosen one "
         "likelier than the rejected one, measured against a reference. The pairs come from a "
         "file, or from sampled groups.",
-        "Take it when you have preferences and no reward.",
         "2305.18290",
         more=("algorithm.pairs=sampled", "algorithm.num_generations=8"),
         others=(
@@ -161,12 +144,7 @@ WORDS = {
     "distill": Words(
         "The policy samples, and a frozen teacher scores what it wrote. Tokens that the teacher "
         "finds likelier than the policy did become likelier. A reward may be added.",
-        "Take it when a better model with the same tokenizer is at hand.",
         "2306.13649",
-        "The teacher was a trained quick start with 95.3 % greedy. The base of the quick start "
-        "came to 85 % greedy by step 8, and GRPO by step 10 (one seed, constant 4e-5). It came to "
-        "80 % avg@4 by step 38 with `divergence=token`, by step 36 with `reverse`, and GRPO by "
-        "step 44. No run of distillation came to 85 % avg@4.",
         others=(
             "algorithm.divergence=reverse",
             "algorithm.divergence=forward algorithm.top_k=64",
@@ -176,10 +154,7 @@ WORDS = {
     "sft": Words(
         "Supervised fine-tuning makes the demonstrations of the task likelier. Nothing is "
         "sampled. There is no reward in the loss.",
-        "Take it first when you have answers to copy, and RL after it.",
         "",
-        "On the bundled base with reasoning-gym 0.1.25 at a rate of 1e-3, basic_arithmetic went "
-        "from 5.1 to 50.8 % in 200 steps.",
         others=(
             "algorithm.weighting._target_=tunix_lite.algorithms.weighting.per_sequence "
             "optimizer.learning_rate=1e-3",
@@ -266,23 +241,18 @@ TOP = r"""
 
 A section for each `algorithm=NAME`: its formula, command, paper, and what its file in
 `conf/algorithm` sets otherwise than `grpo`. [Objectives](../guide/objectives.md) compares them
-and explains the pieces.
+and explains the pieces. [What names mean elsewhere](conformance.md) has the definitions of other
+frameworks.
 
 The loss of all but the last three is $- \sum_t w_t \, g_t$ over the tokens of an update. The
 ratio is $\rho_t = \exp(\ell_t - \ell_t^{old})$ unless a section says otherwise. $\ell_t$ is the
 log-probability of token *t* now, and $\ell_t^{old}$ that under the policy that sampled it. *r* is
 the reward of a completion, and *A* its advantage. *T* is the number of tokens of a completion,
-*N* the number of completions of the update, and *L* is `generation.max_new_tokens`. The panel at
-the start of a run prints the formula with the constants of the run.
+*N* the number of completions of the update, and *L* is `generation.max_new_tokens`.
 
-[The reference](../config/reference.md) explains every setting, and [metrics](metrics.md) every
-figure that is logged. [What names mean elsewhere](conformance.md) has the definitions of other
-frameworks; `algorithm.variant=NAME` takes one of those that a section names.
-
-*At 1e-4* is what 60 steps of the quick start came to at `optimizer.learning_rate=1e-4
-optimizer.schedule=linear`, seed 0: its greedy accuracy, from @before@ at the start. These figures
-are of 22 November 2026 and stand in `docs/log.md`. [Three seeds of
-each](../guide/objectives.md#presets) stand in the guide.
+*At 1e-4* is the greedy accuracy after 60 steps of the quick start with
+`optimizer.learning_rate=1e-4 optimizer.schedule=linear`, seed 0, from @before@ at the start (22
+November 2026).
 """
 
 
@@ -373,11 +343,9 @@ def _setting_line(name: str) -> str:
 
 
 def _variant_line(name: str) -> str:
-    """The frameworks that `algorithm.variant` may name, and why it may not name others."""
+    """The frameworks that `algorithm.variant` may name."""
     offered = [f"`{by}`" for by, changes in variants.VARIANTS.get(name, {}).items() if changes]
-    refused = [f"`{by}`: {why}" for by, why in variants.REFUSED.get(name, {}).items()]
-    line = f"Variants: {', '.join(offered)}." if offered else ""
-    return f"{line} Not offered: {'; '.join(refused)}.".strip() if refused else line
+    return f"Variants: {', '.join(offered)}." if offered else ""
 
 
 # ---- the page
@@ -403,7 +371,7 @@ def section(name: str) -> str:
     lines = [chosen, *(f"algorithm={name} {more}" for more in words.others)]
     parts = [
         f"## {name}",
-        _wrapped(f"{words.what} {words.when} {words.seen} {paper}"),
+        _wrapped(f"{words.what} {words.seen} {paper}"),
         "$$\n" + _math(", \\quad ".join(tex)) + "\n$$",
         _wrapped(" ".join(legend)),
         "```bash\n" + "\n".join(map(_command, lines)) + "\n```",

@@ -98,23 +98,16 @@ def for_terminal(found: list[Cell], with_formulas: bool = False) -> str:
 HEAD = """\
 # What each framework means by a name
 
-The same name means different mathematics in different frameworks. This page is written by
-`tests/conformance`; a test holds it equal to what the module gives. A row is an objective as
-one framework defines it. It has the formula, and says whether settings of ours give the same
-numbers. These are the loss and its gradient by every token's log-probability. Both are compared
-with a float64 numpy version of that formula, within 1e-4.
+The same name means different mathematics in different frameworks. `tests/conformance` writes this page, and a test
+compares them. An entry is an objective as one framework defines it. 🟩 means that settings of ours give the same
+numbers on every fixture: the loss, and its gradient by every token's log-probability. They are compared with a float64
+numpy version of the formula, within 1e-4. 🟥 means that no settings do, and the entry says why. ⬜ was not checked. A
+second square is for the framework's own code, where it was run: 🟩 gives the formula.
 
-| | ours | own function |
-| --- | --- | --- |
-| 🟩 | our settings give these numbers on every fixture | the framework's own code gives them, too |
-| 🟥 | none of our settings do; the row says why | it departs from the formula |
-| ⬜ | not checked | it was not run |
-
-`lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled,
-`sampler` that of the sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is
-exp(old - sampler). A is the advantage, and sg is a value without gradient. "Token mean" is 1 / all
-tokens of the batch. Settings
-that a row does not name are `advantages=centre`, `weighting=per_token`, and the defaults.
+`lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
+sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is exp(old - sampler). A is the advantage, and
+sg is a value without gradient. "Token mean" is 1 / all tokens of the batch. Settings that an entry does not name are
+`advantages=centre`, `weighting=per_token`, and the defaults of `GRPO`.
 
 An entropy or a divergence needs the whole distribution of a token. Here the distribution is over
 four tokens: the policy has the logits (lp, 0, -1, -2), the teacher has (ref, 0, -1, -2).
@@ -162,18 +155,24 @@ def _fixtures() -> str:
 
 
 def _rows(rows: list[Cell]) -> list[str]:
-    """The colours as a table, then each formula, our settings, and why not."""
-    lines = ["| framework | ours | own function |", "| --- | --- | --- |"]
-    lines += [f"| {cell.variant.by} | {cell.ours} | {f'{cell.own} {cell.own_says}'.strip()} |" for cell in rows]
-    lines.append("")
+    """A line for each: the colour, the formula, our settings, why not, and what its own code gave."""
+    lines = []
     for cell in rows:
-        # settings first, then what differs and why
         variant = cell.variant
-        settings = "" if variant.ours is None else f"`{settings_text(variant.ours)}`"
+        settings = "" if variant.ours is None else f"`{_briefly(settings_text(variant.ours))}`"
         remark = "; ".join(part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part)
-        entry = f"**{variant.by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
-        lines += _wrapped(f"- {entry}", "  ")
+        entry = f"{cell.ours}{cell.own} **{variant.by}**: {_escaped(variant.formula)}." + (
+            f" {remark}." if remark else ""
+        )
+        own = f" Own code {cell.own_says}." if cell.own in (RED, GREY) else ""
+        lines += _wrapped(f"- {entry}{own}", "  ")
     return lines
+
+
+def _briefly(settings: str) -> str:
+    """Without the words that the head of the page says once."""
+    usual = ("GRPO", "advantages=centre", "weighting=per_token")
+    return " ".join(word for word in settings.split(" ") if word not in usual) or "GRPO"
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
