@@ -32,7 +32,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "plain_text.py": set(),
     "workers": {"workers"},
     "seeds.py": set(),
-    "hints.py": {"distributed.launcher"},
+    "hints.py": {"distributed.command_line"},
     "files": {"files", "plain_text"},
     # Processes and arrays.
     "distributed": {"distributed", "errors", "files.addresses", "workers.marked_processes"},
@@ -232,7 +232,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "settings": {
         "settings",
         "config",
-        "distributed.launcher",
+        "distributed.command_line",
         "errors",
         "files.addresses",
         "hints",
@@ -281,10 +281,10 @@ STARTS_AT_ONCE = {  # modules that a launcher imports: Python's own library and 
     "workers/marked_processes.py",
     "distributed/join.py",
     "distributed/allgather.py",
+    "distributed/command_line.py",
     "distributed/launcher.py",
     "distributed/meeting.py",
     "distributed/process_place.py",
-    "distributed/supervisor.py",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
