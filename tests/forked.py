@@ -25,7 +25,10 @@ class Ended:
 
 
 def called(words: list[str], folder: Path, limit: float = 120, **variables: str) -> Ended:
-    """`tunix-lite WORDS`, or run_training.py if the first word is a setting, in this working folder."""
+    """`tunix-lite WORDS`, or run_training.py if the first word is a setting, in this working folder.
+
+    Of one thread alone: `start` asks for the exit codes of all children, and each can be read once.
+    """
     with tempfile.TemporaryDirectory() as name:
         files = [Path(name) / part for part in ("out", "err", "seconds")]
         child = CONTEXT.Process(target=_call, args=(words, folder, files, variables))
