@@ -158,16 +158,6 @@ ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.pro
         ({}, {"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES='two': it is a whole number"),
         (
             {},
-            TORCHRUN | {"MASTER_PORT": SERVICE},
-            f"MASTER_PORT='{SERVICE}' is not a port: it is a number from 1 to 65535, for example 29500",
-        ),
-        (
-            {},
-            SLURM | {"MASTER_ADDR": SERVICE},
-            f"MASTER_ADDR='{SERVICE}' is no host: it is a name or a number, for example 192.168.1.10",
-        ),
-        (
-            {},
             TORCHRUN | {"MASTER_PORT": "70000"},
             "MASTER_PORT='70000' is not a port: it is a number from 1 to 65535, for example 29500",
         ),
@@ -193,6 +183,20 @@ def test_what_contradicts_itself_is_named(settings, environ, message):
     with pytest.raises(ValueError) as caught:
         find_place(LaunchConfig(**settings), environ)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "name, environ",
+    [
+        *[("MASTER_PORT", TORCHRUN), ("MASTER_ADDR", TORCHRUN)],
+        *[("MASTER_PORT", SLURM | {"MASTER_ADDR": "a"}), ("MASTER_ADDR", SLURM), ("MEGASCALE_NUM_SLICES", {})],
+    ],
+)
+def test_a_variable_that_kubernetes_makes_of_a_service_is_named_where_it_is_needed(name, environ):
+    with pytest.raises(ValueError, match=f"^{name}='tcp://.*Kubernetes makes such .* set {name} in the pod"):
+        find_place(LaunchConfig(), environ | {name: SERVICE})
+    with pytest.raises(ValueError, match="^MEGASCALE_NUM_SLICES='two': it is a whole number$"):
+        find_place(LaunchConfig(), {"MEGASCALE_NUM_SLICES": "two"})
 
 
 def test_a_process_has_one_gpu_of_a_machine_that_it_shares_and_all_of_its_own():

@@ -40,6 +40,7 @@ from tunix_lite.distributed.process_place import (
     LaunchConfig,
     check_no_process_ids,
     find_place,
+    is_of_a_service,
 )
 from tunix_lite.files.addresses import check_on_disk
 
@@ -274,8 +275,9 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
 
-    # On one machine the launcher finds a port itself.
+    # On one machine the launcher finds a port itself; that of a Service is none.
     port = environ.get("MASTER_PORT")
+    port = None if is_of_a_service(port) else port
 
     # Slurm numbers the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
@@ -301,7 +303,9 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
                 "machines"
             )
-        return LocalProcesses(nprocs, nprocs, 0, environ.get("MASTER_ADDR", "127.0.0.1"), port)
+        address = environ.get("MASTER_ADDR", "127.0.0.1")
+        address = "127.0.0.1" if is_of_a_service(address) else address
+        return LocalProcesses(nprocs, nprocs, 0, address, port)
 
     # Several machines, with the variables of torchrun.
     of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}

@@ -221,6 +221,22 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
 # ---- numbers, ports, addresses
 
 
+def is_of_a_service(text: str | None) -> bool:
+    """Tells a value that Kubernetes makes of a Service's name, as in MASTER_PORT=tcp://10.0.0.1:80
+    in every pod beside a Service named master."""
+    return text is not None and text.startswith(("tcp://", "udp://", "sctp://"))
+
+
+def _who_sets_it(name: str, text: str) -> str:
+    """Returns the end of a message about a variable; "" unless Kubernetes sets such values."""
+    if not is_of_a_service(text):
+        return ""
+    return (
+        f". Kubernetes makes such variables of a Service's name: set {name} in the pod, give the "
+        "Service another name, or set enableServiceLinks: false"
+    )
+
+
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
     """A variable as a whole number; without it the default. Raises ValueError."""
     text = environ.get(name)
@@ -229,7 +245,7 @@ def _number(name: str, environ: Mapping[str, str], default: int | None = None) -
     if text is None:
         raise ValueError(f"{name} is not set")
     if not text.strip().isdecimal():
-        raise ValueError(f"{name}={text!r}: it is a whole number")
+        raise ValueError(f"{name}={text!r}: it is a whole number{_who_sets_it(name, text)}")
     return int(text)
 
 
@@ -238,6 +254,7 @@ def _host(text: str) -> str:
     if "/" in text:
         raise ValueError(
             f"MASTER_ADDR={text!r} is no host: it is a name or a number, for example 192.168.1.10"
+            f"{_who_sets_it('MASTER_ADDR', text)}"
         )
     return text
 
@@ -247,7 +264,7 @@ def _port(name: str, text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
             f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
-            f"{TORCH_PORT}"
+            f"{TORCH_PORT}{_who_sets_it(name, text)}"
         )
     return int(text)
 
