@@ -166,6 +166,7 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
         ((None, 1.0, False), "returned the observation None"),
         ((3, 1.0, False), "returned the observation 3"),
         (("a", float("nan"), False), "the reward nan"),
+        (("a", 1e308, False), "the reward 1e+308"),
         (("a", "1", False), "the reward '1'"),
         (("a", 1.0, "no"), "done='no'"),
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),

@@ -28,6 +28,7 @@ from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import ModelConfig, locate
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.sampling_progress import SamplingProgress
+from tunix_lite.settings.compose import compose_values
 from tunix_lite.tracking.progress import BytesProgress
 
 ROOT = Path(__file__).parents[1]
@@ -232,6 +233,14 @@ def test_a_run_does_not_go_on_with_adapters_of_another_scale(adapted):
 
 def test_python_and_the_command_line_begin_with_the_same_sampling():
     assert compose(["generation=long"]).generation == LONG
+
+
+@pytest.mark.parametrize(
+    "given, temperature", [([], 0.0), (["num_generations=4"], 0.7), (["generation.temperature=1"], 1)]
+)
+def test_generate_gives_the_likeliest_completion_where_one_is_asked_for(given, temperature):
+    values = compose_values(given, of=("+command=generate",))
+    assert values["generation"]["temperature"] == temperature
 
 
 def test_a_step_that_was_not_saved_is_named_with_those_that_were(adapted):

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 # Where the endpoints of one episode are.
 OF_EPISODE = "/episodes/{episode}"
-# A reward is nearer to 0 than this.
-MOST_REWARD = 1e30
+# A reward is nearer to 0 than this, as rewards.scores.MOST_REWARD.
+MOST_REWARD = 1e18
 # Types of errors by their status; the others are of the request or of the server.
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
