@@ -13,7 +13,7 @@ import numpy as np
 import processes
 from conversation_worker import Counts
 
-from tunix_lite.algorithms.algorithm import Policy
+from tunix_lite.algorithms.algorithm import Needs, Policy
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.models import decoder, weights
@@ -62,7 +62,7 @@ def learned(params):
 
 
 def session_of(rollout, task):
-    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS)
+    algorithm = SimpleNamespace(updates_per_rollout=1, num_generations=GENERATIONS, needs=Needs())
     run = SimpleNamespace(algorithm=algorithm, rollout=rollout, generation=GENERATION, seed=5)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=3))
     stopping = SimpleNamespace(check_between_chunks=lambda: None)

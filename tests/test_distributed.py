@@ -158,6 +158,12 @@ ALL_THREE = "launch.coordinator=HOST:PORT, launch.num_processes=N and launch.pro
         ({}, {"MEGASCALE_NUM_SLICES": "two"}, "MEGASCALE_NUM_SLICES='two': it is a whole number"),
         (
             {},
+            SLURM | {"MASTER_PORT": "29500"},
+            "MASTER_PORT is set, but MASTER_ADDR is not: export MASTER_ADDR=$(scontrol show hostnames | head -n 1), or "
+            "unset MASTER_PORT",
+        ),
+        (
+            {},
             TORCHRUN | {"MASTER_PORT": "70000"},
             "MASTER_PORT='70000' is not a port: it is a number from 1 to 65535, for example 29500",
         ),

@@ -391,3 +391,11 @@ def test_no_value_of_a_file_makes_the_doctor_fail():
         run = Evidence(Path("run"), chosen, rows, rows, samples, status, {"embed_dim": any_of(*odd)})
         with np.errstate(all="ignore"):
             diagnose(run)
+
+
+def test_a_number_to_try_is_written_as_the_program_takes_it():
+    """1,024 doubled is 2048, and no 2.05e+03; a number of the settings has no quotes."""
+    cut = evidence(completions_truncated=[0.6] * 8, settings={"generation.max_new_tokens": 1024})
+    (found,) = [one for one in diagnose(cut) if one.name == "truncated"]
+    assert "generation.max_new_tokens=2048" in found.overrides
+    assert "generation.max_new_tokens=1024" in found.evidence

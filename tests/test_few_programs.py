@@ -1,6 +1,7 @@
 """A run has few programs: rows, prompts and caches have few widths, and all are compiled before the second step ends."""
 
 import json
+import threading
 import time
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.learner.packing import RowShape
-from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
+from tunix_lite.parallel.compiling import Abandoned, compiled_together, stopwatch, watching_compiler
 from tunix_lite.resolved import run as resolved
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import scheduler
@@ -174,6 +175,31 @@ def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_
     assert third.shape == (4, 3)
     assert compiled[0][0].count("jit(constrained)") == 1
     assert elapsed() < 0.05 < 0.1 <= time.perf_counter() - began, "it counts as waiting for the compiler"
+
+
+def test_what_compiles_together_ends_with_the_first_error_and_waits_for_no_other():
+    """A signal whose handler raises is like an error here. The thread that still waits begins no further program."""
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def fails():
+        raise RuntimeError("no such program")
+
+    def waits():
+        goes_on.wait(30)
+        try:
+            results(jax.jit(lambda x: x), jnp.ones(3))
+        except Abandoned:
+            ended.set()
+
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match="no such program"):
+        compiled_together([waits, fails])
+    assert time.perf_counter() - began < 5
+    goes_on.set()
+    assert ended.wait(30)
+    # of calls within calls
+    with pytest.raises(RuntimeError, match="no such program"):
+        compiled_together([partial(compiled_together, [waits, fails]), waits])
 
 
 def test_rows_with_a_large_head_have_two_numbers_of_scored_tokens_and_others_one():

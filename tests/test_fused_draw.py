@@ -114,7 +114,8 @@ def assert_same(cfg: Architecture, dtype=jnp.float32) -> None:
     plain, fused = (decode_random(cfg, dtype, fused=fused) for fused in (False, True))
     np.testing.assert_array_equal(plain[0], fused[0])
     for one, other in zip(plain[1:], fused[1:], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        # products and attention are kernels, too, which round in bfloat16 where they end
+        np.testing.assert_allclose(one, other, atol=1e-5 if dtype == jnp.float32 else 2e-2)
 
 
 def test_decoding_with_a_head_of_its_own_draws_the_tokens_of_plain_products():
@@ -131,7 +132,7 @@ def test_decoding_with_the_embedding_as_head_in_bfloat16_draws_the_tokens_of_pla
 @pytest.mark.wide
 def test_each_device_draws_for_its_own_slots_from_its_own_part_of_the_vocabulary():
     on_mesh(2, 2)
-    assert_same(CAPPED)
+    assert_same(replace(CAPPED, num_kv_heads=2))
 
 
 # ---- what it is for

@@ -489,6 +489,7 @@ def test_where_all_are_on_this_machine_the_first_is_0():
 def test_on_one_machine_a_port_that_kubernetes_makes_of_a_service_does_not_count():
     service = {"MASTER_PORT": "tcp://10.96.3.7:29500"}
     assert local_processes(2, service) == LocalProcesses(2, 2)
+    assert local_processes(2, {"MASTER_PORT": ""}).environments()[0]["MASTER_PORT"].isdecimal()
     service["MASTER_ADDR"] = "tcp://10.96.3.7:29500"
     assert local_processes(2, service | {"WORLD_SIZE": "2"}) == LocalProcesses(2, 2)
     one_task = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}

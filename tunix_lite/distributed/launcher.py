@@ -252,7 +252,7 @@ class LocalProcesses:
     def environments(self) -> list[dict[str, str]]:
         """The variables for each process here, with the names of torchrun."""
         port = self.port
-        if port is None:
+        if not port:
             with socket.socket() as listening:
                 listening.bind(("127.0.0.1", 0))
                 port = str(listening.getsockname()[1])
@@ -367,7 +367,9 @@ def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPoli
             except ValueError:
                 numbers[name] = -1
             if not 0 <= numbers[name] < math.inf:
-                raise ValueError(f"launch.{name}={value}: it is {meant}")
+                flag = f"--{name.replace('_', '-')}"
+                typed = flag if getattr(known, name) else f"launch.{name}"
+                raise ValueError(f"{typed}={value}: it is {meant}")
     if not 0 <= known.grace < math.inf:
         raise ValueError("--grace must be finite and not negative")
 

@@ -189,6 +189,11 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     num_local = -(-count // _number("SLURM_STEP_NUM_NODES", environ, count))
     local_id = _number("SLURM_LOCALID", environ)
     if not environ.get("MASTER_ADDR"):
+        if environ.get("MASTER_PORT"):
+            raise ValueError(
+                "MASTER_PORT is set, but MASTER_ADDR is not: export "
+                "MASTER_ADDR=$(scontrol show hostnames | head -n 1), or unset MASTER_PORT"
+            )
         return ProcessPlace(rank, count, None, local_id, num_local, "srun", asks_jax=True)
     # Without MASTER_PORT all processes derive one port from the id of the job.
     port_of_job = str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)

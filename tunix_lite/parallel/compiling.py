@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,25 +52,54 @@ def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax
     return compiled
 
 
+class Abandoned(Exception):
+    """Ends a thread that compiles what nobody waits for any more."""
+
+
 def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """The results of calls that compile programs, each in a thread of its own; jax compiles a
     program once that two of them need. The time until the last one ends counts as waiting for the
-    compiler, as if this thread had called them."""
+    compiler, as if this thread had called them.
+
+    After an error, or a signal whose handler raises, no thread begins another program.
+    """
     if len(calls) < 2:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
-    here = _compiling.watcher
+    watcher = _compiling.watcher
+    abandoned = _compiling.abandoned or threading.Event()
 
     def one(call: Callable[[], T]) -> T:
-        _compiling.watcher = here
+        _compiling.watcher = watcher
+        _compiling.abandoned = abandoned
         with jax.set_mesh(mesh):
             return call()
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(len(calls)) as pool:
-        results = list(pool.map(one, calls))
+    pool = ThreadPoolExecutor(len(calls))
+    futures = [pool.submit(one, call) for call in calls]
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        errors = [future.exception() for future in done if future.exception() is not None]
+        if errors and all(isinstance(error, Abandoned) for error in errors):
+            # The error that ended them lies in a thread of theirs, which is about to end, too.
+            errors = [future.exception() for future in wait(futures).done if future.exception()]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, Abandoned))
+    except BaseException:
+        abandoned.set()
+        raise
+    finally:
+        pool.shutdown(wait=False)
     _compiling.add(began, time.perf_counter())
-    return results
+    return [future.result() for future in futures]
+
+
+def check_wanted() -> None:
+    """Call it before a program compiles. Raises Abandoned in a thread of `compiled_together` whose
+    programs are no longer waited for."""
+    if _compiling.abandoned is not None and _compiling.abandoned.is_set():
+        raise Abandoned
 
 
 # (name of the program, seconds that it took to compile; None: the compiler begins now)
@@ -85,6 +114,8 @@ class _Compiling(threading.local):
         # (beginning, end) of what is counted in `seconds`; none overlaps another
         self.counted: list[tuple[float, float]] = []
         self.watcher: CompileWatcher | None = None
+        # set once the programs that this thread compiles are no longer waited for
+        self.abandoned: threading.Event | None = None
 
     def add(self, begin: float, end: float) -> None:
         """Counts these seconds, but none twice: a program is traced while another one is."""

@@ -85,7 +85,10 @@ class Series:
     def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
         steps = f"steps {self.steps[0]} to {self.steps[-1]}"
-        return f"{self.name} {self.early:.3g} → {self.late:.3g} ({steps})"
+        early, late = (
+            f"{mean:.0f}" if abs(mean) >= 100 else f"{mean:.3g}" for mean in (self.early, self.late)
+        )
+        return f"{self.name} {early} → {late} ({steps})"
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ class Evidence:
             if series is not None:
                 texts.append(str(series))
             elif self.setting(name) is not None:
-                texts.append(f"{name}={excerpt(self.setting(name))}")
+                value = self.setting(name)
+                texts.append(f"{name}={value if is_number(value) else excerpt(value)}")
             elif name == EXAMPLE and self.samples:
                 last = max(self.samples)
                 text = excerpt(self.samples[last][0].get("completion", ""), 100)

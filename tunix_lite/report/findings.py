@@ -80,8 +80,9 @@ class BoundFault:
         for override in self.tries:
             if isinstance(override, tuple):
                 name, factor = override
-                number = run.number(name, 0)
-                override = f"{name}={number * factor:.3g}" if number else ""
+                number = run.number(name, 0) * factor
+                written = f"{number:.0f}" if number == int(number) else f"{number:.3g}"
+                override = f"{name}={written}" if number else ""
             overrides.append(override)
         overrides = list(filter(None, overrides))
         return Finding(self.name, self.what, run.shown(*self.shows), overrides)

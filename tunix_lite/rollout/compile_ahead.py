@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.parallel.compiling import compiled_together
+from tunix_lite.parallel.compiling import check_wanted, compiled_together
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.extend import TurnPrograms, extend_calls
@@ -98,6 +98,7 @@ def compile_rollout(
 def results(program: Any, *arguments: Any) -> Any:
     """Compiles a program under jit for these arguments, arrays or their shapes. Returns the shapes
     of its results, placed as it places them."""
+    check_wanted()
     lowered = program.lower(*arguments)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

@@ -631,7 +631,7 @@ def float32_products(mixed_precision: str, platform: str) -> str:
     "" elsewhere."""
     if mixed_precision != "fp32" or platform == "cpu" or jax.config.jax_default_matmul_precision:
         return ""
-    return "; JAX_DEFAULT_MATMUL_PRECISION=highest also multiplies in float32"
+    return "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"
 
 
 def _size(model: FoundModel) -> str:

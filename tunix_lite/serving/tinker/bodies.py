@@ -119,6 +119,8 @@ class TinkerBody:
         lora = self.lora_config
         if lora is None or self.base_model.endswith(":full"):
             return None
+        if lora.rank < 1:
+            raise BadCall(f"rank={lora.rank}; it is a whole number from 1 to {MOST_RANK}", "rank")
         return Adapters(lora.rank, lora.seed % 2**32, lora.train_attn, lora.train_mlp)
 
     @property
