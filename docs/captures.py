@@ -293,7 +293,8 @@ def shown() -> dict[str, list[str]]:
 def masked(text: str) -> str:
     """Without what differs from run to run: paths, dates, figures, bars, samples, and lines of
     progress, which come by the clock."""
-    text = re.sub(r"^sampled \d+ of \d+ .* left.*\n", "", text, flags=re.MULTILINE)
+    progress = r"sampled \d+ of \d+ .* left|sampled \d+ completions in|writing the |wrote the "
+    text = re.sub(rf"^(?:{progress}).*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^  (?:right|wrong|cut) .*$", "  a sample", text, flags=re.MULTILINE)
     text = re.sub(r"\S*(?:outputs|runs)/[^\s)]*|default/d/\w+", "PATH", text)
     text = re.sub(r"\d+h\d+m|\d+m\d+s", "#s", text)
