@@ -293,7 +293,8 @@ def shown() -> dict[str, list[str]]:
 def masked(text: str) -> str:
     """Without what differs from run to run: paths, dates, figures, bars, samples, and lines of
     progress, which come by the clock."""
-    progress = r"sampled \d+ of \d+ .* left|sampled \d+ completions in|writing the |wrote the "
+    progress = r"sampled \d+ of \d+ .* left|sampled \d+ completions in"
+    progress += "|writing the |wrote the |reading back |read back the "
     text = re.sub(rf"^(?:{progress}).*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^  (?:right|wrong|cut) .*$", "  a sample", text, flags=re.MULTILINE)
     text = re.sub(r"\S*(?:outputs|runs)/[^\s)]*|default/d/\w+", "PATH", text)
