@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import set_mesh
+from test_decode_products import CFG
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.inference.live import live_engine
 from tunix_lite.kernels.choice import check_fused
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.weights import init_params
@@ -20,18 +20,6 @@ from tunix_lite.rollout.engine import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
 
-CFG = Architecture(
-    vocab_size=96,
-    num_layers=2,
-    embed_dim=48,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    mlp_dim=80,
-    window=None,
-    pattern=("global",),
-    query_scale=32,
-)
 GIVEN = {"cfg": CFG, "dtype": jnp.bfloat16, "platform": "cuda", "tp": 1}
 
 

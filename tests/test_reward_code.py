@@ -313,6 +313,18 @@ def test_what_the_kernel_refuses_is_told_once(monkeypatch, capsys):
     assert capsys.readouterr().out == "code of completions: it can use the network\n"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can read what no other user can")
+def test_code_of_root_reads_no_file_of_root_or_is_told_to(tmp_path, monkeypatch, capsys):
+    """It runs as nobody where nobody can read Python; elsewhere a line says that it stays root."""
+    secret = tmp_path / "secret"
+    secret.write_text("1")
+    secret.chmod(0o600)
+    monkeypatch.setattr(sandbox, "_told", set())
+    reads = FAST(block(f"x = open({str(secret)!r}).read()"), {"tests": ["assert x == '1'"]})
+    is_told = "it can read what root can" in capsys.readouterr().out
+    assert (reads == 1) == is_told
+
+
 class FakeProcess:
     def __init__(self, ended):
         self.returncode, self.stdout = ended.returncode, ended.stdout

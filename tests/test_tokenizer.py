@@ -307,6 +307,18 @@ def test_a_variable_of_a_template_is_no_token_and_an_error_names_no_folder(tmp_p
     assert str(tmp_path) not in str(error.value)
 
 
+def test_a_template_that_writes_earlier_turns_anew_is_refused_with_what_to_do(tmp_path):
+    begins_anew = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    made = Tokenizer.load(qwen(tmp_path / "q", begins_anew))
+    with pytest.raises(
+        ValueError, match="differently from its prompt.*; choose a model, or write a chat_template.jinja"
+    ):
+        made.demonstration("hi", "there")
+    earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="differently when others follow.*set task.learned_turns=last"):
+        made.between(earlier, [*earlier, {"role": "user", "content": "c"}])
+
+
 def test_a_template_of_a_file_takes_the_place_of_that_of_the_folder(tmp_path):
     (tmp_path / "mine.jinja").write_text(CHATML)
     for template in (None, "theirs"):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,25 +72,27 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     def one(call: Callable[[], T]) -> T:
         _compiling.watcher = watcher
         _compiling.abandoned = abandoned
-        with jax.set_mesh(mesh):
-            return call()
+        try:
+            with jax.set_mesh(mesh):
+                return call()
+        except BaseException:
+            abandoned.set()
+            raise
 
     began = time.perf_counter()
     pool = ThreadPoolExecutor(len(calls))
     futures = [pool.submit(one, call) for call in calls]
     try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        errors = [future.exception() for future in done if future.exception() is not None]
-        if errors and all(isinstance(error, Abandoned) for error in errors):
-            # The error that ended them lies in a thread of theirs, which is about to end, too.
-            errors = [future.exception() for future in wait(futures).done if future.exception()]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, Abandoned))
+        wait(futures)
     except BaseException:
+        # of a signal's handler
         abandoned.set()
         raise
     finally:
         pool.shutdown(wait=False)
+    errors = [future.exception() for future in futures if future.exception() is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Abandoned)), errors[0])
     _compiling.add(began, time.perf_counter())
     return [future.result() for future in futures]
 

@@ -5,7 +5,7 @@ is none: `1,23`, `3:45`, `2^5`, `5 or 6` and `2x` are refused, not guessed at.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 
 # Characters of a text that are looked at; of a longer one, those at its end.
@@ -212,12 +212,11 @@ def number_in(text: str, percent: str = "unit") -> Fraction | None:
 
 def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
     """The last number in running text, as it is written and as a value; None if there is none."""
-    return next(_values(reversed(list(_numbers(text))), percent), None)
-
-
-def numbers_in(text: str, percent: str = "unit") -> list[tuple[str, Fraction]]:
-    """All numbers in running text, in order: as they are written, and as values."""
-    return list(_values(_numbers(text), percent))
+    for match in reversed(list(_numbers(text))):
+        value = _value(match, match.string, percent)
+        if value is not None:
+            return match.group().strip(), value
+    return None
 
 
 def _numbers(text: str) -> Iterator[re.Match]:
@@ -230,13 +229,6 @@ def _numbers(text: str) -> Iterator[re.Match]:
         before = text[max(0, match.start() - 8) : match.start()]
         if not (_BEFORE.search(before) or _AFTER.match(text, match.end())):
             yield match
-
-
-def _values(numbers: Iterable[re.Match], percent: str) -> Iterator[tuple[str, Fraction]]:
-    for match in numbers:
-        value = _value(match, match.string, percent)
-        if value is not None:
-            yield match.group().strip(), value
 
 
 def undecorated(text: str) -> str:
