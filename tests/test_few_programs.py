@@ -159,7 +159,12 @@ def test_a_stopwatch_leaves_out_the_compiler_and_counts_what_is_traced_inside_on
     assert seen[-1][0] == "outer" and seen[-1][1] > 0
 
 
-def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_count_once(compiled):
+@pytest.fixture
+def many_cores(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+
+def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_count_once(compiled, many_cores):
     """Two threads need one program; a third needs another one, whose shapes follow from the mesh."""
     set_mesh(2, 1)
     rows = jax.ShapeDtypeStruct((4, 3), jnp.float32)
@@ -179,7 +184,7 @@ def test_programs_that_compile_together_do_so_on_the_current_mesh_once_each_and_
     assert elapsed() < 0.05 < 0.1 <= time.perf_counter() - began, "it counts as waiting for the compiler"
 
 
-def test_of_what_compiles_together_an_error_is_raised_and_no_further_program_begins():
+def test_of_what_compiles_together_an_error_is_raised_and_no_further_program_begins(many_cores):
     """Also of calls within calls, where it is not the error of a thread that was told to end."""
     begun = []
 
@@ -198,7 +203,7 @@ def test_of_what_compiles_together_an_error_is_raised_and_no_further_program_beg
     assert len(begun) < 100
 
 
-def test_a_signal_waits_for_nothing_that_compiles_together():
+def test_a_signal_waits_for_nothing_that_compiles_together(many_cores):
     goes_on, ended = threading.Event(), threading.Event()
 
     def waits():

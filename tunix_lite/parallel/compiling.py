@@ -19,6 +19,8 @@ import jax
 import jax.monitoring
 
 T = TypeVar("T")
+# On two cores threads take as long as one program after the other, and a tenth more memory.
+FEWEST_CORES = 4
 # What jax reports of each program, in this order, with the seconds that it took.
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -57,13 +59,13 @@ class Abandoned(Exception):
 
 
 def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of calls that compile programs, each in a thread of its own; jax compiles a
-    program once that two of them need. The time until the last one ends counts as waiting for the
+    """The results of calls that compile programs, each in a thread of its own if there are
+    cores for it; jax compiles a program once that two of them need. The time until the last one ends counts as waiting for the
     compiler, as if this thread had called them.
 
     After an error, or a signal whose handler raises, no thread begins another program.
     """
-    if len(calls) < 2:
+    if len(calls) < 2 or (os.cpu_count() or 1) < FEWEST_CORES:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
     watcher = _compiling.watcher
