@@ -59,9 +59,9 @@ class Abandoned(Exception):
 
 
 def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of calls that compile programs, each in a thread of its own if there are
-    cores for it; jax compiles a program once that two of them need. The time until the last one ends counts as waiting for the
-    compiler, as if this thread had called them.
+    """The results of calls that compile programs, each in a thread of its own if there are cores
+    for it; jax compiles a program once that two of them need. The time until the last one ends
+    counts as waiting for the compiler, as if this thread had called them.
 
     After an error, or a signal whose handler raises, no thread begins another program.
     """
