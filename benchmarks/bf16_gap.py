@@ -29,7 +29,7 @@ from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch
 

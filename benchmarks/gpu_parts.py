@@ -56,7 +56,7 @@ from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.resolved.run import resolve_run
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.engine import make_generate, make_sampler
+from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.settings.compose import compose

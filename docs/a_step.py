@@ -25,7 +25,7 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import source
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, Task, TaskConfig

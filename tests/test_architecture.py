@@ -132,7 +132,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "models.tokenizer",
         "plain_text",
         "rollout.live",
-        "rollout.live_programs",
+        "rollout.programs",
         "rollout.settings",
         "trainer",
     },

@@ -78,7 +78,7 @@ def test_groups_are_counted_by_what_their_rewards_are():
 def test_every_setting_of_rollout_reaches_the_sampler(monkeypatch):
     """Of a model on one device. Only the number of slots and where the weights stay are chosen."""
     got = []
-    monkeypatch.setattr(rollouts, "make_generate_with_partner", lambda *arguments: got.append(arguments[5]))
+    monkeypatch.setattr(rollouts, "make_generate", lambda *arguments: got.append(arguments[5]))
     monkeypatch.setattr(rollouts.memory, "choose_weights", lambda *_: ("gathered", ""))
     tokenizer = SimpleNamespace(eos_ids=(1,), pad_id=0)
     monkeypatch.setattr(rollouts, "num_params", lambda table: 135_000_000)

@@ -33,7 +33,7 @@ from tunix_lite.planning.plan import ESTIMATE_MARGIN
 from tunix_lite.planning.programs import Compiled
 from tunix_lite.planning.report import as_dict
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
 

@@ -16,7 +16,7 @@ from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
 from tunix_lite.models.quantize import init_stored
 from tunix_lite.models.weights import init_params
 from tunix_lite.resolved.run import check_decode_kernels
-from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
 
@@ -115,7 +115,7 @@ def test_weights_with_adapters_or_codes_are_not_plain(monkeypatch):
     assert not weights.are_plain(acting_params(base, adapters, lora))
     coded = init_stored(decoder.weights(CFG), jax.random.key(0), "int8")
     assert not weights.are_plain(coded)
-    monkeypatch.setattr("tunix_lite.rollout.engine.current_platform", lambda: "cuda")
+    monkeypatch.setattr("tunix_lite.rollout.generate.current_platform", lambda: "cuda")
     sample = make_sampler(CFG, GenerationConfig(6, 4), (95,), 0, rollout=RolloutConfig(kernels="fused"))
     with pytest.raises(ValueError, match="these have LoRA adapters or are quantised"):
         next(sample(coded, [[1]], jax.random.key(0)))

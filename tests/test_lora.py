@@ -19,7 +19,7 @@ from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights, a
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Batch, TrainState
 

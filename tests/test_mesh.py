@@ -16,7 +16,7 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, devices_taken, make_mesh, put, resolve_mesh_shape, spec
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Graded, TrainState
 

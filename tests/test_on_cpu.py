@@ -21,7 +21,7 @@ from tunix_lite.parallel.mesh import current_mesh
 from tunix_lite.planning import programs as planned_programs
 from tunix_lite.resolved.parts import abstract
 from tunix_lite.resolved.run import find_model, resolve_run
-from tunix_lite.rollout import engine
+from tunix_lite.rollout import generate
 from tunix_lite.rollout import programs as rollout_programs
 from tunix_lite.rollout.programs import SamplerSpec, computed_ahead, make_programs
 from tunix_lite.rollout.settings import GenerationConfig
@@ -82,7 +82,7 @@ def test_only_plain_whole_weights_of_a_cpu_are_joined(cfg):
     set_mesh(1, 2)
     assert not decoder.joins_qkv(params, jnp.float32, current_mesh()), "heads are divided over tp"
     set_mesh(2, 1)
-    prepared = engine.make_prepare(cfg, jnp.float32, gather=False)(random_params(cfg))["layers"][0]["qkv"]
+    prepared = generate.make_prepare(cfg, jnp.float32, gather=False)(random_params(cfg))["layers"][0]["qkv"]
     assert prepared.shape == (16, 4 + 2 + 2, 8) and prepared.sharding.shard_shape(prepared.shape) == (8, 8, 8)
 
 

@@ -30,11 +30,9 @@ from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import make_mesh, put, split_devices
-from tunix_lite.rollout import reread
-from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, rollout_of
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.reread import first_calls, pieces_of
+from tunix_lite.rollout import engine
+from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout.partial import OpenCompletion, make_partial_sampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
 from tunix_lite.runs.overlap import Carry, OneStep, TaskInHand, handed_out
@@ -88,17 +86,17 @@ def carried_on(sampler, params, completions, chunks):
 
 @pytest.mark.parametrize(
     "mesh, widths",
-    [((1, 1), reread.FIRST_WIDTHS), ((1, 1), (4, 8)), pytest.param((2, 2), reread.FIRST_WIDTHS, marks=WIDE)],
+    [((1, 1), engine.APPEND_WIDTHS), ((1, 1), (2, 4, 8)), pytest.param((2, 2), engine.APPEND_WIDTHS, marks=WIDE)],
     ids=["whole", "in pieces", "divided"],
 )
 def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, widths, monkeypatch):
     """The weights do not change here, so the update in between must change nothing."""
-    monkeypatch.setattr(reread, "FIRST_WIDTHS", widths)
+    monkeypatch.setattr(engine, "APPEND_WIDTHS", widths)
     set_mesh(*mesh)
     params = random_params(cfg)
     generate = of_cfg(make_generate, cfg)
     whole = generate(params, ragged_prompts(GROUPS), jax.random.fold_in(KEY, 0), GENERATIONS)
-    first, after, metrics = carried_on(of_cfg(make_carry_sampler, cfg), params, begun(), chunks=3)
+    first, after, metrics = carried_on(of_cfg(make_partial_sampler, cfg), params, begun(), chunks=3)
     found = rollout_of(after, ragged_prompts(GROUPS), GenerationConfig(PROMPT, NEW), 0, {})
     np.testing.assert_array_equal(found.tokens, whole.tokens)
     np.testing.assert_array_equal(found.finish, whole.finish)
@@ -108,36 +106,9 @@ def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, wid
     for one, then in zip(after, first):
         drawn = len(then.tokens)
         assert one.versions == (0,) * drawn + (1,) * (len(one.tokens) - drawn)
-    carried = [(one, p) for one in first for p in [asked()[one.group]] if one.is_under_way]
+    carried = [one for one in first if one.is_under_way]
     assert metrics["rollout/carried"] == len(carried)
-    assert metrics["rollout/reread_tokens"] == sum(len(p) + len(one.tokens) for one, p in carried)
-
-
-def test_what_is_read_again_is_cut_so_that_little_of_it_is_padding():
-    long = list(range(256 + 130))
-    pieces = list(pieces_of({3: (long, 12), 1: ([7, 8], 9), 2: (long[:200], 5)}))
-    assert [{slot: (len(tokens), limit) for slot, (tokens, limit) in piece.items()} for piece in pieces] == [
-        {3: (256, 0), 1: (2, 9), 2: (200, 5)},
-        {3: (64, 0)},
-        {3: (64, 0)},
-        {3: (2, 12)},
-    ]
-    assert [token for piece in pieces for token in piece[3][0]] == long
-
-
-def test_what_is_read_first_has_few_shapes_and_waits_where_more_is_to_come():
-    new = {5: (list(range(1, 65)), 9), 2: (list(range(1, 301)), 7), 7: ([3, 4], 8), 1: (list(range(1, 130)), 6)}
-    found = [
-        (*map(np.ndarray.tolist, (rows, lengths, limits)), tokens)
-        for rows, tokens, lengths, limits in first_calls(new, num_slots=12)
-    ]
-    none = [12]
-    assert [row[:3] for row in found] == [
-        ([5, 7, *none * 10], [64, 2, *[1] * 10], [9, 8, *[0] * 10]),
-        ([2, 1, *none * 2], [256, 129, 1, 1], [0, 6, 0, 0]),
-    ]
-    assert [row[3].shape for row in found] == [(12, 64), (4, 256)]
-    assert found[1][3][0].tolist() == list(range(1, 257)) and found[0][3][1].tolist() == [3, 4, *[0] * 62]
+    assert metrics["rollout/reread_tokens"] == sum(len(one.tokens) for one in carried)
 
 
 # ---- which groups an update takes
@@ -220,7 +191,7 @@ def session_of(overlap, staleness, prompts=3):
 
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
-    return Carry(session, session.run, sampler or of_cfg(make_carry_sampler, cfg), start or InFlight([], 0))
+    return Carry(session, session.run, sampler or of_cfg(make_partial_sampler, cfg), start or InFlight([], 0))
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
@@ -264,7 +235,7 @@ KINDS = {"carry": (carry_of, 2), "one_step": (one_step_of, 1)}
 def test_tokens_are_of_the_version_that_they_name_and_a_resumed_run_draws_the_same(cfg, kind):
     make, staleness = KINDS[kind]
     generate = of_cfg(make_generate, cfg)
-    sampler = of_cfg(make_carry_sampler, cfg)
+    sampler = of_cfg(make_partial_sampler, cfg)
     overlap = make(cfg, staleness, sampler=sampler)
     found = []
     kept = {}
@@ -348,7 +319,7 @@ def one_step_of_talks(start=None, delay=0):
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):
-    generate = of_cfg(make_generate_with_partner, cfg)
+    generate = of_cfg(make_generate, cfg)
     overlap = one_step_of_talks()
     found = []
     kept = {}
@@ -403,7 +374,7 @@ def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it
         def replies(self, wait, patience=0.0):
             raise SharedError("the environment is gone")
 
-    generate = of_cfg(make_generate_with_partner, cfg)
+    generate = of_cfg(make_generate, cfg)
     overlap = one_step_of_talks()
     drawn(overlap, 0, cfg, generate)
     overlap._task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)

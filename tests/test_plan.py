@@ -44,7 +44,8 @@ from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
 from tunix_lite.resolved.parts import abstract, scored_batch_shapes
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
-from tunix_lite.rollout import conversations, engine, memory
+from tunix_lite.rollout import generate as sampler
+from tunix_lite.rollout import memory
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
@@ -114,8 +115,8 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
         changed = {name: noting(name, getattr(programs, name)) for name in ("prefill", "decode")}
         return replace(programs, **changed)
 
-    make_programs = engine.make_programs
-    monkeypatch.setattr(engine, "make_programs", noted)
+    make_programs = sampler.make_programs
+    monkeypatch.setattr(sampler, "make_programs", noted)
     set_mesh(fsdp, tp)
     case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     run = case.run
@@ -123,7 +124,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
     reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
     rollout = replace(run.rollout, num_slots=case.slots, weights=case.sampling_weights)
-    generate = engine.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
+    generate = sampler.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
     policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
@@ -336,16 +337,13 @@ def measured_conversations(case, monkeypatch) -> dict:
     def noting(make, names):
         return lambda *args: (made := make(*args)) and replace(made, **{name: noted(made, name) for name in names})
 
-    for make, names in {
-        "make_programs": ["decode"],
-        "make_turn_programs": ["extend", "read_slot", "write_slot"],
-    }.items():
-        monkeypatch.setattr(conversations, make, noting(getattr(conversations, make), names))
+    make = noting(sampler.make_programs, ["decode", "append", "read_slot", "write_slot"])
+    monkeypatch.setattr(sampler, "make_programs", make)
     rollout = replace(run.rollout, num_slots=case.slots)
-    converse = conversations.make_converse(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
+    converse = sampler.make_generate(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
     # of the widest piece
-    partner = Numbers(delay=1, num_tokens=130)
+    partner = Numbers(delay=1, num_tokens=200)
     converse(random_params(case.cfg), prompts, jax.random.key(5), generations, partner=partner)
     return found
 
@@ -354,12 +352,12 @@ def measured_conversations(case, monkeypatch) -> dict:
 @pytest.mark.parametrize("fsdp, tp", [(1, 1), (2, 2)])
 def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, monkeypatch):
     set_mesh(fsdp, tp)
-    case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=160"], fsdp, tp)
+    case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=280"], fsdp, tp)
     found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
     real = measured_conversations(case, monkeypatch)
-    assert real.keys() == {"decode", "extend", "read_slot", "write_slot"}
+    assert real.keys() == {"decode", "append", "read_slot", "write_slot"}
     for name, sizes in real.items():
-        program = found.programs[name]
+        program = found.programs["extend" if name == "append" else name]
         assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
         assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
         peak = program.argument_bytes + program.temp_bytes

@@ -109,7 +109,7 @@ def test_after_the_warm_up_a_request_compiles_nothing(model):
         sampled(engine, [prompt], [DrawSettings()])
         assert engine.programs.compiles == compiled and not told
         sampled(engine, [prompt], [DrawSettings(top_p=0.5)])
-        assert told == ["live_decode"]
+        assert told == ["decode_each"]
         engine.failure = RuntimeError("out of memory")
         with pytest.raises(EngineFailed):
             engine.warm_up()
@@ -122,7 +122,7 @@ def test_cut_off_by_rows_is_cut_off_by_the_sampler():
     logits = jax.random.normal(jax.random.key(0), (4, 300)) * 3
     settings = [(0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (50, 0.9, 0.1)]
     k, p, m = (jnp.asarray(column)[:, None] for column in zip(*settings))
-    found = np.asarray(sampling.apply_row_cutoffs(logits, k, p, m))
+    found = np.asarray(sampling.apply_cutoffs(logits, k, p, m))
     for row, (top_k, top_p, min_p) in enumerate(settings):
         expected = sampling.apply_cutoffs(logits[row : row + 1], top_k, top_p, min_p)
         np.testing.assert_array_equal(found[row], np.asarray(expected)[0])

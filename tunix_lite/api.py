@@ -21,7 +21,7 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models.source import ModelConfig, load_weights, locate
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose

@@ -35,7 +35,7 @@ from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.resolved.batch_size import plan_batch, plan_rows
 from tunix_lite.resolved.run import has_large_head
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Graded, Rollout, TrainState
 

@@ -28,9 +28,9 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.engine import next_power_of_two
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.requests import Request
-from tunix_lite.rollout.scheduler import next_power_of_two
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.progress import BytesProgress, StandardError

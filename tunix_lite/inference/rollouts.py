@@ -12,7 +12,7 @@ from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.conversations import make_generate_with_partner
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params, Prompts, Rollout
 
@@ -36,7 +36,7 @@ def generate_of(
     tp_reduce_dtype: str = "float32",
 ) -> Callable[..., Rollout]:
     """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as
-    make_generate_with_partner makes it.
+    make_generate makes it.
 
     counts: (prompts, completions of each) of the largest calls to come; where the weights stay
     while sampling is chosen by them and by the memory that is free.
@@ -49,7 +49,7 @@ def generate_of(
         weights, _ = memory.choose_weights(
             model.params, model.cfg, model.dtype, generation, rollout, slots, counts
         )
-    generate = make_generate_with_partner(
+    generate = make_generate(
         model.cfg,
         generation,
         model.tokenizer.eos_ids,

@@ -23,7 +23,7 @@ from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.resolved.sizes import table_bytes, tables
-from tunix_lite.rollout.extend import EXTEND_WIDTHS, FEW_SLOTS
+from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 
 
@@ -128,7 +128,7 @@ def appending(resolved: ResolvedRun) -> int:
         return 0
     here = resolved.slots // resolved.mesh_shape["fsdp"]
     rows = min(here, FEW_SLOTS) if resolved.mesh_shape["fsdp"] == 1 else here
-    piece = EXTEND_WIDTHS[-1]
+    piece = APPEND_WIDTHS[-1]
     copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
     scores = score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
     return copy + layer_at_work(resolved, rows * piece) + scores

@@ -33,16 +33,16 @@ from tunix_lite.resolved.parts import (
 )
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.conversations import chunk_of_turns
-from tunix_lite.rollout.extend import EXTEND_WIDTHS, extend_calls, make_turn_programs
+from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
     SamplerSpec,
     Slots,
     at_home,
+    longest_chunk,
     make_programs,
 )
-from tunix_lite.rollout.rewind import longest_chunk
 from tunix_lite.types import Params, RowBatch, TrainState
 
 PROGRAMS = ("update", "scoring", "prefill", "decode")
@@ -195,9 +195,6 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callab
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
 
-    def turns() -> Any:
-        return make_turn_programs(made()[0])
-
     def prefill() -> Any:
         programs, layered = made()
         block, width, num_prompts = resolved.sampling_memory.prompt_cache
@@ -212,22 +209,21 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callab
 
     def extend() -> Any:
         # The widest piece of an answer, or of a completion that is read again after an update.
-        longest = [0] * EXTEND_WIDTHS[-1]
-        call = extend_calls({0: (longest, 1)}, resolved.slots)[0]
-        arrays = (call.rows, call.tokens, call.counts, call.limits)
-        return turns().extend.lower(slots(), made()[1], *arrays)
+        longest = [0] * APPEND_WIDTHS[-1]
+        call = append_calls({0: (longest, 1)}, resolved.slots)[0]
+        return made()[0].append.lower(slots(), made()[1], *call)
 
     def write_slot() -> Any:
-        # A parked conversation comes from the host: placed by the program itself.
-        parked = unplaced(jax.eval_shape(turns().read_slot, slots(), row))
-        return turns().write_slot.lower(slots(), parked, row)
+        # An offloaded conversation comes from the host: placed by the program itself.
+        copy = unplaced(jax.eval_shape(made()[0].read_slot, slots(), row))
+        return made()[0].write_slot.lower(slots(), copy, row)
 
     def rewind() -> Any:
         programs, _ = made()
         tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
         kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
-        saved = unplaced(turns().save.lower(slots()).out_info)
-        return turns().rewind.lower(slots(), saved, tokens, kept)
+        saved = unplaced(programs.save.lower(slots()).out_info)
+        return programs.rewind.lower(slots(), saved, tokens, kept)
 
     found = {"prefill": prefill, "decode": decode}
     if resolved.carries:
@@ -235,10 +231,10 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callab
     if resolved.converses:
         found["extend"] = extend
     if resolved.may_park:
-        found["read_slot"] = lambda: turns().read_slot.lower(slots(), row)
+        found["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
         found["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
-        found["save"] = lambda: turns().save.lower(slots())
+        found["save"] = lambda: made()[0].save.lower(slots())
         found["rewind"] = rewind
     return found
 

@@ -14,7 +14,7 @@ from tunix_lite.evaluation.statistics import avg_at_k, pass_at_k
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rollout.engine import make_prepare
+from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.runs.evaluate import Evaluated

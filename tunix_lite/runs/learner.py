@@ -20,8 +20,7 @@ from tunix_lite.planning.at_start import check_at_rest
 from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import Sampling
+from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.runs import resume
 from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
@@ -167,7 +166,7 @@ def _load_frozen(parts: Parts, console: Console) -> dict[str, Params]:
 
 def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
     """Builds the sampler of a run."""
-    return make_generate_with_partner(
+    return make_generate(
         resolved.cfg,
         resolved.run.generation,
         tokenizer.eos_ids,

@@ -14,8 +14,7 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.planning.estimate import with_sampling_weights_apart
 from tunix_lite.planning.machine import attached_machine
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import Sampling
+from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Params, Prompts, Rollout
 
@@ -28,7 +27,7 @@ class SamplingApart:
     """
 
     mesh: jax.sharding.Mesh
-    # the result of conversations.make_generate_with_partner
+    # the result of generate.make_generate
     generate: Sampling
     # shardings of acting parameters on the mesh
     shardings: Params
@@ -109,7 +108,7 @@ def sampling_apart(session: Session, resolved: ResolvedRun) -> SamplingApart | N
         f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
         f"{', '.join(str(device.id) for device in mesh.devices.flat)}"
     )
-    generate = make_generate_with_partner(
+    generate = make_generate(
         resolved.cfg,
         resolved.run.generation,
         model.tokenizer.eos_ids,

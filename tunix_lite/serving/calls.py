@@ -12,7 +12,7 @@ from typing import Any
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout.live import DrawSettings
-from tunix_lite.rollout.live_programs import MOST_TOP
+from tunix_lite.rollout.programs import MOST_TOP
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages

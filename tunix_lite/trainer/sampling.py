@@ -16,7 +16,7 @@ from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import Lora
 from tunix_lite.plain_text import shown
-from tunix_lite.rollout.engine import make_prepare
+from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import DrawSettings, LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
