@@ -27,7 +27,7 @@ from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.programs import DecodedChunk, Programs, PromptCache, Queue, Slots, no_draws
-from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_text_end
+from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_end
 from tunix_lite.types import Metrics, Params
 
 # Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
@@ -378,7 +378,7 @@ class Engine:
 
         # Stop texts are looked for here, as the devices know tokens only.
         new = decoded.tokens[:count, slot].tolist()
-        end = stop_text_end(request, new, self.criteria)
+        end = stop_end(request, new, self.criteria)
         count = count if end is None else end
         request.num_new = count
         request.tokens += new[:count]

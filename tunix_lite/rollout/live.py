@@ -51,7 +51,7 @@ class NewTokens:
     full_logprobs: list[float]
     # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    # eos or length, once the sequence has ended; error with a message
+    # eos, stop or length, once the sequence has ended; error with a message
     reason: str | None = None
     message: str = ""
 
@@ -69,6 +69,8 @@ class LiveSequence:
     limit: int
     # called in the engine's thread
     on_tokens: Callable[[NewTokens], None]
+    # what ends it beside an end-of-sequence token
+    criteria: StopCriteria | None = None
     is_cancelled: bool = False
     # what the engine makes of it
     request: Request | None = None
@@ -271,7 +273,7 @@ class LiveEngine:
             key = np.asarray(jax.random.key_data(jax.random.key(draw.seed)))
             prompt = tuple(sequence.prompt)
             sequence.request = Request(
-                0, 0, draw.generation, sequence.limit, prompt, key, draw=draw
+                0, 0, draw.generation, sequence.limit, prompt, key, 0, draw, sequence.criteria
             )
             self._sequences[sequence.request] = sequence
         self.engine.admit([sequence.request for sequence in new])

@@ -30,7 +30,7 @@ from tunix_lite.rollout.requests import (
     RolloutArrays,
     StopCriteria,
     check_prompts,
-    stop_text_end,
+    stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
@@ -73,7 +73,7 @@ class OpenCompletion:
         """The request that continues it. ids: its prompt; place: of its prompt, for messages."""
         request = Request(place, self.prompt, self.generation, limit, ids)
         # the text so far, in which the next tokens may complete a stop text
-        stop_text_end(request, list(self.tokens), criteria)
+        stop_end(request, list(self.tokens), criteria)
         request.tokens = list(self.tokens)
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)

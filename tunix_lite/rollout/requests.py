@@ -64,6 +64,8 @@ class Request:
     row: int = 0
     # settings of its own; None: those of the sampler
     draw: DrawSettings | None = None
+    # what else ends it, beside the end tokens that the devices know; None: the sampler's texts
+    criteria: "StopCriteria | None" = None
     # most tokens of a conversation's first turn; None: as many as `limit`
     first_limit: int | None = None
     tokens: list[int] = field(default_factory=list)
@@ -199,20 +201,24 @@ class RolloutArrays:
 OnChunk = Callable[[Sequence[Request], dict[int, Rollout]], None]
 
 
-def stop_text_end(
+def stop_end(
     request: Request,
     new: list[int],
     criteria: StopCriteria,
 ) -> int | None:
-    """Returns how many of the new tokens complete a stop text; None if they complete none."""
-    if not criteria.texts:
+    """Returns how many of the new tokens there are up to a stop text, or up to a token of the
+    request's own criteria; None if there is none."""
+    criteria = request.criteria or criteria
+    tokens = () if request.criteria is None else criteria.tokens
+    if not criteria.texts and not tokens:
         return None
-    if request.text is None:
+    if request.text is None and criteria.texts:
         request.text = criteria.tokenizer.stream(skip_special=False)
-    longest = max(map(len, criteria.texts))
+    longest = max(map(len, criteria.texts), default=0)
     for count, token in enumerate(new, start=1):
-        request.tail += request.text.feed([token])
-        if any(text in request.tail for text in criteria.texts):
+        if criteria.texts:
+            request.tail += request.text.feed([token])
+        if token in tokens or any(text in request.tail for text in criteria.texts):
             return count
         request.tail = request.tail[-longest:]
     return None
