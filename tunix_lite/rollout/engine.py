@@ -133,7 +133,7 @@ class Engine:
     def fill(self) -> list[tuple[int, Request]]:
         """Reads prompts and gives free slots their requests, until slots or requests are gone.
         Returns the slots that are known to have got one."""
-        given = []
+        filled = []
         while self.waits and (self.in_flight or self.is_free.any()):
             self._make_room()
             self._read_prompts()
@@ -156,10 +156,10 @@ class Engine:
             # While chunks are under way, other slots may have ended: absorb sees who took which.
             if not self.in_flight:
                 self._read_again(dict(taken))
-            given += taken
+            filled += taken
             if not new:
                 break
-        return given
+        return filled
 
     def _make_room(self) -> None:
         if self.slots is None:

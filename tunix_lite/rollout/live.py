@@ -290,11 +290,11 @@ class LiveEngine:
                 new = slice(len(request.tokens) - request.num_new, None)
                 said = (request.tokens[new], request.logprobs[new], request.full_logprobs[new])
                 message = NOT_FINITE if request.reason == "error" else ""
-                told = NewTokens(*said, request.top[new], request.reason, message)
+                news = NewTokens(*said, request.top[new], request.reason, message)
                 if request.reason is not None:
                     del self._sequences[request]
                 if not sequence.is_cancelled:
-                    sequence.on_tokens(told)
+                    sequence.on_tokens(news)
 
     def _end_all(self) -> None:
         """Tells all that are left that they end here."""
