@@ -193,7 +193,7 @@ def finding(folder: Path) -> str:
 def live_region(folder: Path) -> str:
     words = ["training.max_steps=10", "evaluation.interval_steps=5", "hydra.run.dir=outputs/ten"]
     _run(folder, *words, "evaluation.num_examples=64", "evaluation.num_samples=0")
-    board = Dashboard(10, is_here=False)
+    board = Dashboard(10)
     for row in map(json.loads, (folder / "outputs/ten/metrics.jsonl").read_text().splitlines()):
         board.log(row["step"], row)
     screen = rich.console.Console(file=io.StringIO(), width=80, height=30, color_system=None)

@@ -85,11 +85,11 @@ def test_the_newest_samples_come_once(folder):
 
 
 def test_the_time_left_of_a_run_elsewhere_is_by_the_seconds_of_its_steps(folder):
-    board = Dashboard(20, is_here=False)
+    board = Dashboard(20)
     for step, metrics in FollowedRun(folder).new_rows():
         board.log(step, metrics)
     assert board.seconds_left() == pytest.approx(18 * 2.0)
-    board = Dashboard(20, is_here=False, evaluates_every=5)
+    board = Dashboard(20, evaluates_every=5)
     for step in (1, 2, 3):
         board.log(step, {"time/step": 2.0, "time/eval": 7.0} if step == 3 else {"time/step": 2.0})
     assert board.seconds_left() == pytest.approx(17 * 2.0 + 4 * 7.0)

@@ -20,7 +20,8 @@ from tunix_lite.commands.generate import EndedCompletions
 from tunix_lite.inference.language_model import Completion
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.time_left import LengthEstimate, SamplingClock
-from tunix_lite.tracking.progress import Progress, seconds_in_words
+from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.progress import Progress
 
 CHUNK = 16
 
@@ -130,7 +131,7 @@ def test_lengths_are_estimated_as_lifetimes():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (48, "48 s"), (130, "2 m 10 s"), (59.7, "1 m 0 s"), (11540, "3 h 12 m")]
+    ("seconds", "text"), [(0.4, "0 s"), (48, "48 s"), (125, "2m05s"), (59.7, "1m00s"), (11540, "3h12m")]
 )
 def test_durations_are_words(seconds, text):
     assert seconds_in_words(seconds) == text

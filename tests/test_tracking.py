@@ -14,7 +14,6 @@ import pytest
 from tunix_lite.plain_text import device_name, shortened, visible
 from tunix_lite.report.evidence import read_sample_file
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
@@ -81,7 +80,7 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status = Status(RunDir(tmp_path))
     status.start(3)
     (ended,) = status.closing_lines("hydra.sweep.dir=/sweep")
-    assert ended == (f"3 steps in 0s; everything is in {tmp_path}", "")
+    assert ended == (f"3 steps in 0 s; everything is in {tmp_path}", "")
     status.record_accuracy(0.25)
     status.record_accuracy(0.5)
     status.stopped = "SIGTERM"
@@ -305,10 +304,6 @@ def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_
     stream.close()  # and so does python at its end, without a word
     said = (tmp_path / "train.log").read_text().splitlines()
     assert [line.split()[1] for line in said] == ["one", "two", "three"]
-
-
-def test_minutes_read_well():
-    assert [minutes(s) for s in (48.4, 125, 11520)] == ["48s", "2m05s", "3h12m"]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_was_probably_meant(tmp_path):

@@ -33,7 +33,8 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.imports import looking_in_working_folder
 from tunix_lite.models.source import weights_digest
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.report.write import report_of_sweep
+from tunix_lite.report.comparison import comparison_page, runs_in
+from tunix_lite.report.page import write_at_end
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import Parts, prepare
 from tunix_lite.settings import compose as composing
@@ -56,8 +57,10 @@ def main() -> None:
             program.main(start, check)
         finally:
             # also of a sweep that a run has ended by its failure
-            for folder in SWEEPS:
-                report_of_sweep(folder, partial(print, flush=True))
+            say = partial(print, flush=True)
+            for sweep in SWEEPS:
+                if len(folders := runs_in(sweep)) > 1:
+                    write_at_end(sweep, partial(comparison_page, folders, say), say)
 
 
 def check(run: RunConfig, folder: Path) -> None:

@@ -104,7 +104,7 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
     has_region = terminal.is_terminal and is_live(mode, terminal)
     max_steps = followed.steps_setting("training", "max_steps")
     every = followed.steps_setting("evaluation", "interval_steps") or 0
-    board = Dashboard(max_steps, is_here=False, evaluates_every=every)
+    board = Dashboard(max_steps, evaluates_every=every)
     live = rich.live.Live(
         console=terminal,
         get_renderable=lambda: board.drawn(*terminal.size),
@@ -121,16 +121,12 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
                 if not has_region:
                     print(step_line(step, max_steps, metrics), flush=True)
             samples = followed.new_samples() if has_region else None
-            panel = sample_panel(*samples, terminal.width) if samples else None
-            if panel is not None:
+            if samples and (panel := sample_panel(*samples, terminal.width)):
                 terminal.print(panel)
             if has_ended or once:
                 return
             if time.monotonic() - since > SILENT:
                 board.busy("waiting; no new step for", since)
-                if not has_region:
-                    print(f"no new step for {SILENT} s", flush=True)
-                    since = time.monotonic()
             time.sleep(EVERY)
 
 
@@ -168,8 +164,8 @@ class FollowedRun:
         # No line of a run is as long: it is left out, as its end will be.
         self._rest = self._rest[: MOST_LINE + 1]
         rows = []
-        for row in [row_of(line) for line in lines if len(line) <= MOST_LINE]:
-            if row is not None:
+        for line in lines:
+            if len(line) <= MOST_LINE and (row := row_of(line)) is not None:
                 step = row.pop("step")
                 numbers = [(visible(name), x) for name, x in row.items() if is_number(x)]
                 rows.append((step, dict(numbers[:MOST_METRICS])))
@@ -188,10 +184,9 @@ class FollowedRun:
 
     def steps_setting(self, group: str, name: str) -> int | None:
         """A number of steps of the run's settings; None where they cannot be read."""
-        try:
+        settings: dict = {}
+        with contextlib.suppress(ValueError):
             settings = read_yaml(self.run_dir.path / ".hydra" / "config.yaml", MOST_LINE)
-        except ValueError:
-            return None
         values = settings.get(group)
         steps = values.get(name) if isinstance(values, dict) else None
         return steps if type(steps) is int and 0 < steps < MOST_STEPS else None

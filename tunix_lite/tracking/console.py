@@ -1,4 +1,4 @@
-"""Prints a run: a panel at the start, a line for each step, and samples; train.log has all of it.
+"""Prints a run: its settings, a line for each step, and samples; train.log has all of it.
 
 On a terminal a live region shows the last step, drawn by tracking/dashboard.py. Text of the model
 is never read as markup, and its control characters are escaped.
@@ -16,8 +16,6 @@ from typing import Any, TextIO
 
 import rich.console
 import rich.live
-import rich.panel
-import rich.table
 import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
@@ -71,42 +69,28 @@ class Console:
         stream: TextIO | None = None,
         quiet: bool = False,
         mode: str = "auto",
-        hides_noise: bool = False,
         evaluates_every: int = 0,
     ):
         """every: steps between two lines in a pipe. stream: the screen; None: standard output.
         quiet: print nothing; of several processes only the first prints. mode: tracking.console.
-        hides_noise: what compiled code prints to standard error while there is a live region goes
-        to the log. evaluates_every: as of a Dashboard. Raises OSError."""
+        evaluates_every: as of a Dashboard. Raises OSError."""
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
         self._is_live = self._terminal.is_terminal and is_live(mode, self._terminal)
         self._is_quiet = mode == "quiet"
-        self._noise = Noise(log_file) if self._is_live and hides_noise else None
         self._log = log_file.open("a", encoding="utf-8")
         self._live: rich.live.Live | None = None
-        self._board = Dashboard(max_steps, time.perf_counter, evaluates_every=evaluates_every)
+        self._board = Dashboard(max_steps, evaluates_every=evaluates_every)
         self._max_steps = max_steps
         self._every = every
 
     # ---- the start
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Prints the start-up panel. rows: (name, text) of each line."""
-        title = visible(title)
-        rows = [(name, visible(text)) for name, text in rows]
-        lines = [title, *(f"  {name:<11}{text}" for name, text in rows)]
-        self._write(*lines)
-        if not self._is_live:
-            for line in lines:
-                self._print(line)
-            return
-        table = rich.table.Table.grid(padding=(0, 2))
-        for name, text in rows:
-            table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
-        heading = rich.text.Text(title)
-        self._terminal.print(rich.panel.Panel(table, title=heading, title_align="left"))
+        """Prints what the run is. rows: (name, text) of each line."""
+        for line in [title, *(f"  {name:<11}{text}" for name, text in rows)]:
+            self.say(line)
 
     def say(self, text: str, style: str = "") -> None:
         """Prints one line. style: of rich, such as "bold red"; tracking.console=quiet prints only
@@ -179,8 +163,6 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self._noise is not None:
-            self._noise.close()
         self._log.close()
 
     # ---- the screen and the log
@@ -239,31 +221,6 @@ def is_live(mode: str, terminal: rich.console.Console) -> bool:
     except (UnicodeEncodeError, LookupError):
         return mode == "rich"
     return mode == "rich" or not terminal.is_dumb_terminal
-
-
-class Noise:
-    """Sends what compiled code writes to standard error to the log, until it is closed.
-
-    Warnings of XLA and absl would tear the live region. Python's own errors go to the screen.
-    """
-
-    def __init__(self, log_file: Path):
-        sys.stderr.flush()
-        self._before = sys.stderr
-        self._screen = os.dup(2)
-        log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(log, 2)
-        os.close(log)
-        sys.stderr = open(  # noqa: SIM115
-            self._screen, "w", buffering=1, errors="backslashreplace", closefd=False
-        )
-
-    def close(self) -> None:
-        """Standard error is the screen again."""
-        sys.stderr.flush()
-        os.dup2(self._screen, 2)
-        os.close(self._screen)
-        sys.stderr = self._before
 
 
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:

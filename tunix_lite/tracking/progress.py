@@ -12,6 +12,7 @@ import jax
 
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.console import Screen, Terminal
+from tunix_lite.tracking.dashboard import seconds_in_words
 
 # Seconds between two whole lines, and between two looks at a line that is rewritten.
 LINE_SECONDS = 30.0
@@ -201,13 +202,3 @@ def compiling(output: Output, what: str, patience: float = 0.0) -> Progress:
 def after(seconds: float) -> str:
     """`, 12 s`: how long something has taken; "" at its beginning."""
     return f", {seconds_in_words(seconds)}" if seconds >= 1 else ""
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Seconds as `48 s`, `2 m 10 s` or `3 h 12 m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} m"

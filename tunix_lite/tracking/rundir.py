@@ -16,7 +16,7 @@ from tunix_lite.files import untrusted
 from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import as_words, averages_of_samples
-from tunix_lite.tracking.dashboard import minutes
+from tunix_lite.tracking.dashboard import seconds_in_words
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.types import Metrics
 
@@ -379,7 +379,7 @@ class Status:
                 if name.startswith("avg_at_") and is_number(first[name]) and is_number(last[name]):
                     text += f", {as_words(name)} {first[name]:.1%} → {last[name]:.1%}"
             lines.append((text, "bold green"))
-        steps = f"{self.steps} steps in {minutes(self.seconds)}"
+        steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
         lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
         if self.stopped:
             does = "begins anew, as no step was made"
