@@ -15,7 +15,7 @@ from tunix_lite.__main__ import COMMANDS, main
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.files.untrusted import read_yaml
 from tunix_lite.report.evidence import Evidence, read_evidence
-from tunix_lite.report.findings import BOUNDS, CHECKS, FAULTS, diagnose, relative_step
+from tunix_lite.report.findings import FAULTS, diagnose, relative_step
 
 # benchmarks/spoilt_runs.py made these runs, and cut short what they left
 RECORDED = json.loads((Path(__file__).parent / "recorded_doctor.json").read_text())
@@ -214,7 +214,7 @@ def test_the_step_of_adapters_is_what_they_add_to_a_weight():
     rng = np.random.default_rng(0)
     a, b = rng.uniform(-(64**-0.5), 64**-0.5, (64, 8)), rng.choice([-0.01, 0.01], (8, 64))
     assert found.largest == pytest.approx((4 * a @ b).std() * np.sqrt(64), rel=0.05)
-    assert relative_step(replace(run, status={"parameters": 100})) is None
+    assert not relative_step(replace(run, status={"parameters": 100}))
 
 
 def test_a_reward_that_climbs_while_nothing_gets_right_is_exploited():
@@ -260,10 +260,8 @@ def test_findings_name_steps_numbers_and_an_override():
     assert finding.overrides == ["optimizer.learning_rate=0.0001", "tunix-lite replay run skipped=6"]
 
 
-def test_faults_are_in_the_order_of_their_weights_and_have_words():
-    for weights in ([weight for weight, *_ in CHECKS], [bound.weight for bound in BOUNDS]):
-        assert weights == sorted(weights, reverse=True)
-    assert len(FAULTS) == len(CHECKS) + len(BOUNDS) and all(check.__doc__.endswith(".") for _, check, *_ in CHECKS)
+def test_every_fault_has_a_weight_and_words():
+    assert all(0 < weight <= 100 and what and not what.endswith(".") for weight, what, _ in FAULTS.values())
 
 
 def test_the_page_names_every_finding():

@@ -14,7 +14,6 @@ import pytest
 from tunix_lite.plain_text import device_name, shortened, visible
 from tunix_lite.report.evidence import read_sample_file
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.dashboard import minutes
 from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
@@ -81,7 +80,7 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status = Status(RunDir(tmp_path))
     status.start(3)
     (ended,) = status.closing_lines("hydra.sweep.dir=/sweep")
-    assert ended == (f"3 steps in 0s; everything is in {tmp_path}", "")
+    assert ended == (f"3 steps in 0 s; everything is in {tmp_path}", "")
     status.record_accuracy(0.25)
     status.record_accuracy(0.5)
     status.stopped = "SIGTERM"
@@ -117,14 +116,13 @@ def test_a_status_file_that_a_full_disk_emptied_is_no_obstacle(tmp_path):
 def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
     run = tmp_path / "outputs" / "project" / "day" / "run"
     latest = tmp_path / "outputs" / "latest"
-    RunDir(run).make()
+    run.mkdir(parents=True)
     assert not latest.exists()
     RunDir(run).point_latest_here()
     assert latest.resolve() == run.resolve()
-    RunDir(latest).make()
     RunDir(latest).point_latest_here()
     other = RunDir(run.parent / "other", process=1)
-    other.make()
+    other.path.mkdir()
     other.point_latest_here()
     assert latest.resolve() == run.resolve() and not run.is_symlink()
 
@@ -136,7 +134,7 @@ def test_piped_output_is_one_plain_line_a_step(tmp_path):
     for step in range(1, 5):
         console.log(step, {"reward/mean": 0.5, "time/step": 1.0})
     row = {"prompt": "1 + 1", "completion": "[bold]2[/bold]\nso 2", "extracted": "2", "correct": True, "reward": 1.0}
-    console.samples(4, [row])
+    console.samples([row])
     console.close()
     out = stream.getvalue().splitlines()
     assert out[:2] == ["title", "  mesh       fsdp=1"]
@@ -190,7 +188,7 @@ def test_text_that_acts_on_a_terminal_is_shown_as_what_it_is(tmp_path, is_termin
     console = Console(tmp_path / "train.log", max_steps=4, stream=stream)
     row = {"prompt": NASTY, "completion": NASTY, "extracted": NASTY, "correct": True, "reward": 1.0}
     console.panel(NASTY, [("data", NASTY)])
-    console.samples(4, [row])
+    console.samples([row])
     console.say(NASTY)
     console.busy(NASTY)
     console.close()
@@ -272,7 +270,7 @@ def test_a_run_that_is_a_link_to_nowhere_is_refused_with_what_to_do(tmp_path):
 def test_a_sample_of_any_length_is_one_line_of_some_hundred_characters(tmp_path):
     console = Console(tmp_path / "train.log", max_steps=1, stream=io.StringIO())
     long = "y" * 1_000_000
-    console.samples(1, [{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
+    console.samples([{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
     console.close()
     assert len((tmp_path / "train.log").read_text()) < 700
 
@@ -305,10 +303,6 @@ def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_
     stream.close()  # and so does python at its end, without a word
     said = (tmp_path / "train.log").read_text().splitlines()
     assert [line.split()[1] for line in said] == ["one", "two", "three"]
-
-
-def test_minutes_read_well():
-    assert [minutes(s) for s in (48.4, 125, 11520)] == ["48s", "2m05s", "3h12m"]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_was_probably_meant(tmp_path):

@@ -9,7 +9,8 @@ from tunix_lite.parallel.compiling import compile_seconds
 from tunix_lite.rollout.generate import OnChunk
 from tunix_lite.rollout.requests import Request
 from tunix_lite.tasks.task import Grader
-from tunix_lite.tracking.progress import Output, Progress, after, seconds_in_words
+from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.progress import Output, Progress, after
 from tunix_lite.types import Graded, Rollout
 
 
@@ -149,7 +150,7 @@ class SamplingProgress:
     # ---- in words
 
     def text(self, seconds: float) -> str:
-        """`sampled 17 of 160 completions, 41 tokens/s, 2 m 10 s left, accuracy 12.0%`."""
+        """`sampled 17 of 160 completions, 41 tokens/s, 2m10s left, accuracy 12.0%`."""
         self._look_from_thread()
         clock = self.clock
         if not clock.tokens:

@@ -22,7 +22,8 @@ from tunix_lite.planning.at_start import (
     is_out_of_memory,
     out_of_memory_lines,
 )
-from tunix_lite.report.write import report_at_end
+from tunix_lite.report.page import write_at_end
+from tunix_lite.report.run_page import run_page
 from tunix_lite.resolved.run import chooses_micro_batch
 from tunix_lite.runs.leaving import saved
 from tunix_lite.runs.setup import (
@@ -184,7 +185,7 @@ def _processes(stopping: Stopping) -> Processes:
 @contextlib.contextmanager
 def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     """Make the folder, and the console that writes its log too. Only one process shows it."""
-    run_dir.make()
+    run_dir.path.mkdir(parents=True, exist_ok=True)
     every = run.training.log_interval_steps
     # Of several processes one may end another from compiled code: its last words stay visible.
     console = Console(
@@ -193,7 +194,6 @@ def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
         every,
         quiet=not run_dir.is_first,
         mode=run.tracking.console,
-        hides_noise=run_dir.is_first and jax.process_count() == 1,
         evaluates_every=run.evaluation.interval_steps,
     )
     with contextlib.ExitStack() as at_end:
@@ -240,4 +240,5 @@ def _write_report(session: Session) -> None:
     if session.run.tracking.report and session.run_dir.is_first:
         # A signal that is sent twice must not end a run that has ended already.
         with session.stopping:
-            report_at_end(session.run_dir.path, session.console.say)
+            folder = session.run_dir.path
+            write_at_end(folder, lambda: run_page(folder), session.console.say)
