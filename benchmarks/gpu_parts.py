@@ -792,7 +792,7 @@ def forecast_of(compiled: jax.stages.Compiled, seconds: float, hardware: Hardwar
     found = {"planned GB": round(size / 1e9, 2)}
     if hardware is None:
         return found
-    predicted = predicted_seconds(kernels(compiled.as_text(), None, hardware.cached_bytes), hardware)
+    predicted = predicted_seconds(kernels(compiled.as_text()), hardware)
     return found | {"predicted ms": round(1e3 * predicted, 2), "predicted / measured": round(predicted / seconds, 3)}
 
 

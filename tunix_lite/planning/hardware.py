@@ -74,12 +74,6 @@ class Hardware:
         no device has confirmed yet."""
         return LAUNCH_SECONDS[self.platform]
 
-    @property
-    def cached_bytes(self) -> int:
-        """The largest array that stays on the chip from one kernel to the next: of a GPU half of
-        its L2. What a TPU keeps there, XLA writes into the program."""
-        return self.chip.l2_cache // 2 if isinstance(self.chip, Gpu) else 0
-
 
 # cuda: the low end of the 2 to 4 microseconds between two small kernels that depend on each other,
 # as XLA launches them in CUDA graphs. tpu: the 1,826 cycles that libtpu writes into its programs as
