@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import shlex
 from dataclasses import replace
 
 import jax
@@ -319,22 +317,3 @@ def test_a_plan_that_would_fit_with_other_settings_ends_with_them_and_no_error(t
         command.plan(compose(["model=gemma3_1b"]), settings)
     out = capsys.readouterr().out
     assert " fit, with " in out and "  tunix-lite plan model=gemma3_1b " in out
-
-
-@pytest.mark.parametrize("packing", ["none", "sequences"])
-def test_a_plan_that_leaves_most_memory_free_names_a_larger_micro_batch_that_fits(
-    packing, tmp_path, monkeypatch, capsys
-):
-    words = ["model=gemma3_270m", "training.mixed_precision=bf16", f"training.packing={packing}"]
-    words += ["training.micro_batch_size=1"] if packing == "none" else []
-    monkeypatch.setattr("sys.argv", ["tunix-lite", *words])
-    settings = PlanConfig(target="h100", analytic=True, out=str(tmp_path))
-    command.plan(compose(words), settings)
-    lines = capsys.readouterr().out.splitlines()
-    [line] = [line for line in lines if line.startswith("most of the memory is free")]
-    parts, before = (int(number) for number in re.search(r"update of (\d+) in place of (\d+) micro-", line).groups())
-    assert 0 < parts < before
-    # the line that it names is the plan that it promises
-    better = shlex.split(lines[lines.index(line) + 1])[2:]
-    plans = make_plans(compose(better), settings, [])
-    assert plans.plans[0].fits and plans.plans[0].resolved.rows.num_parts == parts

@@ -15,7 +15,7 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
-from tunix_lite.planning.advice import advice, larger_micro_batch
+from tunix_lite.planning.advice import advice
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
@@ -183,24 +183,10 @@ def _say(text: str) -> None:
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
-    """The plans, and if none fits, with a command that would; if the best leaves most of the memory
-    free, with a larger micro-batch.
-
-    What is advised for a run that does not fit is compiled too, unless the plan is analytic.
-    """
+    """The plans, and if none fits, with a command that would. What is advised is compiled too,
+    unless the plan is analytic."""
     if any(plan.fits is not False for plan in plans.plans):
-        larger = larger_micro_batch(plans.plans[0])
-        if larger is None:
-            return plans
-        overrides, more = larger
-        rows = more.resolved.rows
-        change = (
-            f"most of the memory is free: an update of {rows.num_parts} in place of "
-            f"{plans.plans[0].resolved.rows.num_parts} micro-batches is faster, and fits, with "
-            f"{report.gib(more.peak_bytes)} of {report.gib(more.machine.capacity)} GiB, "
-            f"{report.source(more)}:"
-        )
-        return replace(plans, command=command_that_fits(words, overrides), change=change)
+        return plans
 
     def compile_again(changed: Plan) -> Plan:
         if settings.analytic:
