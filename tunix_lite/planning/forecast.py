@@ -9,6 +9,7 @@ import heapq
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,10 @@ def program_seconds(program: Compiled, mesh_shape: dict[str, int], hardware: Har
     """Of one call, by the machine model."""
     seconds = predicted_seconds(list(program.kernels), hardware)
     # The kernels send everything within a node; what goes to another node takes longer.
-    _, far = speed.links(speed.sent_by_axis(program), mesh_shape, hardware)
+    sent: dict[str, float] = Counter()
+    for group in program.collectives:
+        sent[group.axis] += group.sent_bytes
+    _, far = speed.links(sent, mesh_shape, hardware)
     return seconds + far * (1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth)
 
 

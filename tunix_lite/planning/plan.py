@@ -161,7 +161,7 @@ def assemble_plan(
     for name in [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]:
         made[name] = _scoring(name, resolved, done)
     made["update"] = _update(resolved, done)
-    bounds = speed.bounds(resolved, machine.hardware, done)
+    bounds = speed.bounds(resolved, machine.hardware)
     phases = [Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()]
     if resolved.samples_beside_update:
         beside = {"sampling beside it": phases[0].added_bytes}
