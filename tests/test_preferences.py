@@ -246,12 +246,12 @@ def test_a_list_of_the_teacher_leaves_tokens_out(below, is_refused):
     settings = ["algorithm=distill", "algorithm.divergence=reverse", f"algorithm.top_k={size - below}"]
     run = compose(settings)
     if not is_refused:
-        assert set(locate_frozen(run, source.locate(run.model))) == {"teacher"}
+        assert set(locate_frozen(run.algorithm, source.locate(run.model))) == {"teacher"}
         return
     with pytest.raises(
         ConfigError, match=f"top_k={size - below} leaves no token out of vocab_size={size}; algorithm.top_k=0"
     ):
-        locate_frozen(run, source.locate(run.model))
+        locate_frozen(run.algorithm, source.locate(run.model))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def look_at(run: RunConfig, folder: Path) -> Parts:
     plan = planning.estimated(run, machine, model.cfg, model.lora, sizes)
     messages: list[str] = []
     check_fits(plan, messages.append)
-    title, rows = startup_summary(parts.resolved.run, parts, run_dir)
+    title, rows = startup_summary(parts, run_dir)
     shown = [(name, text) for name, text in rows if name != "outputs"]
     if resume_from is not None:
         shown.append(("resume", f"from the checkpoint in {resume_from}"))

@@ -142,11 +142,24 @@ def find_target(text: str) -> Target:
     two into one device. Raises ValueError, with a name that would do, for what is unknown or does
     not exist.
     """
-    match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", text.strip().lower())
+    typed = text.strip().lower()
+    match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", typed)
     name, mark, count = match.groups() if match else (text, None, None)
     hardware = HARDWARE.get(ALIASES.get(name, name))
     if hardware is None:
-        raise ValueError(_unknown(text))
+        gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
+        examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
+        near = difflib.get_close_matches(typed, examples, n=1)
+        # 2xh100x8 is two nodes of eight, 8xa100 eight GPUs.
+        turned = re.fullmatch(rf"([0-9]+)x({'|'.join(gpus)})(?:x([0-9]+))?", typed)
+        if turned:
+            near = [f"{turned[2]}x{int(turned[1]) * int(turned[3] or 1)}"]
+        hint = f"did you mean {near[0]}? There are" if near else "there are"
+        raise ValueError(
+            f"{text!r} is no hardware that is known; {hint} {', '.join(gpus)}, "
+            "written like h100x8 (h100x16 is two nodes of eight), and "
+            f"{', '.join(tpus)}, written like v5e-16"
+        )
     count = 1 if count is None else int(count)
     if hardware.platform == "cuda":
         if mark == "-" or count < 1:
@@ -170,23 +183,6 @@ def find_target(text: str) -> Target:
     return Target(hardware, count // hardware.chip.cores, text.strip())
 
 
-def _unknown(text: str) -> str:
-    gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
-    examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
-    typed = text.strip().lower()
-    near = difflib.get_close_matches(typed, examples, n=1)
-    # 2xh100x8 is two nodes of eight, 8xa100 eight GPUs.
-    turned = re.fullmatch(rf"([0-9]+)x({'|'.join(gpus)})(?:x([0-9]+))?", typed)
-    if turned:
-        near = [f"{turned[2]}x{int(turned[1]) * int(turned[3] or 1)}"]
-    hint = f"did you mean {near[0]}? There are" if near else "there are"
-    return (
-        f"{text!r} is no hardware that is known; {hint} {', '.join(gpus)}, "
-        "written like h100x8 (h100x16 is two nodes of eight), and "
-        f"{', '.join(tpus)}, written like v5e-16"
-    )
-
-
 def slice_shapes(hardware: Hardware) -> dict[int, str]:
     """The shapes of this TPU's slices by number of devices."""
     chips = {math.prod(map(int, shape.split("x"))): shape for shape in hardware.chip.shapes}
@@ -204,43 +200,39 @@ def compile_only_devices(target: Target) -> list:
             f"to compile for {target.name} without having it, install its compiler, on Linux: "
             f"pip install -e '.[{EXTRAS[platform]}]'"
         )
+    hardware = target.hardware
+    count = target.num_devices
+    if platform == "cuda":
+        nodes = max(1, count // hardware.host_devices)
+        # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
+        topology = {
+            "topology": f"1x{nodes}x{count // nodes}",
+            "target_config": gpu_target_config(hardware),
+        }
+    else:
+        # Read when libtpu is loaded: there is no metadata server to ask, and others may compile.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        shapes = slice_shapes(hardware)
+        if count not in shapes:
+            some = ", ".join(map(str, shapes))
+            raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
+        topology = {
+            "topology_name": f"{hardware.name}:{shapes[count]}",
+            "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
+            "chip_config_name": hardware.chip.config,
+        }
     from jax.experimental import topologies
 
     try:
-        topology = topologies.get_topology_desc(platform=platform, **_topology(target))
+        devices = topologies.get_topology_desc(platform=platform, **topology).devices
     except NotImplementedError as error:
         raise ValueError(
             f"the compiler for {target.name} is installed, but jax has not loaded it ({error}); "
             "set JAX_PLATFORMS=cpu before the program starts"
         ) from error
-    devices = list(topology.devices)
-    assert len(devices) == target.num_devices, (target, devices)
-    return devices
-
-
-def _topology(target: Target) -> dict:
-    """The arguments of `get_topology_desc` for a target."""
-    hardware = target.hardware
-    count = target.num_devices
-    if hardware.platform == "cuda":
-        nodes = max(1, count // hardware.host_devices)
-        # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
-        return {
-            "topology": f"1x{nodes}x{count // nodes}",
-            "target_config": gpu_target_config(hardware),
-        }
-    # Read when libtpu is loaded: there is no metadata server to ask, and others may be compiling.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    shapes = slice_shapes(hardware)
-    if count not in shapes:
-        some = ", ".join(map(str, shapes))
-        raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
-    return {
-        "topology_name": f"{hardware.name}:{shapes[count]}",
-        "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
-        "chip_config_name": hardware.chip.config,
-    }
+    assert len(devices) == count, (target, devices)
+    return list(devices)
 
 
 def gpu_target_config(hardware: Hardware) -> str:

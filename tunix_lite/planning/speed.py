@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from tunix_lite.models.weights import is_weight, num_params
 from tunix_lite.planning import estimate, flops
 from tunix_lite.planning.hardware import Hardware
-from tunix_lite.resolved import sizes
 from tunix_lite.resolved.run import ResolvedRun
 
 
@@ -119,7 +118,7 @@ def reduced_gradient_bytes(resolved: ResolvedRun) -> int:
     """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype,
     others float32."""
     total = 0
-    for weight in jax.tree.leaves(sizes.tables(resolved).trained, is_leaf=is_weight):
+    for weight in jax.tree.leaves(resolved.tables.trained, is_leaf=is_weight):
         is_narrow = weight.inputs and resolved.run.training.reduce_dtype == "bfloat16"
         elements = resolved.elements(weight.shape, weight.axes, is_gathered=True)
         total += elements * (2 if is_narrow else 4)
@@ -210,7 +209,7 @@ def _update(resolved: ResolvedRun) -> ProgramWork:
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
     in sync_gradients_every micro-batches; the state is read and written."""
     tokens, scored, attention, parts = _batch_work(resolved)
-    lora_params = num_params(sizes.tables(resolved).trained) if resolved.lora else 0
+    lora_params = num_params(resolved.tables.trained) if resolved.lora else 0
     both_ways = 2 * parts * estimate.sampling_copy(resolved, is_gathered=True)
     syncs = -(-parts // resolved.run.training.sync_gradients_every)
     here = tokens / resolved.mesh_shape["fsdp"]

@@ -16,7 +16,6 @@ from tunix_lite.inference.live import live_engine
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.engine import make_prepare
 from tunix_lite.rollout.live import DrawSettings
-from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.learner import Learner
@@ -61,7 +60,10 @@ class AgentExperience:
         self._num_prompts = session.parts.batch.prompts
         self._rows = session.parts.rows
         self._tokenizer = session.parts.model.tokenizer
-        self._own_draw = _draw_of(generation) if job.config.own_sampling else None
+        self._own_draw = None
+        if job.config.own_sampling:
+            names = ("temperature", "top_p", "top_k", "min_p")
+            self._own_draw = DrawSettings(**{name: getattr(generation, name) for name in names})
 
         # The engine that agents are answered by; `_ended` gives it the weights of now.
         model = LanguageModel(session.parts.model, None, session.parts.mesh, resolved.dtype)
@@ -113,23 +115,23 @@ class AgentExperience:
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""
         settings = self._evaluation
-        examples = self._task.held_out(settings.num_examples)
-        with error_context("evaluation", RunFailed):
-            groups = self._ended(params, examples, self._seed, None, 1)
-            greedy = self._graded(replace(groups, on_error="zero"), examples)
+        held_out = self._task.held_out(settings.num_examples)
+
+        def graded(seed: int, draw: DrawSettings | None, count: int) -> Graded:
+            examples = [one for one in held_out for _ in range(count)]
+            with error_context("evaluation", RunFailed):
+                groups = self._ended(params, examples, seed, draw, count)
+                return self._graded(replace(groups, on_error="zero"), examples)
+
+        greedy = graded(self._seed, None, 1)
         metrics = {
             "eval/accuracy": float(np.mean(greedy.correct)),
             "eval/reward": greedy.metrics["reward/mean"],
-            "eval/failed": sum(bool(one.failure) for one in groups.ended),
+            "eval/failed": sum(map(bool, greedy.failures)),
         }
-        if not settings.num_samples:
+        if not (k := settings.num_samples):
             return Evaluated(metrics, greedy)
-        examples = [one for one in examples for _ in range(settings.num_samples)]
-        draw = DrawSettings(temperature=settings.temperature)
-        with error_context("evaluation", RunFailed):
-            groups = self._ended(params, examples, self._seed + 1, draw, settings.num_samples)
-            sampled = self._graded(replace(groups, on_error="zero"), examples)
-        k = settings.num_samples
+        sampled = graded(self._seed + 1, DrawSettings(temperature=settings.temperature), k)
         correct_EN = sampled.correct.reshape(-1, k)
         metrics[f"eval/avg_at_{k}"] = float(avg_at_k(correct_EN).mean())
         metrics[f"eval/pass_at_{k}"] = float(pass_at_k(correct_EN, k).mean())
@@ -189,11 +191,9 @@ class AgentExperience:
 
     def _graded(self, groups: EpisodeGroups, examples: list[dict]) -> Graded:
         """Returns the episodes as samples/*.jsonl holds them, and their metrics."""
-        metrics = groups.metrics
         rewards_B = groups.rewards_PG.reshape(-1)
         ended = groups.ended
-        texts = [_texts_of(one, self._tokenizer) for one in groups.episodes]
-        prompts, completions = zip(*texts)
+        prompts, completions = zip(*(_texts_of(one, self._tokenizer) for one in groups.episodes))
         return Graded(
             prompts=list(prompts),
             completions=list(completions),
@@ -202,7 +202,7 @@ class AgentExperience:
             extracted=[
                 f"reward {one.reward:g}" if one.reward is not None else None for one in ended
             ],
-            metrics=metrics,
+            metrics=groups.metrics,
             dropped=np.isnan(rewards_B),
             examples=examples,
             num_generations=groups.num_generations,
@@ -223,15 +223,6 @@ def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
         )
 
     return reward
-
-
-def _draw_of(generation: GenerationConfig) -> DrawSettings:
-    return DrawSettings(
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-    )
 
 
 def _texts_of(episode: Episode, tokenizer: Tokenizer) -> tuple[str, str]:

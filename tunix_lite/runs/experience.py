@@ -1,6 +1,7 @@
 """Experience: the data that an update learns from, and its source."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -9,13 +10,12 @@ import numpy as np
 from tunix_lite.algorithms.selection import chosen_completions
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.models import decoder
 from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.moving_reference import moving_reference
-from tunix_lite.runs.overlap import Drawn
+from tunix_lite.runs.reference import MovingReference
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
-from tunix_lite.tasks.task import Task
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
 # added to the seed of the data order for each further round of prompts
@@ -86,7 +86,6 @@ class FreshExperience:
         self._algorithm = session.run.algorithm
         self._seed = session.run.seed
         self._task = session.task
-        self._leaves_out = session.task.leaves_out
         self._mini_batches = session.run.algorithm.needs.mini_batches
         self._rounds = session.run.algorithm.needs.rounds
         self._num_prompts = session.parts.batch.prompts * self._mini_batches
@@ -98,7 +97,16 @@ class FreshExperience:
         self._stopping = session.stopping
         self._evaluation = session.run.evaluation
         self._learner = learner
-        self._moving = moving_reference(session)
+        # a reference that follows the policy; None: there is none, or it stays
+        self._moving: MovingReference | None = None
+        if every := session.run.algorithm.needs.reference_every:
+            resolved = learner.resolved
+            copied = partial(
+                decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.reference_dtype
+            )
+            mix = session.run.algorithm.reference_mix
+            last = session.parts.reference.kept or 0
+            self._moving = MovingReference(session.run_dir, every, mix, copied, last)
         self._seed_key = learner.seed_key
         self._collected: Collected | None = None
         self._held: Experience | None = None
@@ -135,58 +143,60 @@ class FreshExperience:
         settings = self._evaluation
         counts = rollout_sizes(settings.num_examples, settings.num_samples)
         with SamplingProgress(self._console, counts, patience=patience) as progress:
+            task = self._task.at_step(step)
             return evaluate(
                 self._learner.policy,
-                self._task.at_step(step),
+                task,
                 params,
+                task.held_out(settings.num_examples),
                 self._seed_key,
-                settings.num_examples,
                 settings.num_samples,
                 settings.temperature,
                 progress,
             )
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
-        key = jax.random.fold_in(self._seed_key, step)
-        self._policy = self._moving.follow(self._policy, step, params)
-        policy, task, examples, example_metrics = self._source(step, rollout, params)
-        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | self._curriculum.end(self._console.say) | example_metrics, graded
+        # Where the reference follows the policy, it may move now.
+        if self._moving is not None:
+            self._policy = self._moving.follow(self._policy, step, params)
+        curriculum = self._curriculum
+        task = self._task.at_step(step)
+        if curriculum is not None:
+            task = curriculum.begin(step, task)
 
-    def _source(self, step: int, rollout: int, params: Params) -> Drawn:
-        """Returns the policy to sample from, its task and examples, and metrics of these."""
-        task = self._curriculum.begin(step, self._task.at_step(step))
+        # What was sampled beside earlier updates, or the examples of all rounds. Those of later
+        # rounds are of other shuffles, so that the first one goes through the data in the same
+        # order whether others follow or not.
         if self._overlap is not None:
-            return self._overlap.draw(step, self._policy, task, params)
-        return self._policy, task, *self._examples(task, rollout)
+            drawn = self._overlap.draw(step, self._policy, task, params)
+            policy, task, examples, example_metrics = drawn
+        else:
+            policy = self._policy
+            examples = []
+            dropped = 0
+            for r in range(self._rounds):
+                seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
+                if curriculum is None:
+                    more, unfit = task.batch(self._num_prompts, seed, rollout)
+                else:
+                    more, unfit = curriculum.batch(task, self._num_prompts, seed, r)
+                examples += more
+                dropped += unfit
+            example_metrics = {"prompts/dropped": dropped} if self._task.leaves_out else {}
 
-    def _examples(self, task: Task, rollout: int) -> tuple[list[dict], Metrics]:
-        """The examples of all rounds, and how many were passed over, if any may be.
-
-        Examples of later rounds are those of other shuffles, so that the first round goes through
-        the data in the same order whether others follow or not.
-        """
-        examples = []
-        dropped = 0
-        for r in range(self._rounds):
-            seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
-            more, unfit = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
-            examples += more
-            dropped += unfit
-        return examples, {"prompts/dropped": dropped} if self._leaves_out else {}
+        key = jax.random.fold_in(self._seed_key, step)
+        batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
+        if curriculum is not None:
+            metrics |= curriculum.end(self._console.say)
+        return batch, metrics | example_metrics, graded
 
     def _lay_out(self, part: int) -> Experience:
         """Mini-batch number `part` in rows; without mini-batches the whole batch."""
         batch, metrics, graded = self._collected
         if self._mini_batches > 1:
-            batch, graded = self._mini_batch(batch, graded, part)
+            rows = np.split(np.arange(len(batch.tokens)), self._mini_batches)[part]
+            graded = None if graded is None else chosen_completions([graded], rows)
+            batch = jax.tree.map(lambda x: x[rows], batch)
         laid_out, _ = self._rows.lay_out(batch)
         # `take` says how many updates are left
         return Experience(laid_out, batch, metrics, graded, updates_left=1)
-
-    def _mini_batch(
-        self, batch: Batch, graded: Graded | None, part: int
-    ) -> tuple[Batch, Graded | None]:
-        rows = np.split(np.arange(len(batch.tokens)), self._mini_batches)[part]
-        graded = None if graded is None else chosen_completions([graded], rows)
-        return jax.tree.map(lambda x: x[rows], batch), graded

@@ -49,30 +49,21 @@ def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarr
     advantages_B = advantages_of(graded, batch)
     if advantages_B is not None:
         named["histograms/advantage"] = advantages_B
-    if graded.rollout is not None:
-        mask_BT = np.asarray(graded.rollout.completion_mask)
-        logprobs_BT = np.asarray(graded.rollout.logprobs, np.float64)
+    if (rollout := graded.rollout) is not None:
+        mask_BT = np.asarray(rollout.completion_mask)
+        drawn = np.asarray(rollout.logprobs, np.float64)[mask_BT]
         named["histograms/completion_length"] = mask_BT.sum(axis=1)
-        named["histograms/sampled_logprob"] = logprobs_BT[mask_BT]
-        ratios = _sampler_ratios(graded, batch)
-        if ratios is not None:
-            named["histograms/sampler_ratio"] = ratios
+        named["histograms/sampled_logprob"] = drawn
+        if advantages_B is not None and batch.old_logprobs is not None:
+            # p of the trainer over p of the sampler, where the trainer computed its own
+            # (algorithm.old_logprobs=rescored)
+            ours = np.asarray(batch.old_logprobs, np.float64)[mask_BT]
+            whole = np.asarray(rollout.full_logprobs, np.float64)[mask_BT]
+            if not (np.array_equal(ours, whole) or np.array_equal(ours, drawn)):
+                named["histograms/sampler_ratio"] = np.exp(ours - whole)
     arrays = {name: np.asarray(values, np.float64) for name, values in named.items()}
     finite = {name: values[np.isfinite(values)] for name, values in arrays.items()}
     return {name: values for name, values in finite.items() if values.size}
-
-
-def _sampler_ratios(graded: Graded, batch: Batch | None) -> np.ndarray | None:
-    """Returns p of the trainer over p of the sampler for each token; None where the trainer did not
-    compute its own, which it does with algorithm.old_logprobs=rescored."""
-    if batch is None or batch.old_logprobs is None or advantages_of(graded, batch) is None:
-        return None
-    mask_BT = np.asarray(graded.rollout.completion_mask)
-    ours = np.asarray(batch.old_logprobs, np.float64)[mask_BT]
-    whole = np.asarray(graded.rollout.full_logprobs, np.float64)[mask_BT]
-    drawn = np.asarray(graded.rollout.logprobs, np.float64)[mask_BT]
-    is_the_samplers = np.array_equal(ours, whole) or np.array_equal(ours, drawn)
-    return None if is_the_samplers else np.exp(ours - whole)
 
 
 def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:
@@ -81,6 +72,7 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
     advantages_B: what is learned from each; None: nothing is, as in an evaluation.
     """
     rows: list[dict[str, Any]] = []
+    rollout = graded.rollout
     for i, text in enumerate(graded.completions):
         row = {
             "prompt": graded.prompts[i],
@@ -97,7 +89,15 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
             row["group"] = i // graded.num_generations
             row["expected"] = graded.examples[i].get("answer")
             row["example"] = graded.examples[i]
-        rows.append(row | _of_rollout(graded, i))
+        if rollout is not None and rollout.conversations is not None:
+            row |= _of_conversation(rollout, i)
+        if rollout is not None:
+            mask_T = np.asarray(rollout.completion_mask)[i]
+            row["finish_reason"] = FINISH[int(np.asarray(rollout.finish)[i])]
+            row["tokens"] = np.asarray(rollout.tokens)[i][mask_T].tolist()
+            # as they were when they were drawn
+            row["logprobs"] = np.asarray(rollout.logprobs)[i][mask_T].tolist()
+        rows.append(row)
     return rows
 
 
@@ -112,20 +112,6 @@ def evaluation_rows(evaluated: Evaluated) -> list[dict[str, Any]]:
 def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
     """The line of evaluation_rows for one completion that was graded alone, of this group."""
     return {"sampled": not is_greedy} | sample_rows(graded)[0] | {"group": group}
-
-
-def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
-    """Returns the end of a completion, its tokens, and their log-probabilities when drawn."""
-    rollout = graded.rollout
-    if rollout is None:
-        return {}
-    mask_T = np.asarray(rollout.completion_mask)[i]
-    conversation = {} if rollout.conversations is None else _of_conversation(rollout, i)
-    return conversation | {
-        "finish_reason": FINISH[int(np.asarray(rollout.finish)[i])],
-        "tokens": np.asarray(rollout.tokens)[i][mask_T].tolist(),
-        "logprobs": np.asarray(rollout.logprobs)[i][mask_T].tolist(),
-    }
 
 
 def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Reports the progress of an evaluation, or of many prompts: completions done, speed, time left,
 and how many are right."""
 
-import threading
 from collections.abc import Callable, Sequence
 
 from tunix_lite.parallel.compiling import compile_seconds
@@ -37,10 +36,6 @@ class SamplingProgress:
         self._is_rate_said = False
         self._is_greedy = True
         self._grader: Grader | None = None
-        # Grades come between two chunks, too, and a chunk may take long: the thread of the line
-        # looks as well. What it raises is raised by the next look of the program itself.
-        self._looking = threading.Lock()
-        self._failure: Exception | None = None
         # ended, and not graded yet: row -> its rollout
         self._ungraded: dict[int, Rollout] = {}
         # completions that are graded; of the greedy ones among them, whether each is right
@@ -58,10 +53,9 @@ class SamplingProgress:
         """The next rollout begins. Returns what it calls after each chunk. grader: of its
         completions; None: they are not graded."""
         self.clock.begin()
-        with self._looking:
-            self._grader = grader
-            self._is_greedy = is_greedy
-            self._ungraded.clear()
+        self._grader = grader
+        self._is_greedy = is_greedy
+        self._ungraded.clear()
         return self.on_chunk
 
     def on_chunk(self, requests: Sequence[Request], ended: dict[int, Rollout]) -> None:
@@ -75,26 +69,11 @@ class SamplingProgress:
             self._is_rate_said = True
             self.line.now()
         if self._grader is not None:
-            with self._looking:
-                self._ungraded |= ended
+            self._ungraded |= ended
             self.look()
 
     def look(self) -> None:
         """Takes the grades that have come."""
-        with self._looking:
-            if self._failure is not None:
-                raise self._failure
-            self._take_grades()
-
-    def _look_from_thread(self) -> None:
-        with self._looking:
-            if self._failure is None:
-                try:
-                    self._take_grades()
-                except Exception as error:
-                    self._failure = error
-
-    def _take_grades(self) -> None:
         for row, rollout in list(self._ungraded.items()):
             graded = self._grader.grade_now(row, rollout)
             if graded is None:
@@ -110,7 +89,6 @@ class SamplingProgress:
 
     def text(self, seconds: float) -> str:
         """`sampled 17 of 160 completions, 41 tokens/s, 2 m 10 s left, accuracy 12.0%`."""
-        self._look_from_thread()
         clock = self.clock
         if not clock.has_sampled:
             what = f"compiling the sampler and reading prompts, for {clock.total} completions"
