@@ -36,16 +36,12 @@ class PlanConfig:
     analytic: bool = False
     # Most meshes to compile with mesh=all. The others are estimated.
     compile_most: int = 4
-    # true predicts seconds a step, hours and cost from the compiled programs.
-    predict: bool = True
     # Mean length of prompts, as a share of generation.max_prompt_length, for the prediction.
     prompt_share: float = 0.5
     # Mean length of completions, as a share of generation.max_new_tokens, for the prediction.
     completion_share: float = 0.5
     # Folder of a run whose recorded lengths are taken instead.
     lengths_of: str | None = None
-    # Price of all devices together for an hour, in any currency. null predicts no cost.
-    price_per_hour: float | None = None
     # Folder of a run made with the same settings: prints predicted against measured, and no plan.
     verify: str | None = None
     # Folder for plan.md and plan.json. null uses outputs/<project_name>/plan-<target>.
@@ -62,12 +58,10 @@ class PlanConfig:
         for name in ("prompt_share", "completion_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is a share, above 0 and up to 1")
-        if self.price_per_hour is not None and self.price_per_hour < 0:
-            raise ValueError(f"price_per_hour={self.price_per_hour} must not be negative")
-        if self.analytic and (self.price_per_hour is not None or self.verify is not None):
+        if self.analytic and self.verify is not None:
             raise ValueError(
-                "analytic=true compiles nothing, and time and price are predicted from compiled "
-                "programs; leave it out"
+                "analytic=true compiles nothing, and time is predicted from compiled programs; "
+                "leave it out"
             )
 
 
@@ -99,9 +93,7 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
-    found = make_plans(run, settings, sys.argv[1:])
-    if settings.predict:
-        found = predicted(found, settings)
+    found = predicted(make_plans(run, settings, sys.argv[1:]), settings)
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
     if all(plan.fits is False for plan in found.plans):
@@ -214,7 +206,7 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
 def predicted(plans: Plans, settings: PlanConfig) -> Plans:
     """The plans with a forecast of each that is compiled and may fit."""
     lengths = lengths_for(settings)
-    found = [with_forecast(plan, lengths, settings.price_per_hour) for plan in plans.plans]
+    found = [with_forecast(plan, lengths) for plan in plans.plans]
     return replace(plans, plans=tuple(found))
 
 
@@ -225,12 +217,12 @@ def lengths_for(settings: PlanConfig) -> Lengths:
     return Lengths(settings.prompt_share, settings.completion_share)
 
 
-def with_forecast(plan: Plan, lengths: Lengths, price_per_hour: float | None = None) -> Plan:
+def with_forecast(plan: Plan, lengths: Lengths) -> Plan:
     """The plan with a forecast, if it is compiled and may fit."""
     if not plan.programs or plan.fits is False:
         return plan
     hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware, price_per_hour)
+    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
     return replace(plan, forecast=found)
 
 

@@ -49,7 +49,6 @@ class Forecast:
     num_steps: int
     source: str
     lengths: str
-    price_per_hour: float | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -65,18 +64,12 @@ class Forecast:
         """Of the whole run, without starting, evaluating and saving."""
         return self.num_steps * self.step_seconds / 3600
 
-    @property
-    def price(self) -> float | None:
-        """Of the whole run, in the unit of price_per_hour; None: no price is given."""
-        return None if self.price_per_hour is None else self.hours * self.price_per_hour
-
 
 def forecast(
     resolved: ResolvedRun,
     programs: dict[str, Compiled],
     lengths: Lengths,
     hardware: Hardware,
-    price_per_hour: float | None = None,
 ) -> Forecast:
     """The step that these lengths make of the compiled programs of a run."""
     algorithm = resolved.run.algorithm
@@ -127,7 +120,6 @@ def forecast(
         num_steps=resolved.run.training.max_steps,
         source=f"by the kernels of the compiled programs on {hardware.name}, each at its roofline",
         lengths=str(lengths),
-        price_per_hour=price_per_hour,
     )
 
 

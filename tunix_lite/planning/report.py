@@ -157,17 +157,14 @@ def speed(plan: Plan) -> str:
 
 
 def forecast_lines(found: Forecast) -> list[str]:
-    """The predicted step: phases, tokens/s, hours and the price."""
+    """The predicted step: phases, tokens/s and hours."""
     parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
     phases = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items())
     hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
-    price = ""
-    if found.price is not None:
-        price = f" and cost {found.price:,.2f}, at {found.price_per_hour:,.2f} an hour"
     return [
         f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
         f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
-        f"  {found.num_steps} steps take {hours}{price}, without starting and evaluating",
+        f"  {found.num_steps} steps take {hours}, without starting and evaluating",
         f"  {found.source}",
         f"  lengths {found.lengths}",
     ]
@@ -303,7 +300,7 @@ def _plan_dict(plan: Plan) -> dict:
         names = ("slot_bytes", "most", "most_bytes", "num_that_fit")
         described["parking"] = {name: getattr(plan.parking, name) for name in names}
     if plan.forecast is not None:
-        names = ("step_seconds", "tokens_per_second", "hours", "price")
+        names = ("step_seconds", "tokens_per_second", "hours")
         derived = {name: getattr(plan.forecast, name) for name in names}
         described["forecast"] = dataclasses.asdict(plan.forecast) | derived
     return described
