@@ -397,8 +397,8 @@ def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
     cases = {
         ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are parked"),
         ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are parked"),
-        ("auto", 4 * one - 4): (0, 0, "hold their slots, as no host has room"),
-        ("auto", None): (None, None, "are parked, if a host has room"),
+        ("auto", 4 * one - 4): (0, 0, "those that wait hold their slots"),
+        ("auto", None): (None, None, "up to 6 that wait are parked"),
         ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are parked"),
         ("hold", 4 * 3 * one): (0, 3, "those that wait hold their slots"),
     }

@@ -306,7 +306,7 @@ class RunConfig:
     def __post_init__(self):
         check_seed(self.seed)
         check_algorithm(self)
-        check_task(self)
+        check_task_settings(self)
         check_overlap(self)
 
         # A run stops, saves and resumes between two rollouts, and beside a moved reference.
@@ -398,7 +398,7 @@ def check_algorithm(run: RunConfig) -> None:
         )
 
 
-def check_task(run: RunConfig) -> None:
+def check_task_settings(run: RunConfig) -> None:
     """Raises ValueError for rewards, environments and prompts that do not go with the rest."""
     needs = run.algorithm.needs
     with error_context("task"):

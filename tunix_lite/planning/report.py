@@ -108,23 +108,16 @@ def _head(plan: Plan) -> list[str]:
         f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
         f"training: {resolved.attention}",
     ]
-    parking = plan.parking
-    if parking is None:
-        return lines
-
-    # What becomes of the slots of conversations that wait.
-    fit = "" if parking.num_that_fit is None else f", {parking.num_that_fit:,} fit"
-    each = f"{mebibytes(parking.slot_bytes)} MiB each"
-    if parking.most is None:
-        does = f"up to {parking.without_slot:,} that wait are parked, if a host has room ({each})"
-    elif parking.most:
-        total = f"{mebibytes(parking.most_bytes)} MiB of each host"
-        does = f"up to {parking.most:,} that wait are parked in {total} ({each}{fit})"
-    elif parking.without_slot and parking.waiting == "auto":
-        does = f"those that wait hold their slots, as no host has room ({each})"
-    else:
+    if (parking := plan.parking) is not None:
+        # What becomes of the slots of conversations that wait.
         does = "those that wait hold their slots"
-    return [*lines, f"talks      {resolved.num_conversations} in {resolved.slots} slots; {does}"]
+        if parking.most != 0:
+            count = parking.without_slot if parking.most is None else parking.most
+            each = f"{parking.slot_bytes / 2**20:,.2f} MiB of a host each"
+            does = f"up to {count:,} that wait are parked, {each}"
+        slots = f"{resolved.num_conversations} in {resolved.slots} slots"
+        lines.append(f"talks      {slots}; {does}")
+    return lines
 
 
 def source(of: Plan | Phase) -> str:
@@ -183,11 +176,6 @@ def compared_lines(rows: list[PredictedRow]) -> list[str]:
 def gib(size: float) -> str:
     """Bytes in GiB."""
     return f"{size / GiB:.2f}"
-
-
-def mebibytes(size: float) -> str:
-    """Bytes in MiB."""
-    return f"{size / 2**20:,.2f}"
 
 
 def three_digits(value: float | None) -> str:

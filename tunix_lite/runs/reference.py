@@ -104,15 +104,15 @@ def _read(run_dir: RunDir) -> Reference:
         f"resume={run_dir.path} with another hydra.run.dir goes on with its newest checkpoint as "
         "the reference"
     )
-    # `words` and `step` come from a file that others may have changed.
     try:
         content = read_object(file)
         description = content.get("reference")
         step = content.get("kept", "")
-        if not isinstance(description, str):
-            raise ValueError(f"{file} holds reference={shown(description)}, which is not a text")
-        if step is not None and type(step) is not int:
-            raise ValueError(f"{file} holds kept={shown(step)}, which is neither a step nor null")
+        if not isinstance(description, str) or (step is not None and type(step) is not int):
+            raise ValueError(
+                f"{file} holds reference={shown(description)} and kept={shown(step)}, which are "
+                "not a text and a step"
+            )
     except ValueError as error:
         raise ValueError(f"{error}, so the reference is not known; {begin}") from error
     description = escaped(description, LONGEST)
