@@ -47,10 +47,9 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.forecast import forecast, measured, predicted_against
-from tunix_lite.planning.hardware import HARDWARE, Hardware, of_device
+from tunix_lite.planning.hardware import HARDWARE, Hardware, attached_machine, of_device
 from tunix_lite.planning.kernels import kernels, predicted_seconds
 from tunix_lite.planning.lengths import recorded_lengths
-from tunix_lite.planning.machine import attached_machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.resolved.run import resolve_run

@@ -31,9 +31,8 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.hlo import op_name, parse
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
-from tunix_lite.planning.hardware import Hardware, compile_only_devices, find_target
+from tunix_lite.planning.hardware import Hardware, compile_only_devices, devices_of, find_machine, find_target
 from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
-from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import lowered
 from tunix_lite.resolved.parts import abstract, mesh_of_run

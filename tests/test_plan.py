@@ -37,8 +37,7 @@ from tunix_lite.parallel import mesh as meshes
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import at_start, estimate, plan, report, speed
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.hardware import GiB, find_target
-from tunix_lite.planning.machine import Machine, devices_of, find_machine
+from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans

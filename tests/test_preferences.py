@@ -24,7 +24,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
 from tunix_lite.models.source import TeacherConfig
 from tunix_lite.planning import estimate
-from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.resolved.parts import policy_of

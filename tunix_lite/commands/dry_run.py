@@ -9,7 +9,7 @@ from tunix_lite.errors import error_context
 from tunix_lite.plain_text import visible
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
-from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.report import short_form
 from tunix_lite.runs.setup import Parts, find_parts, resume_from_folder, startup_summary
 from tunix_lite.tracking.rundir import RunDir

@@ -16,8 +16,8 @@ from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.advice import advice
+from tunix_lite.planning.hardware import Machine, devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
-from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
 from tunix_lite.resolved.run import find_model

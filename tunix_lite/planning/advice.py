@@ -8,8 +8,7 @@ from functools import partial
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import as_text
-from tunix_lite.planning.hardware import slice_shapes
-from tunix_lite.planning.machine import Machine, find_machine
+from tunix_lite.planning.hardware import Machine, find_machine, slice_shapes
 from tunix_lite.planning.plan import ESTIMATE_MARGIN, Plan, estimated
 from tunix_lite.resolved.batch_size import lengths_of, plan_batch
 from tunix_lite.resolved.run import find_model, micro_batches_to_try, with_micro_batch

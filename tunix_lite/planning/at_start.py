@@ -14,8 +14,7 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import estimate, hardware
 from tunix_lite.planning.advice import advice, savings
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine, attached_machine
+from tunix_lite.planning.hardware import GiB, Machine, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
     Plan,

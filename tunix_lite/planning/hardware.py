@@ -1,5 +1,5 @@
-"""What accelerators are, which ones people mean by a name, and devices to compile for that are not
-there.
+"""What accelerators are, the devices that a plan is for, by a name or as they are attached, and
+devices to compile for that are not there.
 
 Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for
 sparse matrices), and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and
@@ -14,6 +14,11 @@ import re
 from dataclasses import dataclass
 
 import jax
+
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.host_memory import GPU_SHARE
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.rollout.memory import free_host_bytes
 
 GiB = 2**30
 
@@ -122,19 +127,31 @@ EXTRAS = {"cuda": "plan-gpu", "tpu": "plan-tpu"}
 COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 
 
-@dataclass(frozen=True)
-class Target:
-    """So many devices of one kind.
+# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the
+# one that our programs ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB
+# outside of it. A TPU's runtime has taken its part already: the table has what is left.
+GPU_LIBRARIES = GiB // 2
 
-    Example: find_target("v5e-16") -> Target(hardware, 16, "v5e-16").
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a plan is for.
+
+    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees.
     """
 
-    hardware: Hardware
+    name: str  # as typed: v5e-16; or attached
+    platform: str
     num_devices: int
-    name: str  # as typed
+    hardware: Hardware | None  # None: not in the table, so there is no roofline
+    # bytes that the programs of a run can have on a device; None: nobody knows
+    capacity: int | None
+    capacity_is: str = ""  # in words
+    # of a host's memory, what is free now; None: the hosts are not here
+    host_bytes: int | None = None
 
 
-def find_target(text: str) -> Target:
+def find_target(text: str) -> Machine:
     """The devices that a name means: h100x8 is eight GPUs, v5e-16 a TPU slice as Google Cloud names
     it.
 
@@ -172,7 +189,12 @@ def find_target(text: str) -> Target:
             raise ValueError(
                 f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do"
             )
-        return Target(hardware, count, text.strip())
+        capacity = int(GPU_SHARE * (hardware.memory_bytes - GPU_LIBRARIES))
+        capacity_is = (
+            f"{GPU_SHARE:.0%} of {hardware.memory_bytes / GiB:.1f} GiB less "
+            f"{GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
+        )
+        return Machine(text.strip(), "cuda", count, hardware, capacity, capacity_is)
     sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
@@ -180,7 +202,9 @@ def find_target(text: str) -> Target:
         raise ValueError(
             f"{text!r} is no TPU slice; {name}-{nearest} would do. The sizes of {name} are {known}"
         )
-    return Target(hardware, count // hardware.chip.cores, text.strip())
+    capacity_is = "all that its runtime offers"
+    num_devices = count // hardware.chip.cores
+    return Machine(text.strip(), "tpu", num_devices, hardware, hardware.memory_bytes, capacity_is)
 
 
 def slice_shapes(hardware: Hardware) -> dict[int, str]:
@@ -189,7 +213,7 @@ def slice_shapes(hardware: Hardware) -> dict[int, str]:
     return {n * hardware.chip.devices: shape for n, shape in chips.items()}
 
 
-def compile_only_devices(target: Target) -> list:
+def compile_only_devices(target: Machine) -> list:
     """Devices that programs can be compiled for, though they are not there.
 
     Raises ValueError, naming what to install, if the compiler for them is missing.
@@ -272,3 +296,41 @@ def memory_limit(device: jax.Device) -> int | None:
     except jax.errors.JaxRuntimeError:
         # a compile-only device
         return None
+
+
+def find_machine(target: str) -> Machine:
+    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of
+    nothing."""
+    if target == "attached":
+        return attached_machine()
+    with error_context("target"):
+        return find_target(target)
+
+
+def attached_machine() -> Machine:
+    """The devices that jax sees; a CPU's share its memory evenly. All processes must ask: they
+    decide by the least."""
+    device = jax.local_devices()[0]
+    limits = allgather_values(memory_limit(device))
+    return Machine(
+        "attached",
+        device.platform,
+        jax.device_count(),
+        of_device(device),
+        None if None in limits else min(limits),
+        "physical memory" if device.platform == "cpu" else "what the runtime allows",
+        min(allgather_values(free_host_bytes())),
+    )
+
+
+def devices_of(machine: Machine) -> list:
+    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no
+    compiler."""
+    if machine.name == "attached":
+        return jax.devices()
+    try:
+        return compile_only_devices(machine)
+    except ValueError as error:
+        raise ConfigError(
+            f"target={machine.name}: {error}; or estimate without it: analytic=true"
+        ) from error

@@ -18,8 +18,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning import estimate, speed
 from tunix_lite.planning.forecast import Forecast
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
 from tunix_lite.planning.speed import Bound

@@ -11,7 +11,7 @@ from tunix_lite.models import source, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
 from tunix_lite.planning.estimate import with_sampling_weights_apart
-from tunix_lite.planning.machine import attached_machine
+from tunix_lite.planning.hardware import attached_machine
 from tunix_lite.resolved.parts import sampler_of_run
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.engine import Sampling
