@@ -23,7 +23,7 @@ from tunix_lite.runs.session import Session
 from tunix_lite.seeds import seed_of_call
 from tunix_lite.serving.calls import Limits
 from tunix_lite.tasks.task import TaskConfig
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
+from tunix_lite.types import Graded, Metrics, Params, TrainState
 
 # calls that may wait for a slot
 MOST_WAITING = 1 << 20
@@ -101,10 +101,30 @@ class AgentExperience:
         """See ExperienceSource. Raises RunFailed where an agent fails and on_error=raise."""
         updates = self._algorithm.updates_per_rollout
         update = step % updates
-        if update == 0:
-            self._held = self._collect(step, params)
-        metrics = self._held.metrics if update == 0 else {}
-        return replace(self._held, metrics=metrics, updates_left=updates - update)
+        if update:
+            return replace(self._held, metrics={}, updates_left=updates - update)
+
+        # Episodes, their rewards and their advantages.
+        G = self._algorithm.num_generations
+        with error_context(f"step {step + 1}", RunFailed):
+            examples, _ = self._task.batch(self._num_prompts, self._seed, step // updates)
+            examples = [one for one in examples for _ in range(G)]
+            seed = seed_of_call(self._seed, step, 1)
+            groups = self._ended(params, examples, seed, self._own_draw, G)
+            graded = self._graded(groups, examples)
+            batch = groups.batch(self._algorithm)
+
+        # There are more sequences than episodes where an agent breaks its conversations; from the
+        # first such step on there are twice as many rows, which is a program more.
+        layout = self._rows
+        shards = self._session.parts.mesh.shape["fsdp"]
+        while len(batch.tokens) > layout.num_parts * layout.rows_per_part * shards:
+            layout = replace(layout, num_parts=2 * layout.num_parts)
+        self._rows = layout
+        with error_context(f"step {step + 1}", RunFailed):
+            rows, _ = layout.lay_out(batch)
+        self._held = Experience(rows, batch, graded.metrics, graded, updates_left=updates)
+        return self._held
 
     def beside_update(self) -> Metrics:
         """See ExperienceSource: agents ask for nothing while the weights change."""
@@ -138,20 +158,6 @@ class AgentExperience:
         metrics["eval/sampled_reward"] = sampled.metrics["reward/mean"]
         return Evaluated(metrics, greedy, sampled)
 
-    def _collect(self, step: int, params: Params) -> Experience:
-        """Episodes, their advantages, and the rows of their tokens."""
-        G = self._algorithm.num_generations
-        rollout = step // self._algorithm.updates_per_rollout
-        with error_context(f"step {step + 1}", RunFailed):
-            examples, _ = self._task.batch(self._num_prompts, self._seed, rollout)
-            examples = [one for one in examples for _ in range(G)]
-            seed = seed_of_call(self._seed, step, 1)
-            groups = self._ended(params, examples, seed, self._own_draw, G)
-            graded = self._graded(groups, examples)
-            batch = groups.batch(self._algorithm)
-            rows = self._lay_out(batch)
-        return Experience(rows, batch, graded.metrics, graded, updates_left=1)
-
     def _ended(
         self,
         params: Params,
@@ -177,17 +183,6 @@ class AgentExperience:
         The update needs the memory of the engine's copy of the weights."""
         self._engine.wait_until_idle()
         self._engine.set_params(None)
-
-    def _lay_out(self, batch: Batch) -> RowBatch:
-        """The batch in rows. There are more sequences than episodes where an agent breaks its
-        conversations; from the first such step on there are twice as many rows, which is a program
-        more."""
-        layout = self._rows
-        shards = self._session.parts.mesh.shape["fsdp"]
-        while len(batch.tokens) > layout.num_parts * layout.rows_per_part * shards:
-            layout = replace(layout, num_parts=2 * layout.num_parts)
-        self._rows = layout
-        return layout.lay_out(batch)[0]
 
     def _graded(self, groups: EpisodeGroups, examples: list[dict]) -> Graded:
         """Returns the episodes as samples/*.jsonl holds them, and their metrics."""

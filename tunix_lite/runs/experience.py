@@ -113,14 +113,22 @@ class FreshExperience:
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
         updates = self._algorithm.updates_per_rollout
+        parts = self._needs.mini_batches
         update = step % updates
         with error_context(f"step {step + 1}", RunFailed):
             # Collect: examples of the task, completions of the policy, rewards, advantages.
             if update == 0:
                 self._collected = self._collect(step, step // updates, params)
-            # Lay out: sequences become rows of a fixed width, divided over the mesh.
-            if update == 0 or self._needs.mini_batches > 1:
-                self._held = self._lay_out(update % self._needs.mini_batches)
+            # Lay out: sequences become rows of a fixed width, divided over the mesh; the next
+            # mini-batch, or without mini-batches the whole batch.
+            if update == 0 or parts > 1:
+                batch, metrics, graded = self._collected
+                if parts > 1:
+                    rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
+                    graded = None if graded is None else chosen_completions([graded], rows)
+                    batch = jax.tree.map(lambda x: x[rows], batch)
+                laid_out, _ = self._session.parts.rows.lay_out(batch)
+                self._held = Experience(laid_out, batch, metrics, graded, updates)
         # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
         return replace(self._held, metrics=metrics, updates_left=updates - update)
@@ -185,14 +193,3 @@ class FreshExperience:
         if curriculum is not None:
             metrics |= curriculum.end(session.console.say)
         return batch, metrics | example_metrics, graded
-
-    def _lay_out(self, part: int) -> Experience:
-        """Mini-batch number `part` in rows; without mini-batches the whole batch."""
-        batch, metrics, graded = self._collected
-        if (count := self._needs.mini_batches) > 1:
-            rows = np.split(np.arange(len(batch.tokens)), count)[part]
-            graded = None if graded is None else chosen_completions([graded], rows)
-            batch = jax.tree.map(lambda x: x[rows], batch)
-        laid_out, _ = self._session.parts.rows.lay_out(batch)
-        # `take` says how many updates are left
-        return Experience(laid_out, batch, metrics, graded, updates_left=1)
