@@ -489,7 +489,11 @@ def check_overlap(run: RunConfig) -> None:
 # ---- values -> dataclasses
 
 
-def build(kind: Any, value: Any, where: str = "") -> Any:
+# A class, or what may stand for it in an annotation, such as `int | None`.
+Kind = type | types.UnionType
+
+
+def build(kind: Kind, value: object, where: str = "") -> Any:
     """`value`, plain as YAML gives it, as `kind`.
 
     Raises ConfigError, naming the place, for settings that are unknown (with the nearest known
@@ -542,7 +546,7 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     return _expect_type(kind, value, where)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns a setting as YAML would have it, classes and functions by their path: the input of
     `build`."""
     if dataclasses.is_dataclass(value):
@@ -562,11 +566,11 @@ def plain(value: Any) -> Any:
     return _path(value if callable(value) and hasattr(value, "__qualname__") else type(value))
 
 
-def _path(named: Any) -> str:
+def _path(named: type | Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _check_mesh_form(value: Any, where: str) -> None:
+def _check_mesh_form(value: object, where: str) -> None:
     """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
     # A run's model.json was read before, so its lists are tuples.
     is_pair = isinstance(value, list | tuple) and len(value) == 2
@@ -581,7 +585,7 @@ def _check_mesh_form(value: Any, where: str) -> None:
     raise ConfigError(f"{where}: {wrong}; write it as {form}")
 
 
-def _expect_type(kind: type, value: Any, where: str) -> Any:
+def _expect_type(kind: type, value: object, where: str) -> Any:
     """The value, if it is of this very type. Raises ConfigError."""
     if type(value) is not kind and not (kind is list and type(value) is tuple):
         raise ConfigError(f"{where}: expected {kind.__name__}, got {shown(value)}")
@@ -610,7 +614,7 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
         return kind(**built)
 
 
-def _build_target(kind: Any, values: dict, where: str) -> Any:
+def _build_target(kind: Kind, values: dict, where: str) -> Any:
     """A class is built from the settings beside its name, a function gets them bound."""
     settings = {key: value for key, value in values.items() if key != TARGET}
     target = _find_target(kind, values[TARGET], where)
@@ -633,7 +637,7 @@ def _build_target(kind: Any, values: dict, where: str) -> Any:
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _find_target(kind: Any, path: Any, where: str) -> Any:
+def _find_target(kind: Kind, path: object, where: str) -> Any:
     """The class or function of this dotted path. Raises ConfigError if it may not stand where
     `kind` is expected."""
     path = _expect_type(str, path, f"{where}.{TARGET}")

@@ -1,7 +1,6 @@
 """The learner of a run: its state, the policy that acts with it, and the compiled update."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -71,7 +70,7 @@ class Learner:
         """Returns the parameters to sample with: adapters attached to their base."""
         return acting_params(self.frozen, state.params, self.train_step.lora)
 
-    def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
+    def compile_update(self, state: TrainState, rows: RowBatch) -> jax.stages.Compiled:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
         with self.stopping.uninterruptible(COMPILATION):
             return self.train_step.compile(state, self.frozen, rows)

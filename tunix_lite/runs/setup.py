@@ -23,6 +23,7 @@ from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import (
@@ -89,7 +90,7 @@ class Parts:
     # the mesh of sampling on devices of its own (rollout.mesh_shape); None: there is none
     rollout_mesh: jax.sharding.Mesh | None = None
     # the update, if it was compiled already to find what fits
-    train_step: Callable | None = None
+    train_step: TrainStep | None = None
 
     @property
     def batch(self) -> BatchPlan:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+import jax
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
@@ -194,7 +195,7 @@ class Watch:
         self.session.console.doing(text)
 
     @contextlib.contextmanager
-    def updating(self, experience: Experience, update: Callable) -> Iterator[None]:
+    def updating(self, experience: Experience, update: jax.stages.Compiled) -> Iterator[None]:
         """Around the update alone: until it is done nothing can stop the run.
 
         Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed yet.
