@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import hydra
@@ -29,8 +29,37 @@ from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.hints import options_of, shell_quoted
 from tunix_lite.plain_text import SHOWN, hide, hide_users_of_urls
-from tunix_lite.settings.auto import auto
 from tunix_lite.settings.flags import check_values, wrong_override
+
+# Enough for the sums of the bundled model, chat template included.
+OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
+# For data of the user's and a model by its name, such as model=qwen3_0.6b.
+OF_NAMED = {"max_prompt_length": 512, "max_new_tokens": 512}
+# Of chats, and where `tunix-lite generate` makes several completions of a prompt, which are to
+# differ.
+TEMPERATURE = 0.7
+
+
+def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
+    """The value of `${auto:NAME}` in conf/, a default that follows other settings. What depends on
+    the model's files or on the devices is chosen later, by resolved/run.py.
+
+    _root_: all settings, as OmegaConf gives them.
+
+    Example: with task=gsm8k, `auto("max_new_tokens")` is 512.
+    """
+    if name == "temperature":
+        return 0.0 if _root_.get("num_generations") == 1 else TEMPERATURE
+    lengths = _root_["task"].get("lengths")
+    if lengths is not None:
+        return lengths[name]
+    model = _root_["model"]
+    architecture = model.get("architecture")
+    if architecture is None or model["weights"] == "random":
+        return OF_BUNDLED[name]
+    # both together must fit
+    return min(OF_NAMED[name], architecture["max_positions"] // 2)
+
 
 OmegaConf.register_new_resolver("auto", auto, replace=True)
 
