@@ -202,7 +202,7 @@ def _micro_batch(trial: Trial) -> Iterator[Trial]:
     """Every size below the one at hand, and as many as follow from it."""
     settings = trial.run.training
     if settings.packing != "none":
-        longest = sum(lengths_of(trial.run))
+        longest = sum(lengths_of(trial.run.generation))
         if (settings.micro_batch_tokens or longest + 1) > longest:
             yield trial.with_settings("training", micro_batch_tokens=longest)
         return

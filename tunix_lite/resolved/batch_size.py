@@ -17,6 +17,7 @@ from tunix_lite.config import RunConfig, TrainingConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.rollout.settings import GenerationConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
 TOKENS_AT_ONCE = 2048
@@ -173,7 +174,7 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     settings = run.training
     if not settings.is_packed:
         return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
-    longest = sum(lengths_of(run))
+    longest = sum(lengths_of(run.generation))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
             f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest "
@@ -192,25 +193,9 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
 
 
-def row_width(run: RunConfig, rows: RowLayout) -> int:
-    """Tokens of a row, padding included."""
-    return rows.width or sum(lengths_of(run))
-
-
-def lengths_of(run: RunConfig) -> tuple[int, int]:
+def lengths_of(generation: GenerationConfig) -> tuple[int, int]:
     """Tokens of the longest prompt and of the longest completion."""
-    return run.generation.max_prompt_length, run.generation.max_new_tokens
-
-
-def check_residual(run: RunConfig, rows: RowLayout, tp: int) -> None:
-    """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
-    width = row_width(run, rows)
-    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
-        raise ValueError(
-            f"train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
-            "generation.max_prompt_length and "
-            f"max_new_tokens in multiples of {tp} would do"
-        )
+    return generation.max_prompt_length, generation.max_new_tokens
 
 
 def _parts(settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int) -> tuple[int, int]:
@@ -225,7 +210,7 @@ def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
     """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that
     shares more. With room for further prompts where they are short beside the lanes."""
     # even: cuDNN wants it
-    prompt, new = (length + length % 2 for length in lengths_of(run))
+    prompt, new = (length + length % 2 for length in lengths_of(run.generation))
     shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
     tokens_given = run.training.micro_batch_tokens
     most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)

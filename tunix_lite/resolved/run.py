@@ -38,11 +38,9 @@ from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import AXES, elements_on_device
 from tunix_lite.resolved.batch_size import (
     BatchPlan,
-    check_residual,
     lengths_of,
     plan_batch,
     plan_rows,
-    row_width,
 )
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -123,7 +121,7 @@ class ResolvedRun:
     @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
-        return lengths_of(self.run)
+        return lengths_of(self.run.generation)
 
     @property
     def train_rules(self) -> dict[str, str | None]:
@@ -386,8 +384,15 @@ def resolve_run(
     # The batch of an update.
     batch = plan_batch(run, mesh_shape["fsdp"])
     rows = plan_rows(run, batch, has_large_head(cfg))
-    with error_context("sharding"):
-        check_residual(run, rows, mesh_shape["tp"])
+    width = rows.width or sum(lengths_of(run.generation))
+    tp = mesh_shape["tp"]
+    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
+        # sequence parallelism divides rows into pieces
+        raise ConfigError(
+            f"sharding: train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
+            "generation.max_prompt_length and "
+            f"max_new_tokens in multiples of {tp} would do"
+        )
 
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
@@ -529,7 +534,8 @@ def choose_attention(
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
     try:
-        return attention.choose(choice, cfg, platform, dtype, row_width(run, rows), shares_prompts)
+        width = rows.width or sum(lengths_of(run.generation))
+        return attention.choose(choice, cfg, platform, dtype, width, shares_prompts)
     except attention.CannotCompile:
         if is_attached:
             raise
@@ -556,7 +562,7 @@ def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
     program."""
     if (resolved.attention, platform) != ("cudnn", "cuda"):
         return
-    width = row_width(resolved.run, resolved.rows)
+    width = resolved.rows.width or sum(resolved.lengths)
     if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
         raise ConfigError(
             "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
