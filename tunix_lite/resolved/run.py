@@ -23,14 +23,7 @@ from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES, STORED
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import (
-    attention,
-    decoder,
-    families,
-    hub,
-    peft,
-    weights,
-)
+from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
@@ -212,8 +205,7 @@ class ResolvedRun:
 
     @property
     def scores(self) -> bool:
-        """Returns whether collecting scores the batch: under the reference, or under today's
-        weights."""
+        """Returns whether collecting scores the batch, by the reference or by today's weights."""
         return self.run.algorithm.needs.reference or self.run.algorithm.needs.rescore
 
     @property
@@ -226,8 +218,7 @@ class ResolvedRun:
         return Teacher(comparison, cfg.final_softcap, cfg.embed_dim, self.cfg.vocab_size)
 
     def compares(self, name: str) -> bool:
-        """Returns whether the policy is compared with this frozen model, which does not score
-        then."""
+        """Returns whether the policy is compared with this frozen model, in place of scoring."""
         return self.teacher is not None and self.teacher.comparison.model == name
 
     def as_scorer(self, name: str) -> "ResolvedRun":
@@ -244,8 +235,7 @@ class ResolvedRun:
 
     @property
     def copies_reference(self) -> bool:
-        """Returns whether a second copy of the weights is kept for the KL term; under LoRA the
-        frozen base serves."""
+        """Returns whether the KL term has a copy of the weights; LoRA's frozen base serves, too."""
         return self.run.algorithm.needs.reference and self.lora is None
 
     @property
@@ -257,8 +247,7 @@ class ResolvedRun:
 
     @property
     def copies_adapters(self) -> bool:
-        """Returns whether the reference has adapters of its own beside the frozen base: those that
-        training starts from."""
+        """Returns whether the reference has adapters of its own: those that training begins with."""
         has_adapter = self.run.model.lora.adapter is not None
         has_checkpoint = self.run.resume.folder not in ("auto", "none")
         needs_them = self.run.algorithm.needs.reference and self.lora is not None
@@ -323,10 +312,7 @@ class ResolvedRun:
 
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
-    nothing from the hub.
-
-    Raises ConfigError.
-    """
+    nothing from the hub. Raises ConfigError."""
     with error_context("model"):
         cfg = model.architecture
         family = None if model.family is None else families.find_family(model.family)
@@ -334,16 +320,14 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
             if hub.is_hub_name(model.weights):
                 raise ValueError(
                     "architecture is not given, and a plan does not ask the hub for that of "
-                    f"{model.weights}; choose "
-                    "one with model=NAME, or give model.weights as a folder"
+                    f"{model.weights}; choose one with model=NAME, or give model.weights as a "
+                    "folder"
                 )
             folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
             cfg, family = families.read_config(folder, family)
-        lora = (
-            model.lora
-            if model.lora.adapter is None
-            else peft.read_adapter_config(model.lora, cfg, family)
-        )
+        lora = model.lora
+        if lora.adapter is not None:
+            lora = peft.read_adapter_config(lora, cfg, family)
     return cfg, lora if lora.rank else None
 
 
@@ -390,8 +374,7 @@ def resolve_run(
         # sequence parallelism divides rows into pieces
         raise ConfigError(
             f"sharding: train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
-            "generation.max_prompt_length and "
-            f"max_new_tokens in multiples of {tp} would do"
+            f"generation.max_prompt_length and max_new_tokens in multiples of {tp} would do"
         )
 
     # The choices.
@@ -481,10 +464,9 @@ def check_model_divides(
     tables = [table]
     if lora is not None:
         tables = [stored_table(table, lora.base), adapter_weights(table, lora)]
+    mesh = SimpleNamespace(shape=mesh_shape)
     for part in tables:
-        weights.check_divisible(
-            part, SimpleNamespace(shape=mesh_shape), run.sharding.table("train")
-        )
+        weights.check_divisible(part, mesh, run.sharding.table("train"))
 
 
 def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str) -> None:
@@ -510,8 +492,8 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
     if total > cfg.max_positions:
         raise ValueError(
             f"max_prompt_length={settings.max_prompt_length} + "
-            f"max_new_tokens={settings.max_new_tokens} = {total} "
-            f"tokens, and the model was made for {cfg.max_positions}"
+            f"max_new_tokens={settings.max_new_tokens} = {total} tokens, and the model was made "
+            f"for {cfg.max_positions}"
         )
     settings.check_fits(cfg.vocab_size)
     if settings.top_k >= cfg.vocab_size:
