@@ -47,10 +47,9 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.forecast import forecast, measured, predicted_against
-from tunix_lite.planning.hardware import HARDWARE, Hardware, of_device
+from tunix_lite.planning.hardware import HARDWARE, Hardware, attached_machine, of_device
 from tunix_lite.planning.kernels import kernels, predicted_seconds
 from tunix_lite.planning.lengths import recorded_lengths
-from tunix_lite.planning.machine import attached_machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.resolved.run import resolve_run
@@ -792,7 +791,7 @@ def forecast_of(compiled: jax.stages.Compiled, seconds: float, hardware: Hardwar
     found = {"planned GB": round(size / 1e9, 2)}
     if hardware is None:
         return found
-    predicted = predicted_seconds(kernels(compiled.as_text(), None, hardware.cached_bytes), hardware)
+    predicted = predicted_seconds(kernels(compiled.as_text()), hardware)
     return found | {"predicted ms": round(1e3 * predicted, 2), "predicted / measured": round(predicted / seconds, 3)}
 
 

@@ -22,7 +22,6 @@ MISTAKES = {
     "demonstrations that do not fit": (["algorithm=sft", "generation.max_new_tokens=6"], "raise it to at least"),
     "nowhere to write": (["hydra.run.dir=docs/../a_file/run"], "a_file is a file; give a folder"),
     "an unknown group option": (["task=gsm9k"], "there is no such task; there is arithmetic, calculator, chat, countdown"),
-    "a puzzle that went": (["task=boolean"], "there is no such task; puzzles of this kind are in the extra `gym`: pip"),
 }  # fmt: skip
 
 

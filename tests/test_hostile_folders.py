@@ -1088,7 +1088,7 @@ ABSURD = {  # (the file, what stands in it, what is said)
     "a reference that is infinite": (
         "reference.json",
         '{"reference": "x", "kept": Infinity}',
-        ("reference.json holds kept=inf", "the reference is not known; resume="),
+        ("kept=inf, which are not a text and a step", "the reference is not known; resume="),
     ),
     "a reference of no words": ("reference.json", '{"kept": null}', ("reference.json holds reference=None",)),
     "a reference of 4,000 digits": (

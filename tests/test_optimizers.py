@@ -29,12 +29,13 @@ from tunix_lite.learner.optim import (
     state_layout,
 )
 from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.source import locate
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import estimate
 from tunix_lite.resolved.parts import abstract, mesh_of_run, optimizer_of
 from tunix_lite.resolved.run import find_model, resolve_run
-from tunix_lite.runs.fingerprint import _optimizer, check_same_run
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import TrainState
 
@@ -307,7 +308,12 @@ def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_aske
 
 def test_a_run_whose_rate_depends_on_the_mesh_goes_on_only_with_as_many_shards():
     scaled = compose(["optimizer.scale_lr_with_devices=true"])
-    theirs = {"optimizer": _optimizer(scaled, 2)}
-    check_same_run({"optimizer": _optimizer(scaled, 2)}, theirs, "there", force=False)
+    model = locate(scaled.model)
+
+    def kept(shards):
+        return {"optimizer": fingerprint(scaled, model, 4, shards)["optimizer"]}
+
+    theirs = kept(2)
+    check_same_run(kept(2), theirs, "there", force=False)
     with pytest.raises(ValueError, match="optimizer.shards: 4 here, 2 there"):
-        check_same_run({"optimizer": _optimizer(scaled, 4)}, theirs, "there", force=False)
+        check_same_run(kept(4), theirs, "there", force=False)

@@ -37,8 +37,7 @@ from tunix_lite.parallel import mesh as meshes
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import at_start, estimate, plan, report, speed
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.hardware import GiB, find_target
-from tunix_lite.planning.machine import Machine, devices_of, find_machine
+from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
@@ -395,8 +394,8 @@ def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
     cases = {
         ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are parked"),
         ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are parked"),
-        ("auto", 4 * one - 4): (0, 0, "hold their slots, as no host has room"),
-        ("auto", None): (None, None, "are parked, if a host has room"),
+        ("auto", 4 * one - 4): (0, 0, "those that wait hold their slots"),
+        ("auto", None): (None, None, "up to 6 that wait are parked"),
         ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are parked"),
         ("hold", 4 * 3 * one): (0, 3, "those that wait hold their slots"),
     }

@@ -367,14 +367,14 @@ def test_an_evaluation_counts_and_says_its_failures():
     texts, lines = ["a", "nan", "loop", "bb"], []
     policy = Policy(lambda *_, temperature, on_finished: said(4), None)
     with task_of(texts).with_workers(RewardsConfig("drop", 0.5), lines.append) as task:
-        seen = evaluate(policy, task, None, None, 4).metrics
+        seen = evaluate(policy, task, None, task.held_out(4), None).metrics
     assert seen["eval/failed_rewards"] == 2 and seen["eval/reward"] == 1.5 and seen["eval/accuracy"] == 0.5
     assert len(lines) == 1
     with (
         task_of(texts).with_workers(RewardsConfig("raise"), print) as task,
         pytest.raises(RunFailed, match="^evaluation: rew"),
     ):
-        evaluate(policy, task, None, None, 4)
+        evaluate(policy, task, None, task.held_out(4), None)
 
 
 # ---- the workers

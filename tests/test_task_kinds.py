@@ -310,9 +310,9 @@ def test_a_field_may_lie_inside_of_a_column(tmp_path, tokenizer):
     file = written(tmp_path / "rows.jsonl", [row])
     reward = "{_target_: tunix_lite.rewards.answers.NumericAnswer, field: reward_model.%s}"
     given = ["task=jsonl", f"task.train={file}", f"task.held_out={file}", "evaluation.num_examples=1"]
-    check_fields(compose([*given, f"task.reward={reward % 'ground_truth'}"]), [row])
+    check_fields(compose([*given, f"task.reward={reward % 'ground_truth'}"]).task.rewards, [row])
     with pytest.raises(ValueError, match="field=reward_model.truth, and an example has prompt, reward_model"):
-        check_fields(compose([*given, f"task.reward={reward % 'truth'}"]), [row])
+        check_fields(compose([*given, f"task.reward={reward % 'truth'}"]).task.rewards, [row])
 
 
 # ---- all that a message holds

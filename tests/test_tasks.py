@@ -657,7 +657,7 @@ def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_
     (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"question": "<bos>"}']))
     run = replace(run, task=replace(run.task, source=Jsonl(source.train_file, source.held_out_file)))
     parts = prepare(run, RunDir(tmp_path / "run"))
-    _, said = startup_summary(parts.resolved.run, parts, RunDir(tmp_path / "run"))
+    _, said = startup_summary(parts, RunDir(tmp_path / "run"))
     assert dict(said)["data"] == (
         "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"

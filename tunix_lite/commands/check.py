@@ -19,8 +19,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models import hub
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import hardware
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.resolved.run import find_model
 from tunix_lite.settings import compose as composing

@@ -15,9 +15,9 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
-from tunix_lite.planning.advice import advice, larger_micro_batch
+from tunix_lite.planning.advice import advice
+from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
-from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
 from tunix_lite.report.evidence import read_overrides
@@ -37,16 +37,12 @@ class PlanConfig:
     analytic: bool = False
     # Most meshes to compile with mesh=all. The others are estimated.
     compile_most: int = 4
-    # true predicts seconds a step, hours and cost from the compiled programs.
-    predict: bool = True
     # Mean length of prompts, as a share of generation.max_prompt_length, for the prediction.
     prompt_share: float = 0.5
     # Mean length of completions, as a share of generation.max_new_tokens, for the prediction.
     completion_share: float = 0.5
     # Folder of a run whose recorded lengths are taken instead.
     lengths_of: str | None = None
-    # Price of all devices together for an hour, in any currency. null predicts no cost.
-    price_per_hour: float | None = None
     # Folder of a run made with the same settings: prints predicted against measured, and no plan.
     verify: str | None = None
     # Folder for plan.md and plan.json. null uses outputs/<project_name>/plan-<target>.
@@ -63,12 +59,10 @@ class PlanConfig:
         for name in ("prompt_share", "completion_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is a share, above 0 and up to 1")
-        if self.price_per_hour is not None and self.price_per_hour < 0:
-            raise ValueError(f"price_per_hour={self.price_per_hour} must not be negative")
-        if self.analytic and (self.price_per_hour is not None or self.verify is not None):
+        if self.analytic and self.verify is not None:
             raise ValueError(
-                "analytic=true compiles nothing, and time and price are predicted from compiled "
-                "programs; leave it out"
+                "analytic=true compiles nothing, and time is predicted from compiled programs; "
+                "leave it out"
             )
 
 
@@ -101,13 +95,10 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    if settings.predict:
-        lengths = Lengths(settings.prompt_share, settings.completion_share)
-        if settings.lengths_of is not None:
-            lengths = recorded_lengths(settings.lengths_of)
-        price = settings.price_per_hour
-        with_times = [with_forecast(plan, lengths, price) for plan in found.plans]
-        found = replace(found, plans=tuple(with_times))
+    lengths = Lengths(settings.prompt_share, settings.completion_share)
+    if settings.lengths_of is not None:
+        lengths = recorded_lengths(settings.lengths_of)
+    found = replace(found, plans=tuple(with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
     if all(plan.fits is False for plan in found.plans):
@@ -184,24 +175,10 @@ def _say(text: str) -> None:
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
-    """The plans, and if none fits, with a command that would; if the best leaves most of the memory
-    free, with a larger micro-batch.
-
-    What is advised for a run that does not fit is compiled too, unless the plan is analytic.
-    """
+    """The plans, and if none fits, with a command that would. What is advised is compiled too,
+    unless the plan is analytic."""
     if any(plan.fits is not False for plan in plans.plans):
-        larger = larger_micro_batch(plans.plans[0])
-        if larger is None:
-            return plans
-        overrides, more = larger
-        rows = more.resolved.rows
-        change = (
-            f"most of the memory is free: an update of {rows.num_parts} in place of "
-            f"{plans.plans[0].resolved.rows.num_parts} micro-batches is faster, and fits, with "
-            f"{report.gib(more.peak_bytes)} of {report.gib(more.machine.capacity)} GiB, "
-            f"{report.source(more)}:"
-        )
-        return replace(plans, command=command_that_fits(words, overrides), change=change)
+        return plans
 
     def compile_again(changed: Plan) -> Plan:
         if settings.analytic:
@@ -226,12 +203,12 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     )
 
 
-def with_forecast(plan: Plan, lengths: Lengths, price_per_hour: float | None = None) -> Plan:
+def with_forecast(plan: Plan, lengths: Lengths) -> Plan:
     """The plan with a forecast, if it is compiled and may fit."""
     if not plan.programs or plan.fits is False:
         return plan
     hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware, price_per_hour)
+    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
     return replace(plan, forecast=found)
 
 

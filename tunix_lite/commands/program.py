@@ -46,7 +46,6 @@ from tunix_lite.settings.compose import (
     hydra_job,
     key_of,
     lacks_a_reference,
-    refusal_of_a_run,
     runs_of_sweep,
     setting_names,
     sweep_folder,
@@ -82,7 +81,7 @@ def main(
     checked: list[tuple[dict, RunConfig]] = []
 
     def check_all() -> None:
-        refuse_foreign(argv, setting_names((), argv), HYDRA, refusal_of_a_run(argv))
+        refuse_foreign(argv, setting_names((), argv), HYDRA)
         sys.argv[1:] = flags_first(argv, HYDRA)
         _check_on_disk({folder_key(argv): folder_given(argv)})
         with error_context(""):

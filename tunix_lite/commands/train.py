@@ -35,7 +35,7 @@ from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.plain_text import visible
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
-from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.report import short_form
 from tunix_lite.report.comparison import comparison_page, runs_in
 from tunix_lite.report.page import write_at_end
@@ -121,7 +121,7 @@ def look_at(run: RunConfig, folder: Path) -> Parts:
     plan = planning.estimated(run, machine, model.cfg, model.lora, sizes)
     messages: list[str] = []
     check_fits(plan, messages.append)
-    title, rows = startup_summary(parts.resolved.run, parts, run_dir)
+    title, rows = startup_summary(parts, run_dir)
     shown = [(name, text) for name, text in rows if name != "outputs"]
     if resume_from is not None:
         shown.append(("resume", f"from the checkpoint in {resume_from}"))

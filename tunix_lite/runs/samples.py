@@ -47,6 +47,7 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
     advantages_B: what is learned from each; None: nothing is, as in an evaluation.
     """
     rows: list[dict[str, Any]] = []
+    rollout = graded.rollout
     for i, text in enumerate(graded.completions):
         row = {
             "prompt": graded.prompts[i],
@@ -63,7 +64,15 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
             row["group"] = i // graded.num_generations
             row["expected"] = graded.examples[i].get("answer")
             row["example"] = graded.examples[i]
-        rows.append(row | _of_rollout(graded, i))
+        if rollout is not None and rollout.conversations is not None:
+            row |= _of_conversation(rollout, i)
+        if rollout is not None:
+            mask_T = np.asarray(rollout.completion_mask)[i]
+            row["finish_reason"] = FINISH[int(np.asarray(rollout.finish)[i])]
+            row["tokens"] = np.asarray(rollout.tokens)[i][mask_T].tolist()
+            # as they were when they were drawn
+            row["logprobs"] = np.asarray(rollout.logprobs)[i][mask_T].tolist()
+        rows.append(row)
     return rows
 
 
@@ -78,20 +87,6 @@ def evaluation_rows(evaluated: Evaluated) -> list[dict[str, Any]]:
 def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
     """The line of evaluation_rows for one completion that was graded alone, of this group."""
     return {"sampled": not is_greedy} | sample_rows(graded)[0] | {"group": group}
-
-
-def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
-    """Returns the end of a completion, its tokens, and their log-probabilities when drawn."""
-    rollout = graded.rollout
-    if rollout is None:
-        return {}
-    mask_T = np.asarray(rollout.completion_mask)[i]
-    conversation = {} if rollout.conversations is None else _of_conversation(rollout, i)
-    return conversation | {
-        "finish_reason": FINISH[int(np.asarray(rollout.finish)[i])],
-        "tokens": np.asarray(rollout.tokens)[i][mask_T].tolist(),
-        "logprobs": np.asarray(rollout.logprobs)[i][mask_T].tolist(),
-    }
 
 
 def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Reports the progress of an evaluation, or of many prompts: completions done, speed, time left,
 and how many are right."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -79,10 +78,6 @@ class SamplingProgress:
         self._is_rate_said = False
         self._is_greedy = True
         self._grader: Grader | None = None
-        # Grades come between two chunks, too, and a chunk may take long: the thread of the line
-        # looks as well. What it raises is raised by the next look of the program itself.
-        self._looking = threading.Lock()
-        self._failure: Exception | None = None
         # ended, and not graded yet: row -> its rollout
         self._ungraded: dict[int, Rollout] = {}
         # completions that are graded; of the greedy ones among them, whether each is right
@@ -99,10 +94,9 @@ class SamplingProgress:
     def begin(self, grader: Grader | None = None, is_greedy: bool = True) -> OnChunk:
         """The next rollout begins. Returns what it calls after each chunk. grader: of its
         completions; None: they are not graded."""
-        with self._looking:
-            self._grader = grader
-            self._is_greedy = is_greedy
-            self._ungraded.clear()
+        self._grader = grader
+        self._is_greedy = is_greedy
+        self._ungraded.clear()
         return self.on_chunk
 
     def on_chunk(self, requests: Sequence[Request], ended: dict[int, Rollout]) -> None:
@@ -116,26 +110,11 @@ class SamplingProgress:
             self._is_rate_said = True
             self.line.now()
         if self._grader is not None:
-            with self._looking:
-                self._ungraded |= ended
+            self._ungraded |= ended
             self.look()
 
     def look(self) -> None:
         """Takes the grades that have come."""
-        with self._looking:
-            if self._failure is not None:
-                raise self._failure
-            self._take_grades()
-
-    def _look_from_thread(self) -> None:
-        with self._looking:
-            if self._failure is None:
-                try:
-                    self._take_grades()
-                except Exception as error:
-                    self._failure = error
-
-    def _take_grades(self) -> None:
         for row, rollout in list(self._ungraded.items()):
             graded = self._grader.grade_now(row, rollout)
             if graded is None:
@@ -151,7 +130,6 @@ class SamplingProgress:
 
     def text(self, seconds: float) -> str:
         """`sampled 17 of 160 completions, 41 tokens/s, 2m10s left, accuracy 12.0%`."""
-        self._look_from_thread()
         clock = self.clock
         if not clock.tokens:
             what = f"compiling the sampler and reading prompts, for {clock.total} completions"
