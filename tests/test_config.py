@@ -399,7 +399,7 @@ def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else
             ):
                 compose([f"+{key}._target_={name}"])
     assert compose(["+model.lora._target_=noisy.Wide", "~model.lora.rank"]).model.lora.rank == 16
-    scaling = "{_target_: tunix_lite.models.decoder.RopeScaling, factor: 2.0}"
+    scaling = "{_target_: tunix_lite.models.architecture.RopeScaling, factor: 2.0}"
     assert (
         compose(["model=random", f"model.architecture.rope_scaling={scaling}"]).model.architecture.rope_scaling.factor
         == 2

@@ -221,7 +221,10 @@ def test_a_wrong_curriculum_is_named(overrides, message):
 @pytest.mark.parametrize(
     "levels, message",
     [
-        ("[{max_term: 6}]", r"curriculum.levels\[0\]: task.source has no max_term; it has min_terms, max_"),
+        (
+            "[{max_term: 6}]",
+            r"curriculum.levels\[0\]: task.source has no max_term; it has num_train, num_held_out, min_terms",
+        ),
         ("[{max_terms: 3}]", r"curriculum.levels\[0\]: min_terms=4, max_terms=3"),
         ("[{max_terms: x}]", r"levels\[0\]: max_terms='x': expected int, such as max_terms: 4"),
         ("[{max_terms: 4.5}]", r"levels\[0\]: max_terms=4.5: expected int"),

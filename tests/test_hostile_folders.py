@@ -39,7 +39,6 @@ from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.models import decoder, hf, peft, source
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
 from tunix_lite.models.families import LLAMA, config_json
 from tunix_lite.models.lora import LoraConfig, adapter_weights
@@ -286,9 +285,9 @@ WRONG_SETTINGS = {
     "another type": ("architecture.num_layers", "2", "expected int, got '2'"),
     "a long text": ("architecture.num_layers", "x" * 100_000, "expected int, got"),
     "rank": ("lora.rank", -5, "rank=-5 must not be negative"),
-    "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "takes more than 1 second"),
-    "a pattern too deep": ("lora.targets", "(" * 50_000 + ")" * 50_000, "this regular expression"),
-    "no pattern": ("lora.targets", "a{", "") ,
+    "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "of regular expressions it takes names"),
+    "a pattern too deep": ("lora.targets", "(" * 50_000 + ")" * 50_000, "of regular expressions it takes"),
+    "empty alternatives": ("lora.targets", "(|||)" * 39 + "x", "of regular expressions it takes"),
     "no user": ("weights", "~nosuchuser/x", "is no path"),
     "a path too long": ("weights", "x" * 5000, "is no path"),
     "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
@@ -312,9 +311,6 @@ def test_wrong_settings_in_a_runs_folder_are_refused_with_the_file(name, good, t
         (run / "model.json").write_text(json.dumps(said))
     else:
         settings_with(run, key, value, canary)
-    if name == "no pattern":  # it is one, and matches nothing; only adapters are matched
-        within_two_seconds(lambda: load(run))
-        return
     is_refused(lambda: load(run), words)
     if key != "weights":  # which is looked at when the model is opened
         is_refused(lambda: of_run(run), words, "model.json")
@@ -481,8 +477,8 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a tokenizer of another kind": (tokenizer(model={"type": "hostile_plug.Plug"}), ("tokenizer.json cannot be read",)),
-    "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("model.safetensors", "bytes")),
-    "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("model.safetensors", "bytes")),
+    "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
+    "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("is damaged or cut short",)),
     "a header longer than its file": (safetensors(b"{}", length=10_000), ("is damaged or cut short",)),
     "a header of brackets": (safetensors(DEEP.encode()), ("is damaged or cut short",)),
     "a header that is a list": (safetensors(b"[]"), ("is damaged or cut short",)),
@@ -504,7 +500,7 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "whole numbers": (tensors(one([16], dtype="I32")), ("dtype: model.norm.weight is I32",)),
     "a name twice": (safetensors(b'{"a":' + json.dumps(one([16])["model.norm.weight"]).encode() + b',"a":'
                                  + json.dumps(one([16])["model.norm.weight"]).encode() + b"}", b"\0" * 64),
-                     ("model.safetensors",)),
+                     ("do not fit its config.json",)),
     "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
     "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
@@ -621,14 +617,14 @@ def precompiled(table: bytes) -> dict:
 
 
 CHARSMAPS = {
-    "beyond its units": (charsmap(offset=2**21 - 1), "its table of characters leads outside of it"),
-    "beyond its replacements": (charsmap(place=999), "its table of characters leads outside of it"),
-    "inside of a character": (charsmap(place=1, replacements="é\0".encode()), "leads into the middle of a character"),
-    "a size beyond its bytes": (charsmap(size=10**9), "its table of characters has another size than it says"),
-    "no size": (charsmap(size=0), "its table of characters has another size than it says"),
-    "cut": (charsmap()[:100], "its table of characters has another size than it says"),
-    "empty": (b"", "its table of characters has another size than it says"),
-    "no UTF-8": (charsmap(replacements=b"\xff\xfe\0"), "invalid start byte"),
+    "beyond its units": charsmap(offset=2**21 - 1),
+    "beyond its replacements": charsmap(place=999),
+    "inside of a character": charsmap(place=1, replacements="é\0".encode()),
+    "a size beyond its bytes": charsmap(size=10**9),
+    "no size": charsmap(size=0),
+    "cut": charsmap()[:100],
+    "empty": b"",
+    "no UTF-8": charsmap(replacements=b"\xff\xfe\0"),
 }
 
 
@@ -638,30 +634,19 @@ def test_an_ordinary_precompiled_normalizer_is_taken(good, tmp_path):
     tokenizer(normalizer={"type": "Sequence", "normalizers": [precompiled(charsmap(replacements=b"xyz\0"))]})(folder)
     made = within_two_seconds(lambda: Tokenizer.load(folder))
     assert made.backend.normalizer.normalize_str("bAbA") == "bxyzbxyz"
-    assert longest_replacement(charsmap(replacements=b"xyz\0")) == 3
 
 
 @pytest.mark.parametrize("name", CHARSMAPS)
-def test_a_damaged_precompiled_normalizer_is_refused_before_the_library_panics(name, good, tmp_path, capfd):
-    table, words = CHARSMAPS[name]
+def test_a_damaged_precompiled_normalizer_is_a_value_error_and_no_panic(name, good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
-    tokenizer(normalizer=precompiled(table))(folder)
-    said = f"{folder}/tokenizer.json: its Precompiled normalizer cannot be used ("
-    is_refused(lambda: Tokenizer.load(folder), said, words)
-    assert capfd.readouterr() == ("", "")
+    tokenizer(normalizer=precompiled(CHARSMAPS[name]))(folder)
+    is_refused(lambda: Tokenizer.load(folder).encode("bAb"), "tokenizer.json")
 
 
 def test_a_precompiled_normalizer_that_makes_texts_very_long_is_refused(good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
     tokenizer(normalizer=precompiled(charsmap(replacements=b"a" * 100_000 + b"\0")))(folder)
     is_refused(lambda: Tokenizer.load(folder), "the replacements of its normalizer can make a text 1,000 times as long")
-
-
-def test_a_large_precompiled_normalizer_is_looked_through_within_two_seconds():
-    """A chain of units, each the only one below the one before, over 16 MB."""
-    units = np.full(2**22, 1 << 10, "<u4") | (np.arange(2**22, dtype="<u4") & 0xFF)
-    table = struct.pack("<I", units.nbytes) + units.tobytes() + b"a\0"
-    within_two_seconds(lambda: longest_replacement(table))
 
 
 def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):

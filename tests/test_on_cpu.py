@@ -13,8 +13,7 @@ from conftest import decode_random, random_params, set_mesh
 
 from tunix_lite.learner import step as learner_step
 from tunix_lite.models import attention, decoder, vocabulary
-from tunix_lite.models.matmul import matmul
-from tunix_lite.models.unfused import unfused, with_unfused_cotangent
+from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
 from tunix_lite.models.weights import Lora
 from tunix_lite.parallel.compiler_options import options_of_mesh, update_options
 from tunix_lite.parallel.mesh import current_mesh

@@ -230,7 +230,7 @@ def test_a_completion_that_is_cut_keeps_its_first_tokens(tmp_path):
 
 
 def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing_to_learn(tmp_path):
-    """In memory, on disk and in a stream. The bundled template has no form for tools; line 3 ends with the user."""
+    """In memory and in a stream. The bundled template has no form for tools; line 3 ends with the user."""
     bad = [{**chat_of("hi", "ho"), "tools": TOOLS}, chat_of("a", "b", "c")]
     file = written(tmp_path / "rows.jsonl", [chat_of("q0", "0"), *bad, *rows_of_kind("chat", 5, {3})[1:]])
     held_out = written(tmp_path / "held_out.jsonl", rows_of_kind("chat", 2, set()))
@@ -239,7 +239,7 @@ def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing
         ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no form"
     ):
         prepare(compose(given), RunDir(tmp_path / "run"))
-    for more in ([], ["task.in_memory=false"], ["task.shuffle_buffer=3"]):
+    for more in ([], ["task.shuffle_buffer=3"]):
         parts = prepare(compose([*given, "task.on_error=skip", *more]), RunDir(tmp_path / "run"))
         found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
         assert sorted(found)[:3] == ["q0", "q1", "q2"], more
@@ -272,9 +272,8 @@ def test_a_row_without_an_answer_to_learn_from_says_what_is_right(tmp_path, toke
 def test_the_start_says_how_many_prompts_differ(tmp_path, tokenizer):
     file = written(tmp_path / "rows.jsonl", [chat_of(f"q{i % 6}", str(i)) for i in range(60)])
     held_out = written(tmp_path / "held_out.jsonl", [chat_of("other", "x")])
-    for more in ([], ["task.in_memory=false"]):
-        task = task_of(["task=chat", f"task.train={file}", f"task.held_out={held_out}", *more], tokenizer)
-        assert check_all_rows(task, True, 1).endswith("different prompts to train on: 6")
+    task = task_of(["task=chat", f"task.train={file}", f"task.held_out={held_out}"], tokenizer)
+    assert check_all_rows(task, True, 1).endswith("different prompts to train on: 6")
 
 
 def test_sft_of_a_file_needs_no_reward_and_an_evaluation_no_file_to_train_on(tmp_path):

@@ -21,9 +21,10 @@ from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import check_rows
 from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data, is_held_out
+from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Rollout
@@ -674,7 +675,7 @@ def test_a_file_is_read_and_looked_through_once_a_start(tmp_path, tokenizer, mon
     first, second = (of_lines(tmp_path, [GOOD] * 3, tokenizer, [{"question": "9"}]) for _ in range(2))
     said = check_all_rows(first, False, 1)
     assert first.config.source.train is second.config.source.train
-    monkeypatch.setattr(check_rows, "_check", None)
+    monkeypatch.setattr(check_rows, "_check_in_memory", None)
     assert check_all_rows(second, False, 1) == said
 
 
@@ -712,10 +713,9 @@ def test_special_tokens_of_the_prompt_setting_are_meant(tokenizer, tmp_path):
     text = "<start_of_turn>" + " " * 11 + "<bos><bos>bos'<bos>'"
     assert tokenizer.decode(ids, skip_special=False).split("user\n")[1].split("<end_of_turn>")[0] == text
     assert ids.count(ids[0]) == 1 and ids.count(tokenizer.backend.token_to_id("<start_of_turn>")) == 3
-    with pytest.raises(ValueError, match="both hold a special token, and with !r or a format it cannot be told"):
-        replace(task, config=replace(task.config, prompt="<bos>{question!r}")).text.prompt(
-            {"question": 'it\'s "<bos>"'}
-        )
+    both = replace(task, config=replace(task.config, prompt="<start_of_turn>{question!r}"))
+    ids = both.text.prompt({"question": "it's a <start_of_turn>"})
+    assert ids.count(tokenizer.backend.token_to_id("<start_of_turn>")) == 3, "that of the row is text"
 
 
 # ---- conversations

@@ -3,7 +3,6 @@ that are refilled."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,6 @@ from tunix_lite.types import Params, Prompts, Rollout
 # On a CPU: slots of any model, and weights times slots of a small one.
 CPU_SLOTS = 16
 CPU_WORK = 2_000_000_000
-
-
-def slots_of_cpu(model: LanguageModel) -> int:
-    """Slots that keep the cores of a CPU busy. More of them make a step longer and take memory, and
-    all completions end late and together: few would be graded when an evaluation is killed."""
-    busy = CPU_WORK // num_params(decoder.weights(model.cfg))
-    return round_up_to_shards(max(CPU_SLOTS, busy), model.mesh.shape["fsdp"])
 
 
 def generate_of(
@@ -45,7 +37,11 @@ def generate_of(
         largest = max(prompts * completions for prompts, completions in counts)
         slots = rollout.slots(largest, model.mesh.shape["fsdp"])
         if rollout.num_slots is None and model.mesh.devices.flat[0].platform == "cpu":
-            slots = min(slots, slots_of_cpu(model))
+            # More slots than keep the cores busy make a step longer and take memory, and all
+            # completions end late and together: few would be graded when an evaluation is killed.
+            busy = CPU_WORK // num_params(decoder.weights(model.cfg))
+            busy = round_up_to_shards(max(CPU_SLOTS, busy), model.mesh.shape["fsdp"])
+            slots = min(slots, busy)
         weights, _ = memory.choose_weights(
             model.params, model.cfg, model.dtype, generation, rollout, slots, counts
         )
@@ -60,7 +56,7 @@ def generate_of(
         jnp.dtype(tp_reduce_dtype),
     )
 
-    def on_the_mesh(params: Params, prompts: Prompts, *args: Any, **settings: Any) -> Rollout:
+    def on_the_mesh(params: Params, prompts: Prompts, *args: object, **settings: object) -> Rollout:
         with jax.set_mesh(model.mesh):
             return generate(params, prompts, *args, **settings)
 

@@ -1,5 +1,4 @@
-"""Runs code from a folder that we do not trust in another process, with limits: chat templates, and
-regular expressions of settings.
+"""Runs code from a folder that we do not trust in another process, with limits: chat templates.
 
 The process has a limit on memory, one on the processor's time of each call, no environment to read
 secrets from, and answers with text only. It is killed when it exceeds a limit. One serves all
@@ -9,7 +8,6 @@ calls. It starts with the first one (some 0.1 s), and an answer takes a fraction
 import atexit
 import os
 import pickle
-import re
 import subprocess
 import threading
 from collections.abc import Callable
@@ -71,18 +69,6 @@ def ask(function: Callable[..., str], *arguments: Any) -> str:
             if how in OVERRUNS:
                 raise Refused(OVERRUNS[how])
     raise Refused(f"ends the process that runs it ({how.removeprefix('ended its process with ')})")
-
-
-def try_pattern(pattern: str, texts: list[str]) -> None:
-    """Matches a regular expression with each of the texts. Raises Refused if it is none, or takes
-    too long."""
-    ask(_match, pattern, texts)
-
-
-def _match(pattern: str, texts: list[str]) -> str:
-    for text in texts:
-        re.fullmatch(pattern, text)
-    return ""
 
 
 def _start() -> WorkerProcess:
