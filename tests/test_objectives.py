@@ -4,6 +4,7 @@ Nothing here is taken from the code under test but the names of its functions.
 """
 
 import dataclasses
+import inspect
 import itertools
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunix_lite.algorithms import advantages as adv
-from tunix_lite.algorithms import corrections, distill, kl, ratios, shaping, surrogates
+from tunix_lite.algorithms import corrections, distill, kl, ratios, shaping, surrogates, weighting
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.grpo import GRPO
@@ -319,6 +320,13 @@ def test_corrections_equal_their_formulas(seed):
     for b in range(5):
         mean = np.exp(log_w[b][mask[b]].mean()) if mask[b].any() else 1.0
         assert (found[b] == float(0.99 <= mean <= 1.01)).all()
+
+
+def test_a_mask_of_sequences_does_not_leave_out_the_long_ones():
+    """rl.md 2.5: the same small drift per token. A product over tokens would drop the long one at any fixed bound."""
+    mask = np.arange(2000)[None] < np.array([[20], [2000]])
+    kept = corrections.mask_sequences(np.where(mask, 1e-3, 0.0), mask)
+    assert kept.min() == 1
 
 
 def test_the_off_policy_mask_drops_what_the_policy_has_left_and_was_bad():
@@ -750,6 +758,16 @@ def test_groups_are_judged_before_shaping():
     assert metrics["prompts/drawn"] == 2 and metrics["prompts/mixed"] == 1
 
 
+def test_duplicated_prompts_are_groups_of_their_own():
+    """One example twice in a row is graded as two groups."""
+    seen = []
+    policy, task, _ = of_rewards([[1, 0], [0, 0]])
+    grader = task.grader([], 2)
+    task.grader = lambda examples, G: seen.append((len(examples), G)) or grader
+    twice = {"n": 0}
+    batch, *_ = GRPO(num_generations=2).collect(policy, task, None, [twice, twice], jax.random.key(0))
+    assert seen == [(4, 2)]
+    np.testing.assert_allclose(batch.advantages[2:], 0)
 
 
 @pytest.mark.parametrize(
@@ -781,7 +799,109 @@ def test_settings_that_are_wrong_or_idle_are_refused_in_one_line(settings, messa
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+RESCORED = {"old_logprobs": "rescored"}
+
+
 KL = {"kl_coef": 0.1}
+
+
+UNCLIPPED = {"surrogate": surrogates.policy_gradient}
+
+
+TWICE = {"agreeing_groups": "replace", "max_rounds": 2}
+
+
+# (settings, one of them changed): both must learn something else
+CHANGES = {
+    "num_generations": ({}, {"num_generations": 4}),
+    "mini_batches": ({"updates_per_rollout": 2}, {"updates_per_rollout": 2, "mini_batches": 2}),
+    "advantages": ({}, {"advantages": adv.centre}),
+    "advantages.eps": ({}, {"advantages": partial(adv.standardise, eps=0.1)}),
+    "advantages: batch_scaled": ({}, {"advantages": adv.batch_scaled}),
+    "batch_scaled.eps": ({"advantages": adv.batch_scaled}, {"advantages": partial(adv.batch_scaled, eps=0.1)}),
+    "batch_scaled.mean": ({"advantages": adv.batch_scaled}, {"advantages": partial(adv.batch_scaled, mean="batch")}),
+    "advantages: leave_one_out_std": ({}, {"advantages": adv.leave_one_out_std}),
+    "whiten.over": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, over="samples")}),
+    "whiten.group_baseline": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, group_baseline=False)}),
+    "whiten.eps": ({"advantages": adv.whiten}, {"advantages": partial(adv.whiten, eps=0.1)}),
+    "per_reward.eps": ({"advantages": adv.per_reward}, {"advantages": partial(adv.per_reward, eps=0.1)}),
+    "max_likelihood.eps": ({"advantages": adv.max_likelihood}, {"advantages": partial(adv.max_likelihood, eps=0.1)}),
+    "advantage_clip": ({}, {"advantage_clip": 0.2}),
+    "weighting": ({}, {"weighting": weighting.per_sequence}),
+    "weighting.length": (
+        {"weighting": partial(weighting.constant_length, length=5)},
+        {"weighting": partial(weighting.constant_length, length=6)},
+    ),
+    "ratio": ({}, {"ratio": ratios.sequence_ratio}),
+    "surrogate": ({}, {"surrogate": surrogates.cispo}),
+    "surrogate.dual": ({}, {"surrogate": partial(surrogates.clip, dual=1.3)}),
+    "surrogate.tau_positive": ({"surrogate": surrogates.sapo}, {"surrogate": partial(surrogates.sapo, tau_positive=2.0)}),
+    "surrogate.tau_negative": ({"surrogate": surrogates.sapo}, {"surrogate": partial(surrogates.sapo, tau_negative=2.0)}),
+    "surrogate.delta_low": (
+        {"surrogate": partial(surrogates.binary_tv, delta_low=0.01)},
+        {"surrogate": partial(surrogates.binary_tv, delta_low=1.0)},
+    ),
+    "surrogate.delta_high": (
+        {"surrogate": partial(surrogates.binary_tv, delta_high=0.01)},
+        {"surrogate": partial(surrogates.binary_tv, delta_high=1.0)},
+    ),
+    "surrogate.cap": ({"surrogate": surrogates.binary_tv}, {"surrogate": partial(surrogates.binary_tv, cap=1.1)}),
+    "surrogate.log_square": (
+        {"surrogate": surrogates.binary_tv},
+        {"surrogate": partial(surrogates.binary_tv, log_square=0.1)},
+    ),
+    "surrogate.log_clip": (
+        {"surrogate": surrogates.geometric_mean},
+        {"surrogate": partial(surrogates.geometric_mean, log_clip=0.1)},
+    ),
+    "clip_low": ({}, {"clip_low": 0.05}),
+    "clip_high": ({}, {"clip_high": 0.05}),
+    "kl_coef": (KL, {"kl_coef": 0.2}),
+    **{f"kl_estimator: {name}": (KL, KL | {"kl_estimator": name}) for name in ("k2", "k3", "k3_ratio", "k1_reward")},
+    "entropy_coef": ({}, {"entropy_coef": 0.01}),
+    "old_logprobs": ({}, {"old_logprobs": "sampled"}),
+    "old_logprobs: rescored": ({}, RESCORED),
+    "correction": (RESCORED, RESCORED | {"correction": corrections.truncate_tokens}),
+    "correction.cap": (
+        RESCORED | {"correction": corrections.truncate_tokens},
+        RESCORED | {"correction": partial(corrections.truncate_tokens, cap=1.01)},
+    ),
+    "correction.low": (
+        RESCORED | {"correction": corrections.mask_tokens},
+        RESCORED | {"correction": partial(corrections.mask_tokens, low=1.2)},
+    ),
+    "correction.high": (
+        RESCORED | {"correction": corrections.mask_tokens},
+        RESCORED | {"correction": partial(corrections.mask_tokens, high=1.01)},
+    ),
+    "mask_sequences.low": (
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=2.0)},
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=2.0, low=1.2)},
+    ),
+    "mask_sequences.high": (
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=2.0)},
+        RESCORED | {"correction": partial(corrections.mask_sequences, high=1.05)},
+    ),
+    "off_policy_delta": (UNCLIPPED, UNCLIPPED | {"off_policy_delta": 0.01}),
+    "agreeing_groups": ({}, {"agreeing_groups": "drop"}),
+    "agreeing_groups: replace": ({}, TWICE),
+    "max_rounds": (TWICE, TWICE | {"max_rounds": 3}),
+    "shaping": ({}, {"shaping": partial(shaping.overlong, length=5)}),
+    "shaping.length": (
+        {"shaping": partial(shaping.overlong, length=5)},
+        {"shaping": partial(shaping.overlong, length=6)},
+    ),
+    "shaping.buffer": (
+        {"shaping": partial(shaping.overlong, length=5)},
+        {"shaping": partial(shaping.overlong, length=5, buffer=0.9)},
+    ),
+    "shaping.factor": (
+        {"shaping": partial(shaping.overlong, length=5)},
+        {"shaping": partial(shaping.overlong, length=5, factor=0.5)},
+    ),
+    "mask_truncated": ({}, {"mask_truncated": True}),
+    "variant": ({}, {"variant": "verl"}),
+}  # fmt: skip
 
 
 def learned(chosen):
@@ -797,6 +917,31 @@ def learned(chosen):
     logprobs = jnp.asarray(np.where(batch.loss_weight != 0, batch.old_logprobs + moved, 0), jnp.float32)
     loss, slopes = jax.value_and_grad(lambda lp: algorithm.loss(TokenScores(lp, jnp.ones_like(lp)), rows)[0])(logprobs)
     return arrays_of_batch(batch), float(loss), np.asarray(slopes)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_setting_changes_the_batch_the_loss_or_its_gradient(name):
+    (batch, loss, slopes), (other, other_loss, other_slopes) = map(learned, CHANGES[name])
+    is_same = batch.keys() == other.keys() and all(np.array_equal(batch[key], other[key]) for key in batch)
+    is_same = is_same and loss == other_loss and np.array_equal(slopes, other_slopes)
+    assert not is_same, f"{name} does nothing"
+    assert all(np.isfinite(x).all() for x in (*batch.values(), *other.values(), slopes, other_slopes))
+
+
+def test_the_list_of_changes_has_every_setting_of_every_piece():
+    fields = {field.name for field in dataclasses.fields(GRPO)} - {
+        "updates_per_rollout",
+        "reference_every",
+        "reference_mix",
+    }  # the loop's: test_experience
+    assert fields <= {name.partition(":")[0] for name in CHANGES}
+    given = "\n".join(CHANGES)
+    for module in (adv, surrogates, corrections, shaping, weighting):
+        for function in vars(module).values():
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                parameters = inspect.signature(function).parameters.values()
+                of_yaml = [p.name for p in parameters if isinstance(p.default, int | float | str)]
+                assert all(name in given for name in of_yaml), f"{function.__name__}: {of_yaml}"
 
 
 def test_advantages_of_nemo_rl_and_areal_by_hand():
