@@ -10,17 +10,14 @@ import struct
 import subprocess
 import sys
 import termios
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tunix_lite.commands.evaluate import PartialFile
 from tunix_lite.commands.generate import EndedCompletions
 from tunix_lite.inference.language_model import Completion
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.time_left import LengthEstimate, SamplingClock
-from tunix_lite.tracking.progress import Progress, seconds_in_words
 
 CHUNK = 16
 
@@ -93,32 +90,6 @@ def test_the_time_left_after_a_fifth_is_within_a_quarter_of_what_comes(kind, cou
     assert left[0] is None and left[-1] == 0.0, "a chunk is timed from the one before"
 
 
-def test_a_chunk_that_compiles_and_the_first_one_are_not_part_of_the_rate():
-    now, compiled = [0.0], [0.0]
-    clock = SamplingClock([4], lambda: compiled[0], lambda: now[0])
-    steps = sampled(clock, now, [64] * 4, 64, 4, 1.0, first=9.0)
-    next(steps)
-    assert clock.tokens_per_second() is None
-    next(steps)
-    assert clock.tokens_per_second() == 4 * CHUNK / 1.0 and clock.seconds_left() == 2.0
-    now[0] += 30.0
-    compiled[0] += 30.0
-    next(steps)
-    assert clock.tokens_per_second() == 4 * CHUNK / 1.0 and clock.seconds_left() == 1.0
-
-
-def test_samples_that_come_behind_the_greedy_completions_count():
-    """16 greedy ones of 64 tokens take 4 chunks of 2 s; then 32 of the same kind in 16 slots, 8 chunks, and prompts
-    that took 6 s to read are read again."""
-    now = [0.0]
-    clock = SamplingClock([16, 32], lambda: 0.0, lambda: now[0])
-    steps = sampled(clock, now, [64] * 16, 64, 16, 2.0, first=6.0)
-    next(steps)
-    next(steps)
-    # The first chunk itself is taken for reading, too.
-    assert clock.seconds_left() == 2 * 2.0 + 8 * 2.0 + (6.0 + 2.0)
-
-
 def test_lengths_are_estimated_as_lifetimes():
     """Kaplan and Meier by hand: of 4, one ends at 2 and one at 4, one still grows at 3, one was cut at 8.
     S(2) = 3/4; at 4 two are at risk: S(4) = 3/8."""
@@ -127,37 +98,6 @@ def test_lengths_are_estimated_as_lifetimes():
     np.testing.assert_allclose(longer[[1, 2, 3, 4, 8]], [1, 3 / 4, 3 / 4, 3 / 8, 3 / 8])
     assert lengths.draw(np.full(100, 5)).min() == 8, "nobody was seen to end behind 5"
     assert sorted(lengths.draw(np.zeros(8, int)).tolist()) == [2, 2, 4, 4, 4, 8, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (48, "48 s"), (130, "2 m 10 s"), (59.7, "1 m 0 s"), (11540, "3 h 12 m")]
-)
-def test_durations_are_words(seconds, text):
-    assert seconds_in_words(seconds) == text
-
-
-@pytest.mark.parametrize(("unread", "expected"), [(0, 2.0), (400, 32.0)])
-def test_prompts_that_are_read_between_chunks_are_no_part_of_the_rate(unread, expected):
-    """8 requests of 32 tokens in 4 slots, chunks of 2 s; the prompts of the last four, 400 tokens, take 30 s and are
-    read before the second chunk. Then 3 chunks less one are left; and if 400 more were to be read, 30 s for those."""
-    now = [0.0]
-    clock = SamplingClock([8], lambda: 0.0, lambda: now[0])
-    requests = requests_of([32] * 8, 32)
-    clock.begin()
-
-    def chunk(some, seconds, read, unread):
-        now[0] += seconds
-        for request in some:
-            request.tokens += [0] * 16
-            request.prompts_read = (read, unread)
-            request.reason = "eos" if len(request.tokens) == 32 else None
-        clock.take(some)
-
-    chunk(requests[:4], 35.0, 400, 400 + unread)
-    chunk(requests[:4], 32.0, 800, unread)
-    assert clock.seconds_left() is None and clock.tokens_per_second() is None
-    chunk(requests[4:], 2.0, 800, unread)
-    assert clock.tokens_per_second() == 64 / 2.0 and clock.seconds_left() == expected
 
 
 # ---- on a terminal, and on a pipe
@@ -222,14 +162,6 @@ def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results()
     assert seen.count("\n") == 2 and "\x1b[2J" not in seen
 
 
-def test_work_that_fails_has_no_end_line():
-    said = []
-    output = SimpleNamespace(show=said.append, note=said.append, say=said.append)
-    with pytest.raises(KeyboardInterrupt), Progress(output, lambda s: "under way", lambda s: "done"):
-        raise KeyboardInterrupt
-    assert "under way" in said and "done" not in said and said[-1] == ""
-
-
 # ---- results so far
 
 
@@ -242,9 +174,3 @@ def test_completions_of_many_prompts_are_on_the_disk_as_they_end(tmp_path):
         assert [json.loads(line)["prompt"] for line in lines] == ["b"] and not out.exists()
     EndedCompletions(None, ["a", "b"], None)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["said.jsonl.partial"]
-
-
-def test_an_evaluation_without_a_folder_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    PartialFile(None, "model.x", {}).write(0, True, None)
-    assert not list(tmp_path.iterdir())
