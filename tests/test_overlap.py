@@ -17,13 +17,10 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
-from tunix_lite.algorithms.credit import TurnCredit
-from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import decoder
@@ -34,10 +31,9 @@ from tunix_lite.rollout import reread
 from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, rollout_of
 from tunix_lite.rollout.conversations import make_generate_with_partner
 from tunix_lite.rollout.engine import make_generate
-from tunix_lite.rollout.reread import first_calls, pieces_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap import Carry, OneStep, TaskInHand, handed_out
+from tunix_lite.runs.overlap import Carry, OneStep
 from tunix_lite.runs.overlap_rules import groups_to_take
 from tunix_lite.runs.sampling_apart import SamplingApart, shardings_on
 from tunix_lite.settings.compose import compose
@@ -111,33 +107,6 @@ def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, wid
     carried = [(one, p) for one in first for p in [asked()[one.group]] if one.is_under_way]
     assert metrics["rollout/carried"] == len(carried)
     assert metrics["rollout/reread_tokens"] == sum(len(p) + len(one.tokens) for one, p in carried)
-
-
-def test_what_is_read_again_is_cut_so_that_little_of_it_is_padding():
-    long = list(range(256 + 130))
-    pieces = list(pieces_of({3: (long, 12), 1: ([7, 8], 9), 2: (long[:200], 5)}))
-    assert [{slot: (len(tokens), limit) for slot, (tokens, limit) in piece.items()} for piece in pieces] == [
-        {3: (256, 0), 1: (2, 9), 2: (200, 5)},
-        {3: (64, 0)},
-        {3: (64, 0)},
-        {3: (2, 12)},
-    ]
-    assert [token for piece in pieces for token in piece[3][0]] == long
-
-
-def test_what_is_read_first_has_few_shapes_and_waits_where_more_is_to_come():
-    new = {5: (list(range(1, 65)), 9), 2: (list(range(1, 301)), 7), 7: ([3, 4], 8), 1: (list(range(1, 130)), 6)}
-    found = [
-        (*map(np.ndarray.tolist, (rows, lengths, limits)), tokens)
-        for rows, tokens, lengths, limits in first_calls(new, num_slots=12)
-    ]
-    none = [12]
-    assert [row[:3] for row in found] == [
-        ([5, 7, *none * 10], [64, 2, *[1] * 10], [9, 8, *[0] * 10]),
-        ([2, 1, *none * 2], [256, 129, 1, 1], [0, 6, 0, 0]),
-    ]
-    assert [row[3].shape for row in found] == [(12, 64), (4, 256)]
-    assert found[1][3][0].tolist() == list(range(1, 257)) and found[0][3][1].tolist() == [3, 4, *[0] * 62]
 
 
 # ---- which groups an update takes
@@ -315,20 +284,6 @@ def test_without_staleness_carry_is_bit_equal_to_a_rollout_by_itself(cfg):
         same(rollout.replace(versions=None), whole)
 
 
-@WIDE
-def test_the_mesh_changes_nothing_of_what_is_carried(cfg):
-    found = []
-    for mesh in ((1, 1), (2, 2)):
-        set_mesh(*mesh)
-        overlap = carry_of(cfg, staleness=2)
-        found.append([drawn(overlap, step, cfg) for step in range(4)])
-    for (ours, examples), (theirs, others) in zip(*found):
-        assert examples == others
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_array_equal(ours.versions, theirs.versions)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-
-
 # ---- conversations
 
 
@@ -380,22 +335,6 @@ def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(c
     # `seconds` are of the clock
     ours, theirs = ({name: x for name, x in at.items() if name != "seconds"} for at in (resumed.at(4), kept[4]))
     np.testing.assert_equal(ours, theirs)
-
-
-def test_turns_get_their_credit_where_the_environments_answered_a_step_ago():
-    """Two conversations, of which the second reached a limit: it is left out, and rewards count for turns."""
-    conversations = np.empty(2, object)
-    conversations[:] = [Conversation([SampledTurn(3, 4, TurnReply())], ended) for ended in ("done", "tokens")]
-    zeros = np.zeros((2, 9), np.float32)
-    rollout = Rollout(zeros, zeros, zeros, zeros, zeros[:, 0], zeros, conversations=conversations)
-    graded = SimpleNamespace(rewards=np.array([1.0, 2.0]), dropped=np.zeros(2, bool))
-    grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
-    settings = ConversationConfig(credit="turn", on_limit="mask")
-    task = TaskInHand(SimpleNamespace(prompts=lambda examples: [[1]], conversation=settings), grader)
-    policy = handed_out(Policy(None, None), rollout, is_graded=True)
-    groups = sample_groups(policy, task, None, [{"n": 1}], None, 2)
-    assert groups.credit == TurnCredit("turn", settings.discount)
-    assert groups.learned_PG.tolist() == [[True, False]]
 
 
 def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it(cfg):

@@ -4,14 +4,11 @@ import contextlib
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.judge import Judge, JudgeError
-from tunix_lite.settings.compose import compose
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 ZERO = RewardsConfig("zero", timeout=20.0)
@@ -252,15 +249,6 @@ def test_answers_are_kept_in_a_file_which_processes_share(tmp_path):
         assert len(file.read_text().splitlines()) == 5
 
 
-def test_many_at_once_write_whole_lines(tmp_path):
-    file = tmp_path / "cache.jsonl"
-    with serving("Score: 5 " + "x" * 5000) as server:
-        asks = judge(server, cache=str(file))
-        with ThreadPoolExecutor(8) as pool:
-            assert {*pool.map(lambda n: asks(str(n), EXAMPLE), range(40))} == {0.5}
-    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 40
-
-
 def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
     with serving(503) as server, contextlib.closing(Pool({"judge": judge(server)}, ZERO)) as pool:
         kind, how = pool.submit("4", EXAMPLE).result()["judge"]
@@ -288,23 +276,3 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": PROMPT} | settings)
-
-
-def test_a_prompt_that_names_another_field_is_named():
-    with pytest.raises(ValueError, match="the judge's prompt names 'question'; an example has answer"):
-        Judge("http://127.0.0.1:1/v1", "m", PROMPT)("4", {"answer": "4"})
-
-
-def test_what_a_call_may_take_is_known():
-    assert Judge("http://a", "m", PROMPT, timeout=4.0, retries=3, backoff=0.5).most_seconds == 4 * 4 + 0.5 * 7
-
-
-def test_a_timeout_that_is_shorter_than_the_judge_is_refused():
-    prompt = "prompt: '{completion}'"
-    fn = "{_target_: tunix_lite.rewards.judge.Judge, base_url: 'http://a', model: m, " + prompt + ", retries: 3}"
-    asks = [f"+task.rewards.judge={{fn: {fn}}}"]
-    with pytest.raises(
-        ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; set rewards.timeout above 19.5"
-    ):
-        compose(asks)
-    compose([*asks, "rewards.timeout=20"])
