@@ -7,7 +7,7 @@ import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.models import attention, decoder
-from tunix_lite.rollout.extend import EXTEND_WIDTHS, extend_calls, make_turn_programs
+from tunix_lite.rollout.extend import extend_calls, make_turn_programs
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig
 
@@ -99,17 +99,3 @@ def test_an_int8_cache_and_a_repetition_penalty_know_what_was_appended(cfg, para
     assert set(np.flatnonzero(seen[1])) == set(at.tokens[1])
     want = whole_hidden(cfg, params, at.tokens[1])
     np.testing.assert_allclose(np.asarray(at.slots.hidden)[1], want, atol=0.15)
-
-
-def test_widths_follow_from_the_length_of_what_is_appended_alone():
-    widest = EXTEND_WIDTHS[-1]
-    calls = extend_calls({2: ([1] * (widest + 20), 9), 5: ([2] * 3, 7)}, num_slots=32, fsdp=1)
-    assert [call.tokens.shape for call in calls] == [(8, 16), (8, widest), (8, 64)]
-    # the slot of the long one decodes only once its last piece is there
-    assert [call.limits[0] for call in calls] == [7, 0, 9]
-    assert calls[0].rows.tolist() == [5] + [32] * 7
-    # nine answers of one width are two calls of one shape
-    nine = extend_calls({slot: ([1], 9) for slot in range(9)}, num_slots=32, fsdp=1)
-    assert [call.rows.tolist() for call in nine] == [[*range(8)], [8] + [32] * 7]
-    # slots that fsdp divides are not gathered
-    assert extend_calls({2: ([1], 9)}, num_slots=32, fsdp=2)[0].rows.tolist() == list(range(32))

@@ -33,7 +33,6 @@ from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.plain_text import visible
-from tunix_lite.runs import session, watch
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.replay import check_reached, nearest_before, replay_step
@@ -63,9 +62,7 @@ SHORT = [
 ON_FOUR = [*SHORT, "model.mesh_shape=[[2,2],[fsdp,tp]]", "algorithm.kl_coef=0.1"]
 
 
-BEATS = []  # of the run `finished`
 LATEST = []  # its folder, and the checkpoints in it, each time that outputs/latest was pointed there
-WRITTEN = []  # what its status.json said, one after the other: the word, the steps, and which accuracies
 
 
 def noting_latest(really):
@@ -92,9 +89,7 @@ def noting(written: list):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a_checkout") / "outputs" / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "heartbeat", BEATS.append)
         patch.setattr(RunDir, "point_latest_here", noting_latest(RunDir.point_latest_here))
-        patch.setattr(Status, "write", noting(WRITTEN))
         state = train(compose(SHORT), folder)
     return folder, state
 
@@ -277,11 +272,6 @@ def test_a_run_goes_on_from_its_own_checkpoints_once_it_has_some(tmp_path, monke
         goes_on("own", "none")
     monkeypatch.setenv("TUNIX_LITE_RESTARTS", "1")  # as its launcher does, which starts the same command again
     assert goes_on("own", "none") == own
-
-
-def test_the_status_is_written_with_each_evaluation_and_checkpoint(finished):
-    known = ["first", "last"]
-    assert [("running", 0, []), *(("running", n, known) for n in (0, 2, 4)), ("completed", 4, known)] == WRITTEN
 
 
 def test_resuming_from_nothing_is_refused(tmp_path):
@@ -486,10 +476,6 @@ def test_what_made_a_checkpoint_must_be_known(finished, tmp_path):
         train(compose([*SHORT, "training.max_steps=6", "resume.force=true"]), folder)
 
 
-def test_the_first_heartbeat_is_the_first_finished_step(finished):
-    assert BEATS == ["step 1", "evaluating", "step 2", "step 3", "evaluating", "step 4"]
-
-
 def test_a_replay_takes_the_weights_that_saw_the_batch(tmp_path):
     """Steps 3 and 5 to 7 were skipped."""
     folder = RunDir(tmp_path)
@@ -614,19 +600,6 @@ def test_a_run_stops_before_its_time_is_up_which_counts_from_the_start_of_the_jo
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["stopped"], status["steps"]) == ("training.max_minutes", 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
-
-
-def test_without_a_job_time_counts_from_the_call(tmp_path, monkeypatch):
-    class Opened(Exception): ...
-
-    def stopping(max_minutes, say, passed, grace):
-        raise Opened(passed)
-
-    monkeypatch.setattr(session, "Stopping", stopping)
-    before = time.time()
-    with pytest.raises(Opened) as opened:
-        train(compose(SHORT), tmp_path)
-    assert 0 <= opened.value.args[0] <= time.time() - before
 
 
 STOPPED_AT_ITS_VERY_END = """
@@ -760,11 +733,6 @@ def test_sft_fits_the_distribution_itself_whatever_the_temperature_of_sampling(t
     of_tokens = np.take_along_axis(logprobs, np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
     wanted = -of_tokens[np.asarray(counts)[:, 1:]].mean()
     assert abs(lines(tmp_path)[0]["train/loss"] - wanted) < 1e-5
-
-
-def test_a_group_is_sampled_at_a_temperature_above_0(tmp_path):
-    with pytest.raises(ConfigError, match="generation: temperature=0.0 must be above 0: a group needs completions"):
-        train(compose([*SHORT, "generation.temperature=0"]), tmp_path)
 
 
 def test_a_sampler_whose_weights_are_not_the_trainers_stops_the_run(tmp_path, monkeypatch):

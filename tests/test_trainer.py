@@ -1,6 +1,5 @@
 """The primitives of a training loop: gradients, updates, samples, checkpoints of clients beside one base."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -20,7 +19,6 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.rewards.text import brevity
 from tunix_lite.trainer.data import Datum, parts_of_data
 from tunix_lite.trainer.losses import SETTINGS, token_loss
-from tunix_lite.trainer.sampling import SampleSettings
 from tunix_lite.types import Batch, RowBatch, TokenScores
 
 TINY = [
@@ -233,15 +231,6 @@ def test_samples_are_those_of_the_weights_now(trainer, client):
     assert snapshot.sample([[5, 6], [7]], 2, settings) == first
 
 
-def test_stops_and_seeds(client):
-    drawn = client.sample([[5, 6]], 1, {"max_tokens": 6, "seed": 1})[0].tokens
-    at = next(t for t in range(1, 6) if drawn[t] not in drawn[:t])
-    stopped = client.sample([[5, 6]], 1, SampleSettings(6, seed=1, stop_token_ids=[drawn[at]]))[0]
-    assert (stopped.tokens, stopped.stop_reason) == (drawn[: at + 1], "stop")
-    one, two = (client.sample([[5, 6], [5, 6]], 1, {"max_tokens": 8}) for _ in range(2))
-    assert len({tuple(found.tokens) for found in one + two}) == 4
-
-
 # ---- checkpoints
 
 
@@ -289,18 +278,6 @@ def test_a_sampler_of_saved_weights_needs_no_client(trainer, client, tmp_path):
         sampler = trainer.sampler(client.save(tmp_path / str(optimizer), optimizer=optimizer))
         assert sampler.sample([[5, 6]], 1, settings) == drawn
         assert sampler.logprobs([[5, 6]]) == client.logprobs([[5, 6]])
-
-
-def test_calls_of_the_worker_run_in_their_order(trainer, client):
-    async def loop():
-        losses = []
-        for _ in range(3):
-            losses.append(client.forward_backward_async(DATA))
-            losses.append(client.optim_step_async(0.05))
-        return await asyncio.gather(*losses)
-
-    found = asyncio.run(loop())
-    assert [output.loss for output in found[::2]] == sorted([output.loss for output in found[::2]], reverse=True)
 
 
 # ---- bad input
@@ -369,16 +346,6 @@ def test_bad_settings_of_an_update_are_refused(client, settings, words):
     with pytest.raises(ValueError, match=words):
         client.optim_step(**settings)
     assert client._grads is not None
-
-
-def test_bad_clients_are_refused(trainer):
-    with pytest.raises(ValueError, match="give adapter"):
-        trainer.adapter()
-    with pytest.raises(ValueError, match="matches no weight"):
-        trainer.adapter(rank=2, targets="nothing")
-    trainer.full()
-    with pytest.raises(ValueError, match="close it first"):
-        trainer.full()
 
 
 @pytest.mark.wide
@@ -486,18 +453,3 @@ def test_a_batch_by_hand_is_the_same_as_data(client):
     ]:
         with pytest.raises(ValueError, match=words):
             client.forward_backward(wrong, loss)
-
-
-@pytest.mark.wide
-def test_collect_refuses_what_only_a_run_can_follow():
-    run = compose(
-        [
-            *RUN,
-            "training.max_steps=4",
-            "model.lora.rank=2",
-            "algorithm.mini_batches=2",
-            "algorithm.updates_per_rollout=2",
-        ]
-    )
-    with tunix_lite.Trainer(run) as trainer, pytest.raises(ValueError, match="mini_batches above 1 is for run_train"):
-        trainer.adapter().collect(0)
