@@ -494,20 +494,6 @@ def test_strangers_at_the_port_are_ignored_and_named_once():
     assert said == [f"process 0: a connection to port {port} is not from this run, and is ignored"]
 
 
-def test_many_that_say_half_a_line_and_nothing_more_keep_nobody():
-    """150 of them, one after the other, would take 750 s."""
-    port, heard = free_port(), []
-    place = ProcessPlace(0, 2, f"127.0.0.1:{port}")
-    first = threading.Thread(target=lambda: heard.append(meet(place, ProcessInfo({}, "f", "a"), 60, lambda _: None)))
-    first.start()
-    with contextlib.ExitStack() as open_ones:
-        for _ in range(150):
-            open_ones.enter_context(connected(port)).sendall(b'{"tunix_')
-        meet(ProcessPlace(1, 2, f"127.0.0.1:{port}"), ProcessInfo({}, None, "b"), 60)
-    first.join(60)
-    assert heard == [agreement.Agreement(["a", "b"], "f")], "both had 60 s"
-
-
 def connected(port: int) -> socket.socket:
     until = time.monotonic() + 20
     while time.monotonic() < until:
@@ -633,21 +619,3 @@ def test_a_peer_that_is_stopped_is_named_and_nobody_waits_for_it(tmp_path):
     assert done.returncode == 124
     said = r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=2\. Last signs: "
     assert re.search(said, done.stderr)
-
-
-def test_a_program_that_finds_nobody_ends_in_the_time_given_and_leaves_nothing(tmp_path):
-    port = free_port()
-    settings = [
-        f"launch.coordinator=127.0.0.1:{port}",
-        "launch.num_processes=2",
-        "launch.process_id=1",
-        "launch.timeout=1",
-    ]
-    call = [sys.executable, str(ROOT / "run_training.py"), *settings]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1  # another try may find them
-    assert done.stderr.startswith(
-        f"error: process 1 of 2 ({socket.gethostname()}) could not reach process 0 at 127.0.0.1:{port} in 1 s: "
-    )
-    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []

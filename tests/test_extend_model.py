@@ -31,6 +31,7 @@ QUICK = [
     "training.save_interval_steps=0",
     "evaluation.num_examples=0",
     "tracking.tensorboard=false",
+    "model.mesh_shape=[[1,1],[fsdp,tp]]",
 ]
 VOCAB, PROMPT, NEW = 97, 24, 8
 

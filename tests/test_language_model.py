@@ -31,13 +31,13 @@ SHORT = GenerationConfig(64, 12)
 QUESTIONS = ["What is 1 + 2?", "What is 12 + 7 - 3 + 5?", "What is 9 - 4?"]
 TRAINING = ["training.max_steps=1", "training.prompts_per_step=2", "algorithm.num_generations=2",
             "generation.max_new_tokens=4", "evaluation.num_examples=0", "tracking.tensorboard=false",
-            "optimizer.learning_rate=1e-2", "model.mesh_shape=[[2,1],[fsdp,tp]]",
+            "optimizer.learning_rate=1e-2", "model.mesh_shape=[[1,1],[fsdp,tp]]",
             "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def few_devices(monkeypatch):
-    """A mesh over two of the pretend devices where settings say [[2,1],...]."""
+    """A mesh over two of the pretend devices where settings name none."""
     devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *a: devices[:2])
 
@@ -64,10 +64,9 @@ def on_four(tiny):
     return load(tiny, mesh_shape=[[4, 1], ["fsdp", "tp"]])
 
 
-@pytest.fixture
-def model(on_four):
-    disable_compilation_cache()  # conftest turns it on before each test, and this model has several devices
-    return on_four
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load(tiny, mesh_shape=[[1, 1], ["fsdp", "tp"]])
 
 
 def trained(folder, *more: str):
@@ -114,9 +113,10 @@ def test_a_seed_is_a_whole_number_of_32_bits_wherever_it_is_given(model, seed):
         open_model(ModelConfig(weights=str(TINY)), None, None, "fp32", seed)
 
 
-def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model):
-    pieces = list(model.stream(QUESTIONS[1], SHORT, seed=3))
-    assert len(pieces) > 2 and "".join(pieces) == one().generate(QUESTIONS[1], SHORT, seed=3)[0].text
+def test_a_stream_is_the_completion_in_pieces_on_any_mesh(model, on_four):
+    disable_compilation_cache()  # conftest turns it on before each test, and one of the models has several devices
+    pieces = list(on_four.stream(QUESTIONS[1], SHORT, seed=3))
+    assert len(pieces) > 2 and "".join(pieces) == model.generate(QUESTIONS[1], SHORT, seed=3)[0].text
 
 
 def test_scores_are_those_of_the_tokens_that_were_said():
@@ -335,7 +335,7 @@ def test_overwriting_replaces_only_what_export_wrote(tmp_path):
 
 
 def run_command(module, overrides, monkeypatch):
-    arguments = ["tunix-lite", "generation.max_new_tokens=8", "model.mesh_shape=[[2,1],[fsdp,tp]]", *overrides]
+    arguments = ["tunix-lite", "generation.max_new_tokens=8", "model.mesh_shape=[[1,1],[fsdp,tp]]", *overrides]
     monkeypatch.setattr(sys, "argv", arguments)
     module.main()
 

@@ -205,7 +205,7 @@ def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1,
     return state, losses
 
 
-@pytest.mark.parametrize("storage", ["bf16", "int8", "nf4"])
+@pytest.mark.parametrize("storage", [*(pytest.param(name, marks=pytest.mark.wide) for name in ("bf16", "int8")), "nf4"])
 def test_only_adapters_learn_and_the_base_stays(storage):
     frozen = base_of(storage)
     before = jax.tree.map(np.asarray, frozen)
@@ -223,10 +223,9 @@ def test_layers_apart_learn_what_scanned_layers_learn():
     """With a quantised base, dropout and layers of both kinds."""
     lora, frozen = dataclasses.replace(LORA, dropout=0.3, base="nf4"), base_of("nf4")
     scanned, losses = one_update(lora, frozen, steps=2)
-    for remat in ("none", "save_all"):
-        apart, losses_apart = one_update(lora, frozen, steps=2, scan_layers=False, remat=remat)
-        np.testing.assert_allclose(losses_apart, losses, rtol=1e-5)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), apart.params, scanned.params)
+    apart, losses_apart = one_update(lora, frozen, steps=2, scan_layers=False, remat="save_all")
+    np.testing.assert_allclose(losses_apart, losses, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), apart.params, scanned.params)
 
 
 def test_gradients_of_adapters_are_those_of_the_merged_weight():

@@ -261,9 +261,12 @@ WAYS = {
     "long chunks, both axes": dict(mesh=(2, 2), slots=4, chunk=32),
     "more tp than key heads": dict(mesh=(1, 4), slots=4, chunk=8),
 }
+NARROW = ("a slot for everyone, token by token, weights divided", "long chunks, both axes")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in NARROW else pytest.mark.wide) for way in WAYS], ids=list(WAYS)
+)
 def test_slots_chunk_mesh_and_place_of_the_weights_change_no_token(two_layers, sampled, greedy, way):
     """The reference: four slots, chunks of four tokens, one device."""
     options = dict(WAYS[way])
@@ -290,7 +293,11 @@ def widths_of(monkeypatch) -> list[int]:
     return widths
 
 
-@pytest.mark.parametrize("options", [dict(mesh=(1, 1), slots=4, chunk=4), dict(mesh=(2, 2), slots=4, chunk=3)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [dict(mesh=(1, 1), slots=4, chunk=4), pytest.param(dict(mesh=(2, 2), slots=4, chunk=3), marks=pytest.mark.wide)],
+    ids=str,
+)
 def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy, monkeypatch, options):
     """Prompts of up to 12 tokens and completions of up to 34: 16 columns, 32 and all 46; a window of 5 beside it."""
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
@@ -305,28 +312,6 @@ def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy
     assert set(widths) == {16, 32, 46}
 
 
-def test_a_cache_follows_the_longest_sequence_that_is_not_finished(one_layer, small, monkeypatch):
-    """Two slots, chunks of two. A prompt of 12 tokens with 20 to come, four of 1 token with 4 to come each.
-
-    16 columns hold the first one until 12 + 4 tokens, and the last one, of 1 token with 20 to come, until 1 + 15. A
-    chunk reckons with itself and with those that have not been read.
-    """
-    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
-    widths, generation = widths_of(monkeypatch), GenerationConfig(LONG, 40)
-    sample = sampler(one_layer, slots=2, chunk=2, generation=generation, eos=())
-    prompts = prompts_of((12, 1, 1, 1, 1, 1))
-    limits = [20, 4, 4, 4, 4, 20]
-    completions, _ = all_of(sample(small, prompts, jax.random.key(0), limits=limits))
-    widths = list(widths)
-    monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 256)
-    whole, _ = all_of(sampler(one_layer, 2, 2, generation, ())(small, prompts, jax.random.key(0), limits=limits))
-    assert (
-        tokens_of(completions) == tokens_of(whole) and [len(completion.tokens) for completion in completions] == limits
-    )
-    assert widths[:3] == [16, 16, 32], "12 + 2, 12 + 4, and 12 + 6 for three chunks of which none has been read"
-    assert widths[-1] == 32 and 16 in widths[3:] and max(widths) == 32, "the first has ended, and the last has 1 + 20"
-
-
 def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     made = []
@@ -339,26 +324,6 @@ def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, s
 
 
 # ---- what it takes
-
-
-def test_each_prefill_is_of_two_prompts_and_no_wider_than_it_must_be(four_slots, medium, monkeypatch):
-    """Blocks by width, the widest first: (12, 7), (9, 8), (2, 3), (1): the widths 12, 12, 6, 6."""
-    shapes, prefill_blocks = [], engine.RolloutScheduler.prefill_blocks
-
-    def watched(scheduler):
-        prefill = scheduler.programs.prefill
-
-        def recorded(prompt_cache, per_layer_params, tokens, *rest):
-            shapes.append(tokens.shape)
-            return prefill(prompt_cache, per_layer_params, tokens, *rest)
-
-        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, prefill=recorded)
-        prefill_blocks(scheduler)
-        scheduler.programs = whole
-
-    monkeypatch.setattr(engine.RolloutScheduler, "prefill_blocks", watched)
-    all_of(four_slots(medium, prompts_of(LENGTHS), jax.random.key(5), GROUP))
-    assert shapes == [(2, 12), (2, 12), (2, 6), (2, 6)]
 
 
 # ---- who ends when: a model of one layer, two slots, chunks of two tokens

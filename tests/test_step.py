@@ -56,11 +56,10 @@ def relative_difference(a, b) -> float:
 def test_micro_batches_do_not_change_the_gradient(cfg, params, rollout):
     batch = batch_of(rollout)
     whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
-    for parts in (2, 4):
-        summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, parts, jnp.float32)
-        assert relative_difference(summed_up, whole) < 1e-5
-        for name in metrics:
-            np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+    summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, jnp.float32)
+    assert relative_difference(summed_up, whole) < 1e-5
+    for name in metrics:
+        np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shards, every", [(1, 1), (2, 1), (2, 2)])

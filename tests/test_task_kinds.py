@@ -320,27 +320,6 @@ def test_tool_calls_and_tools_of_a_row_are_written_as_the_template_writes_them(t
     )
 
 
-def test_a_pair_keeps_all_that_its_answers_hold(tmp_path, families):
-    """By hand, of a prompt that is in both conversations, and of a prompt of its own with answers of several turns."""
-    turns = without_reasoning(WEATHER)["messages"]
-    short = [turns[0], {"role": "assistant", "content": "No idea."}]
-    row = {"chosen": turns[:2], "rejected": short, "tools": TOOLS}
-    task = learned_of(row, families["qwen2.5"], tmp_path, "last", "preferences")
-    assert pieces(task, "chosen") == list(QWEN_25[:2]) and pieces(task, "rejected") == [
-        QWEN_25[0],
-        "No idea.<|im_end|>",
-    ]
-    for chosen, rejected in ((turns[1:], short[1:]), (turns, short)):
-        row = {"prompt": turns[:1], "chosen": chosen, "rejected": rejected, "tools": TOOLS}
-        task = learned_of(row, families["qwen2.5"], tmp_path, "last", "preferences")
-        assert pieces(task, "chosen") == list(QWEN_25)
-        assert pieces(task, "rejected") == [QWEN_25[0], "No idea.<|im_end|>"]
-        assert task.config.correct("It is 18. ", task.config.source.train[0]) == 1
-    other = {"prompt": "Rain?", "chosen": turns, "rejected": short}
-    with pytest.raises(ValueError, match="line 1: `chosen` begins with other messages than the prompt of the row"):
-        _ = learned_of(other, families["qwen2.5"], tmp_path, "last", "preferences").config.source.train
-
-
 def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
     """Arrow fills every struct up with the fields of all others, and null: they are absent, at any depth."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -385,25 +364,6 @@ def test_what_would_be_dropped_is_an_error_that_names_it(tmp_path, families, fam
     with pytest.raises(ValueError, match=rf"rows.jsonl, {says}"):
         task = learned_of({**WEATHER, **change}, families[family], tmp_path)
         check_all_rows(task, len(task.config.source.train[0]["messages"]) > 1, 1)
-
-
-def test_a_special_token_anywhere_in_a_row_is_letters(tmp_path, families):
-    """In arguments, in their names, and in tools: it ends no turn, and the text is the same."""
-    end = "<|im_end|>"
-    call = {"function": {"name": "lookup", "arguments": {end: f"a{end}"}}}
-    tools = [{"type": "function", "function": {"name": "lookup", "description": end}}]
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
-    task = learned_of(row, families["qwen2.5"], tmp_path)
-    prompt, answer = pieces(task)
-    assert answer == f'<tool_call>\n{{"name": "lookup", "arguments": {{"{end}": "a{end}"}}}}\n</tool_call>{end}'
-    example = task.config.source.train[0]
-    end_id = task.tokenizer.backend.token_to_id(end)
-    assert task.text.demonstration(example)[0].count(end_id) == 1 and task.text.prompt(example).count(end_id) == 2
-    assert (
-        f'"description": "{end}"' in prompt
-        and "special tokens in 1 examples are taken as mere text"
-        in check_all_rows(replace(task, config=replace(task.config)), True, 0)
-    )
 
 
 @pytest.mark.parity

@@ -456,22 +456,6 @@ def test_a_bad_row_is_one_short_line_with_file_and_line(tmp_path, tokenizer, lin
     assert "\n" not in str(failed.value)
 
 
-def test_long_prompts_and_completions_are_counted_before_the_start(tmp_path, tokenizer):
-    long = {"question": " + ".join(["1"] * 30), "completion": "x" * 40}
-    task = of_lines(tmp_path, [GOOD, long, GOOD, {**long, "question": long["question"] + " + 1"}], tokenizer, [GOOD])
-    count = len(tokenizer.prompt(long["question"] + " + 1?"))
-    says = rf"^2 of 4 training prompts are longer than generation.max_prompt_length=48; the longest has {count} tokens "
-    with pytest.raises(ValueError, match=rf"{says}\(.*train.jsonl, line 4\); raise it to at least {count}, or set"):
-        check_all_rows(task, False, 1)
-    task.prompts([json.loads(GOOD)])
-    short = of_lines(tmp_path, [GOOD, {"question": "1", "completion": "x" * 40}], tokenizer, [GOOD])
-    says = r"^1 of 2 training completions are longer than generation.max_new_tokens=16; the longest has 41 tokens "
-    with pytest.raises(ValueError, match=rf"{says}\(.*line 2\); raise it to at least 41, or set .*=truncate or drop$"):
-        check_all_rows(short, True, 1)
-    with pytest.raises(ValueError, match="line 2: an example for sft needs a `completion`; this one has question"):
-        check_all_rows(of_lines(tmp_path, [GOOD, {"question": "1"}], tokenizer), True, 1)
-
-
 def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
     rows = [{"question": f"{i} + 1"} for i in range(5)]
     assert check_all_rows(of_lines(tmp_path, rows, tokenizer, [{"question": "9"}]), False, 1) == (
