@@ -358,37 +358,6 @@ def test_a_block_that_is_not_run_says_why_and_holds_no_command_of_ours(page):
         assert not re.search(r"^(?:python|tunix-lite|make) ", body, re.MULTILINE), f"{page.name}: {body}"
 
 
-def test_a_command_that_could_not_run_is_noticed(with_the_example):
-    with pytest.raises(ValueError, match="max_step"):
-        composing.compose(of_a_run(shlex.split("python run_training.py training.max_step=3")))
-    with pytest.raises(ValueError, match="devices"):
-        check_run(composing.compose(["model.mesh_shape=[[4,1],[fsdp,tp]]"]), 2)
-    with pytest.raises(ValueError, match="heads=4 is not a multiple"):
-        check_run(composing.compose(["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"]), 8)
-    with pytest.raises(ValueError, match="matches no weight"):
-        check_run(composing.compose(["model.lora.rank=4", "model.lora.targets=tail/7/q"]), None)
-    for command, message in (
-        ("tunix-lite generate prompt=Hello top_p=0.9", "top_p"),
-        ("python -m tunix_lite generate", "give prompt"),
-        ("tunix-lite chat step=3", "step= needs a run"),
-        ("tunix-lite export kind=merged", "give checkpoint=RUN"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_program(*of_a_program(shlex.split(command)), None)
-    for command in (
-        "tunix-lite deploy",
-        "tunix-lite chat --multirun",
-        "tunix-lite export out=there kind=merged",
-        "tunix-lite chat checkpoint=outputs/mine model=gemma3_1b",
-    ):
-        with pytest.raises(AssertionError):
-            check_program(*of_a_program(shlex.split(command)), None)
-    with pytest.raises(AssertionError, match="make has no"):
-        check_make(["trian"])
-    with pytest.raises(AssertionError):
-        check_pip(["-e", ".[nothing]"])
-
-
 # ---- pages
 
 

@@ -16,7 +16,7 @@ from tunix_lite.parallel.mesh import spec
 from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
-from tunix_lite.settings.flags import HYDRA, check_values, foreign_flags, refuse_foreign, wrong_override
+from tunix_lite.settings.flags import HYDRA, check_values, refuse_foreign, wrong_override
 
 ROOT = Path(__file__).parents[1]
 WORDS, FAMILIES = foreign_words()
@@ -183,16 +183,6 @@ def test_the_page_for_people_from_other_projects_is_the_table(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     page = importlib.import_module("coming_from")
     assert page.PAGE.read_text() == page.render(), "python docs/coming_from.py"
-
-
-def test_flags_are_read_with_their_values():
-    words = ["-m", "--cfg", "job", "--lr", "1e-5", "--bf16", "seed=1", "--top-k=-1", "training.max_steps=3"]
-    assert [(f.name, f.value) for f in foreign_flags(words, HYDRA)] == [
-        ("lr", "1e-5"),
-        ("bf16", "true"),
-        ("top_k", "-1"),
-    ]
-    assert foreign_flags(["--config-dir", "my", "--multirun", "a=-1"], HYDRA) == []
 
 
 def test_several_flags_become_one_line_and_what_has_none_is_explained():

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import test_train
-from conftest import ragged_prompts
 from lingering_reward import leaves_a_child
 from processes import run_together
 from test_train import lines, without_time
@@ -158,21 +156,6 @@ def waits_for_ever(futures, gives_up):
     return None if gives_up() else really(futures, gives_up)
 
 
-def test_a_rollout_is_left_after_a_chunk_and_the_next_one_is_as_if_it_had_not_been(generate, params, rollout):
-    chunks = []
-
-    def look():
-        chunks.append(1)
-        raise StopRun
-
-    with pytest.raises(StopRun):
-        generate(params, ragged_prompts(5), jax.random.key(7), 4, between_chunks=look)
-    assert len(chunks) == 1
-    again = generate(params, ragged_prompts(5), jax.random.key(7), 4)
-    np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    np.testing.assert_array_equal(again.logprobs, rollout.logprobs)
-
-
 @pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (False, False)])
 def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_leave(ours, theirs):
     """A reward that takes for ever; of two processes one is asked to stop, and the other has all its verdicts."""
@@ -288,24 +271,3 @@ def test_a_run_that_is_stopped_does_not_end_well_if_its_checkpoint_is_not_on_dis
     ends = leaving.Unfinished(None, RunDir(tmp_path), status, print, lambda: state, list, fails, 3)
     with pytest.raises(OSError, match="No space left"), ends.kept(Stopping(None, print)):
         raise StopRun
-
-
-@pytest.mark.parametrize(
-    "line, examples, found",
-    [
-        (
-            '{"step": 2, "train/grad_norm": null, "train/loss": 0.5}',
-            4,
-            {"train/grad_norm": math.nan, "train/loss": 0.5},
-        ),
-        ('{"step": 2, "train/loss": 0.5}', 0, None),  # there is no evaluation
-        ('{"step": 2, "eval/accuracy": 0.5, "train/loss": 0.5}', 4, None),
-        ('{"step": 3, "train/loss": 0.5}', 4, None),
-        ('[2]\n"step"', 4, None),
-    ],
-)
-def test_an_evaluation_that_was_ended_is_known_by_its_line(line, examples, found, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1}\n' + line + "\n")
-    run = compose([f"evaluation.num_examples={examples}", "evaluation.interval_steps=2"])
-    np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 2), found)
-    assert leaving.unmeasured(run, RunDir(tmp_path), 1) is None, "none was due"

@@ -15,7 +15,7 @@ import yaml
 
 from tunix_lite.__main__ import main
 from tunix_lite.distributed.folder_lock import is_held
-from tunix_lite.report.charts import Chart, Line, line_chart, thinned
+from tunix_lite.report.charts import Chart, Line, line_chart
 from tunix_lite.report.comparison import runs_in
 from tunix_lite.report.page import MOST_BYTES, page_as_html
 from tunix_lite.report.run_page import run_page
@@ -268,15 +268,6 @@ def test_a_drawn_curve_lies_where_its_numbers_are():
     seen = [v0 + (float(y) - y0) * (v1 - v0) / (y1 - y0) for _, y in points]
     assert seen == pytest.approx(values, abs=0.01 * (v1 - v0))
     assert [s0 + (float(x) - x0) * (s1 - s0) / (x1 - x0) for x, _ in points] == pytest.approx(steps, abs=0.05)
-
-
-def test_a_thinned_curve_keeps_its_ends_and_every_peak():
-    values = np.zeros(12_345)
-    values[[77, 5_000, 9_999]] = (5.0, -7.0, 3.0)
-    steps, kept = thinned(range(12_345), values.tolist())
-    assert len(steps) <= 400 and (steps[0], steps[-1]) == (0, 12_344) and steps == sorted(steps)
-    assert {77: 5.0, 5_000: -7.0, 9_999: 3.0}.items() <= dict(zip(steps, kept)).items()
-    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 # ---- what a stranger's folder may do

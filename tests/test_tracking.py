@@ -230,21 +230,6 @@ def test_what_a_run_writes_it_can_read_again(tmp_path):
     assert read_status(run_dir.status)[3] == ""
 
 
-def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_path):
-    reader, writer = os.pipe()
-    stream = open(writer, "w")  # noqa: SIM115
-    console = Console(tmp_path / "train.log", max_steps=2, stream=stream)
-    console.say("one")
-    assert os.read(reader, 100) == b"one\n"
-    os.close(reader)  # as by `| head -1`
-    for text in ("two", "three"):
-        console.say(text)
-    console.close()
-    stream.close()  # and so does python at its end, without a word
-    said = (tmp_path / "train.log").read_text().splitlines()
-    assert [line.split()[1] for line in said] == ["one", "two", "three"]
-
-
 def test_a_folder_that_is_no_run_is_refused_with_what_was_probably_meant(tmp_path):
     (tmp_path / "latest").mkdir()
     export = tmp_path / "full"
