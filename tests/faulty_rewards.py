@@ -7,15 +7,12 @@ import signal
 import sys
 import threading
 import time
-import zlib
-from dataclasses import dataclass
 from functools import partial
 
 FORKS = ("fork return", "fork raise", "fork exit", "fork exec")  # whose child comes back
 
 FAILS = {
     "raise": lambda: {}["missing"],
-    "two lines": lambda: exec("raise ValueError('one\\ntwo')"),
     "deep": lambda: (lambda f: f(f))(lambda f: f(f)),
     "memory": lambda: bytearray(1 << 60),
     "exit": lambda: sys.exit(3),
@@ -43,7 +40,6 @@ FAILS = {
     "thread": lambda: threading.Thread(target=spin, daemon=True).start() or 1.0,
     "stubborn thread": lambda: threading.Thread(target=time.sleep, args=(3600,)).start() or 1.0,
     "process": lambda: os.getpid(),
-    "fork": lambda: fork(),
     "fork return": lambda: forked(lambda: 4.0),
     "fork raise": lambda: forked(lambda: {}["missing"]),
     "fork exit": lambda: forked(lambda: sys.exit(3)),
@@ -51,16 +47,14 @@ FAILS = {
     "fork well": lambda: forked(lambda: os._exit(0)),
     "fork and run": lambda: forked(lambda: os.execvp("true", ["true"])),
     "fork and stay": lambda: forked(lambda: time.sleep(3600)),
-    "long message": lambda: long_message(),
     "surrogate": lambda: surrogate(),
     "digits": lambda: 10**5000,
     "unspeakable": lambda: Unspeakable(),
     "pipe": lambda: scribble(),
-    "flood": lambda: flood(),
     "impostor": lambda: impostor(),
 }
 KINDS = {  # what becomes of them; of the others there is nothing to say
-    "error": ("raise", "two lines", "deep", "memory", "exit", "surrogate", *FORKS),
+    "error": ("raise", "deep", "memory", "exit", "surrogate", *FORKS),
     "timeout": ("loop", "sleep", "stop"),
     "crash": ("segfault", "null", "leave", "interrupt", "no pipes", "pipe", "impostor"),
     "not_number": ("text", "none", "nan", "inf", "large", "huge", "complex", "several", "digits", "unspeakable"),
@@ -83,13 +77,6 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def fork():
-    """Leaves a process behind that holds the pipes open, and ends."""
-    if os.fork() == 0:
-        time.sleep(3600)
-    os._exit(5)
-
-
 def forked(child) -> float:
     """A reward whose child does this. The parent goes on, as one does that waits for nobody, and returns 2."""
     if os.fork() == 0:
@@ -100,10 +87,6 @@ def forked(child) -> float:
 def surrogate():
     """As of a file whose name is no text."""
     raise ValueError("no file \udc80\x1b[2J\x07")
-
-
-def long_message():
-    raise ValueError("m" * 50_000_000)
 
 
 class Unspeakable:
@@ -139,13 +122,6 @@ def impostor() -> float:
     return 1.0
 
 
-def flood() -> float:
-    """Writes without end and without a line's end."""
-    while True:
-        for pipe in pipes():
-            os.write(pipe, b"x" * 65536)
-
-
 def faulty(completion: str, example: dict) -> float:
     """What FAILS says of the completion; else its length."""
     return FAILS[completion]() if completion in FAILS else float(len(completion))
@@ -157,26 +133,11 @@ def now_and_then(completion: str, example: dict) -> float:
     return FAILS[("raise", "nan", "segfault")[dice]]() if dice < 3 else -float(len(completion))
 
 
-def seldom(completion: str, example: dict) -> float:
-    """Nothing, and of 1000 completions what `fault` says."""
-    return FAILS[kind]() if (kind := fault(completion)) else 0.0
-
-
-def fault(completion: str) -> str | None:
-    """What becomes of a completion, by its text: some 7 % fail."""
-    dice = zlib.crc32(completion.encode()) % 1000
-    return next(
-        (kind for end, kind in ((30, "raise"), (45, "nan"), (60, "segfault"), (68, "loop")) if dice < end), None
-    )
-
-
 def length(completion: str, example: dict, times: float = 1.0) -> float:
     return times * len(completion)
 
 
 def shown(completion: str) -> str:
-    if completion.startswith("#"):
-        return "y" * int(completion[1:])
     return FAILS[completion[1:]]() if completion.startswith("!") else completion.upper()
 
 
@@ -214,16 +175,6 @@ def slowly(completion: str, example: dict) -> float:
     """Late where the example says so, so that later ones are done before."""
     time.sleep(example["seconds"])
     return float(len(completion))
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A reward with settings of its own."""
-
-    by: float
-
-    def __call__(self, completion: str, example: dict) -> float:
-        return self.by * len(completion)
 
 
 nameless, bound_nameless = (lambda completion, example: 1.0), partial(lambda completion, example: 1.0)

@@ -3,43 +3,34 @@
     python tests/recorded_runs.py record --out before.json          all runs, some 5 minutes on two cores
     python tests/recorded_runs.py record --out sft.json --only sft  some of them
     python tests/recorded_runs.py compare before.json after.json    lists what differs, and then exits with 1
-    python tests/recorded_runs.py resume-old FOLDER TWIN            goes on from a checkpoint of older code
 
 Record before a change that must change nothing, record after it, and compare. Each run is a process of its own, started
 as a user starts it: `run_training.py` or the launcher. The script imports nothing of the package, so that modules may
 move. Of each run the record holds the exit code, metrics.jsonl without what depends on the clock or the machine, a
-SHA-256 digest over the arrays of the last checkpoint, the names and the contents of the files in the run folder, and
-the messages. MASKS below says which parts of a text count as clock or machine.
-
-The checkpoint for `resume-old` is the folder `killed_and_resumed.killed` that `record --keep FOLDER` leaves: kill -9
-ended that run after step 4 of 6, with a checkpoint of step 3. TWIN is the folder of its undisturbed twin, `grpo_2x2`.
+SHA-256 digest over the arrays of the last checkpoint, the names of the files in its folder, and digests of its samples.
 """
 
 import argparse
-import difflib
-import functools
 import hashlib
 import json
 import logging
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HELD_FOLDER = "RECORDED_RUNS_HELD_FOLDER"  # environment variables that the two rewards below read
-FAILING_FOLDER = "RECORDED_RUNS_FAILING_FOLDER"
+HELD_FOLDER = "RECORDED_RUNS_HELD_FOLDER"  # an environment variable that the reward below reads
 LIMIT = 300  # seconds until a run must have ended
 DEVICES = 4  # of all processes of a run together
 STEPS = 6
@@ -80,7 +71,6 @@ class Run:
     settings: tuple[str, ...]
     processes: int = 1
     kill: bool = False
-    fails: bool = False  # its exit code must not be 0
 
 
 RUNS = {
@@ -95,46 +85,18 @@ RUNS = {
     "two_updates": Run((*BASE, "algorithm.updates_per_rollout=2", "training.save_interval_steps=2", MESH_2X2)),
     "killed_and_resumed": Run((*BASE, MESH_2X2), kill=True),
     "two_processes": Run((*BASE, MESH_2X2), processes=2),
-    "error_wrong_key": Run((*BASE, "training.max_step=4"), fails=True),
-    "error_batch": Run(
-        (*BASE, MESH_4X1, "training.micro_batch_size=3", "training.gradient_accumulation_steps=1"), fails=True
-    ),
-    "error_mesh": Run((*BASE, "model.mesh_shape=[[3,2],[fsdp,tp]]"), fails=True),
-    "error_reward": Run(
-        (*BASE, MESH_2X2, "+task.rewards.failing={fn: {_target_: recorded_runs.failing}, weight: 1.0}"), fails=True
-    ),
-    "error_resume": Run((*BASE, MESH_2X2, "resume=<folder>/../nowhere"), fails=True),
-    "settings_shown": Run(("--cfg", "job", *BASE, MESH_2X2)),
 }
 TWINS = [("killed_and_resumed", "grpo_2x2")]  # runs that must end with the same metrics and the same checkpoint
 
-# What depends on the clock, the machine or the place, and what stands there instead. In this order.
-MASKS = [
-    (r"\x1b\[[0-9;]*m", ""),  # colours
-    (r"(?m)^(\[\d+\] )?\d\d:\d\d:\d\d ", r"\1"),  # the clock of train.log
-    (r"\d{4}-\d\d-\d\d[T ]\d\d[:-]\d\d[:-]\d\d(\.\d+)?(Z|[+-]\d\d:?\d\d)?", "<date>"),
-    (r"eta [^|]*\| ", ""),  # what is left, by the pace until now
-    (r"\d+\.\d\d s/step", "<seconds> s/step"),
-    (r"(\d+ steps?) in (\d+h ?)?(\d+m ?)?\d*(\.\d+)?s?;", r"\1 in <seconds>;"),  # the last line
-    (r"[\d,.]+ ([KMGT]i?B) (free|a device|each)", r"<bytes> \1 \2"),  # the memory of this machine
-    (r" of [\d,.]+, \d+%", " of <bytes>, <share>"),  # the same in plan.md
-    (r"(?m)^.*is connected to \d+ peer ranks.*\n", ""),  # Gloo's, of any process in any log at any time
-    (r"\(recorded_runs\.py, line \d+\)", "(recorded_runs.py, line <line>)"),
-    (r"127\.0\.0\.1:\d+", "127.0.0.1:<port>"),
-    (r"\bpid \d+", "pid <pid>"),
-    (r"(?m)^[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ ", "<absl> "),  # lines of XLA: level, date, thread
-]
 ON_THE_CLOCK = ("time/", "perf/", "memory/")  # metrics
-OF_THE_MACHINE = {"seconds", "compile_seconds", "capacity_bytes"}  # keys of the JSON files in a run folder
 FILE_NAMES = [  # parts of file names that are another one each time
     (r"events\.out\.tfevents\..*", "events.out.tfevents.<...>"),
     (r"/d/[0-9a-f]{32}$", "/d/<hash>"),  # orbax
 ]
 READING = threading.Lock()  # orbax reads one checkpoint at a time
-NOT_READ = (".hydra/hydra.yaml", "digests.json")  # Hydra's own; digests of files that hold random names
 
 
-# ---- rewards that the runs use
+# ---- a reward that the runs use
 
 
 def held(completion: str, example: dict) -> float:
@@ -142,13 +104,6 @@ def held(completion: str, example: dict) -> float:
     folder = os.environ.get(HELD_FOLDER)
     while folder and last_logged_step(Path(folder)) >= DONE_BEFORE_KILL:
         time.sleep(0.1)
-    return 0.0
-
-
-def failing(completion: str, example: dict) -> float:
-    """Raises in step 2, and is 0 before."""
-    if last_logged_step(Path(os.environ[FAILING_FOLDER])) >= 1:
-        raise ValueError("this reward fails in step 2")
     return 0.0
 
 
@@ -186,7 +141,6 @@ def fixed_environment() -> dict[str, str]:
 
 def command(settings: tuple[str, ...], processes: int, folder: Path) -> list[str]:
     launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
-    settings = [setting.replace("<folder>", str(folder)) for setting in settings]
     return [sys.executable, *launcher, str(ROOT / "run_training.py"), *settings, f"hydra.run.dir={folder}"]
 
 
@@ -233,13 +187,11 @@ def killed(process: subprocess.Popen, folder: Path) -> int:
 
 def run_all(run: Run, folder: Path) -> list[int]:
     """The exit codes of the processes that were started, one after the other, for this run."""
-    variables = {FAILING_FOLDER: str(folder)}
     codes = []
     if run.kill:
-        first = started(run.settings, run.processes, folder, **variables, **{HELD_FOLDER: str(folder)})
+        first = started(run.settings, run.processes, folder, **{HELD_FOLDER: str(folder)})
         codes.append(killed(first, folder))
-        shutil.copytree(folder, f"{folder}.killed")
-    codes.append(ended(started(run.settings, run.processes, folder, **variables)))
+    codes.append(ended(started(run.settings, run.processes, folder)))
     return codes
 
 
@@ -303,62 +255,16 @@ def files_of(folder: Path) -> list[str]:
     return sorted(set(names))
 
 
-def contents_of(folder: Path, mask: Callable[[str], str]) -> dict:
-    """What stands in the small files: JSON and YAML as it is, of samples a digest."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_file() or name.endswith(NOT_READ):
-            continue
-        if name.startswith("samples/"):
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        elif name.endswith(".json"):
-            found[name] = json.loads(mask(json.dumps(without_machine(json.loads(path.read_text())))))
-        elif name.endswith((".yaml", ".md")):
-            found[name] = mask(path.read_text()).splitlines()
-    return found
-
-
-def without_machine(value: object) -> object:
-    """JSON without the keys in OF_THE_MACHINE, at any depth."""
-    if isinstance(value, dict):
-        return {key: without_machine(inner) for key, inner in value.items() if key not in OF_THE_MACHINE}
-    if isinstance(value, list):
-        return [without_machine(inner) for inner in value]
-    return value
-
-
-def messages_of(folder: Path, processes: int, mask: Callable[[str], str]) -> dict[str, list[str]]:
-    """What the user sees, line by line: standard output, standard error, and the logs of all processes."""
-    files = {"stdout": Path(f"{folder}.out"), "stderr": Path(f"{folder}.err")}
-    files |= {path.name: path for path in sorted(folder.glob("train*.log"))}
-    found = {name: mask(path.read_text(errors="replace")).splitlines() for name, path in files.items()}
-    if processes > 1:  # their lines come in any order
-        found |= {name: sorted(found[name]) for name in ("stdout", "stderr")}
-    return found
-
-
-def masked(text: str, places: list[tuple[Path, str]]) -> str:
-    """The text without what depends on the clock, the machine or the place."""
-    for path, shown in places:
-        text = text.replace(str(path), shown)
-    for pattern, shown in MASKS:
-        text = re.sub(pattern, shown, text)
-    return text
-
-
 def recorded(run: Run, folder: Path) -> dict:
     """Makes the run and says what it left."""
     codes = run_all(run, folder)
-    places = [(folder, "<run>"), (folder.parent, "<runs>"), (ROOT, "<repository>"), (Path(sys.prefix), "<python>")]
-    mask = functools.partial(masked, places=places)
+    samples = sorted(folder.glob("samples/*"))
     return {
         "exit_codes": codes,
         "metrics": metrics_of(folder),
         "checkpoint": checkpoint_of(folder),
         "files": files_of(folder),
-        "contents": contents_of(folder, mask),
-        "messages": messages_of(folder, run.processes, mask),
+        "samples": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in samples},
     }
 
 
@@ -379,44 +285,17 @@ def different_metrics(one: list[dict], other: list[dict]) -> Iterator[str]:
             yield f"metrics of step {before['step']}: the keys are in another order"
 
 
-def different_lines(name: str, one: object, other: object) -> Iterator[str]:
-    if one == other:
-        return
-    yield f"{name}:"
-    lines = [as_lines(value) for value in (one, other)]
-    for line in list(difflib.unified_diff(*lines, lineterm="", n=1))[2:]:
-        yield f"    {line}"
-
-
-def as_lines(value: object) -> list[str]:
-    if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return value
-    return json.dumps(value, indent=1).splitlines()
-
-
-def differences(one: dict, other: dict) -> dict[str, list[str]]:
-    """What differs between two records of one run: {what must not differ, contents, messages: lines to print}."""
-    hard = []
-    for name in ("exit_codes", "checkpoint"):
-        if one[name] != other[name]:
-            hard.append(f"{name}: {one[name]}, now {other[name]}")
-    hard += different_metrics(one["metrics"], other["metrics"])
-    hard += different_lines("files", one["files"], other["files"])
-    soft = {}
-    for part in ("contents", "messages"):
-        soft[part] = []
-        for name in sorted(one[part].keys() | other[part].keys()):
-            soft[part] += different_lines(f"{part}, {name}", one[part].get(name), other[part].get(name))
-    return {"results": hard, **soft}
+def differences(one: dict, other: dict) -> list[str]:
+    """What differs between two records of one run."""
+    named = [name for name in ("exit_codes", "checkpoint", "files", "samples") if one[name] != other[name]]
+    return [f"{name}: {one[name]}, now {other[name]}" for name in named] + [
+        *different_metrics(one["metrics"], other["metrics"])
+    ]
 
 
 def broken_claims(runs: dict[str, dict]) -> list[str]:
     """What is wrong with a recording by itself: a run that failed, or one that is not like its twin."""
-    broken = []
-    for name, run in runs.items():
-        last = run["exit_codes"][-1]
-        if (last != 0) != RUNS[name].fails:
-            broken.append(f"{name}: exit code {last}")
+    broken = [f"{name}: exit code {run['exit_codes'][-1]}" for name, run in runs.items() if run["exit_codes"][-1]]
     for one, other in TWINS:
         if one in runs and other in runs:
             broken += [f"{one} is not as {other}: {line}" for line in different_results(runs[one], runs[other])]
@@ -440,11 +319,11 @@ def timed(name: str, folder: Path) -> dict:
     return run
 
 
-def record(out: Path, only: list[str], keep: Path | None, jobs: int) -> int:
+def record(out: Path, only: list[str], jobs: int) -> int:
     """Makes the runs and writes the record. 1 if a run failed that should not, or the other way round."""
     names = only or list(RUNS)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
-        place = (keep or Path(temporary)).resolve()
+        place = Path(temporary).resolve()
         runs = dict(zip(names, pool.map(lambda name: timed(name, place / name / "run"), names), strict=True))
     made_with = {name: version(name) for name in ("jax", "jaxlib", "orbax-checkpoint")}
     made_with |= {"python": platform.python_version(), "XLA_FLAGS": fixed_environment()["XLA_FLAGS"]}
@@ -457,53 +336,19 @@ def record(out: Path, only: list[str], keep: Path | None, jobs: int) -> int:
     return 1 if broken else 0
 
 
-def compare(before: Path, after: Path, show_only: set[str], only: list[str]) -> int:
-    """Prints what differs. 1 if anything does; what is in `show_only` is printed and does not count.
-
-    only: the runs to compare; []: all, and then both records must have the same runs.
-    """
+def compare(before: Path, after: Path) -> int:
+    """Prints what differs. 1 if anything does."""
     one, other = (json.loads(path.read_text()) for path in (before, after))
     if one["made_with"] != other["made_with"]:
         print(f"warning: made with {one['made_with']}, now {other['made_with']}")
-    names = set(only) or one["runs"].keys() | other["runs"].keys()
-    failed = False
-    for name in [name for name in RUNS if name in names] + sorted(names - RUNS.keys()):
-        if name not in one["runs"] or name not in other["runs"]:
-            print(f"{name}: is not in both records")
-            failed = True
-            continue
-        found = differences(one["runs"][name], other["runs"][name])
-        failed |= any(lines for part, lines in found.items() if part not in show_only)
-        for line in [line for lines in found.values() for line in lines]:
-            print(f"{name}: {line}")
-    print("they differ" if failed else f"{len(names)} runs are the same")
-    return 1 if failed else 0
-
-
-def resume_old(folder: Path, twin: Path) -> int:
-    """Resumes a copy of the run in `folder` with this code. 1 unless its metrics and its state become those of `twin`.
-
-    The settings are those that Hydra noted in the folder. `twin`: the folder of the run that was never stopped.
-    """
-    import yaml
-
-    settings = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text())
-    before = last_logged_step(folder)
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / "run"
-        shutil.copytree(folder, copy)
-        code = ended(started(tuple(settings), 1, copy))
-        broken = [f"exit code {code}: {Path(f'{copy}.err').read_text()}"] if code else []
-        broken += different_metrics(metrics_of(twin), metrics_of(copy))
-        if (twin / "checkpoints").is_dir() and checkpoint_of(copy) != checkpoint_of(twin):
-            broken.append("the last checkpoint is another one")
-        if "resumed from step" not in (copy / "train.log").read_text():
-            broken.append("train.log does not say that the run resumed")
-        after = last_logged_step(copy)
-    if after <= before:
-        broken.append(f"it made no step: {before} were logged before, {after} after")
-    print("\n".join(broken) or f"resumed, from step {before} logged to step {after}: metrics and state are the twin's")
-    return 1 if broken else 0
+    lines = []
+    for name in sorted(one["runs"].keys() | other["runs"].keys()):
+        if name in one["runs"] and name in other["runs"]:
+            lines += [f"{name}: {line}" for line in differences(one["runs"][name], other["runs"][name])]
+        else:
+            lines.append(f"{name}: is not in both records")
+    print("\n".join(lines) or f"{len(one['runs'])} runs are the same")
+    return 1 if lines else 0
 
 
 def main() -> int:
@@ -512,28 +357,14 @@ def main() -> int:
     recording = programs.add_parser("record", help="make the runs and write down what they leave")
     recording.add_argument("--out", type=Path, required=True)
     recording.add_argument("--only", nargs="+", choices=RUNS, default=[], metavar="NAME", help=", ".join(RUNS))
-    recording.add_argument("--keep", type=Path, help="keep the run folders in this one, which must not exist")
     recording.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     comparing = programs.add_parser("compare", help="print what differs between two records")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    comparing.add_argument("--only", nargs="+", choices=RUNS, default=[], metavar="NAME")
-    for part in ("contents", "messages"):
-        text = f"show: differing {part} are listed and do not count"
-        comparing.add_argument(f"--{part}", choices=["fail", "show"], default="fail", help=text)
-    resuming = programs.add_parser("resume-old", help="go on from a checkpoint of older code")
-    resuming.add_argument("folder", type=Path)
-    resuming.add_argument("twin", type=Path)
     given = parser.parse_args()
-
     if given.program == "record":
-        if given.keep and given.keep.exists():
-            parser.error(f"--keep: {given.keep} exists")
-        return record(given.out, given.only, given.keep, given.jobs)
-    if given.program == "compare":
-        show_only = {part for part in ("contents", "messages") if vars(given)[part] == "show"}
-        return compare(given.before, given.after, show_only, given.only)
-    return resume_old(given.folder.resolve(), given.twin.resolve())
+        return record(given.out, given.only, given.jobs)
+    return compare(given.before, given.after)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,11 +167,6 @@ def test_a_failed_episode_counts_as_on_error_says(on_error, mean):
     assert groups.kept_PG.all() == (on_error == "zero")
 
 
-def test_if_all_episodes_fail_the_training_stops():
-    with pytest.raises(RunFailed, match="all episodes failed; the first: it broke"):
-        _ = groups_of([None, None], [[], []]).metrics
-
-
 @pytest.mark.parametrize(
     "setting, message",
     [
@@ -260,15 +254,6 @@ def test_streams_and_texts_are_recorded_too(work, tokenizer):
     assert [one.num_calls for one in found.episodes[0].sequences] == [1, 1, 2]
 
 
-def test_async_agents_get_an_async_client(work):
-    async def agent(client, example):
-        answer = await client.chat.completions.create(model="x", messages=HI)
-        return answer.choices[0].message.content
-
-    found = work(agent, count=2, reward=lambda text, example: float("7" in text))
-    assert [one.reward for one in found.ended] == [1.0, 1.0]
-
-
 def post_reward(client, body: bytes, path: str = "reward") -> int:
     url = str(client.base_url).replace("/v1/", f"/{path}")
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -347,58 +332,6 @@ def test_failures_are_named_and_harm_no_other_episode(work):
     assert found.episodes[1].sequences == []
 
 
-def test_an_agent_that_closes_its_client_ends_no_other(work, monkeypatch):
-    """Neither in its own step nor in a later one; and no agent's call goes through a proxy."""
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
-    together = threading.Barrier(3)
-
-    def agent(client, example):
-        say_hi(client)
-        together.wait(10)
-        if example["number"] == 0:
-            client.close()
-        elif example["number"] == 1:
-            with client, client.with_options(max_retries=0) as other:
-                say_hi(other)
-        together.wait(10)
-        say_hi(client)
-        return 1.0
-
-    async def closes(client, example):
-        async with client:
-            await client.chat.completions.create(model="x", messages=HI)
-        return 1.0
-
-    found = work(agent, count=3)
-    assert [one.reward for one in found.ended] == [1.0] * 3, found.ended
-    assert [one.reward for one in work(closes, count=3).ended] == [1.0] * 3
-
-
-class SaysNothing(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-def test_an_exception_without_a_text_is_an_error_and_no_time_out(work):
-    def agent(client, example):
-        raise SaysNothing
-
-    [ended] = work(agent, timeout=5.0).ended
-    assert ended.failure == "error" and ended.message.startswith("SaysNothing: ") and ended.seconds < 4
-
-
-@pytest.mark.parametrize("value", [np.True_, np.float32(1), np.int64(1), np.array(1.0), Fraction(1)])
-def test_numbers_of_numpy_are_rewards(work, value):
-    assert [one.reward for one in work(lambda client, example: value).ended] == [1.0]
-
-
-def test_a_model_that_does_not_answer_is_given_up(work):
-    found = work(lambda client, example: say_hi(client), say=lambda prompt: None, timeout=0.5)
-    assert found.ended[0].failure == "timeout"
-
-
 def test_an_episode_that_has_ended_gets_no_more_tokens(tokenizer):
     """A call that was begun before the end of its episode, and comes to the engine after it."""
     episodes = OpenEpisodes(tokenizer, 64, 8)
@@ -412,16 +345,6 @@ def test_an_episode_that_has_ended_gets_no_more_tokens(tokenizer):
     waiting.join(10)
     with pytest.raises(BadCall, match="it is over"), episodes.submitting(episode.id):
         raise AssertionError("not reached")
-
-
-def test_calls_are_bounded(work):
-    def agent(client, example):
-        while True:
-            say_hi(client)
-
-    found = work(agent, max_calls=3)
-    assert found.ended[0].failure == "error" and "it may make no more" in found.ended[0].message
-    assert len(found.engine.asked) == 3
 
 
 def test_training_draws_as_the_run_says_and_evaluation_as_the_agent_asks(work):
@@ -499,11 +422,6 @@ def test_a_step_learns_from_the_tokens_as_they_were_sampled(learned):
         assert row["episodes/calls"] == 2 and row["train/grad_norm"] > 0
     tokens = [batch.tokens[0][batch.token_mask[0]].tolist() for batch in learned.batches]
     assert tokens[0] != tokens[1] != tokens[2]
-
-
-def test_dropout_of_adapters_belongs_to_one_sequence():
-    with pytest.raises(ConfigError, match="model.lora.dropout above 0: agents do not follow it"):
-        check_run(compose(["model.lora.rank=4", "model.lora.dropout=0.1"]))
 
 
 def test_a_run_of_an_agent_has_all_that_a_run_has(learned):

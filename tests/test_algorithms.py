@@ -15,7 +15,7 @@ from tunix_lite.algorithms.dropped import weights_of_learned
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.kl import k3_exact
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.algorithms.weighting import constant_length, per_prompt, per_sequence, per_token
+from tunix_lite.algorithms.weighting import per_prompt, per_token
 from tunix_lite.commands.replay import sequence_losses
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
 from tunix_lite.settings.compose import compose
@@ -41,17 +41,6 @@ def test_the_std_survives_a_group_that_nearly_agrees():
 def test_a_group_that_agrees_teaches_exactly_nothing(reward, size):
     for advantages in (standardise, centre, leave_one_out):
         np.testing.assert_array_equal(advantages(np.full((3, size), reward)), 0.0)
-
-
-MASK = np.array([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], bool)
-
-
-def test_weights_by_hand():
-    np.testing.assert_allclose(per_token(MASK), MASK / 4)
-    np.testing.assert_allclose(per_sequence(MASK), [[0, 1 / 9, 1 / 9, 1 / 9], [0, 1 / 3, 0, 0], [0, 0, 0, 0]])
-    np.testing.assert_allclose(constant_length(MASK, length=10), MASK / 30)
-    # prompts of 4 tokens and of none: half the weight each
-    np.testing.assert_allclose(per_prompt(MASK, np.array([3, 3, 5])), MASK / 8)
 
 
 def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learned_from():
@@ -168,15 +157,6 @@ def test_the_kl_term_regularises(seed):
         np.testing.assert_allclose(got_slope, exact, rtol=2e-4, atol=2e-5)
 
 
-def test_the_kl_coefficient_pulls_towards_the_reference(batch):
-    none = batch.replace(advantages=np.zeros_like(batch.advantages))
-    logprobs = jnp.asarray(none.old_logprobs)
-    slope = np.asarray(jax.grad(lambda lp: GRPO(kl_coef=0.5).loss(scores_of(lp), none)[0])(logprobs))
-    counts = none.loss_weight > 0
-    expected = 0.5 * none.loss_weight * (none.old_logprobs - none.ref_logprobs)
-    np.testing.assert_allclose(slope[counts], expected[counts], rtol=1e-4)
-
-
 def test_sft_is_the_weighted_negative_log_likelihood(batch):
     logprobs = jnp.asarray(batch.old_logprobs)
     loss, _ = SFT().loss(scores_of(logprobs), batch)
@@ -197,13 +177,6 @@ def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
     policy = Policy(lambda *_, on_finished: said, None)
     batch, *_ = GRPO(num_generations=2, old_logprobs=chosen).collect(policy, task, None, [{}, {}], None)
     assert (batch.old_logprobs == {"sampled": -1, "whole": -2}[chosen]).all()
-
-
-@pytest.mark.parametrize("weights", [np.ones((2, 3), np.float32), jnp.ones((2, 3))], ids=["numpy", "jax"])
-def test_scores_are_never_taken_for_log_probabilities(weights):
-    """numpy would make one array of both fields, and a loss of twice as many numbers."""
-    with pytest.raises(TypeError):
-        weights * TokenScores(jnp.ones((2, 3)), jnp.ones((2, 3)))
 
 
 def test_a_batch_is_kept_as_arrays_with_its_streams_and_read_again(batch, tmp_path):

@@ -182,12 +182,6 @@ def test_pieces_are_the_whole(with_branches, softcap, monkeypatch):
         close(found, whole[local])
 
 
-def test_a_kind_told_by_data_is_the_kind_told_while_compiling():
-    problem = random_rows(CFG, 2, 16, True)
-    for local, found in enumerate(attended(attention.xla, CFG, [False, True], *problem)):
-        close(found, attended(attention.xla, CFG, bool(local), *problem))
-
-
 # ---- splash
 
 
@@ -214,12 +208,6 @@ def test_splash_attends_where_tp_does_not_divide_the_key_heads(queries, keys, tp
     wanted = attended(attention.xla, cfg, True, *problem)
     set_mesh(1, tp)
     close(attended(splash, cfg, True, *problem), wanted, 1e-5)
-
-
-def test_splash_attends_where_no_layer_has_a_window():
-    cfg = replace(SPLASH, pattern=("global",), window=None)
-    problem = random_rows(cfg, 1, 128, False)
-    close(attended(splash, cfg, False, *problem), attended(attention.xla, cfg, False, *problem), 1e-5)
 
 
 # ---- cudnn, with a kernel of the tests in its place
@@ -271,15 +259,6 @@ def test_auto_takes_the_one_made_for_the_platform():
     assert choose("auto", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "the one made for tpu")
     assert choose("splash", SPLASH, "tpu", jnp.float32, 256, False) == ("splash", "as training.attention says")
     assert choose("xla", FITS, "tpu", jnp.float32, 256, False) == ("xla", "as training.attention says")
-
-
-def test_cudnn_is_taken_where_a_small_one_compiles(monkeypatch):
-    args = "cuda", jnp.bfloat16, 100, True  # rows of any width, and with branches
-    name, why = choose("auto", FITS, *args)
-    assert name == "xla" and why.startswith("not cudnn: a small one does not compile (")  # there is no GPU here
-    monkeypatch.setattr(attention, "_cudnn_fails", lambda cfg, dtype: None)
-    assert choose("auto", FITS, *args) == ("cudnn", "the one made for cuda")
-    assert choose("cudnn", FITS, *args) == ("cudnn", "as training.attention says")
 
 
 @pytest.mark.parametrize(

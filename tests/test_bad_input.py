@@ -5,23 +5,16 @@ from forked import called
 
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
-    "a wrong type": (["training.max_steps=many"], "training.max_steps: expected int, got 'many'"),
     "a mesh that does not fit": (["model.mesh_shape=[[8,2],[fsdp,tp]]"], "needs 16 devices, but jax sees 4; 'model.mesh_shape=[[2,2],"),
     "tp that does not divide": (["model=random", "model.architecture.num_heads=3", "model.mesh_shape=[[1,4],[fsdp,tp]]"],
                                 "heads=3 is not a multiple of the mesh's tp=4; tp could be 1, 3"),
     "a batch that contradicts itself": (["training.micro_batch_size=5"], "prompts_per_step=16 x num_generations=8 = 128"),
     "a missing folder": (["model.weights=no/such/folder"], "model.weights: no/such/folder is not a folder"),
-    "a folder without weights": (["model.weights=docs"], "model.weights: docs has no config.json"),
-    "a quantised base that nothing would use": (["model.lora.base=nf4"], "rank=0 trains all weights; set model.lora.rank=16"),
-    "a group of one": (["algorithm.num_generations=1"], "takes at least 2"),
     "a prompt that is too long": (["generation.max_prompt_length=8"], "raise it to at least"),
     "a mistake in a sweep": (["--multirun", "seed=0,1", "training.max_stepz=3"], "did you mean 'training.max_steps'?"),
-    "a number that is none": (["optimizer.learning_rate=nan"], "optimizer.learning_rate: expected a finite number"),
     "a reward that lacks a setting": (["task.rewards.correct.fn._target_=tunix_lite.rewards.text.contains"],
                                       "rewards.correct.fn is called with (completion, example) and its settings: missing"),
-    "demonstrations that do not fit": (["algorithm=sft", "generation.max_new_tokens=6"], "raise it to at least"),
     "nowhere to write": (["hydra.run.dir=docs/../a_file/run"], "a_file is a file; give a folder"),
-    "an unknown group option": (["task=gsm9k"], "there is no such task; there is arithmetic, calculator, chat, countdown"),
 }  # fmt: skip
 
 

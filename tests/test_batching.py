@@ -35,11 +35,6 @@ def test_the_rest_of_a_batch_is_derived(training, fsdp, expected):
     assert (plan.prompts, plan.micro_batch_size, plan.num_micro_batches) == expected
 
 
-def test_the_derived_batch_is_said_as_arithmetic():
-    text = "16 prompts x 8 generations = 128 sequences = 4 micro_batch_size x 4 fsdp x 8 accumulation"
-    assert str(plan_batch(run_with(micro_batch_size=4), 4)) == text
-
-
 @pytest.mark.parametrize(
     "training, fsdp, message",
     [
@@ -76,19 +71,6 @@ def test_a_batch_plan_satisfies_its_identity_and_what_was_asked(prompts, micro, 
     assert prompts in (None, plan.prompts)
     assert micro in (None, plan.micro_batch_size)
     assert accumulation in (None, plan.num_micro_batches)
-
-
-def test_the_arithmetic_of_packed_and_synced_micro_batches():
-    run = compose(["training.packing=sequences", "training.micro_batch_tokens=200"])  # rows of 80: two at a time
-    batch = plan_batch(run, fsdp=4)
-    assert (batch.sequences, batch.num_micro_batches) == (128, 0)
-    rows = plan_rows(run, batch)
-    assert (rows.width, rows.rows_per_part, rows.num_parts) == (80, 2, 16)  # 128 rows at most, 8 at a time
-    with pytest.raises(ConfigError, match="micro_batch_tokens=79 is less than the longest sequence"):
-        tight = compose(["training.packing=sequences", "training.micro_batch_tokens=79"])
-        plan_rows(tight, plan_batch(tight, 1))
-    with pytest.raises(ConfigError, match="sync_gradients_every=3 does not divide the 4 micro-batches"):
-        plan_batch(compose(["training.gradient_accumulation_steps=4", "training.sync_gradients_every=3"]), 1)
 
 
 def test_a_micro_batch_has_2048_tokens_where_nobody_says_or_one_row_that_is_longer():
@@ -130,20 +112,3 @@ def test_a_row_of_shared_prompts_makes_the_fewest_tokens(more, fsdp, lanes, part
     new = run.generation.max_new_tokens + run.generation.max_new_tokens % 2
     shape = RowShape(new, lanes, 160 if new == 1024 else 32)  # 4128 columns have room for 129 more: four prompts
     assert rows == RowLayout("prefix", parts, None, shape, rows_per_part)
-
-
-def test_a_row_has_room_for_more_prompts_where_they_add_a_thirty_second_at_most():
-    """Rows of 4 lanes: 32 + 4 x 256 = 1056 columns allow for 33 more, so one more prompt of 32; 32 + 4 x 600 = 2432
-    allow for 76, so two more."""
-
-    def row(*more: str) -> RowShape:
-        lengths = ["generation.max_prompt_length=32", "generation.max_new_tokens=256", "training.packing=prefix"]
-        run = compose([*lengths, "training.prompts_per_step=8", "algorithm.num_generations=8", *more])
-        return plan_rows(run, plan_batch(run, 1)).shape
-
-    assert row() == RowShape(256, 4, 64)
-    assert row("generation.max_new_tokens=600") == RowShape(600, 4, 96)
-    # no more than a micro-batch was given room for, and no more prompts than there are
-    assert row("training.micro_batch_tokens=1087") == RowShape(256, 4, 32)
-    assert row("training.micro_batch_tokens=1088") == RowShape(256, 4, 64)
-    assert row("training.prompts_per_step=1") == RowShape(256, 4, 32)

@@ -13,10 +13,8 @@ import jax
 import pytest
 
 from tunix_lite.checks import devices, machine
-from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
+from tunix_lite.checks.lines import CheckLine, LinePrinter, look_within
 from tunix_lite.commands import check
-from tunix_lite.distributed import join
-from tunix_lite.distributed.launcher import process_command
 from tunix_lite.distributed.process_place import LaunchConfig
 
 ROOT = Path(__file__).parents[1]
@@ -60,15 +58,6 @@ def test_a_sum_that_is_wrong_is_seen(monkeypatch):
     assert not jax.config.jax_enable_compilation_cache, "a program of four devices is not read from disk"
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: right(x, axis) + 1)
     assert devices.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
-
-
-def test_every_stage_of_the_probe_finds_these_devices_in_order(monkeypatch, tmp_path):
-    monkeypatch.setattr(join, "_joined", None)
-    look = devices.Probe(LaunchConfig(), tmp_path)
-    said = [look(stage) for stage in ("processes", "devices", "arithmetic", "all-reduce", "folder")]
-    assert {line["state"] for lines, _ in said for line in lines} == {"ok"}
-    assert said[-1][1]["devices"] == 4
-    json.dumps(said)
 
 
 def run_probe(tmp_path, monkeypatch, body: str, timeout: float) -> list[CheckLine]:
@@ -120,23 +109,6 @@ def test_a_folder_that_never_answers_is_a_line():
     assert line.state == "fails" and "ZeroDivisionError" in line.text
 
 
-def test_what_fails_names_what_mends_it():
-    with pytest.raises(AssertionError, match="what mends it"):
-        CheckLine("fails", "disk", "is full")
-
-
-@pytest.mark.parametrize(("encoding", "term", "starts"), [("utf-8", "xterm", "✔ "), ("ascii", "xterm", "ok "),
-                                                          ("utf-8", "dumb", "ok ")])  # fmt: skip
-def test_marks_are_letters_where_the_terminal_has_no_others(encoding, term, starts, monkeypatch):
-    monkeypatch.setenv("TERM", term)
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding=encoding)
-    LinePrinter(stream).show(ok("all-reduce", "12 µs…"))
-    LinePrinter(stream).show(fails("disk", "x", "y"))
-    text = raw.getvalue().decode(encoding)
-    assert text.startswith(starts) and ("->" in text) == (starts == "ok ")
-
-
 # ---- GPUs, by an nvidia-smi of ours
 
 
@@ -164,25 +136,7 @@ def test_a_driver_must_be_new_enough_for_the_cuda_of_the_plugin(driver, cuda, st
     assert machine.driver_line(*machine.nvidia_gpus(), cuda).state == state
 
 
-def test_an_nvidia_smi_that_fails_or_hangs_is_a_line(smi, monkeypatch):
-    smi(text="#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
-    assert machine.driver_line(*machine.nvidia_gpus(), 12).text == "nvidia-smi: NVIDIA-SMI has failed"
-    smi(text="#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(machine, "SMI_SECONDS", 0.2)
-    assert "no answer" in machine.driver_line(*machine.nvidia_gpus(), 12).text
-
-
 # ---- packages, disk, hub, settings, launchers
-
-
-def test_a_plugin_of_another_version_and_one_that_is_missing_are_named(monkeypatch):
-    there = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.9.1"}
-    monkeypatch.setattr(machine, "version", there.get)
-    wrong = machine.jax_lines(1, {})[1]
-    assert wrong.state == "fails" and wrong.fix == "pip install -U 'jax[cuda12]==0.10.2'"
-    del there["jax-cuda12-plugin"]
-    assert [line.state for line in machine.jax_lines(1, {})] == ["ok", "fails"]
-    assert [line.state for line in machine.jax_lines(1, {"JAX_PLATFORMS": "cpu"})] == ["ok"]
 
 
 def test_the_token_is_never_shown(tmp_path):
@@ -223,11 +177,6 @@ def test_wrong_settings_are_a_line_among_the_others(words, lines, monkeypatch, c
     assert end.value.code == 1
     for name, text in lines.items():
         assert text in found[name]["text"], found[name]
-
-
-def test_a_launcher_starts_checks_as_it_starts_runs():
-    assert process_command(["check", "devices=2"])[1:] == ["-m", "tunix_lite", "check", "devices=2"]
-    assert process_command(["seed=1"])[1:] == ["-m", "tunix_lite", "train", "seed=1"]
 
 
 @pytest.mark.wide

@@ -46,14 +46,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert Checkpoints(tmp_path).steps() == [1, 3, 4]
 
 
-def test_without_accuracies_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        checkpoints.save(state_of(step), 0.5)
-    checkpoints.close()
-    assert Checkpoints(tmp_path).steps() == [2, 3]
-
-
 def test_a_save_that_was_cut_short_is_no_checkpoint_and_is_cleared_away(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state_of(2))
@@ -108,15 +100,6 @@ def test_what_does_not_fit_is_told_by_its_shapes(tmp_path):
         checkpoints.restore_params(shapes(wide.params))
     with pytest.raises(ValueError, match=said + r"opt_state/v: \(3,\) here, None there; opt_state/m: None here, "):
         checkpoints.restore(state.replace(opt_state={"v": state.opt_state["m"]}))
-
-
-def test_a_part_without_arrays_that_is_missing_is_a_misfit_and_no_damage(tmp_path):
-    counts = put(np.arange(3.0), "norm")
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(state_of(9).replace(opt_state=(counts, ())))
-    checkpoints.close()
-    with pytest.raises(ValueError, match="does not fit this model or optimizer: opt_state/1: None here, 'nothing' the"):
-        checkpoints.restore(state_of(0).replace(opt_state=(counts,)))
 
 
 def test_how_many_updates_were_skipped_is_kept(tmp_path):

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
-from tunix_lite.algorithms.algorithm import TeacherComparison
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, with_divergence
 from tunix_lite.learner.policy import make_policy
@@ -129,23 +128,6 @@ def test_values_go_to_the_same_tokens_after_other_prompts():
     np.testing.assert_array_equal(realigned(vectors, read, batch), [[[0, 0], [0, 0], [2, 3], [4, 5]]])
     with pytest.raises(ValueError, match="reads other completions"):
         realigned(vectors, read, replace(batch, loss_weight=np.array([[0, 0, 1.0, 0]])))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"divergence": "kl"}, "divergence='kl'; it is token, reverse, forward, jensen_shannon"),
-        ({"divergence": "reverse", "mix": 0.3}, "mix=0.3 changes nothing with divergence=reverse"),
-        ({"divergence": "jensen_shannon", "mix": 1.0}, "between 0 and 1; 0 would be divergence=forward"),
-        ({"top_k": 8}, "top_k=8 changes nothing with divergence=token"),
-        ({"divergence": "forward", "top_k": -1}, "top_k=-1 must not be negative"),
-    ],
-)
-def test_wrong_settings_of_a_divergence_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Distill(TEACHER, **settings)
-    assert Distill(TEACHER).comparison is None
-    assert MIXED.comparison == TeacherComparison("teacher", "jensen_shannon", 0.25, 6)
 
 
 def test_a_plan_counts_what_is_kept_of_the_teacher():

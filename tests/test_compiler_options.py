@@ -35,25 +35,12 @@ def test_only_the_platform_of_the_mesh_gets_options(monkeypatch):
     assert given == [KNOWN, KNOWN], "one program that asks the compiler, and one that is used"
 
 
-def test_a_program_has_the_arguments_of_jit_and_can_be_lowered():
-    set_mesh(1, 1)
-    power = JitByPlatform(lambda n, x: x**n, {"cpu": KNOWN}, static_argnums=0)
-    assert power(3, jnp.float32(2)) == 8
-    assert power.lower(2, jnp.float32(3)).compile()(jnp.float32(3)) == 9
-
-
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_an_option_that_the_compiler_does_not_know_is_left_out_with_a_warning(fsdp):
     set_mesh(fsdp, 1)
     program = JitByPlatform(jnp.cos, {"cpu": OF_TPU})
     with pytest.warns(UserWarning, match="compiler for cpu does not know xla_tpu_msa_inefficient_use_to_copy_ratio, "):
         assert program(jnp.float32(0)) == 1
-
-
-def test_any_other_error_of_the_compiler_is_an_error():
-    set_mesh(1, 1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_enable_fast_math"):
-        JitByPlatform(jnp.cos, {"cpu": {"xla_cpu_enable_fast_math": "perhaps"}})(jnp.float32(0))
 
 
 @pytest.mark.aot

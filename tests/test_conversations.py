@@ -18,7 +18,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.conversations import Patience, chunk_of_turns
+from tunix_lite.rollout.conversations import Patience
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, TurnReply
@@ -224,20 +224,6 @@ def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     assert (scores != 0).sum() == rollout.completion_mask.sum()
 
 
-def test_prompts_of_rows_may_differ(cfg, params, expected):
-    """An environment may begin each conversation with a text of its own."""
-    rows = [list(ragged_prompts(4)[row // G]) for row in range(8)]
-    rows[7] = [5, 6, 7]
-    rollout = converse(cfg, params, Numbers(prompts=rows), num_slots=4)
-    for row, prompt in enumerate(rows):
-        assert rollout.tokens[row, PROMPT - len(prompt) : PROMPT].tolist() == prompt
-    assert rows_of(rollout)[:7] == expected[:7]
-
-
-def test_a_chunk_is_no_longer_than_turns_are():
-    assert [chunk_of_turns(16, turn) for turn in (None, 1, 8, 16, 17, 20, 40)] == [16, 1, 8, 16, 9, 10, 14]
-
-
 def test_answers_are_waited_for_where_that_costs_less_than_a_chunk():
     """Worked by hand: half a chunk, times the share of slots that wait; nothing for a while where it was in vain."""
     patience = Patience()
@@ -253,13 +239,6 @@ def test_answers_are_waited_for_where_that_costs_less_than_a_chunk():
     patience.left = 0
     patience.note(0.005, all_came=True)
     assert patience.seconds(4, 4) == 0.005
-
-
-def test_without_a_partner_completions_are_as_they_were(cfg, params, generate, rollout):
-    both = make_generate(cfg, GenerationConfig(PROMPT, 12), EOS, 0)
-    again = both(params, ragged_prompts(5), jax.random.key(7), 4)
-    np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    assert again.conversations is None
 
 
 def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expected):

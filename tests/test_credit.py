@@ -7,7 +7,7 @@ import pytest
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
+from tunix_lite.algorithms.credit import TurnCredit, turn_advantages
 from tunix_lite.algorithms.groups import Groups, sample_groups
 from tunix_lite.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
 
@@ -28,10 +28,6 @@ def test_all_turns_of_a_group_are_compared():
     kept = np.array([True, True, True, False])
     found = turn_advantages(centre, TurnCredit("turn"), rewards, 2, kept)
     assert [one.tolist() for one in found] == [[-1, 1], [0], [0], [0, 0]]
-
-
-def test_what_is_no_reward_of_the_environment_belongs_to_the_last_turn():
-    assert with_total([1.0, 2.0], 3.5) == [1.0, 2.5]
 
 
 def test_advantages_of_completions_cannot_compare_turns():
@@ -77,14 +73,3 @@ def test_advantages_stand_at_the_tokens_of_their_turns():
     discounted = two_conversations("discount", discount=0.5).token_advantages(centre)
     assert discounted.tolist() == [[0, 0, 0, 0, 0.5], [0, -0.5, 0, 0, 0]]
     assert two_conversations("turn").token_advantages(centre, limit=0.5).max() == 0.5
-
-
-def test_one_that_reached_a_limit_is_compared_and_not_learned_from_where_it_is_masked():
-    masked = two_conversations("end", on_limit="mask")
-    assert masked.learned_PG.tolist() == [[True, False]]
-    assert masked.token_advantages(centre)[0, 1] == 1
-    weights = masked.token_weights(lambda mask: mask / mask.sum())
-    np.testing.assert_allclose(weights, [[0, 1 / 3, 1 / 3, 0, 1 / 3], [0, 0, 0, 0, 0]], atol=1e-7)
-    # a value added to a reward, such as a KL term, belongs to the last turn
-    added = two_conversations("turn").with_reward("kl", np.array([3.0, 0.0]))
-    assert added.token_advantages(centre).tolist() == [[0, -2, -2, 0, 3], [0, -1, 0, 0, 0]]

@@ -13,7 +13,6 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.fingerprint import check_same_run
-from tunix_lite.runs.setup import check_curriculum
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.curriculum import (
     CurriculumConfig,
@@ -25,7 +24,6 @@ from tunix_lite.tasks.curriculum import (
     source_of_level,
     state_metrics,
 )
-from tunix_lite.tasks.fitting import Look
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic, batch_at
 from tunix_lite.train import train
@@ -52,11 +50,6 @@ def test_while_nothing_is_known_the_batches_are_those_without_a_curriculum():
     assert draws(DROP, CurriculumState(), 6, 5) == [numbers(batch_at(ROWS, 5, 0, step)) for step in range(6)]
 
 
-def test_no_prompt_stands_twice_in_a_batch_where_an_epoch_ends_in_it():
-    assert any(len({*batch}) < 4 for batch in (numbers(batch_at(ROWS, 4, 0, step)) for step in range(10)))
-    assert all(len({*batch}) == 4 for batch in draws(DROP, CurriculumState(), 10))
-
-
 def test_solved_prompts_are_dropped_and_nothing_else_changes():
     """7 of 8 is below 0.9, 9 of 10 is not, and 7 of 7 are too few completions to tell."""
     groups = [(ROWS[0], 7, 8), (ROWS[1], 9, 10), (ROWS[2], 7, 7), (ROWS[3], 4, 4), (ROWS[3], 4, 4)]
@@ -77,12 +70,6 @@ def test_a_batch_that_cannot_be_filled_takes_what_it_passed_over_and_counts_it()
     assert sorted(numbers(few.examples)) == [8, 8, 9, 9] and few.refilled == 4
 
 
-def test_each_example_is_looked_at_once_though_the_batch_begins_in_the_middle_of_an_epoch():
-    state = replace(CurriculumState(), positions={"0.0": 7})
-    drawn = draw_prompts(DROP, state, ROWS, 10, 0, "0.0")
-    assert sorted(numbers(drawn.examples)) == list(range(10)) and drawn.refilled == 0
-
-
 def test_prompts_outside_of_the_band_are_asked_a_share_of_the_times():
     """0, 0.1, 0.9 and 1 are outside: a quarter of 2,000 positions, within 4 standard deviations; each has its own."""
     settings = CurriculumConfig(band=(0.2, 0.8), outside=0.25)
@@ -97,16 +84,6 @@ def test_prompts_outside_of_the_band_are_asked_a_share_of_the_times():
         is_asked(settings, state, ROWS[1], 1, i) for i in range(50)
     ]
     assert draws(settings, state, 2, 7) == draws(settings, state, 2, 7), "by chance, and the same each time"
-
-
-def test_examples_that_are_too_long_are_passed_over_and_never_fill_a_batch():
-    look = lambda example: Look("it is too long" if int(example["question"]) > 5 else "")  # noqa: E731
-    drawn = draw_prompts(DROP, CurriculumState(), ROWS, 6, 0, "0.0", look)
-    assert sorted(numbers(drawn.examples)) == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(
-        ValueError, match="of 10 training prompts too few can be taken, and a batch takes 7; .* cannot: it is too long"
-    ):
-        draw_prompts(DROP, CurriculumState(), ROWS, 7, 0, "0.0", look)
 
 
 def test_a_level_ends_when_its_newest_prompts_are_solved():
@@ -216,26 +193,6 @@ def test_a_damaged_state_is_refused(found):
 def test_a_wrong_curriculum_is_named(overrides, message):
     with pytest.raises(ConfigError, match=message):
         compose(overrides)
-
-
-@pytest.mark.parametrize(
-    "levels, message",
-    [
-        (
-            "[{max_term: 6}]",
-            r"curriculum.levels\[0\]: task.source has no max_term; it has num_train, num_held_out, min_terms",
-        ),
-        ("[{max_terms: 3}]", r"curriculum.levels\[0\]: min_terms=4, max_terms=3"),
-        ("[{max_terms: x}]", r"levels\[0\]: max_terms='x': expected int, such as max_terms: 4"),
-        ("[{max_terms: 4.5}]", r"levels\[0\]: max_terms=4.5: expected int"),
-        ("[{worked: 0.5, min_terms: true}]", r"levels\[0\]: min_terms=True: expected int"),
-        ("[{operators: +}]", r"levels\[0\]: operators='\+': expected "),
-    ],
-)
-def test_a_level_that_the_source_does_not_have_is_named(levels, message):
-    run = compose([f"curriculum.levels={levels}"])
-    with pytest.raises(ConfigError, match=message):
-        check_curriculum(run.curriculum, SimpleNamespace(config=run.task))
 
 
 RUN = [

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.distributed.folder_lock import lock_folder
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.mesh import put
-from tunix_lite.runs import setup
 from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
-from tunix_lite.tracking.rows import check_rows, rows_until
+from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, Status
 from tunix_lite.tracking.tracker import JsonLines
 from tunix_lite.types import TrainState
@@ -191,26 +189,6 @@ def test_a_damaged_status_is_said_and_made_anew_from_the_metrics(text, folder):
     assert said["eval"] == {"first": {"accuracy": 0.0}, "last": {"accuracy": 0.8}} and said["seconds"] < 100
 
 
-def test_a_status_that_is_whole_is_not_called_damaged(folder):
-    assert prepared(folder).damaged == ""
-    assert json.loads((folder / "status.json").read_text())["began_from"] == 0
-    (folder / "status.json").unlink()
-    assert prepared(folder).damaged == ""
-
-
-def test_what_is_no_checkpoint_by_its_name_is_none(folder):
-    for name in ("007", "٩٩", "99.orbax-checkpoint-tmp", "x"):
-        (folder / "checkpoints" / name).mkdir()
-    assert Checkpoints(folder / "checkpoints").steps() == [4, 8]
-    assert prepared(folder).resume_from == folder / "checkpoints"
-
-
-def test_a_lock_that_is_a_folder_is_one_line(folder):
-    (folder / ".lock").mkdir()
-    with pytest.raises(ValueError, match=".lock is a folder, and .*: move the folder away"), lock_folder(folder, 0):
-        raise AssertionError
-
-
 # ---- metrics.jsonl
 
 
@@ -222,27 +200,6 @@ def test_what_a_killed_run_wrote_after_its_last_checkpoint_is_no_damage(tail, tm
     JsonLines(file, resume_at=LAST).close()
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [*range(9)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_lines_end_with_a_newline_alone(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    odd = "a\u2028b\u2029c\u0085d"
-    lines = [json.dumps({"step": n, "text": odd}, ensure_ascii=False) for n in (1, 2)]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    check_rows(file, 2, 0)
-    JsonLines(file, resume_at=2).close()
-    assert [found["text"] for _, _, found in rows_until(file, 2)] == [odd, odd]
-    assert file.read_text(encoding="utf-8").split("\n") == [*lines, ""]
-
-
-def test_a_run_that_began_from_another_ones_step_has_no_steps_before_it(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    check_rows(file, 5, 5)  # asked to stop in its first step
-    file.write_text(row(6) + "\n" + row(7) + "\n")
-    check_rows(file, 7, 5)
-    check_rows(file, 7, None)  # of an earlier version, whose status.json does not say where it began
-    with pytest.raises(ValueError, match="begins with step 6, and the run with step 5"):
-        check_rows(file, 7, 4)
 
 
 def test_with_force_it_goes_on_and_nothing_is_lost(folder):
@@ -257,22 +214,6 @@ def test_with_force_it_goes_on_and_nothing_is_lost(folder):
     assert steps == [0, 1, 2, 4, 5, 6, 7, 8]
     assert (folder / "metrics.damaged-1.jsonl").read_bytes() == before
     assert not (folder / "metrics.damaged-2.jsonl").exists()
-
-
-@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "train.log", "fingerprint.json"])
-def test_a_pipe_in_the_place_of_a_file_of_the_run_is_refused(name, folder):
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    with pytest.raises(ConfigError, match=f"{folder / name} is not a file, and the run keeps a file of that name"):
-        prepared(folder)
-
-
-def test_what_a_fingerprint_has_otherwise_is_shown_in_part(folder):
-    said = json.loads((folder / "fingerprint.json").read_text())
-    (folder / "fingerprint.json").write_text(json.dumps(said | {"seed": "x" * 10**6, "\x1b[2J": 1}))
-    with pytest.raises(ConfigError, match="seed: 0 here, 'xxx") as refused:
-        prepared(folder)
-    assert len(str(refused.value)) < 2000 and str(refused.value).isprintable()
 
 
 # ---- checkpoints
@@ -363,17 +304,3 @@ def test_a_checkpoint_whose_run_is_gone_is_said_to_need_force(folder):
     with pytest.raises(ConfigError, match="has no fingerprint.json"):
         prepared(folder)
     assert prepared(folder, "resume.force=true").resume_from == folder / "checkpoints"
-
-
-def test_half_a_checkpoint_is_not_called_whole(folder):
-    shutil.rmtree(folder / "checkpoints" / "8" / "default" / "d")
-    assert Checkpoints(folder / "checkpoints").whole_steps() == [4]
-
-
-def test_parts_that_a_check_found_are_handed_over_and_not_found_again(tmp_path, monkeypatch):
-    run = compose(RUN)
-    found = prepare(run, RunDir(tmp_path / "as far as is known then"))
-    monkeypatch.setattr(setup, "find_parts", None)
-    parts = prepare(run, RunDir(tmp_path), found)
-    assert parts.task is found.task and parts.model.tokenizer is found.model.tokenizer
-    assert parts.resume_from is None

@@ -8,7 +8,6 @@ from test_preferences import QUICK
 
 from tunix_lite.algorithms.demonstration import after_prompts
 from tunix_lite.errors import ConfigError
-from tunix_lite.models.source import TeacherConfig
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
@@ -43,11 +42,6 @@ def test_a_wrong_demonstration_or_teacher_is_refused_before_anything_is_compiled
     with pytest.raises(ConfigError, match=message) as error:
         find_parts(compose([*TEACHER, *settings, *QUICK]))
     assert "\n" not in str(error.value)
-
-
-def test_the_length_of_a_prompt_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="has no effect without prompt"):
-        TeacherConfig("bundled", max_prompt_length=4)
 
 
 def test_the_teacher_reads_the_answer_of_each_example():

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from tunix_lite.runs import watch
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.disk import DiskError, trouble
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.tracking.tracker import TensorBoard
 from tunix_lite.train import train
 from tunix_lite.types import TrainState
 
@@ -59,11 +57,6 @@ def disk(tmp_path):
 def fill(disk: Path, leave: int = 0) -> None:
     stat = os.statvfs(disk)
     (disk / "filler").write_bytes(bytes(stat.f_bavail * stat.f_frsize - leave))
-
-
-def make_read_only(folder: Path) -> None:
-    """What is open stays writable, as root's own disk would not allow it; what is opened from now on is not."""
-    shell(f"mount --bind {folder} {folder} && mount -o remount,bind,ro {folder}")
 
 
 @dataclass(frozen=True)
@@ -133,14 +126,6 @@ def test_a_metrics_file_on_a_full_disk_ends_the_run(tmp_path, monkeypatch):
     assert "the disk is full" in json.loads((tmp_path / "status.json").read_text())["error"]
 
 
-def test_a_read_only_disk_ends_the_run_and_its_checkpoint_is_whole(disk):
-    folder = disk / "run"
-    with pytest.raises(DiskError, match=f"the disk is read-only: {folder}.* after step [34]; checkpoint 2 is whole"):
-        struck(folder, lambda: make_read_only(folder))
-    assert json.loads((folder / "status.json").read_text())["status"] == "running", "as it was: it could not be written"
-    assert Checkpoints(folder / "checkpoints").steps() == [2]
-
-
 def test_a_folder_that_vanishes_ends_the_run_at_once(tmp_path):
     """Not at the next checkpoint, which orbax would write into a folder that it makes in its place."""
     folder = tmp_path / "run"
@@ -199,11 +184,6 @@ def test_a_folder_without_permission_is_found_before_a_run(tmp_path, monkeypatch
         RunDir(tmp_path / "run").check()
 
 
-def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
-    RunDir(tmp_path / "run").check()
-    assert not list(tmp_path.iterdir())
-
-
 # ---- checkpoints
 
 
@@ -235,36 +215,7 @@ def test_the_only_checkpoint_outlives_the_one_that_was_to_replace_it(disk):
     assert again.steps() == [2]
 
 
-def test_a_folder_in_the_place_of_a_vanished_one_is_not_taken_for_it(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoints.save(state_of(1))
-    checkpoints.close()
-    folder.rename(tmp_path / "elsewhere")
-    (folder / "checkpoints").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError):
-        checkpoints.check()
-
-
 # ---- parts
-
-
-def test_tensorboard_on_a_full_disk_says_so_and_does_not_wait(disk):
-    board, caught = TensorBoard(disk), []
-    fill(disk)
-
-    def log() -> None:
-        try:
-            for step in range(200):
-                board.log(step, {f"train/{i}": 0.5 for i in range(40)})
-        except OSError as error:
-            caught.append(error.errno)
-
-    thread = threading.Thread(target=log, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive() and caught == [errno.ENOSPC]
 
 
 def os_error(number: int, *file) -> OSError:

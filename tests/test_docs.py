@@ -22,7 +22,6 @@ import pytest
 import yaml
 from test_sizes import PUBLISHED, REFUSED
 
-from tunix_lite.__main__ import COMMANDS
 from tunix_lite.commands import program
 from tunix_lite.commands.chat import ChatConfig
 from tunix_lite.commands.check import Check
@@ -359,47 +358,6 @@ def test_a_block_that_is_not_run_says_why_and_holds_no_command_of_ours(page):
         assert not re.search(r"^(?:python|tunix-lite|make) ", body, re.MULTILINE), f"{page.name}: {body}"
 
 
-def test_every_program_can_be_checked():
-    assert COMMANDS.keys() == PROGRAMS.keys() | {"train", "launch"}
-
-
-def test_a_sweep_is_split_into_its_runs():
-    sweep = ["a=1,2", "b=[[2,2],[fsdp,tp]]", "~c"]
-    assert combinations(sweep) == [[f"a={a}", "b=[[2,2],[fsdp,tp]]", "~c"] for a in (1, 2)]
-    assert combinations(["b=[[1,1],[x]],[[2,2],[x]]"]) == [["b=[[1,1],[x]]"], ["b=[[2,2],[x]]"]]
-
-
-def test_a_command_that_could_not_run_is_noticed(with_the_example):
-    with pytest.raises(ValueError, match="max_step"):
-        composing.compose(of_a_run(shlex.split("python run_training.py training.max_step=3")))
-    with pytest.raises(ValueError, match="devices"):
-        check_run(composing.compose(["model.mesh_shape=[[4,1],[fsdp,tp]]"]), 2)
-    with pytest.raises(ValueError, match="heads=4 is not a multiple"):
-        check_run(composing.compose(["model=gemma3_1b", "model.mesh_shape=[[1,8],[fsdp,tp]]"]), 8)
-    with pytest.raises(ValueError, match="matches no weight"):
-        check_run(composing.compose(["model.lora.rank=4", "model.lora.targets=tail/7/q"]), None)
-    for command, message in (
-        ("tunix-lite generate prompt=Hello top_p=0.9", "top_p"),
-        ("python -m tunix_lite generate", "give prompt"),
-        ("tunix-lite chat step=3", "step= needs a run"),
-        ("tunix-lite export kind=merged", "give checkpoint=RUN"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_program(*of_a_program(shlex.split(command)), None)
-    for command in (
-        "tunix-lite deploy",
-        "tunix-lite chat --multirun",
-        "tunix-lite export out=there kind=merged",
-        "tunix-lite chat checkpoint=outputs/mine model=gemma3_1b",
-    ):
-        with pytest.raises(AssertionError):
-            check_program(*of_a_program(shlex.split(command)), None)
-    with pytest.raises(AssertionError, match="make has no"):
-        check_make(["trian"])
-    with pytest.raises(AssertionError):
-        check_pip(["-e", ".[nothing]"])
-
-
 # ---- pages
 
 
@@ -511,11 +469,6 @@ def test_the_reference_names_every_setting(reference):
         section = next(s for s in reference.split("\n## ") if f"Class: `{kind.__module__}.{kind.__qualname__}`" in s)
         for f in (f for f in dataclasses.fields(kind) if f.init):
             assert re.search(rf"^\| `([\w.<>]+\.)?{f.name}` \|", section, re.MULTILINE), f"{kind.__name__}.{f.name}"
-
-
-def test_the_reference_tells_the_comment_and_the_default_of_a_setting(reference):
-    assert "| `training.max_steps` | int | `60` | Number of optimizer updates. |" in reference
-    assert "| `training.micro_batch_size` | int or null | `null` | Sequences per fsdp shard" in reference
 
 
 def test_every_setting_that_a_page_names_exists(reference):
@@ -678,35 +631,6 @@ def check_links(site: Path) -> None:
             target = Path(os.path.normpath(page.parent / path.partition("?")[0])) if path else page
             assert target.exists(), f"{page.relative_to(site)} links to {link}"
             assert not place or target not in places or place in places[target], f"{page.relative_to(site)}: {link}"
-
-
-@pytest.mark.parametrize("page, before", [("README.md", "## Train it"), ("docs/getting_started/quick_start.md", "or, where"),
-                                          ("docs/getting_started/installation.md", "## With make")])  # fmt: skip
-def test_after_make_has_run_the_next_commands_activate_what_it_made(page, before):
-    """Read in order: the first block that calls python or tunix-lite itself begins with the environment."""
-    following = (ROOT / page).read_text().partition(before)[2]
-    called = [
-        text
-        for text in re.findall(r"```bash\n(.*?)```", following, re.S)
-        if re.search("^(python|tunix-lite) ", text, re.M)
-    ]
-    before_the_call = re.split("^(?:python|tunix-lite) ", called[0], flags=re.M)[0]
-    assert before_the_call.endswith("source .venv/bin/activate\n")
-
-
-def test_without_the_environment_one_line_says_what_to_activate():
-    """-S: as a Python that has none of the packages."""
-    ran = subprocess.run([sys.executable, "-S", "run_training.py"], cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode != 0 and ran.stderr.count("\n") == 1, ran.stderr
-    assert re.match(r"error: no module named \w+: source \.venv/bin/activate", ran.stderr)
-
-
-def test_the_licence_that_is_named_is_there():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
-    text = (ROOT / "LICENSE").read_text()
-    assert "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
-    assert [f"{n}. " in text for n in range(1, 10)] == [True] * 9
 
 
 def test_every_test_that_the_page_of_mistakes_names_is_there():

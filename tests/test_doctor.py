@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from tunix_lite.__main__ import COMMANDS, main
+from tunix_lite.__main__ import main
 from tunix_lite.commands.closed_pipe import as_long_as_read
-from tunix_lite.files.untrusted import read_yaml
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import FAULTS, diagnose, relative_step
 
@@ -60,11 +58,6 @@ def test_the_first_finding_of_a_spoilt_run_is_its_fault_and_a_sound_run_has_none
         assert found[0].evidence and found[0].overrides
     else:
         assert not found
-
-
-def test_there_are_twenty_spoilt_runs_and_five_sound_ones():
-    spoilt = [case for case in RECORDED.values() if case["right"]]
-    assert len(spoilt) >= 20 and len(RECORDED) - len(spoilt) >= 5
 
 
 # ---- one fault a time, by hand
@@ -138,15 +131,6 @@ def test_a_reward_of_the_prompt_alone_is_told_from_groups_that_agree():
     assert "reward_of_prompt" not in names(evidence({1: of_one}))
     agree = [row(n, n % 2, n % 2 == 1) for n in range(8) for _ in range(2)]
     assert "reward_of_prompt" not in names(evidence({1: agree}))
-
-
-def test_a_reward_that_only_chance_turns_round_has_no_wrong_sign():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        rows = [{"reward": float(rng.integers(2)), "correct": bool(rng.integers(2)), "prompt": "x"} for _ in range(64)]
-        assert "reward_sign" not in names(evidence({1: rows}))
-    turned = [row | {"reward": float(not row["correct"])} for row in rows]
-    assert "reward_sign" in names(evidence({1: turned}))
 
 
 def test_answers_that_groups_agree_on_and_that_are_never_expected():
@@ -232,14 +216,6 @@ def test_a_reward_that_climbs_while_nothing_gets_right_is_exploited():
     assert names(evidence(reward_mean=[0.3, 0.4] * 10, completions_correct=[0.2] * 20)) == []
 
 
-def test_nothing_right_is_found_though_rewards_differ():
-    spread = {"reward_mean": [0.3, 0.4] * 5, "reward_std": [0.2] * 10}
-    assert names(evidence(completions_correct=[0.0] * 10, **spread)) == ["all_wrong"]
-    assert names(evidence(completions_correct=[0.0] * 9 + [0.1], **spread)) == []
-    short = {name: values[:4] for name, values in spread.items()}
-    assert names(evidence(completions_correct=[0.0] * 4, **short)) == []
-
-
 def test_a_few_steps_that_compile_are_found_and_the_first_ones_do_not_count():
     late = [60.0, 30.0, *[10.0] * 6, 50.0, *[10.0] * 6, 40.0, *[10.0] * 4]
     [found] = diagnose(evidence(time_step=late))
@@ -258,10 +234,6 @@ def test_findings_name_steps_numbers_and_an_override():
     (finding,) = diagnose(run)
     assert finding.evidence == ["train/skipped is 1 in 5 of 10 steps, first in step 6"]
     assert finding.overrides == ["optimizer.learning_rate=0.0001", "tunix-lite replay run skipped=6"]
-
-
-def test_every_fault_has_a_weight_and_words():
-    assert all(0 < weight <= 100 and what and not what.endswith(".") for weight, what, _ in FAULTS.values())
 
 
 def test_the_page_names_every_finding():
@@ -293,15 +265,6 @@ def test_the_command_prints_lines_or_json(tmp_path, capsys):
     assert "usage: tunix-lite doctor [FOLDER]" in doctor("--help", capsys=capsys)
 
 
-def test_a_folder_with_an_equals_sign_in_its_name_is_a_folder(tmp_path, capsys):
-    (tmp_path / "seed=0,algorithm=grpo").mkdir()
-    folder = folder_of(RECORDED["learning rate 0"], tmp_path / "seed=0,algorithm=grpo")
-    assert doctor(str(folder), capsys=capsys).startswith(f"{folder}: 12 steps")
-    with pytest.raises(SystemExit):
-        doctor(f"{folder}0", capsys=capsys)
-    assert "cannot be read as an override" in capsys.readouterr().err
-
-
 def closed_pipe() -> int:
     """The end to write into of a pipe that nobody reads."""
     reader, writer = os.pipe()
@@ -321,14 +284,6 @@ def test_output_that_nobody_reads_is_no_error_and_another_broken_pipe_is_one(mon
         assert ended.value.code == 2
     with pytest.raises(BrokenPipeError), as_long_as_read():
         os.write(closed_pipe(), b"x")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_that_nobody_reads_ends_without_a_word(command):
-    words = [sys.executable, "-m", "tunix_lite", *([command] if command else []), "--help"]
-    done = subprocess.run(words, stdout=closed_pipe(), stderr=subprocess.PIPE, text=True, timeout=100)
-    assert done.stderr == "" and done.returncode == 0
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
@@ -359,17 +314,6 @@ def test_what_cannot_be_read_is_named_and_left_out(tmp_path):
     assert names(run)[0] == "learning_rate_zero"
 
 
-def test_settings_of_a_folder_are_data(tmp_path):
-    file = tmp_path / "config.yaml"
-    for text in ("!!python/object/apply:os.system ['true']", "a: 1\n- b", "[1]", "a: [" + "[" * 100, "\x00"):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=r"config.yaml (is not YAML|does not hold)"):
-            read_yaml(file)
-    file.write_text("a: " + "[" * 70 + "]" * 70)
-    with pytest.raises(ValueError, match="nested too deep"):
-        read_yaml(file)
-
-
 def test_no_value_of_a_file_makes_the_doctor_fail():
     """Numbers where texts are expected, texts where numbers are, nothing where anything is."""
     rng = np.random.default_rng(0)
@@ -389,11 +333,3 @@ def test_no_value_of_a_file_makes_the_doctor_fail():
         run = Evidence(Path("run"), chosen, rows, rows, samples, status, {"embed_dim": any_of(*odd)})
         with np.errstate(all="ignore"):
             diagnose(run)
-
-
-def test_a_number_to_try_is_written_as_the_program_takes_it():
-    """1,024 doubled is 2048, and no 2.05e+03; a number of the settings has no quotes."""
-    cut = evidence(completions_truncated=[0.6] * 8, settings={"generation.max_new_tokens": 1024})
-    (found,) = [one for one in diagnose(cut) if one.name == "truncated"]
-    assert "generation.max_new_tokens=2048" in found.overrides
-    assert "generation.max_new_tokens=1024" in found.evidence

@@ -1,7 +1,6 @@
 """Environments in worker processes: what they return is read, what fails follows conversation.on_error."""
 
 import asyncio
-import math
 import os
 import signal
 import time
@@ -72,16 +71,6 @@ class Clock:
         return Turn(f"{os.getpid()}")
 
 
-class NoStep:
-    def reset(self, example):
-        return "hi"
-
-
-class BadReset(Adds):
-    def reset(self, example):
-        return 7
-
-
 def adds_from(extra):
     environment = Adds()
     environment.extra = extra
@@ -101,11 +90,6 @@ def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conv
         assert pool.step(1, "9").result().turn == Turn("The sum is 10.", 0.5, True)
         # a row that begins again begins from its example
         assert pool.reset(0, {"start": 5}).result().turn.observation == "The sum is 5."
-
-
-def test_what_an_environment_counts_has_a_short_name_and_a_number_that_a_float_holds():
-    info = {"x" * 1_200_000: 1, "huge": 10**400, "moves": np.int64(3), "nan": math.nan, "a\nb": True}
-    assert read_turn(("", 0.0, False, info)).info == {"x" * 100 + "…": 1, "moves": 3, "a\\nb": True}
 
 
 class WithoutStar(Gymnasium):
@@ -276,15 +260,6 @@ def test_each_environment_is_closed_once_also_one_that_failed(tmp_path, workers)
         assert file.read_text() == "1;1;2;"
 
 
-@pytest.mark.parametrize("completion", ["raise", "loop", "exit", "nonsense"])
-def test_whatever_fails_is_raised_where_errors_are_raised(completion):
-    with EnvironmentPool(Adds, ConversationConfig(timeout=0.5)) as pool:
-        pool.reset(0, {"start": 0}).result()
-        with pytest.raises(ValueError, match="conversation.on_error=zero or drop continues without it") as caught:
-            pool.step(0, completion).result(60)
-        assert str(caught.value).startswith("the environment ")
-
-
 def test_raise_names_the_environment_the_completion_and_what_to_do():
     with EnvironmentPool(Adds, ConversationConfig(workers=0)) as pool:
         with pytest.raises(ValueError, match="for the example") as of_reset:
@@ -293,22 +268,6 @@ def test_raise_names_the_environment_the_completion_and_what_to_do():
         pool.reset(0, {"start": 1}).result()
         with pytest.raises(ValueError, match="conversation.on_error=zero or drop continues without it"):
             pool.step(0, "raise").result()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [(NoStep, "which has no method `step`"), (BadReset, "returned the observation 7 from reset")],
-)
-def test_what_is_no_environment_is_named(make, message):
-    with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
-        with pytest.raises(ValueError, match="the environment") as caught:
-            pool.reset(0, {"start": 1}).result()
-        assert message in str(caught.value)
-
-
-def test_what_cannot_be_sent_to_a_process_is_named_before_anything_runs():
-    with pytest.raises(ValueError, match="conversation.workers=0 runs environments in the process that trains"):
-        EnvironmentPool(lambda: Adds(), ConversationConfig())
 
 
 def test_replay_gives_the_replies_of_recorded_completions():

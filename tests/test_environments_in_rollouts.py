@@ -2,9 +2,7 @@
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,32 +166,6 @@ def test_an_environment_may_begin_with_a_text_of_its_own(tokenizer):
     assert partner.openings == wanted
 
 
-def test_samples_show_what_the_model_read_first(tokenizer):
-    with open_task(tokenizer, Hears(begins="Say {answer}.")) as task:
-        example = task.config.source.train[0]
-        rollout, _ = hold(task, [["stop"]])
-        conversations = np.array([replace(rollout.conversations[0], opening="Say it."), None])[:1]
-        graded = task.grade([example], rollout.replace(conversations=conversations))
-    assert graded.prompts == ["Say it."]
-    assert [row["prompt"] for row in sample_rows(graded)] == ["Say it."]
-
-
-def test_what_an_environment_counts_does_not_hide_what_the_run_counts(tokenizer):
-    """An `info` may have names that conversations have, and numbers of numpy."""
-
-    class Counts(Hears):
-        def step(self, completion):
-            info = {"turns": 40, "won": np.True_, "depth": np.float32(1.5), "map": np.zeros(3), "tool_success": 9}
-            return "", 0.0, "stop" in completion, info
-
-    with open_task(tokenizer, Counts()) as task:
-        _, graded = hold(task, [["1", "stop"]])
-    metrics = {name: graded.metrics.get(f"conversation/{name}") for name in ("turns", "info_turns", "depth", "map")}
-    assert metrics == {"turns": 2, "info_turns": 80, "depth": 3.0, "map": None}
-    assert graded.correct.tolist() == [True]
-    assert graded.metrics["conversation/info_tool_success"] == 18
-
-
 @pytest.mark.parametrize(
     ("settings", "rewards", "dropped"),
     [
@@ -212,14 +184,6 @@ def test_what_failed_or_reached_a_limit_is_worth_what_the_settings_say(tokenizer
     assert graded.dropped.tolist() == dropped
     assert graded.metrics["conversation/ended_by_failed"] == pytest.approx(1 / 3)
     assert graded.metrics["conversation/failed_by_error"] == pytest.approx(1 / 3)
-
-
-def test_one_that_fails_stops_the_run_where_errors_are_raised(tokenizer):
-    raised = pytest.raises(SharedError, match=r"broken.*conversation.on_error=zero or drop")
-    with open_task(tokenizer, Hears(fails_at="boom")) as task, raised:
-        hold(task, [["boom"]])
-    with open_task(tokenizer, Hears(fails_at="reset")) as task, pytest.raises(SharedError, match="no beginning"):
-        task.partner([task.config.source.train[0]])
 
 
 class Unreadable:
@@ -254,58 +218,6 @@ def test_an_answer_that_the_model_cannot_read_fails_one_conversation(tokenizer, 
         hold(task, [[said]])
 
 
-def test_a_prompt_of_an_environment_that_is_too_long_fails_one_conversation(tokenizer):
-    examples = [Arithmetic().train[row] for row in range(2)]
-    environment = Unreadable(long=examples[1]["answer"])
-    with open_task(tokenizer, environment, on_error="zero") as task:
-        partner = task.partner(examples)
-        assert partner.prompts == [task.text.prompt(example) for example in examples]
-        rollout, graded = hold(task, [["1"], ["1"]])
-    assert [one.ended for one in rollout.conversations] == ["turns", "failed"]
-    assert "tokens, more than generation.max_prompt_length=24" in rollout.conversations[1].turns[0].reply.message
-    assert graded.metrics["conversation/failed_by_not_a_turn"] == 0.5
-    with open_task(tokenizer, environment) as task, pytest.raises(SharedError, match="raise it to at least"):
-        task.partner(examples)
-
-
-class Thinks(Hears):
-    """Takes a while."""
-
-    def step(self, completion):
-        time.sleep(0.05)
-        return super().step(completion)
-
-
-class SlowlyBegun(Hears):
-    def reset(self, example):
-        time.sleep(0.05)
-        return super().reset(example)
-
-
-def test_seconds_of_environments_are_those_of_resets_and_turns(tokenizer):
-    with open_task(tokenizer, SlowlyBegun()) as task:
-        _, graded = hold(task, [["1", "stop"], ["stop"]])
-    assert graded.metrics["time/environments"] >= 0.1
-    with open_task(tokenizer, Thinks()) as task:
-        _, graded = hold(task, [["1", "stop"], ["stop"]])
-    assert graded.metrics["time/environments"] >= 0.15
-
-
-def test_answers_that_come_soon_come_together(tokenizer):
-    settings = ConversationConfig(timeout=20.0)
-    task = Task(TaskConfig(Arithmetic(), "{question}", {}, environment=Thinks()), tokenizer, WIDTH, 64)
-    with task.with_workers(RewardsConfig(workers=0), print, ALONE, settings) as opened:
-        partner = opened.partner([task.config.source.train[row] for row in range(3)])
-        for patience, count in ((0.0, 1), (20.0, 3)):
-            for row in range(3):
-                partner.submit(row, [5], True)
-            assert len(partner.replies(wait=True, patience=patience)) == count
-            while partner._waiting:
-                partner.replies(wait=True)
-        partner.submit(0, [5], True)
-        assert partner.replies(wait=False) == {} and len(partner.replies(wait=False, patience=20.0)) == 1
-
-
 def test_how_environments_failed_is_a_line_of_the_console(tokenizer):
     lines = []
     with open_task(tokenizer, Hears(fails_at="boom"), on_error="drop", say=lines.append) as task:
@@ -325,13 +237,6 @@ def test_a_step_in_which_every_environment_failed_is_named(tokenizer):
     rewards = {"correct": Reward(correct)}
     with open_task(tokenizer, Hears(fails_at="boom"), rewards, on_error="drop") as task, raised:
         hold(task, [["boom"], ["boom"]])
-
-
-def test_one_that_cannot_begin_fails_at_its_first_turn(tokenizer):
-    with open_task(tokenizer, Hears(fails_at="reset"), on_error="zero") as task:
-        rollout, graded = hold(task, [["1"]])
-    assert rollout.conversations[0].turns[0].reply.failure == "error"
-    assert graded.rewards.tolist() == [0.0]
 
 
 def test_two_processes_share_the_environments_and_get_the_same_answers(tokenizer):

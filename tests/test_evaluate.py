@@ -10,7 +10,6 @@ from tunix_lite.inference import rollouts
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.hints import WINDOW, RunHints
 from tunix_lite.tasks.grading import group_metrics
-from tunix_lite.tracking.console import step_line
 
 # ---- what a run says of its groups
 
@@ -32,13 +31,6 @@ def test_a_run_says_once_that_most_groups_teach_nothing():
     assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([0.9] * 10, 0.1)[9]
 
 
-def test_three_steps_in_which_all_groups_agree_are_clear_enough():
-    said = hints([1.0] * 25, 0.0)
-    assert [step for step, line in enumerate(said, 1) if line] == [3]
-    assert said[2].startswith("most groups teach nothing: in the last 3 steps 100% of them had equal rewards; too hard")
-    assert [step for step, line in enumerate(hints([0.9] + [1.0] * 20, 0.0), 1) if line] == [10]
-
-
 def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
     hints = RunHints()
     said = ["".join(hints.lines({"completions/truncated": share}, 8, 48)) for share in [0.4] * 10 + [0.6] * 30]
@@ -56,11 +48,6 @@ def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
 def test_a_run_whose_groups_differ_says_nothing():
     assert not any(hints([0.6] * 30)) and not any(hints([0.9] * 5 + [0.3] * 25))
     assert not any(RunHints().lines({"train/loss": 1.0}, 8, 48) for _ in range(3 * WINDOW)), "as in SFT"
-
-
-def test_the_console_shows_the_numbers_of_observers_before_its_own():
-    line = step_line(1, 4, {"mine/share": 0.123456, "train/loss": 1.0, "eval/avg_at_8": 0.5, "mine/count": 12345})
-    assert line == "step 1/4 25% | mine/share 0.123456 | mine/count 12345 | loss 1.0000 | avg@8 50.0%"
 
 
 def test_groups_are_counted_by_what_their_rewards_are():

@@ -22,7 +22,7 @@ def cells() -> list[str]:
 def test_the_cells_of_the_notebook_run(tmp_path, monkeypatch):
     """One step of few prompts stands for sixty."""
     monkeypatch.chdir(tmp_path)
-    small = '"evaluation.num_examples=4", "evaluation.num_samples=0", "training.prompts_per_step=2", '
+    small = '"evaluation.num_examples=4", "evaluation.num_samples=0", "training.prompts_per_step=2", "model.mesh_shape=[[1,1],[fsdp,tp]]", '
     scope: dict = {}
     for cell in cells():
         cell = cell.replace("MAX_STEPS = 60", "MAX_STEPS = 1").replace('"resume=none"', small + '"resume=none"')

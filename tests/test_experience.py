@@ -91,13 +91,6 @@ def test_each_update_takes_the_next_mini_batch_and_then_goes_through_them_again(
     assert len(set(drawn[:4])) == 1 and drawn[0] != drawn[4]
 
 
-def test_without_mini_batches_the_same_batch_is_handed_out_again():
-    taken = source(Echo(updates_per_rollout=2))
-    found = [taken.take(step, None) for step in range(4)]
-    assert [numbers(one) for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert found[0].rows is found[1].rows
-
-
 def test_a_run_that_resumes_gets_what_it_would_have_got():
     settings = Echo(updates_per_rollout=2, mini_batches=2, max_rounds=3)
     whole = source(settings)
@@ -105,15 +98,6 @@ def test_a_run_that_resumes_gets_what_it_would_have_got():
     again = source(settings)
     for step in range(4, 8):
         jax.tree.map(np.testing.assert_array_equal, again.take(step, None).batch, before[step].batch)
-
-
-def test_later_rounds_are_of_other_shuffles_and_leave_the_first_as_it_is():
-    plain = source(Echo()).take(0, None)
-    rounds = source(Echo(max_rounds=3)).take(0, None)
-    assert numbers(rounds) == numbers(plain)
-    assert len(rounds.metrics["seen"]) == 6 and rounds.metrics["seen"][:2] == plain.metrics["seen"]
-    assert rounds.metrics["seen"][2:] != plain.metrics["seen"] * 2
-    assert rounds.metrics["prompts/dropped"] == 3
 
 
 # ---- a reference that follows the policy

@@ -1,9 +1,6 @@
 """A run has few programs: rows, prompts and caches have few widths, and all are compiled before the second step ends."""
 
 import json
-import os
-import signal
-import threading
 import time
 from functools import partial
 
@@ -13,8 +10,7 @@ import numpy as np
 import pytest
 from conftest import set_mesh
 
-from tunix_lite.learner.packing import RowShape
-from tunix_lite.parallel.compiling import Abandoned, compiled_together, stopwatch, watching_compiler
+from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
 from tunix_lite.resolved import run as resolved
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
@@ -201,39 +197,6 @@ def test_of_what_compiles_together_an_error_is_raised_and_no_further_program_beg
         with pytest.raises(RuntimeError, match="no such program"):
             compiled_together(calls)
     assert len(begun) < 100
-
-
-def test_a_signal_waits_for_nothing_that_compiles_together(many_cores):
-    goes_on, ended = threading.Event(), threading.Event()
-
-    def waits():
-        goes_on.wait(30)
-        try:
-            results(jax.jit(lambda x: x), jnp.ones(3))
-        except Abandoned:
-            ended.set()
-            raise
-
-    def handler(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-    began = time.perf_counter()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            compiled_together([waits, waits])
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert time.perf_counter() - began < 10
-    goes_on.set()
-    assert ended.wait(30)
-
-
-def test_rows_with_a_large_head_have_two_numbers_of_scored_tokens_and_others_one():
-    """Three quarters of 8 columns are 6."""
-    assert [RowShape(4, 2, 3, narrows=True).num_scored(n) for n in (0, 6, 7, 8)] == [6, 6, 8, 8]
-    assert [RowShape(4, 2, 3).num_scored(n) for n in (0, 6, 8)] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("length, sizes", [

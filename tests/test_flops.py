@@ -1,6 +1,5 @@
 """FLOPs and bytes, against numbers that can be counted by hand."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -11,10 +10,8 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.flops import (
     attention_flops,
     decode_bytes,
-    forward_flops,
     head_params,
     matmul_params,
-    mfu,
     roofline,
     update_flops,
 )
@@ -23,8 +20,6 @@ from tunix_lite.planning.hardware import HARDWARE
 H100 = HARDWARE["h100"]
 
 GEMMA3_1B = Architecture(262144, 26, 1152, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912, window=512)
-LLAMA3_8B = Architecture(128256, 32, 4096, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14336, pattern=("global",),
-                        window=None, qk_norm=False, post_norms=False, tied=False)  # fmt: skip
 
 
 def test_gemma3_1b_multiplies_with_its_published_params_less_the_norms():
@@ -33,11 +28,6 @@ def test_gemma3_1b_multiplies_with_its_published_params_less_the_norms():
     assert matmul_params(GEMMA3_1B) == 26 * (q_and_o + k_and_v + gate_up_down) == 697_761_792
     assert head_params(GEMMA3_1B) == 262144 * 1152 == 301_989_888
     assert matmul_params(GEMMA3_1B) + head_params(GEMMA3_1B) + norms == 999_885_952  # as the hub counts them
-
-
-def test_llama3_8b_multiplies_with_its_published_params_less_norms_and_embedding():
-    assert matmul_params(LLAMA3_8B) == 6_979_321_856
-    assert matmul_params(LLAMA3_8B) + 2 * head_params(LLAMA3_8B) + 65 * 4096 == 8_030_261_248
 
 
 def test_matmul_params_are_those_that_the_table_declares_as_multiplied(cfg):
@@ -62,20 +52,6 @@ def test_attention_is_the_pairs_of_tokens_that_see_each_other(cfg, lengths):
     assert attention_flops(cfg, np.array(lengths, np.int32)) == 4 * 4 * 8 * counted
 
 
-def test_a_model_without_windows_sees_all_there_is(cfg):
-    whole = dataclasses.replace(cfg, pattern=("global",), window=None)
-    assert attention_flops(whole, [9]) == 3 * 4 * 4 * 8 * 45
-
-
-def test_long_sequences_do_not_overflow():
-    assert attention_flops(LLAMA3_8B, np.array([2**20], np.int32)) == 32 * 4 * 32 * 128 * (2**19 * (2**20 + 1))
-
-
-def test_forward_is_two_flops_a_weight_and_token():
-    P, V = 697_761_792, 301_989_888
-    assert forward_flops(GEMMA3_1B, 1000, 600, 5e9) == 2 * P * 1000 + 2 * V * 600 + 5e9
-
-
 def test_full_training_is_six_flops_a_weight_and_token():
     P, V = 697_761_792, 301_989_888
     assert update_flops(GEMMA3_1B, 1000, 600, 5e9) == 6 * P * 1000 + 6 * V * 600 + 15e9
@@ -89,29 +65,12 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights():
     assert counted < 0.7 * update_flops(GEMMA3_1B, 1000, 600, 5e9)
 
 
-def test_mfu_is_the_share_of_the_peak():
-    assert mfu(989e12 * 8 * 2 * 0.4, 2.0, H100, 8) == pytest.approx(0.4)
-    assert mfu(6 * 8e9 * 6667, 1.0, H100, 1) == pytest.approx(
-        0.3236, abs=1e-4
-    )  # torchtitan's 8B: "33-39%" with attention
-
-
-def test_mfu_of_unknown_hardware_is_not_made_up():
-    assert mfu(1e12, 1.0, None, 1) is None
-
-
 def test_a_decode_step_reads_weights_once_and_of_each_sequence_what_it_sees(cfg):
     weights = matmul_params(cfg) + head_params(cfg)
     kept = 2 * min(9, 5) + 9 + 2 * 3 + 3  # two local layers and a global one, sequences of 9 and 3 tokens
     assert decode_bytes(cfg, [9, 3]) == 2 * weights + 2 * kept * 2 * 2 * 8
     assert decode_bytes(cfg, []) == 2 * weights
     assert decode_bytes(cfg, [9, 3], weight_itemsize=0.5, cache_itemsize=1) == 0.5 * weights + kept * 2 * 2 * 8
-
-
-def test_gemma3_27b_reads_0_6_gb_of_cache_for_a_sequence_of_2048():
-    gemma3_27b = Architecture(262208, 62, 5376, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21504, window=1024)
-    cache = decode_bytes(gemma3_27b, [2048]) - decode_bytes(gemma3_27b, [])
-    assert cache == 2 * 2 * 16 * 128 * (10 * 2048 + 52 * 1024) == pytest.approx(0.60e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +84,3 @@ def test_gemma3_27b_reads_0_6_gb_of_cache_for_a_sequence_of_2048():
 )
 def test_the_slowest_of_three_sets_the_time(work, seconds, bound):
     assert roofline(*work, H100) == (pytest.approx(seconds), bound)
-
-
-def test_between_nodes_the_same_bytes_take_longer():
-    assert roofline(0, 0, 450e9, H100) == (1.0, "links")
-    assert roofline(0, 0, 0, H100, sent_between_nodes=450e9) == (9.0, "links")
-    assert roofline(0, 0, 400e9, HARDWARE["v6e"]) == roofline(0, 0, 0, HARDWARE["v6e"], sent_between_nodes=400e9)

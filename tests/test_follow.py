@@ -51,20 +51,6 @@ def test_a_file_that_a_resumed_run_has_cut_is_read_anew(folder):
     assert [step for step, _ in run.new_rows()] == [1]
 
 
-def test_what_is_no_row_is_passed_over_and_names_are_escaped(folder):
-    bad = [b"no json\n", b'{"step": "1"}\n', b'{"step": -1}\n', b"\xff\xfe\n", b"[1]\n", b"[" * 100_000 + b"\n"]
-    named = json.dumps({"step": 3, "a\x1b[2J/b": 1.0, "x/y": "text", "n/n": None, "i/i": 1e400}).encode() + b"\n"
-    (folder / "metrics.jsonl").write_bytes(b"".join(bad) + named)
-    assert FollowedRun(folder).new_rows() == [(3, {"a\\x1b[2J/b": 1.0})]
-
-
-def test_only_the_end_of_a_long_file_is_read(folder, monkeypatch):
-    monkeypatch.setattr(watch, "MOST", 300)
-    (folder / "metrics.jsonl").write_bytes(b"".join(line(step) for step in range(1, 101)))
-    steps = [step for step, _ in FollowedRun(folder).new_rows()]
-    assert steps[-1] == 100 and 2 < len(steps) < 10
-
-
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, capsys):
     (folder / "samples" / "step_000001.jsonl").unlink(missing_ok=True)
     os.mkfifo(folder / "samples" / "step_000001.jsonl")
@@ -72,16 +58,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, capsys):
     os.mkfifo(folder / "status.json")
     run = FollowedRun(folder)
     assert run.new_samples() == [] and run.status() == {} and not run.has_ended()
-
-
-def test_the_newest_samples_come_once(folder):
-    for step in (10, 20):
-        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"reward": step}) + "\n")
-    (folder / "samples" / "evaluation_000030.jsonl").write_text("{}\n")
-    run = FollowedRun(folder)
-    assert run.new_samples() == [{"reward": 20}] and run.new_samples() == []
-    (folder / "samples" / "step_000030.jsonl").write_text("no json\n")
-    assert run.new_samples() == [] and run.new_samples() == []
 
 
 def test_the_time_left_of_a_run_elsewhere_is_by_the_seconds_of_its_steps(folder):
@@ -145,10 +121,3 @@ def test_an_empty_folder_and_an_address_are_refused(tmp_path, monkeypatch, capsy
         with pytest.raises(SystemExit):
             watch.main()
         assert message in capsys.readouterr().err
-
-
-def test_a_folder_that_is_none_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tunix-lite watch", str(tmp_path / "gone")])
-    with pytest.raises(SystemExit) as end:
-        watch.main()
-    assert end.value.code == 2 and "is no folder of a run" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
 from tunix_lite.commands import plan as command
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
 from tunix_lite.planning.forecast import (
@@ -20,16 +20,12 @@ from tunix_lite.planning.forecast import (
     decode_steps,
     forecast,
     measured,
-    measured_hardware,
     predicted_against,
 )
 from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.planning.packing_choice import batch_of, row_work
-from tunix_lite.planning.plan import ESTIMATE_MARGIN
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.planning.report import as_dict
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -76,12 +72,6 @@ def test_decode_steps_are_nearly_those_of_a_rollout_of_these_lengths(cfg, params
     assert decode_steps(wanted, slots, chunk) == pytest.approx(done.metrics["rollout/decode_steps"], rel=0.15)
 
 
-def test_a_slot_takes_the_next_completion_when_its_chunk_has_ended():
-    """Two slots, chunks of 4: 1 to 4 tokens are a chunk. The first slot ends at 4 and takes the third one, to 12."""
-    assert decode_steps(np.array([[3, 8], [5, 1]]), 2, 4) == 12
-    assert decode_steps(np.array([[3, 8]]), 16, 4) == 8
-
-
 def test_a_step_is_the_sum_of_its_phases_and_a_run_of_its_steps(cfg):
     case = case_of(cfg, "algorithm.kl_coef=0.04", "training.max_steps=36", "training.gradient_accumulation_steps=2")
     found = forecast(case, PROGRAMS, Lengths(1.0, 1.0), SECOND_A_BYTE)
@@ -109,19 +99,6 @@ def test_a_rollout_for_several_updates_is_divided_among_them(cfg):
     # 7 s for each of 2 halves
     assert found.seconds["scoring"] == pytest.approx(7 * 2 / 4)
     assert found.seconds["update"] == 5
-
-
-def test_micro_batches_are_those_that_packing_fills(cfg):
-    """Rows of 20 tokens, a row a micro-batch; 20 sequences of 4 + 1 tokens fill 5 of them, not the 20 there could be."""
-    width = PROMPT + NEW
-    case = case_of(cfg, "training.packing=sequences", f"training.micro_batch_tokens={width + width % 2}")
-    per_row = case.rows.width // 5
-    work = row_work(case, batch_of(case, np.full(5, 4), np.ones((5, 4), int)))
-    assert work.parts == math.ceil(20 / per_row) < case.rows.num_parts
-    assert (work.tokens, work.rows, work.width) == (100, 1, case.rows.width)
-    # the text of a packed program shows one turn of its loop
-    found = forecast(case, PROGRAMS, Lengths(4 / PROMPT, 1e-3), SECOND_A_BYTE)
-    assert found.parts > 1 and found.seconds["update"] == 5 * found.parts
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.9])
@@ -157,26 +134,6 @@ def test_lengths_are_read_from_a_run_and_cut_to_the_longest(tmp_path):
         lengths.recorded_lengths(str(tmp_path))
 
 
-def test_a_rollout_of_several_updates_has_the_prompts_of_all(tmp_path):
-    """20 prompts were read for 50 tokens, though an update has 5 of them."""
-    folder = recorded_run(tmp_path / "run")
-    plan = {"prompts_of_rollout": 20}
-    (tmp_path / "run" / "plan.json").write_text(json.dumps({"plans": [plan]}))
-    assert lengths.recorded_lengths(folder).mean_prompt == 2.5
-    words = ["target=h100", "algorithm.mini_batches=2", "algorithm.updates_per_rollout=2"]
-    run = compose([*SMALL, *words[1:], "training.prompts_per_step=6"])
-    plans = command.make_plans(run, PlanConfig(target="h100", analytic=True), words)
-    assert as_dict(plans)["plans"][0]["prompts_of_rollout"] == 12
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"plans": []}', '{"plans": [3]}', '{"plans": 7}'])
-def test_a_plan_that_is_none_has_no_prompts(text, tmp_path):
-    folder = recorded_run(tmp_path / "run")
-    (tmp_path / "run" / "plan.json").write_text(text)
-    with pytest.raises(ConfigError, match="verify=.*plan.json no number of prompts"):
-        lengths.recorded_lengths(folder, "verify")
-
-
 def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
     """The first steps compile and do not count."""
     took = measured(recorded_run(tmp_path / "run"))
@@ -194,13 +151,6 @@ def test_predicted_stands_against_measured_phase_by_phase(tmp_path):
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(ConfigError, match="the run has 2 steps; .* at least 3"):
         measured(str(tmp_path / "run"))
-
-
-def test_a_phase_that_only_some_steps_have_counts_with_its_share(tmp_path):
-    """Of the last four steps two sample, for 2 s each: 1 s a step."""
-    rows = [{"time/step": 5.0} | ({"time/rollout": 2.0} if i % 2 else {}) for i in range(6)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert measured(str(tmp_path)) == {"time/step": 5.0, "time/rollout": 1.0}
 
 
 def test_a_run_with_other_settings_is_not_compared(tmp_path):
@@ -244,12 +194,6 @@ def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(c
     assert found.seconds["update"] == pytest.approx(5000, rel=1e-3)
 
 
-def test_a_machine_that_is_not_in_the_table_is_measured_once():
-    found = measured_hardware("cpu")
-    assert found is measured_hardware("cpu")
-    assert found.peak_flops > 1e8 and found.memory_bandwidth > 1e8 and "GFLOP/s" in found.name
-
-
 def test_a_plan_of_compiled_programs_has_a_forecast_and_an_estimate_has_none(cfg, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite"])
     monkeypatch.setattr(command, "make_plans", lambda *given: with_programs(make_plans(*given)))
@@ -284,28 +228,6 @@ def test_a_run_is_compared_with_what_its_programs_are_predicted_to_take(tmp_path
     assert [line.split()[0] for line in lines[1:4]] == ["rollout", "update", "step"]
     assert lines[-2].startswith("predicted: by the kernels of the compiled programs on this machine (measured: ")
     assert lines[-1].startswith("measured: medians of ")
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "make_plans", None)
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "plan"):
-        with pytest.raises(ConfigError, match="out=.*file is no folder that can be written"):
-            command.plan(compose(SMALL), PlanConfig(target="h100", out=str(out)))
-
-
-def test_a_plan_that_does_not_fit_ends_with_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    # as where no change of the settings helps
-    monkeypatch.setattr(command, "make_plans", lambda *given: replace(make_plans(*given), command=None))
-    settings = PlanConfig(target="v5e-1", analytic=True, out=str(tmp_path))
-    with pytest.raises(RunFailed, match=r"^nothing fits v5e-1: the least is [\d.]+ of 15\.75 GiB a device$"):
-        command.plan(compose(["model=gemma3_12b"]), settings)
-    advised = json.loads((tmp_path / "plan.json").read_text())["advice"]
-    # what it proposes by an estimate leaves room
-    if "would fit" in advised:
-        peak = float(advised.partition("with ")[2].partition(" of")[0])
-        assert peak <= (1 - ESTIMATE_MARGIN) * 15.75
 
 
 def test_a_plan_that_would_fit_with_other_settings_ends_with_them_and_no_error(tmp_path, monkeypatch, capsys):

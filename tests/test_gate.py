@@ -29,28 +29,17 @@ def counts(flops: float = 100.0, kernels: int = 7, slot_use: float = 0.5) -> dic
     [
         (counts(), 0, "3 counts of 2 programs; none is worse"),
         (counts(kernels=8), 1, "WORSE: a/update: kernels 7 -> 8 (+14.3%)"),
-        (counts(kernels=6), 0, "better: a/update: kernels 7 -> 6 (-14.3%)"),
         (counts(kernels=6, flops=101), 1, "WORSE: a/update: flops 100 -> 101 (+1.0%)"),
         (counts(slot_use=0.25), 1, "WORSE: run: slot_use 0.5 -> 0.25 (-50.0%)"),
-        (counts(slot_use=1.0), 0, "better: run: slot_use 0.5 -> 1 (+100.0%)"),
         ({"a/update": counts()["a/update"]}, 1, "WORSE: run: slot_use is gone"),
-        (counts() | {"b": {"flops": 1}}, 0, "better: b: flops is new"),
-        (counts(flops=100.000001), 0, "none is worse"),
     ],
-    ids=["same", "worse", "better", "both", "less-use", "more-use", "gone", "new", "rounded"],
+    ids=["same", "worse", "both", "less-use", "gone"],
 )
 def test_a_worse_count_fails_and_a_better_one_is_named(gate, found, status, said):
     code, lines = gate.verdict(KNOWN, found, "0.10.2")
     assert code == status and said in "\n".join(lines)
     # what fails says what to do
     assert ("docs/log.md" in lines[-1] and "gate.py --accept" in lines[-1]) == bool(status)
-
-
-def test_another_version_of_jax_is_not_compared_and_says_so(gate):
-    code, lines = gate.verdict(KNOWN, counts(kernels=99), "0.11.0")
-    assert code == 0 and "NOTHING WAS COMPARED" in lines[0] and "jax 0.11 (it has 0.10)" in lines[0]
-    code, lines = gate.verdict(KNOWN, counts(kernels=99), "0.10.7")
-    assert code == 1 and "of jax 0.10.2, and this is 0.10.7" in lines[-2]
 
 
 def test_kernels_are_what_runs_and_a_loop_counts_once(gate):
@@ -101,10 +90,8 @@ def test_the_committed_counts_are_of_all_programs(gate):
         (["--accept"], 8, 1, False),
         (["--accept", "--why", "one sort more"], 8, 0, True),
         (["--accept", "--why", "no such words"], 8, 2, False),
-        (["--accept", "--why", " "], 8, 2, False),
-        (["--why", "one sort more"], 7, 2, False),
     ],
-    ids=["better", "worse", "explained", "not in the log", "empty", "without accept"],
+    ids=["better", "worse", "explained", "not in the log"],
 )
 def test_what_is_worse_is_accepted_only_with_words_of_the_log(
     gate, arguments, kernels, code, is_written, tmp_path, monkeypatch
@@ -126,8 +113,3 @@ def test_what_is_worse_is_accepted_only_with_words_of_the_log(
         written = json.loads(gate.VALUES.read_text())[minor]
         assert written["counts"]["a/update"]["kernels"] == kernels
         assert written.get("why") == (arguments[2] if "--why" in arguments else None)
-
-
-def test_what_explains_the_committed_counts_stands_in_the_log(gate):
-    for values in json.loads(gate.VALUES.read_text()).values():
-        assert "why" not in values or gate.is_logged(values["why"])

@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -69,39 +67,6 @@ def test_a_part_that_hangs_is_stopped_with_all_that_it_started(gpu, monkeypatch,
     assert {line["part"] for line in lines if line.get("name") == "first"} == {"resume", "device"}
     child = Path("/proc") / (tmp_path / "child").read_text()
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
-
-
-def test_ended_from_outside_it_ends_its_part(gpu, monkeypatch, tmp_path):
-    def end_when_it_runs() -> None:
-        while not (tmp_path / "child").exists():
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=end_when_it_runs, daemon=True).start()
-    code, lines = run(gpu, monkeypatch, tmp_path / "out", "--parts", "resume", "device")
-    assert code == 143 and {line["part"] for line in lines} == {"resume"}
-    stat = Path("/proc") / (tmp_path / "child").read_text() / "stat"
-    until = time.monotonic() + 10  # a process that was killed goes when the kernel comes to it
-    while stat.exists() and "Z" not in stat.read_text().split()[2] and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not stat.exists() or "Z" in stat.read_text().split()[2]
-
-
-def test_checks_share_the_memory_and_parts_that_are_timed_run_alone(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 16)
-    shares = []
-    plain = gpu.environment
-    monkeypatch.setattr(gpu, "environment", lambda *a: shares.append((a[2], plain(*a))) or plain(*a))
-    code, lines = run(gpu, monkeypatch, tmp_path / "out", "--parts", "device", "attention", "exactness")
-    assert code == 0 and lines[-1]["part"] == "device"
-    assert [beside for beside, _ in shares] == [5, 5, 1]
-    assert shares[0][1]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.18"
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in shares[2][1]
-
-
-def test_parts_for_which_no_time_is_left_are_said_and_count_as_failed(gpu, monkeypatch, tmp_path):
-    code, lines = run(gpu, monkeypatch, tmp_path / "out", "--seconds", "1", "--parts", "device")
-    assert code == 1 and lines == [{"part": "device", "failed": "not started: no time was left"}]
 
 
 def test_all_parts_together_stay_below_twenty_minutes(gpu):

@@ -114,13 +114,6 @@ def test_a_working_folder_that_is_gone_is_one_line_and_a_closed_screen_none(monk
         sys.stdout.write("nobody reads it")
 
 
-def test_overrides_may_stand_behind_a_flag_of_hydra(monkeypatch, capsys):
-    code, out, _ = said(
-        monkeypatch, capsys, program_main, "seed=4", "--cfg", "job", "optimizer=sgd", "--package", "optimizer"
-    )
-    assert code == 0 and "SGDConfig" in out
-
-
 def test_choices_stand_in_the_help_of_what_has_them():
     from tunix_lite.config import CHOICES
 
@@ -153,15 +146,6 @@ def test_the_version_names_what_the_package_stands_on(monkeypatch, capsys):
 def test_a_command_that_is_not_there_is_named(word, message, monkeypatch, capsys):
     code, out, err = said(monkeypatch, capsys, entry.main, word)
     assert code == 2 and not out and err.startswith("error: ") and message in err and err.count("\n") == 1
-
-
-def test_what_is_offered_in_place_of_a_command_exists():
-    for text in entry.ELSEWHERE.values():
-        _, command, *settings = text.split()
-        assert command in COMMANDS
-        for word in settings:
-            group, _, option = word.partition("=")
-            assert word.startswith("--") or group not in help_pages.groups() or option in help_pages.options(group)
 
 
 def test_help_imports_neither_jax_nor_hydra():
@@ -223,27 +207,6 @@ def test_a_sweep_over_meshes_is_checked_run_by_run(monkeypatch, capsys, tmp_path
 
 
 # ---- sweeps with packages that need not be there
-
-
-@pytest.mark.parametrize("option, extra", [("launcher=submitit_slurm", "submitit"), ("sweeper=optuna", "optuna")])
-def test_a_plugin_that_is_not_installed_is_named_with_its_extra(option, extra, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = said(monkeypatch, capsys, program_main, "--multirun", f"hydra/{option}", "seed=0,1")
-    wanted = f"error: hydra/{option} needs a package that is not installed: pip install -e '.[{extra}]'\n"
-    assert code == 2 and err == wanted and not list(tmp_path.iterdir())
-    assert f'\n{extra} = ["hydra-' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_numbers_that_a_sweeper_draws_are_checked_at_their_lower_end():
-    for drawn in ("interval(1e-6,1e-3)", "tag(log, interval(1e-6,1e-3))"):
-        runs = composing.runs_of_sweep([f"optimizer.learning_rate={drawn}", "seed=0,1"])
-        assert runs == [["optimizer.learning_rate=1e-06", "seed=0"], ["optimizer.learning_rate=1e-06", "seed=1"]]
-
-
-def test_what_a_sweeper_compares_is_the_last_held_out_accuracy(tmp_path):
-    assert train.last_accuracy(tmp_path) is None
-    (tmp_path / "status.json").write_text('{"eval": {"first": {"accuracy": 0.2}, "last": {"accuracy": 0.4}}}')
-    assert train.last_accuracy(tmp_path) == 0.4
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "chat", "doctor"])

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import attention, decoder, hf
 from tunix_lite.models.architecture import Architecture, RopeScaling
-from tunix_lite.models.families import GEMMA3, LLAMA, QWEN3, architecture_differences, config_json, read_config
+from tunix_lite.models.families import GEMMA3, LLAMA, QWEN3, config_json, read_config
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import num_bytes
 
@@ -50,7 +50,7 @@ def test_each_device_reads_only_its_slice(folder, monkeypatch):
     assert all(4 * size == whole for size, whole, axes in read if "mlp" in axes or "heads" in axes)
 
 
-@pytest.mark.parametrize("storage, mesh", [("fp32", (1, 1)), ("bf16", (1, 1)), ("bf16", (2, 2)), ("nf4", (2, 2))])
+@pytest.mark.parametrize("storage, mesh", [("bf16", (2, 2)), ("nf4", (2, 2))])
 def test_loading_holds_one_tensor_beside_what_is_loaded(tmp_path, monkeypatch, storage, mesh):
     set_mesh(*mesh)
     cfg = Architecture(64, 16, 64, 4, 2, 32, 128, query_scale=32, **LLAMA.flags)
@@ -179,24 +179,6 @@ def test_what_the_decoder_does_not_do_is_refused(tmp_path, change, message):
         read_config(tmp_path)
 
 
-def test_the_older_spelling_of_a_config_reads_the_same(tmp_path):
-    scaled = Architecture(32, 7, 16, 4, 2, 8, 24, window=5, query_scale=8, rope_scaling=RopeScaling(8.0))
-    values = config_json(scaled, GEMMA3)
-    for key in ("rope_parameters", "layer_types"):
-        values.pop(key)
-    values |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    (tmp_path / "config.json").write_text(json.dumps(values | {"sliding_window_pattern": 6}))
-    cfg, _ = read_config(tmp_path)
-    assert cfg == scaled
-    assert cfg.kinds == ("local",) * 5 + ("global", "local")
-
-
-def test_floats_of_two_configs_are_the_same_where_they_are_in_float32():
-    """Files that were made from GGUF hold 1e-06 as 9.999999974752427e-07."""
-    assert not architecture_differences(CFG, replace(CFG, norm_eps=9.999999974752427e-07))
-    assert architecture_differences(CFG, replace(CFG, norm_eps=1.01e-6)) == ["norm_eps=1e-06 against 1.01e-06"]
-
-
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 ROPE = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, **LINEAR}}
 WINDOWS = {
@@ -277,14 +259,6 @@ def test_a_head_that_is_not_the_tied_embedding_is_refused_with_what_differs(fold
     )  # whichever device reads first
     assert "model.untie_head=true" in said[0]
     hf.load_params(folder, replace(CFG, tied=False), GEMMA3)
-
-
-@pytest.mark.parametrize("shape", [(3, 7), (32, 15), (16, 32)])
-def test_a_head_of_another_shape_than_the_tied_embedding_is_refused(folder, shape):
-    held = load_file(folder / "model.safetensors")
-    save_file(held | {HEAD: np.zeros(shape, np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"shape: {HEAD} is \[{shape[0]}, {shape[1]}\], and should be \[32, 16\]"):
-        hf.check_weights(folder, CFG, GEMMA3)
 
 
 def test_an_untied_head_gives_the_scores(folder):

@@ -11,13 +11,12 @@ import pytest
 
 from tunix_lite.commands import program
 from tunix_lite.errors import ConfigError
-from tunix_lite.hints import Hint, foreign_words, translated
+from tunix_lite.hints import foreign_words, translated
 from tunix_lite.parallel.mesh import spec
 from tunix_lite.resolved.batch_size import plan_batch
-from tunix_lite.runs import setup
 from tunix_lite.settings import compose as composing
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
-from tunix_lite.settings.flags import HYDRA, check_values, foreign_flags, refuse_foreign, wrong_override
+from tunix_lite.settings.flags import HYDRA, check_values, refuse_foreign, wrong_override
 
 ROOT = Path(__file__).parents[1]
 WORDS, FAMILIES = foreign_words()
@@ -115,15 +114,6 @@ def test_no_name_stands_in_the_table_twice_with_two_meanings():
     assert len(seen) >= 80
 
 
-def test_no_word_of_the_table_is_the_name_of_a_setting_with_another_meaning():
-    """A name of ours without its section is found by its own rule; the table would only hide it."""
-    ours = {key.rpartition(".")[2]: key for key in settings_of(()) if not key.startswith("sharding.")}
-    for each in WORDS:
-        for project, name in each.all_names():
-            if name in ours and each.ours and not each.ours[0].startswith("<") and project != "ours":
-                assert each.ours[0].startswith(ours[name]) or name in ("temperature", "beta"), (name, each.ours)
-
-
 SAMPLES = {"model": "google/gemma-3-1b-it", "mesh": "[2,2]", "file": "a.jsonl", "reward": "my.near", "data": "a.csv"}
 
 
@@ -174,16 +164,6 @@ def test_the_page_for_people_from_other_projects_is_the_table(monkeypatch):
     assert page.PAGE.read_text() == page.render(), "python docs/coming_from.py"
 
 
-def test_flags_are_read_with_their_values():
-    words = ["-m", "--cfg", "job", "--lr", "1e-5", "--bf16", "seed=1", "--top-k=-1", "training.max_steps=3"]
-    assert [(f.name, f.value) for f in foreign_flags(words, HYDRA)] == [
-        ("lr", "1e-5"),
-        ("bf16", "true"),
-        ("top_k", "-1"),
-    ]
-    assert foreign_flags(["--config-dir", "my", "--multirun", "a=-1"], HYDRA) == []
-
-
 def test_several_flags_become_one_line_and_what_has_none_is_explained():
     with pytest.raises(ConfigError) as error:
         refuse_foreign(["--lr", "1e-5", "--fp16", "--tp=2", "--nonsense", "1"], settings_of(()), HYDRA)
@@ -192,10 +172,6 @@ def test_several_flags_become_one_line_and_what_has_none_is_explained():
         "optimizer.learning_rate=1e-5 'model.mesh_shape=[[-1,2],[fsdp,tp]]'; --fp16: float16 is not supported; "
         "training.mixed_precision=bf16 is the type of 16 bits here; --nonsense: there is no such setting"
     )
-
-
-def test_a_hint_is_quoted_for_a_shell():
-    assert Hint(("model.mesh_shape=[[1,2],[fsdp,tp]]", "seed=1")).paste == "'model.mesh_shape=[[1,2],[fsdp,tp]]' seed=1"
 
 
 def test_families_of_names_are_explained_and_never_translated():
@@ -223,19 +199,6 @@ def test_a_foreign_word_ends_the_program_with_one_line(words, message, tmp_path,
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.startswith("error: ") and told.count("\n") == 1 and message in told, told
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
-
-
-def test_a_file_of_ones_own_is_read_as_hydra_reads_it(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 3\n")
-    assert compose_values(["training.max_steps=5"], str(tmp_path), config_name="mine")["seed"] == 3
-
-
-def test_under_torchrun_a_mesh_that_does_not_fit_names_what_torchrun_overwrites(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(
-        ValueError, match=r"needs 16 devices, but jax sees 4; .*; torchrun overwrites exported MASTER_A"
-    ):
-        setup.meshes_of(compose(["model.mesh_shape=[[8,2],[fsdp,tp]]"]))
 
 
 @pytest.mark.parametrize(
@@ -268,11 +231,6 @@ def test_a_mesh_that_does_not_divide_the_model_names_one_that_does():
         spec(("heads",), (3,), mesh)
     with pytest.raises(ValueError, match=r"'model.mesh_shape=\[\[2,2\],\[fsdp,tp\]\]'"):
         spec(("heads",), (6,), mesh)
-
-
-def test_settings_that_go_by_whole_rollouts_name_the_next_multiples():
-    with pytest.raises(ConfigError, match=r"training.save_interval_steps=21 training.max_steps=60"):
-        compose(["algorithm.updates_per_rollout=3"])
 
 
 def test_many_words_of_other_projects_have_a_line_each():

@@ -25,17 +25,6 @@ for line in open("/proc/self/smaps"):
         print("hg" in line.split())
 """
 
-LIMITED = """
-import resource, threading
-from tunix_lite.distributed import host_memory
-most = MOST
-resource.setrlimit(resource.RLIMIT_AS, (most, most))
-assert not host_memory.can_reserve_addresses()
-assert host_memory.keep_freed_memory()
-bytearray(64 << 20)
-print(host_memory.ask_for_huge_pages(2 << 30))
-"""
-
 
 def printed(code: str, **variables: str) -> str:
     words = [sys.executable, "-c", code]
@@ -52,14 +41,3 @@ asks = pytest.mark.skipif(
 @asks
 def test_what_is_allocated_lies_in_huge_pages():
     assert printed(USED) == "True"
-
-
-@asks
-@pytest.mark.parametrize("variable", [{"MALLOC_PERTURB_": "85"}, {"GLIBC_TUNABLES": "glibc.malloc.perturb=85"}])
-def test_a_heap_that_fills_its_blocks_is_left_alone(variable):
-    assert printed(USED, **variable) == "False"
-
-
-@pytest.mark.parametrize(("most", "reserves"), [("1 << 30", "False"), ("4 << 30", "True")])
-def test_addresses_that_are_limited_are_not_reserved(most, reserves):
-    assert printed(LIMITED.replace("MOST", most)) == reserves, "a block that cannot be had is no error"

@@ -158,15 +158,10 @@ FILES_THAT_ARE_NONE = {
     "a pipe": a_pipe,
     "a folder": Path.mkdir,
     "a link to /dev/zero": lambda file: file.symlink_to("/dev/zero"),
-    "a link to /etc/passwd": lambda file: file.symlink_to("/etc/passwd"),
-    "a link to itself": lambda file: file.symlink_to(file),
     "100,000 brackets": lambda file: file.write_text(DEEP),
-    "100 objects in one another": lambda file: file.write_text('{"a":' * 100 + "1" + "}" * 100),
     "a list": lambda file: file.write_text("[1, 2]"),
-    "a number of 5,000 digits": lambda file: file.write_text('{"a": 1' + "0" * 5000 + "}"),
     "nothing": lambda file: file.write_text(""),
     "bytes that are no text": lambda file: file.write_bytes(b'{"a": "\xff\xfe"}'),
-    "UTF-16": lambda file: file.write_text("{}", encoding="utf-16"),
     "a pickle": lambda file: file.write_bytes(pickle.dumps(Pickled("touch CANARY"))),
     "20 MB": lambda file: file.write_text('{"a": "' + "x" * 20_000_000 + '"}'),
 }
@@ -192,7 +187,7 @@ def put_in(folder: Path, name: str, kind: str) -> Path:
 def test_what_is_no_json_file_is_refused_by_name_wherever_one_is_read(kind, good, tmp_path, canary):
     model, adapter, run = (shutil.copytree(good / name, tmp_path / name) for name in ("model", "adapter", "run"))
     run_dir = put_in(run, "model.json", kind)
-    is_missing = kind in ("a pipe", "a folder", "a link to /dev/zero", "a link to itself")  # as is_file says
+    is_missing = kind in ("a pipe", "a folder", "a link to /dev/zero")  # as is_file says
     is_refused(lambda: run_settings(run_dir), "model.json")
     is_refused(lambda: load(run_dir), "" if is_missing else "model.json")
     put_in(adapter, "adapter_config.json", kind)
@@ -227,25 +222,13 @@ def test_folders_in_which_nothing_is_wrong_are_taken(good, canary):
 
 HOSTILE_SETTINGS = {  # key of `model` -> what stands there; POPEN: a _target_ that starts a shell
     "architecture": "POPEN",
-    "lora": "POPEN",
-    "tokenizer": "POPEN",
     "weights": "POPEN",
-    "family": "POPEN",
-    "mesh_shape": "POPEN",
-    "untie_head": "POPEN",
-    "lora.rank": "POPEN",
     "lora.targets": "POPEN",
-    "lora.adapter": "POPEN",
-    "architecture.rope_scaling": "POPEN",
-    "architecture.num_layers": "POPEN",
     "architecture.pattern": ["POPEN"],
     "architecture.window": [{"deep": ["POPEN"]}],
     "mesh_shape ": [[1, 1], ["POPEN", "tp"]],
     "there is no such setting": "POPEN",
     "lora ": {"_target_": "hostile_plug.Plug"},
-    "architecture ": {"_target_": "tunix_lite.models.decoder.Architecture", "vocab_size": 512},
-    "lora  ": {"_target_": "tunix_lite.models.lora.LoraConfig"},
-    "tokenizer ": {"_target_": 5},
 }
 
 
@@ -276,27 +259,15 @@ def test_a_target_in_a_runs_folder_is_refused_wherever_it_stands(key, good, tmp_
 
 WRONG_SETTINGS = {
     "family: a module": ("family", "hostile_plug.FAMILY", "a folder may not choose what is imported"),
-    "family: os": ("family", "os.system", "a folder may not choose what is imported"),
     "family: escape codes": ("family", "\x1b[2J\x07.x", "model.family='\\x1b[2J\\x07.x'; a text of one line"),
-    "a path with escape codes": ("weights", "x\x1b[2J", "model.weights='x\\x1b[2J'; a text of one line"),
     "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
-    "vocabulary": ("architecture.vocab_size", 10**12, "vocab_size=1000000000000 is beyond"),
     "not finite": ("architecture.norm_eps", float("nan"), "expected a finite number"),
     "another type": ("architecture.num_layers", "2", "expected int, got '2'"),
-    "a long text": ("architecture.num_layers", "x" * 100_000, "expected int, got"),
-    "rank": ("lora.rank", -5, "rank=-5 must not be negative"),
     "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "of regular expressions it takes names"),
-    "a pattern too deep": ("lora.targets", "(" * 50_000 + ")" * 50_000, "of regular expressions it takes"),
-    "empty alternatives": ("lora.targets", "(|||)" * 39 + "x", "of regular expressions it takes"),
-    "no user": ("weights", "~nosuchuser/x", "is no path"),
     "a path too long": ("weights", "x" * 5000, "is no path"),
     "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
-    "a folder of the system": ("weights", "/etc", "has no config.json"),
-    "a device": ("weights", "/dev/zero", "is not a folder"),
     "seed of 33 bits": ("../seed", 2**32, "from 0 to 4294967295"),
-    "seed below 0": ("../seed", -1, "from 0 to 4294967295"),
     "seed that is text": ("../seed", "0", "seed is '0'"),
-    "seed that is infinite": ("../seed", float("inf"), "seed is inf"),
     "model that is a list": ("..", [], "model is []"),
 }  # fmt: skip
 
@@ -438,78 +409,48 @@ GROWS = {"type": "Sequence", "normalizers": [TEN] * 9}  # a letter becomes a tho
 
 MODELS = {  # what is done to the folder, and words of the refusal; none: it is taken, as data
     "auto_map": (config(auto_map={"AutoModel": "hostile_plug.Plug"}, trust_remote_code=True), ()),
-    "a target in config.json": (config(_target_="hostile_plug.Plug", rope_scaling=None), ()),
     "model_type is a module": (config(model_type="hostile_plug.FAMILY"), ("config.json: model_type is",)),
-    "model_type is an object": (config(model_type={"_target_": "hostile_plug.Plug"}), ("config.json: model_type is",)),
     "model_type clears the screen": (config(model_type="\x1b[2J\n\x07"), ("config.json: model_type is '\\x1b[2J",)),
     "10^9 layers": (config(num_hidden_layers=10**9), ("num_hidden_layers=1000000000; it is at most 1,024",)),
-    "10^6 layers": (config(num_hidden_layers=10**6), ("num_hidden_layers=1000000; it is at most 1,024",)),
     "1,024 layers": (config(num_hidden_layers=1024), ("missing: model.layers.2.", "more")),
-    "-1 layers": (config(num_hidden_layers=-1), ("num_hidden_layers=-1; it is 1 or more",)),
     "layers that are NaN": (config(num_hidden_layers=float("nan")), ("num_hidden_layers=nan",)),
-    "layers that are infinite": (config(num_hidden_layers=float("inf")), ("num_hidden_layers=inf",)),
     "layers of 4,000 digits": (config(num_hidden_layers=10**4000), ("num_hidden_layers=1000",)),
-    "a width of 400 digits": (config(hidden_size=10**400), ("beyond 67,108,864",)),
     "a vocabulary of 10^15": (config(vocab_size=10**15), ("vocab_size=1000000000000000 is beyond",)),
     "a vocabulary that the file has not": (config(vocab_size=10**7), ("shape: model.embed_tokens.weight",)),
     "rope_theta of 4,000 digits": (config(rope_parameters={"rope_type": "default", "rope_theta": 10**4000}),
                                    ("rope_theta=1000",)),
     "rope_parameters is a target": (config(rope_parameters={"_target_": "hostile_plug.Plug"}), ("'rope_theta'",)),
-    "rms_norm_eps is a text": (config(rms_norm_eps="x" * 10**6), ("rms_norm_eps='xxx",)),
     "eos beyond everything": (lambda f: change_json(f / "generation_config.json", eos_token_id=10**12), ("token 1000",)),
-    "eos below nothing": (lambda f: change_json(f / "generation_config.json", eos_token_id=[-1]), ("eos_token_id=[-1]",)),
     "a template that is a number": (template(5), ("chat template", "tokenizer_config.json is 5")),
-    "a template that is a list": (template(["x"]), ("tokenizer_config.json: chat_template=['x']",)),
-    "a list of numbers": (template([5]), ("tokenizer_config.json: chat_template=[5]",)),
-    "a default that is a number": (template([{"name": "default", "template": 5}]), ("tokenizer_config.json is 5",)),
     "names that are objects": (template([{"name": {}, "template": "x"}]), ("tokenizer_config.json: chat_template=[{",)),
     "a template in the third file": (template({"a": 1}, "chat_template.json"), ("chat_template.json is {'a': 1}",)),
     "5,000 parentheses": (template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), ("json cannot be compiled",)),
-    "5,000 blocks": (template("{% if 1 %}" * 5000 + "{% endif %}" * 5000), ("tokenizer_config.json",)),
     "a template of 2 MB": (template("x" * 2_000_000), ("up to 1,048,576 characters",)),
     "a template that is no text": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe{{ 1 }}"),
                                    ("chat_template.jinja is not UTF-8",)),
-    "an error with escape codes": (template("{% \x1b[2J\n %}"), ("tokenizer_config.json has an error in line 1",)),
     "a tokenizer that is none": (lambda f: (f / "tokenizer.json").write_text(DEEP), ("tokenizer.json cannot be read",)),
-    "a tokenizer that is a folder": (lambda f: put_in(f, "tokenizer.json", "a folder"), ("has no tokenizer.json",)),
     "a tokenizer that is a pipe": (lambda f: put_in(f, "tokenizer.json", "a pipe"), ("has no tokenizer.json",)),
     "a normalizer that grows": (tokenizer(normalizer=GROWS), ("tokenizer.json: the replacements of its normalizer",)),
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
-    "a tokenizer of another kind": (tokenizer(model={"type": "hostile_plug.Plug"}), ("tokenizer.json cannot be read",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
-    "a header of 2^64 - 1 bytes": (safetensors(b"{}", length=2**64 - 1), ("is damaged or cut short",)),
     "a header longer than its file": (safetensors(b"{}", length=10_000), ("is damaged or cut short",)),
-    "a header of brackets": (safetensors(DEEP.encode()), ("is damaged or cut short",)),
     "a header that is a list": (safetensors(b"[]"), ("is damaged or cut short",)),
     "no header": (lambda f: (f / hf.SINGLE).write_bytes(b"\1"), ("is damaged or cut short",)),
     "weights that are a pickle": (lambda f: put_in(f, hf.SINGLE, "a pickle"), ("is damaged or cut short",)),
     "weights that are a pipe": (lambda f: put_in(f, hf.SINGLE, "a pipe"), ("has no weights",)),
-    "weights that are /dev/zero": (lambda f: put_in(f, hf.SINGLE, "a link to /dev/zero"), ("has no weights",)),
-    "weights that are /etc/passwd": (lambda f: put_in(f, hf.SINGLE, "a link to /etc/passwd"), ("model.safetensors",)),
     "a pickle alone": (only_a_pickle, ("has no weights",)),
     "offsets that overlap": (tensors(one([16]) | one([16], name="b")), ("is damaged or cut short",)),
-    "offsets with a hole": (tensors(one([8], (0, 32)) | one([4], (48, 64), name="b")), ("is damaged or cut short",)),
-    "offsets that go back": (tensors(one([16], (64, 0))), ("is damaged or cut short",)),
     "offsets beyond the file": (tensors(one([2**20], (0, 2**22))), ("is damaged or cut short",)),
-    "a shape below nothing": (tensors(one([-16])), ("is damaged or cut short",)),
-    "a shape with a fraction": (tensors(one([16.5])), ("is damaged or cut short",)),
     "a shape that overflows": (tensors(one([2**32, 2**32])), ("is damaged or cut short",)),
     "a type that is none": (tensors(one([16], dtype="hostile_plug.Plug")), ("is damaged or cut short",)),
-    "a type of another size": (tensors(one([16], dtype="F64")), ("is damaged or cut short",)),
     "whole numbers": (tensors(one([16], dtype="I32")), ("dtype: model.norm.weight is I32",)),
-    "a name twice": (safetensors(b'{"a":' + json.dumps(one([16])["model.norm.weight"]).encode() + b',"a":'
-                                 + json.dumps(one([16])["model.norm.weight"]).encode() + b"}", b"\0" * 64),
-                     ("do not fit its config.json",)),
     "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
     "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
     "an index to the root": (index({"a": "/etc/passwd"}), ("which is not the name of a file",)),
-    "an index of dots": (index({"a": ".."}), ("holds weights twice",)),
     "an index of numbers": (index({"a": 5}), ("a is said to be in 5",)),
-    "an index with a NUL": (index({"a": "x\0y"}), ("which is not the name of a file",)),
     "an index that is a list": (index([["a", "b"]]), ("weight_map=[[",)),
-    "an index of nothing": (index(None), ("weight_map=None; it is an object",)),
     "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("holds weights twice",)),
     "a head of another shape": (head((3, 7)), ("shape: lm_head.weight is [3, 7], and should be [512, 16]",)),
 }  # fmt: skip
@@ -546,26 +487,13 @@ def test_a_head_that_is_not_the_tied_embedding_is_taken_if_the_user_says_so(good
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 TEMPLATES = {
     "three loops": (LOOP, "takes more than 1 second of the processor"),
-    "doubling": (
-        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "",
-    ),
     "ten gigabytes": ("{{ 'a' * 10**10 }}", "fails in line 1: MemoryError"),
-    "a list of 10^9": ("{{ [0] * 10**9 }}", "fails in line 1: MemoryError"),
-    "a width": ("{{ '%0999999999d' % 1 }}", "fails in line 1: MemoryError"),
-    "centred": ("{{ 'a'.center(10**10) }}", "fails in line 1: MemoryError"),
-    "a range": ("{{ range(10**9) }}", "fails in line 1: Range too big"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-    "a large number": ("{{ (10**9) ** (10**9) }}", ""),
     "a large text": ("{{ 'a' * 17 * 10**6 }}", "16,777,216 are the most"),
     "a lone surrogate": ("{{ '\\ud800' }}", "writes what is no text"),
     "escape codes": ("{{ raise_exception('\x1b[2J\n\x07') }}", "fails in line 1: \\x1b[2J \\x07"),
     "the class": ("{{ ''.__class__.__mro__ }}", "fails in line 1"),
-    "attr": ("{{ ''|attr('__class__') + 1 }}", "fails in line 1"),
-    "format": ("{{ '{0.__class__}'.format(1) + 1 }}", "fails in line 1"),
-    "import": ("{% import 'os' as os %}", "fails in line 1"),
     "include": ("{% include '/etc/passwd' %}", "fails in line 1"),
-    "the environment": ("{{ self.__init__.__globals__ }}", "fails in line 1"),
     "cycler": ("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "fails in line 1"),
     "divides by zero": ("{{ 1 // 0 }}", "fails in line 1"),
 }
@@ -618,13 +546,9 @@ def precompiled(table: bytes) -> dict:
 
 CHARSMAPS = {
     "beyond its units": charsmap(offset=2**21 - 1),
-    "beyond its replacements": charsmap(place=999),
     "inside of a character": charsmap(place=1, replacements="é\0".encode()),
     "a size beyond its bytes": charsmap(size=10**9),
-    "no size": charsmap(size=0),
-    "cut": charsmap()[:100],
     "empty": b"",
-    "no UTF-8": charsmap(replacements=b"\xff\xfe\0"),
 }
 
 
@@ -643,20 +567,6 @@ def test_a_damaged_precompiled_normalizer_is_a_value_error_and_no_panic(name, go
     is_refused(lambda: Tokenizer.load(folder).encode("bAb"), "tokenizer.json")
 
 
-def test_a_precompiled_normalizer_that_makes_texts_very_long_is_refused(good, tmp_path):
-    folder = shutil.copytree(good / "model", tmp_path / "model")
-    tokenizer(normalizer=precompiled(charsmap(replacements=b"a" * 100_000 + b"\0")))(folder)
-    is_refused(lambda: Tokenizer.load(folder), "the replacements of its normalizer can make a text 1,000 times as long")
-
-
-def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path):
-    made = ChatTemplate.compile("{{ n }} is said", "x")
-    assert made.render(n="é\ud7ff") == "é\ud7ff is said"
-    confined._running.process.kill()
-    confined._running.process.wait()
-    assert made.render(n=(1, None)) == "(1, None) is said"
-
-
 def test_a_strangers_template_sees_no_secrets(monkeypatch):
     """What a hole in the sandbox would find: no environment of ours, and not our memory."""
     confined.close()
@@ -666,12 +576,6 @@ def test_a_strangers_template_sees_no_secrets(monkeypatch):
     if not environ.exists():
         pytest.skip("needs /proc")
     assert b"hf_secret" not in environ.read_bytes()
-
-
-def test_our_own_template_needs_no_other_process(good, monkeypatch):
-    monkeypatch.setattr(confined, "ask", lambda *a: pytest.fail("asked another process"))
-    made = Tokenizer.load(good / "model")
-    assert made.chat([{"role": "user", "content": "hi"}])
 
 
 # ---- adapters
@@ -684,27 +588,16 @@ def adapter(**values):
 ADAPTERS = {
     "a target": (adapter(_target_="subprocess.Popen", args="touch CANARY"), ("_target_='subprocess.Popen' is not",)),
     "auto_mapping": (adapter(auto_mapping={"base_model_class": "hostile_plug.Plug", "parent_library": "hostile_plug"}), ()),
-    "a base elsewhere": (adapter(base_model_name_or_path="../../../etc"), ()),
-    "a runtime": (adapter(runtime_config={"_target_": "hostile_plug.Plug"}), ()),
     "target_modules for ever": (adapter(target_modules="(a|a)*" * 30 + "x"), ()),
     "rank 10^12": (adapter(r=10**12), ("r=1000000000000; it is a whole number from 1 to 65,536",)),
-    "rank 65,536": (adapter(r=65_536), ("the tensors in", "should be [65536, 16]")),
-    "rank -1": (adapter(r=-1), ("r=-1",)),
     "rank true": (adapter(r=True), ("r=True",)),
-    "rank of a list": (adapter(r=[2]), ("r=[2]",)),
     "alpha nan": (adapter(lora_alpha=float("nan")), ("lora_alpha=nan; it is a finite number above 0",)),
-    "alpha inf": (adapter(lora_alpha=float("inf")), ("lora_alpha=inf",)),
     "alpha of 4,000 digits": (adapter(lora_alpha=10**4000), ("lora_alpha=1000",)),
-    "alpha below 0": (adapter(lora_alpha=-1), ("lora_alpha=-1",)),
-    "another kind": (adapter(peft_type="hostile_plug.Plug"), ("peft_type is 'hostile_plug.Plug'",)),
     "a kind with escape codes": (adapter(peft_type="\x1b[2J"), ("peft_type is '\\x1b[2J'",)),
-    "modules to save": (adapter(modules_to_save=["\x1b[2J"]), ("modules_to_save=['\\x1b[2J'] is not supported",)),
     "a key with escape codes": (adapter(**{"\x1b[2J": 1}), ("\\x1b[2J=1 is not supported",)),
     "tensors that are a pickle": (lambda f: put_in(f, peft.TENSORS, "a pickle"), ("is damaged or cut short",)),
     "tensors that are a pipe": (lambda f: put_in(f, peft.TENSORS, "a pipe"), ("has no adapter_model.safetensors",)),
-    "tensors that are a folder": (lambda f: put_in(f, peft.TENSORS, "a folder"), ("has no adapter_model.safetensors",)),
     "tensors of another model": (lambda f: save_file({"x": np.ones(2, np.float32)}, f / peft.TENSORS), ("no adapter of",)),
-    "a header of 2^60 bytes": (lambda f: (f / peft.TENSORS).write_bytes(struct.pack("<Q", 2**60)), ("is damaged",)),
 }  # fmt: skip
 
 
@@ -758,19 +651,12 @@ def bomb(file: Path) -> None:
 
 BATCHES = {
     "pickled objects": lambda file: np.savez(file, **arrays() | {"advantages": np.array([[Pickled("touch CANARY")] * 4] * 2)}),
-    "three dims": packed(advantages=np.ones((2, 4, 1), np.float32)),
     "another shape": packed(loss_weight=np.ones((2, 5), np.float32)),
     "texts": packed(tokens=np.full((2, 4), "x")),
-    "tokens with a fraction": packed(tokens=np.ones((2, 4), np.float32)),
-    "nothing in it": packed(**{name: x[:0] for name, x in arrays().items()}),
     "another name": packed(hostile=np.ones(2)),
-    "a name of packed rows": packed(lead=np.ones((2, 4))),
-    "a mask of numbers": packed(token_mask=np.ones((2, 4), np.float32)),
     "a shape of 10^15": with_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1000000, 1000000000), }"),
     "a header that is code": with_header("__import__('os').system('touch CANARY')"),
-    "a type that is an object": with_header("{'descr': '|O', 'fortran_order': False, 'shape': (2, 4), }"),
     "no archive": lambda file: file.write_bytes(b"PK\x03\x04" + b"x" * 100),
-    "a pickle": lambda file: file.write_bytes(pickle.dumps(Pickled("touch CANARY"))),
     "5 GB of zeros": bomb,
 }  # fmt: skip
 
@@ -829,8 +715,7 @@ def test_the_doctor_waits_for_no_file_and_runs_none(kind, tmp_path, canary):
         put_in(tmp_path, name, kind)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     said = within_two_seconds(lambda: doctor_says(tmp_path))
-    # for Python a link to itself is not there
-    assert any("not read: " in line for line in said) or kind == "a link to itself"
+    assert any("not read: " in line for line in said)
     put_in(tmp_path, "metrics.jsonl", kind)
     within_two_seconds(lambda: doctor_says(tmp_path))
 
@@ -876,18 +761,6 @@ def test_the_results_of_an_evaluation_do_not_follow_a_link_out_of_the_run(tmp_pa
     evaluate.output_folder(None, evaluation(tmp_path / "by another way"), ["arithmetic"])
 
 
-@pytest.mark.parametrize("name", ["model.arithmetic.jsonl", "model.arithmetic.jsonl.tmp"])
-def test_a_result_replaces_a_link_or_a_pipe_and_does_not_write_into_it(name, tmp_path):
-    mine = tmp_path / "mine"
-    mine.write_text("kept")
-    (tmp_path / name).symlink_to(mine)
-    within_two_seconds(lambda: evaluate._replace(tmp_path / "model.arithmetic.jsonl", "new"))
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    within_two_seconds(lambda: evaluate._replace(tmp_path / "model.arithmetic.jsonl", "newer"))
-    assert mine.read_text() == "kept" and (tmp_path / "model.arithmetic.jsonl").read_text() == "newer"
-
-
 # ---- resume, and checkpoints
 
 
@@ -914,22 +787,18 @@ def types(kind: str, theirs: str):
 
 
 CHECKPOINTS = {
-    "handlers": metadata("_CHECKPOINT_METADATA", item_handlers={"default": "hostile_plug.Plug"}),
     "handlers are a target": metadata("_CHECKPOINT_METADATA", item_handlers={"_target_": "hostile_plug.Plug"}),
-    "metrics": metadata("_CHECKPOINT_METADATA", metrics={"accuracy": {"_target_": "hostile_plug.Plug"}}),
     "custom": metadata("_CHECKPOINT_METADATA", custom_metadata={"skipped_in_a_row": {"_target_": "hostile_plug.Plug"}}),
     "brackets": lambda step: (step / "_CHECKPOINT_METADATA").write_text(DEEP),
     "types of values": types('"value_type": "jax.Array"', '"value_type": "hostile_plug.Plug"'),
     "types of keys": types('"key_type": 2', '"key_type": "hostile_plug.Plug"'),
     "rich types": metadata("_METADATA", value_metadata_tree={"clazz": "Plug", "module_name": "hostile_plug"}),
-    "a tree that is a list": metadata("_METADATA", tree_metadata=[1]),
-    "tree of brackets": lambda step: next(step.rglob("_METADATA")).write_text(DEEP),
     "a pickle": lambda step: next(step.rglob("_METADATA")).write_bytes(pickle.dumps(Pickled("touch CANARY"))),
 }
 
 
 # Here orbax does not use what the stranger wrote, and restores the arrays; all else is refused.
-RESTORED = {"handlers", "handlers are a target", "metrics", "custom", "types of values", "rich types"}
+RESTORED = {"handlers are a target", "custom", "types of values", "rich types"}
 
 
 def test_a_checkpoint_in_which_nothing_is_wrong_is_restored(good):
@@ -988,12 +857,8 @@ def digests_name(place: str):
 
 WAITING = {  # what would be read for ever
     "digests that are a pipe": lambda step: put_in(step, "digests.json", "a pipe"),
-    "digests without an end": lambda step: put_in(step, "digests.json", "a link to /dev/zero"),
-    "digests of a device": digests_name("/dev/zero"),
     "digests of a device, by dots": digests_name("../" * 30 + "dev/zero"),
-    "digests of a pipe": lambda step: (digests_name("pipe")(step), os.mkfifo(step / "pipe")),
     "a pipe in the place of what orbax reads": lambda step: put_in(step, "_CHECKPOINT_METADATA", "a pipe"),
-    "a tree that is a pipe": lambda step: ((step / "digests.json").unlink(), put_in(step / "default", "_METADATA", "a pipe")),
     "a folder that is a link": lambda step: (step / "more").symlink_to("/dev"),
 }  # fmt: skip
 
@@ -1075,19 +940,7 @@ ABSURD = {  # (the file, what stands in it, what is said)
         '{"reference": "x", "kept": Infinity}',
         ("kept=inf, which are not a text and a step", "the reference is not known; resume="),
     ),
-    "a reference of no words": ("reference.json", '{"kept": null}', ("reference.json holds reference=None",)),
-    "a reference of 4,000 digits": (
-        "reference.json",
-        '{"reference": "\\u001b[2J", "kept": 1' + "0" * 4000 + "}",
-        ("is gone, which held the reference of the run (\\x1b[2J)",),
-    ),
     "minus one update": ("checkpoints/1/about.json", '{"skipped_in_a_row": -1}', ("skipped_in_a_row is -1, and not",)),
-    "half an update": ("checkpoints/1/about.json", '{"skipped_in_a_row": 0.5}', ("skipped_in_a_row is 0.5, and not",)),
-    "updates 100 deep": (
-        "checkpoints/1/about.json",
-        '{"skipped_in_a_row": 0, "x": ' + "[" * 100 + "]" * 100 + "}",
-        ("about.json is nested too deep",),
-    ),
 }
 
 
@@ -1108,12 +961,6 @@ def test_absurd_values_in_the_files_of_a_run_are_refused_in_one_line(name, good,
     is_refused(acts[place], *words)
 
 
-def test_numbers_that_no_float_holds_are_left_out_of_a_runs_status(tmp_path):
-    (tmp_path / "status.json").write_text('{"seconds": 1' + "0" * 400 + ', "eval": {}}')
-    said = within_two_seconds(lambda: read_status(tmp_path / "status.json"))
-    assert said == ({}, 0.0, None, f"{tmp_path / 'status.json'} cannot be read at seconds")
-
-
 def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_still_read(tmp_path):
     """Of a line without an end only its beginning is held; a row keeps numbers alone."""
     file = tmp_path / "metrics.jsonl"
@@ -1132,19 +979,6 @@ def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_stil
 
 
 # ---- export
-
-
-@pytest.mark.parametrize("said", ["[]", DEEP, "\x00", '{"eval": 5, "algorithm": "x\\n# owned", "steps": []}',
-                                  '{"eval": {"first": {"accuracy": "x"}}}'])  # fmt: skip
-def test_what_a_runs_status_says_reaches_a_model_card_only_as_numbers(said, tmp_path):
-    from tunix_lite.inference.export import _metrics
-
-    (tmp_path / "status.json").write_text(said)
-
-    class Opened:
-        run = tmp_path
-
-    assert within_two_seconds(lambda: _metrics(Opened)) == {}
 
 
 # ---- through the real command line

@@ -70,35 +70,6 @@ def test_tokens_are_counted_without_comments_docstrings_and_layout(sources):
     assert house.tokens_per_line([one]) == pytest.approx(sum(tokens.values()) / 13)
 
 
-def test_only_a_tuple_assigned_to_a_tuple_is_packed(sources):
-    places, total = house.packed_assignments(sources)
-    assert [place.rsplit(":")[-1] for place in places] == ["9"]
-    assert total == 3, "lines 9, 10 and 21; an annotated assignment does not count"
-
-
-def test_comments_at_the_end_of_a_line_are_not_on_their_own(sources):
-    assert house.own_line_comments(sources) == (1, 16 + 4), "lines that are not blank: 16 and 4"
-
-
-def test_parameters_of_public_functions_need_types(sources):
-    places, total = house.unannotated_parameters(sources)
-    found = {place.split()[-1] for place in places}
-    assert found == {"shown(first)", "shown(third)", "inner(free)", "method(value)"}
-    assert total == 5, "those four and shown(second); not self, *rest, **more, nor those of private functions"
-
-
-def test_a_public_name_has_one_home(sources):
-    assert {name: len(files) for name, files in house.names_with_several_homes(sources).items()} == {"shown": 2}
-
-
-def test_lines_and_functions_are_long_beyond_a_limit(sources):
-    assert [place.split()[-1] for place, _ in house.long_functions(sources, limit=10)] == ["shown"]
-    assert house.long_functions(sources, limit=10)[0][1] == 11, "lines 6 to 16"
-    assert house.long_functions(sources, limit=11) == []
-    places, total = house.long_lines(sources, limit=60)
-    assert ([place.rsplit(":")[-1] for place in places], total) == (["10"], 13 + 4)
-
-
 def test_statements_and_locals_are_counted_at_any_depth(sources):
     shown = house.definition(sources[0], "shown")
     assert house.statements(shown) == 6, "three assignments, a def and two returns"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.models.hub import is_hub_name, snapshot
+from tunix_lite.models.hub import is_hub_name
 
 ROOT = Path(__file__).parents[1]
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -196,27 +196,6 @@ def test_without_a_network_the_way_round_is_told(hub, tmp_path):
     hub.server.shutdown()
     hub.server.server_close()
     assert "the hub cannot be reached: " in (said := hub(code)) and "refused" in said and "model.weights=FOLDER" in said
-
-
-def test_a_full_disk_stays_the_error_that_it_is(monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-
-    def full(local_files_only=False, **_):
-        if local_files_only:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        snapshot("org/name")
-
-
-def test_the_hub_is_imported_when_it_is_asked_and_not_before(monkeypatch):
-    code = "import sys, tunix_lite.models.hub; assert 'huggingface_hub' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
-    with pytest.raises(ValueError, match=r"^org/name is a model of the Hugging Face hub: pip install -e '\.\[hub\]'$"):
-        snapshot("org/name")
 
 
 def test_a_name_of_the_hub_is_told_from_a_path(tmp_path, monkeypatch):

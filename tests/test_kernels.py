@@ -8,13 +8,8 @@ import pytest
 from conftest import set_mesh
 from test_decode_products import CFG
 
-from tunix_lite.errors import ConfigError
 from tunix_lite.inference.live import live_engine
 from tunix_lite.kernels.choice import check_fused
-from tunix_lite.models import decoder, weights
-from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
-from tunix_lite.models.quantize import init_stored
-from tunix_lite.models.weights import init_params
 from tunix_lite.resolved.run import check_decode_kernels
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -67,13 +62,6 @@ def test_another_generator_is_refused(option, value):
         jax.config.update(option, before)
 
 
-def test_auto_never_asks_for_them():
-    assert RolloutConfig(kernels="fused").is_fused
-    assert not RolloutConfig().is_fused and not RolloutConfig(kernels="xla").is_fused
-    with pytest.raises(ValueError, match="kernels='fussed'; it is auto, xla or fused"):
-        RolloutConfig(kernels="fussed")
-
-
 def test_a_sampler_on_a_cpu_and_a_server_refuse_them_before_they_compute_anything():
     set_mesh(1, 1)
     how = RolloutConfig(kernels="fused")
@@ -104,24 +92,3 @@ def test_a_run_with_adapters_or_cut_offs_refuses_them_before_it_starts():
             continue
         with pytest.raises(ValueError, match=reason):
             check_decode_kernels(run, run.model.architecture, "cuda", 1)
-
-
-def test_weights_with_adapters_or_codes_are_not_plain(monkeypatch):
-    set_mesh(1, 1)
-    base = init_params(decoder.weights(CFG), jax.random.key(0))
-    lora = LoraConfig(rank=2)
-    adapters = init_params(adapter_weights(decoder.weights(CFG), lora), jax.random.key(0))
-    assert weights.are_plain(base)
-    assert not weights.are_plain(acting_params(base, adapters, lora))
-    coded = init_stored(decoder.weights(CFG), jax.random.key(0), "int8")
-    assert not weights.are_plain(coded)
-    monkeypatch.setattr("tunix_lite.rollout.generate.current_platform", lambda: "cuda")
-    sample = make_sampler(CFG, GenerationConfig(6, 4), (95,), 0, rollout=RolloutConfig(kernels="fused"))
-    with pytest.raises(ValueError, match="these have LoRA adapters or are quantised"):
-        next(sample(coded, [[1]], jax.random.key(0)))
-
-
-@pytest.mark.parametrize("name", ["attention", "head", "products"])
-def test_each_of_the_three_keys_that_went_says_what_to_type(name):
-    with pytest.raises(ConfigError, match=f"rollout.{name}: there is no such setting; write rollout.kernels=fused"):
-        compose([f"rollout.{name}=fused"])

@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tunix_lite.commands import launch
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
 from tunix_lite.distributed.launcher import LocalProcesses, Trace, foreign_flags_answer, local_processes
@@ -23,7 +21,6 @@ from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
     ProcessPlace,
-    check_no_process_ids,
     find_place,
 )
 from tunix_lite.settings.compose import compose, conf_dir
@@ -128,27 +125,12 @@ def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
     assert re.search(r"Last signs: process 0 \d+ s ago \(step 3\); process 1 \d+ s ago \(step 3\)", err)
 
 
-def test_one_that_is_stopped_before_its_first_step_is_named_and_not_the_one_that_waits_for_it(tmp_path):
-    body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)\nbeat.write_text('step 1')" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
-    assert code == 124
-    assert re.search(r"^launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=1\.", err)
-    assert re.search(r"Last signs: process 0 \d+ s ago \(step 1\); process 1 none\n", err)
-
-
 def test_one_that_is_stopped_is_noticed_before_anybody_has_finished_a_step(tmp_path):
     body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
     code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
     assert code == 124
     assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s", err)
     assert "Last signs: process 0 none; process 1 none\n" in err
-
-
-def test_one_that_never_finishes_the_first_step_that_others_have_is_named(tmp_path):
-    body = "\nif rank == '0': beat.write_text('step 1')" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
-    assert code == 124
-    assert err.startswith("launch: process 1 stalled before its first step, and launch.stall_timeout=1. Last signs: ")
 
 
 def test_before_the_first_sign_of_life_nobody_is_too_slow(tmp_path):
@@ -269,49 +251,6 @@ def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_e
     ]
 
 
-def test_one_that_is_still_saving_when_another_has_failed_is_not_asked_twice(tmp_path):
-    body = STOPS + "\nif rank == '1': sys.exit(9)\ntime.sleep(0.5)\n(folder / f'saved{len(stops)}').touch()"
-    code, err, _ = stopped_by_sigterm(tmp_path, body)
-    assert code == 9 and "still running" not in err and (tmp_path / "saved1").exists()
-
-
-EARLY = "\nif rank == '1':\n    (folder / 'ready1').touch()\n    time.sleep(120)\n"  # it has no handler yet
-
-
-def test_one_that_a_signal_ends_at_once_does_not_keep_the_others(tmp_path):
-    code, err, seconds = stopped_by_sigterm(tmp_path, EARLY + STOPS + WAIT, "--grace=1")
-    assert code == 128 + signal.SIGTERM and seconds < SOON
-    said = "launch: stopped by SIGTERM; process 1 ended at once, and process 0, still running 1 s later, was ended\n"
-    assert err == said
-
-
-def test_one_that_lost_a_process_that_a_signal_ended_is_not_blamed(tmp_path):
-    body = EARLY + STOPS + f"\ntime.sleep(0.2)\nprint({LOST_A_PEER!r}, file=sys.stderr); sys.exit(1)"
-    code, err, _ = stopped_by_sigterm(tmp_path, body)
-    assert code == 128 + signal.SIGTERM
-    assert err == f"{LOST_A_PEER}\nlaunch: stopped by SIGTERM\n"
-
-
-def test_a_stall_after_a_signal_is_noticed(tmp_path):
-    body = "\nbeat.write_text('step 3')" + STOPS + WAIT
-    code, err, _ = stopped_by_sigterm(tmp_path, body, "--stall-timeout=1", "--grace=0.3")
-    assert code == 124 and "stalled for " in err
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
-def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
-    run = Launched(tmp_path, "\n(folder / f'pid{rank}').write_text(str(os.getpid()))\n" + WAIT, "--nprocs=2")
-    run.wait_for(0, 1)
-    time.sleep(0.2)
-    run.process.kill()
-    run.process.wait()
-    pids = [(tmp_path / f"pid{rank}").read_text() for rank in (0, 1)]
-    until = time.monotonic() + SOON
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard reads /proc")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_nobody_outlives_a_launcher_that_is_killed_though_it_be_stopped_or_in_a_session_of_its_own(stopped, tmp_path):
@@ -355,20 +294,6 @@ def is_running(pid: str) -> bool:
 # ---- logs
 
 
-def test_a_trace_is_not_shown_as_last_lines_either(tmp_path):
-    body = """
-if rank == "1":
-    print("mine\\nF1121 18:20:34.2   17452 client.h:80] Terminating because\\n1\\nThe tasks have crashed.\\n\\nRPC: /x")
-    print("*** Check failure stack trace: ***\\n    @     0x7f5174a40634  absl::x()", end="", flush=True); sys.exit(4)
-"""
-    code, _, err = Launched(tmp_path, body + WAIT, "--nprocs=2").end()
-    assert code == 4
-    assert (
-        err.splitlines()[2:4] == ["launch:   here is 1", "launch:   mine"]
-        and "others were ended" in err.splitlines()[4]
-    )
-
-
 def test_a_folder_that_cannot_be_made_costs_the_logs_and_not_the_run(tmp_path):
     (tmp_path / "outputs").touch()
     body = "\nif rank == '1': print('no more'); sys.exit(7)\nprint('mine', file=sys.stderr)" + WAIT
@@ -385,32 +310,6 @@ def test_a_folder_that_cannot_be_made_costs_the_logs_and_not_the_run(tmp_path):
         "launch:   here is 1",
         "launch:   no more",
     ]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, on Linux")
-def test_a_log_on_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path):
-    logs = tmp_path / "run" / "launch"
-    logs.mkdir(parents=True)
-    (logs / "p0.log").symlink_to("/dev/full")
-    body = "\nfor i in range(3): print('line', i, file=sys.stderr, flush=True); time.sleep(0.2)"
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", words=("hydra.run.dir=run",)).end()
-    said = "launch: run/launch/p0.log cannot be written (No space left on device): what process 0 says is on the screen only"
-    assert code == 0
-    assert sorted(err.splitlines()) == [said, "line 0", "line 1", "line 2"]
-
-
-def test_what_cannot_be_started_is_one_line_and_leaves_nobody(tmp_path):
-    (tmp_path / "run" / "launch" / "p1.log").mkdir(parents=True)
-    run = Launched(
-        tmp_path, "\n(folder / 'pid').write_text(str(os.getpid()))" + WAIT, "--nprocs=2", words=("hydra.run.dir=run",)
-    )
-    code, _, err = run.end()
-    assert code == 1
-    assert (
-        err.startswith("error: the launcher has stopped, and has ended its processes: [Errno 21]")
-        and err.count("\n") == 1
-    )
-    assert not (tmp_path / "pid").exists() or not is_running((tmp_path / "pid").read_text())
 
 
 # ---- who is started
@@ -478,14 +377,6 @@ def test_what_cannot_be_is_said(nprocs, environ, message):
     assert str(caught.value) == message
 
 
-def test_where_all_are_on_this_machine_the_first_is_0():
-    assert (
-        local_processes(4, {"WORLD_SIZE": "4", "RANK": "0"})
-        == local_processes(4, {"WORLD_SIZE": "4"})
-        == LocalProcesses(4, 4)
-    )
-
-
 def test_on_one_machine_a_port_that_kubernetes_makes_of_a_service_does_not_count():
     service = {"MASTER_PORT": "tcp://10.96.3.7:29500"}
     assert local_processes(2, service) == LocalProcesses(2, 2)
@@ -503,20 +394,13 @@ def refused(*arguments: str) -> str:
     return done.stderr.removeprefix("error: ").strip()
 
 
-@pytest.mark.parametrize("word", ["launch.coordinator=a:1", "++launch.num_processes=2", "launch.process_id='1'"])
+@pytest.mark.parametrize("word", ["launch.coordinator=a:1", "launch.process_id='1'"])
 def test_who_is_who_comes_from_the_launcher_alone(word):
     said = refused("--nprocs=2", "child.py", word)
     assert said == (
         f"{word.lstrip('+')}: the launcher numbers the processes; for several machines it reads MASTER_ADDR, "
         "MASTER_PORT, WORLD_SIZE and RANK"
     ).replace("'", "")
-
-
-def test_alone_a_launcher_leaves_it_to_jax():
-    check_no_process_ids({"coordinator": "auto"}, 1)
-    check_no_process_ids({"coordinator": "null"}, 2)
-    with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher numbers"):
-        check_no_process_ids({"coordinator": "auto"}, 2)
 
 
 def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
@@ -535,13 +419,10 @@ NAMES = "the flags of other launchers have other names here; type: "
     [
         ("--nproc_per_node=2 run_training.py seed=1", "tunix-lite launch --nprocs=2 run_training.py seed=1"),
         ("--standalone --nnodes=1 --nproc-per-node 2 run_training.py", "tunix-lite launch --nprocs=2 run_training.py"),
-        ("--nproc_per_node=gpu seed=1", "tunix-lite launch seed=1"),
         ("--num_processes 8 --num_machines 1 --multi_gpu run_training.py", "tunix-lite launch --nprocs=8 run_training.py"),
-        ("--nprocs=2 --max_restarts=3 seed=1", "tunix-lite launch --nprocs=2 --max-restarts=3 seed=1"),
         # who is who on several machines is in the environment
         ("--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=a --master_port=29500 run_training.py",
          f"tunix-lite launch --nprocs=4 run_training.py{launcher.MANY}"),
-        ("--rdzv_endpoint=a:29400 --nnodes=1:2 check", f"tunix-lite launch check{launcher.MANY}"),
     ],
 )  # fmt: skip
 def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, line):
@@ -550,16 +431,6 @@ def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, lin
     words = line.partition(" (")[0].split()
     assert foreign_flags_answer(words[2:]) is None
     launcher.parsed(words[2:])
-
-
-def test_flags_of_ours_and_what_follows_the_program_are_not_foreign():
-    for words in (
-        "--nprocs=2 run_training.py --multirun seed=0,1",
-        "seed=1",
-        "--help",
-        "--nprocs 2 -- run_training.py",
-    ):
-        assert foreign_flags_answer(words.split()) is None
 
 
 def test_a_wrong_flag_is_one_line_without_the_usage(capsys):
@@ -590,31 +461,11 @@ def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
     assert launcher.restart_policy(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout == 0
 
 
-def rules(*program: str) -> tuple[int, float | None]:
-    found = launcher.restart_policy(launcher.parsed(list(program)), list(program))
-    return found.max_restarts, found.stall_timeout
-
-
-@pytest.mark.parametrize("start", ["", "+", "++"])
-@pytest.mark.parametrize("quote", ["", "'", '"'])
-def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
-    words = [f"{start}launch.{name}={quote}{n}{quote}" for name, n in (("max_restarts", 5), ("stall_timeout", 60))]
-    assert rules("a.py", *words) == (5, 60)
-
-
-def test_a_flag_of_the_run_before_the_program_is_answered_with_its_setting():
-    answer = foreign_flags_answer(["--nprocs=2", "--bf16", "run_training.py"], launch.overrides_of)
-    assert answer.endswith("tunix-lite launch --nprocs=2 run_training.py training.mixed_precision=bf16")
-    assert "has no such flag" in foreign_flags_answer(["--colour", "run_training.py"], launch.overrides_of)
-
-
 @pytest.mark.parametrize(
     "words, message",
     [
         (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds; 0 sets no limit"),
-        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds; 0 sets no limit"),
         (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
-        (["++launch.max_restarts=often"], "launch.max_restarts=often: it is a whole number, 0 or more"),
         (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
     ],
 )
@@ -643,12 +494,6 @@ def test_what_only_files_of_settings_say_the_processes_tell_the_launcher(tmp_pat
     assert code == 1 and said in err
 
 
-def test_a_limit_that_only_files_of_settings_have_counts_from_the_first_sign_of_life(tmp_path):
-    body = TELLS.format(settings={"stall_timeout": 1}) + "\nbeat.write_text('step 3')" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--grace=0.3").end()
-    assert code == 124 and "stalled for " in err and "launch.stall_timeout=1." in err
-
-
 def test_files_of_settings_do_not_say_who_is_who_under_a_launcher_either(tmp_path):
     launch = LaunchConfig("a:1", 2, 1)
     join.tell_launcher(launch, {})
@@ -664,30 +509,11 @@ def test_the_folder_is_named_as_a_conf_that_was_edited_says(tmp_path, monkeypatc
     assert command_line.project_name([]) == "other" and command_line.project_name(["++project_name='x y'"]) == "x y"
 
 
-@pytest.mark.parametrize(
-    "word", ["hydra.run.dir=r 4", "++hydra.run.dir=r 4", "hydra.run.dir='r 4'", '+hydra.run.dir="r 4"']
-)
-def test_a_folder_is_given_in_each_way_that_hydra_reads(word, tmp_path):
-    body = "\n(folder / f'words{rank}').write_text(' '.join(sys.argv[2:]))"
-    assert Launched(tmp_path, body, "--nprocs=2", words=(word,)).end()[0] == 0
-    assert (tmp_path / "words1").read_text() == word and (tmp_path / "r 4" / "launch" / "p1.log").exists()
-
-
 def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
     (word,) = command_line.in_folder("outputs/it's, 1", [])
     assert word == "hydra.run.dir='outputs/it\\'s, 1'" and command_line.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
     assert override.value() == "outputs/it's, 1"
-
-
-def test_the_folder_is_the_one_that_a_run_has_by_itself():
-    pattern = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["run"]["dir"]
-    assert pattern == "outputs/${project_name}/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-    said = command_line.fresh_folder("mine", [])
-    assert datetime.strptime(said, "outputs/mine/%Y-%m-%d/%H-%M-%S") <= datetime.now()
-    assert command_line.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
-    assert command_line.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
-    assert command_line.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
 
 
 def test_a_trace_is_taken_out_though_it_comes_in_pieces():

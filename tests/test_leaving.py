@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import math
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import test_train
-from conftest import ragged_prompts
 from lingering_reward import leaves_a_child
 from processes import run_together
 from test_train import lines, without_time
@@ -35,7 +31,6 @@ from tunix_lite.types import TrainState
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "training.save_interval_steps=0", "rollout.chunk=4"]
-ROOT = Path(__file__).parents[1]
 BAD = 13  # the row, from 0
 
 
@@ -161,21 +156,6 @@ def waits_for_ever(futures, gives_up):
     return None if gives_up() else really(futures, gives_up)
 
 
-def test_a_rollout_is_left_after_a_chunk_and_the_next_one_is_as_if_it_had_not_been(generate, params, rollout):
-    chunks = []
-
-    def look():
-        chunks.append(1)
-        raise StopRun
-
-    with pytest.raises(StopRun):
-        generate(params, ragged_prompts(5), jax.random.key(7), 4, between_chunks=look)
-    assert len(chunks) == 1
-    again = generate(params, ragged_prompts(5), jax.random.key(7), 4)
-    np.testing.assert_array_equal(again.tokens, rollout.tokens)
-    np.testing.assert_array_equal(again.logprobs, rollout.logprobs)
-
-
 @pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (False, False)])
 def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_leave(ours, theirs):
     """A reward that takes for ever; of two processes one is asked to stop, and the other has all its verdicts."""
@@ -205,40 +185,6 @@ def test_two_processes_of_which_one_is_asked_to_stop_leave_together_and_keep_the
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["status"] == "completed"
     assert "stopped by SIGTERM" in (tmp_path / "run" / "train.log").read_text()
-
-
-ON_A_TERMINAL = """
-import os, pty, select, signal, sys
-how, metrics, *call = sys.argv[1:]
-pid, terminal = pty.fork()
-if pid == 0:  # it has the terminal, and gets SIGHUP when that is closed
-    # what runs the tests may ignore SIGHUP itself, and that is inherited
-    signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
-    os.execv(call[0], call)
-while not os.path.exists(metrics) or open(metrics).read().count(chr(10)) < 2:
-    if select.select([terminal], [], [], 0.05)[0]: os.read(terminal, 65536)
-os.close(terminal)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("how", ["closed", "nohup"])
-def test_a_terminal_that_is_closed_ends_a_run_as_sigterm_does_unless_it_was_told_not_to_mind(how, tmp_path):
-    folder = tmp_path / "run"
-    steps = 20_000 if how == "closed" else 6
-    settings = [*SHORT, "evaluation.num_examples=0", f"training.max_steps={steps}", f"hydra.run.dir={folder}"]
-    call = [sys.executable, "-c", ON_A_TERMINAL, how, str(folder / "metrics.jsonl"), sys.executable]
-    code = subprocess.run([*call, str(ROOT / "run_training.py"), *settings], timeout=600).returncode
-    status = json.loads((folder / "status.json").read_text())
-    (last,) = Checkpoints(folder / "checkpoints").steps()
-    assert code == 0 and last == status["steps"] == lines(folder)[-1]["step"]
-    if how == "closed":
-        assert (status["status"], status["stopped"]) == ("stopped", "SIGHUP") and last < steps
-        assert "SIGHUP: stopping" in (folder / "train.log").read_text()
-    else:
-        assert status["status"] == "completed" and last == steps
-        assert f"step {steps}/{steps} 100% | " in (folder / "train.log").read_text()
 
 
 def test_what_a_reward_has_put_into_a_session_of_its_own_is_gone_with_its_worker():
@@ -315,21 +261,6 @@ def test_nothing_is_saved_that_is_on_disk_or_lost_or_in_the_middle_of_a_rollout(
     assert [kept_after(error, tmp_path, step, updates=2) for step in (2, 3, 4)] == [[2], [], [4]]
 
 
-def test_that_the_state_cannot_be_saved_is_said_beside_the_error(tmp_path):
-    def fails():
-        raise OSError(28, "No space left on device")
-
-    said, state = [], TrainState(jax.numpy.int32(3), {}, ())
-    run = SimpleNamespace(algorithm=SimpleNamespace(updates_per_rollout=1))
-    ends = leaving.Unfinished(
-        run, RunDir(tmp_path), SimpleNamespace(steps=3), said.append, lambda: state, list, fails, 1
-    )
-    with pytest.raises(KeyError) as caught, ends.kept(Stopping(None, print)):
-        raise KeyError("of a reward")
-    text = "the state of step 3 could not be saved: [Errno 28] No space left on device"
-    assert said == [text] and caught.value.__notes__ == [f"and {text}"]
-
-
 def test_a_run_that_is_stopped_does_not_end_well_if_its_checkpoint_is_not_on_disk(tmp_path):
     """It was saved at this step already, in the background, and that failed."""
 
@@ -340,24 +271,3 @@ def test_a_run_that_is_stopped_does_not_end_well_if_its_checkpoint_is_not_on_dis
     ends = leaving.Unfinished(None, RunDir(tmp_path), status, print, lambda: state, list, fails, 3)
     with pytest.raises(OSError, match="No space left"), ends.kept(Stopping(None, print)):
         raise StopRun
-
-
-@pytest.mark.parametrize(
-    "line, examples, found",
-    [
-        (
-            '{"step": 2, "train/grad_norm": null, "train/loss": 0.5}',
-            4,
-            {"train/grad_norm": math.nan, "train/loss": 0.5},
-        ),
-        ('{"step": 2, "train/loss": 0.5}', 0, None),  # there is no evaluation
-        ('{"step": 2, "eval/accuracy": 0.5, "train/loss": 0.5}', 4, None),
-        ('{"step": 3, "train/loss": 0.5}', 4, None),
-        ('[2]\n"step"', 4, None),
-    ],
-)
-def test_an_evaluation_that_was_ended_is_known_by_its_line(line, examples, found, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n{"step": 1}\n' + line + "\n")
-    run = compose([f"evaluation.num_examples={examples}", "evaluation.interval_steps=2"])
-    np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 2), found)
-    assert leaving.unmeasured(run, RunDir(tmp_path), 1) is None, "none was due"

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from conftest import ragged_prompts, random_params, set_mesh
 
-from tunix_lite.learner.optim import OptimizerConfig, decay_mask, init_opt_state, make_optimizer
+from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights, attach, merge, pairs
+from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, merge, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
-from tunix_lite.models.weights import Int8, Lora, Nf4, Weight, dense, init_params, nf4_levels, project
+from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
@@ -111,15 +111,6 @@ def test_the_mesh_does_not_change_what_adapters_say(shape, storage):
     np.testing.assert_allclose(logits(attach(base_of(storage), adapters_of(), LORA), TOKENS), expected, atol=2e-5)
 
 
-def test_adapters_lie_as_their_weights_do():
-    set_mesh(2, 2)
-    P = jax.sharding.PartitionSpec
-    placed = {path: (a.sharding.spec, b.sharding.spec) for path, (a, b) in pairs(adapters_of()).items()}
-    assert placed["layers/q"] == (P(None, "fsdp", None), P(None, None, "tp", None))
-    assert placed["layers/down"] == (P(None, "tp", None), P(None, None, "fsdp"))
-    assert placed["layers/o"] == (P(None, "tp", None, None), P(None, None, "fsdp"))
-
-
 @pytest.mark.parametrize(
     "targets, message",
     [
@@ -131,21 +122,6 @@ def test_adapters_lie_as_their_weights_do():
 def test_targets_that_are_no_projections_are_refused(targets, message):
     with pytest.raises(ValueError, match=message):
         adapter_weights(decoder.weights(CFG), LoraConfig(rank=2, targets=targets))
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"rank": -1}, "rank=-1 must not be negative"),
-        ({"rank": 4, "alpha": 0.0}, "alpha=0.0 must be above 0"),
-        ({"rank": 4, "dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
-        ({"rank": 4, "base": "fp4"}, "base='fp4'; it is one of fp32, bf16, int8, nf4"),
-        ({"rank": 4, "targets": "("}, "is not a regular expression"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        LoraConfig(**settings)
 
 
 # ---- quantised bases
@@ -191,16 +167,6 @@ def test_a_quantised_base_takes_the_bytes_that_it_should():
     assert size["int8"] / size["bf16"] == pytest.approx((8 + 32 / 128) / 16, abs=0.005)  # 0.516
 
 
-def test_random_bases_are_the_random_weights_quantised():
-    table = decoder.weights(CFG)
-    plain = init_params(table, jax.random.key(3))
-    packed = init_stored(table, jax.random.key(3), "int8")
-    np.testing.assert_allclose(
-        dense(jax.tree.map(lambda x: x[0], packed["layers"]["q"])), plain["layers"]["q"][0], atol=2e-3
-    )
-    assert packed["embed"].dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize("storage, bound", [("int8", 0.03), ("nf4", 0.3)])
 def test_the_error_of_a_quantised_base_is_bounded(storage, bound):
     whole, packed = (np.asarray(logits(base_of(s), TOKENS)) for s in ("bf16", storage))
@@ -239,7 +205,7 @@ def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1,
     return state, losses
 
 
-@pytest.mark.parametrize("storage", ["bf16", "int8", "nf4"])
+@pytest.mark.parametrize("storage", [*(pytest.param(name, marks=pytest.mark.wide) for name in ("bf16", "int8")), "nf4"])
 def test_only_adapters_learn_and_the_base_stays(storage):
     frozen = base_of(storage)
     before = jax.tree.map(np.asarray, frozen)
@@ -257,10 +223,9 @@ def test_layers_apart_learn_what_scanned_layers_learn():
     """With a quantised base, dropout and layers of both kinds."""
     lora, frozen = dataclasses.replace(LORA, dropout=0.3, base="nf4"), base_of("nf4")
     scanned, losses = one_update(lora, frozen, steps=2)
-    for remat in ("none", "save_all"):
-        apart, losses_apart = one_update(lora, frozen, steps=2, scan_layers=False, remat=remat)
-        np.testing.assert_allclose(losses_apart, losses, rtol=1e-5)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), apart.params, scanned.params)
+    apart, losses_apart = one_update(lora, frozen, steps=2, scan_layers=False, remat="save_all")
+    np.testing.assert_allclose(losses_apart, losses, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), apart.params, scanned.params)
 
 
 def test_gradients_of_adapters_are_those_of_the_merged_weight():
@@ -290,14 +255,6 @@ def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():
     assert abs(first[0] - without[0]) > 1e-3
 
 
-def test_dropout_keeps_the_mean_and_drops_its_share():
-    x = jnp.ones((64, 8, 100))
-    dropped = weights.dropout(x, jax.random.split(jax.random.key(0), 64), 0.25)
-    assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
-    assert float((dropped == 0).mean()) == pytest.approx(0.25, abs=0.01)
-    assert float(dropped.max()) == pytest.approx(1 / 0.75)
-
-
 def test_sampling_and_scoring_agree_under_adapters():
     acting = attach(base_of("nf4"), adapters_of(), LORA)
     generate = make_generate(CFG, GenerationConfig(10, 8), (1,), 0)
@@ -305,15 +262,3 @@ def test_sampling_and_scoring_agree_under_adapters():
     scored = jax.jit(lambda p: token_logprobs(p, rollout.tokens, rollout.token_mask, cfg=CFG))(acting)
     gap = jnp.where(rollout.completion_mask, scored - rollout.logprobs, 0)
     assert float(jnp.abs(gap).max()) < 1e-4
-
-
-def test_adapters_decay_and_biases_do_not():
-    assert all(jax.tree.leaves(decay_mask(adapters_of())))
-    assert decay_mask({"q_bias": 1, "q_norm": 1, "q": 1}) == {"q_bias": False, "q_norm": False, "q": True}
-
-
-def test_without_a_base_the_params_act_themselves():
-    params = {"w": 1}
-    assert acting_params(None, params, None) is params
-    assert isinstance(acting_params(base_of(), adapters_of(), LORA)["layers"]["q"], Lora)
-    assert isinstance(base_of("int8")["layers"]["q"], Int8) and isinstance(base_of("nf4")["layers"]["q"], Nf4)

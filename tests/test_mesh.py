@@ -15,7 +15,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.parallel.mesh import check_mesh_shape, devices_taken, make_mesh, put, resolve_mesh_shape, spec
+from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, put, resolve_mesh_shape, spec
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Graded, TrainState
@@ -149,24 +149,3 @@ def test_a_mesh_that_does_not_fit_names_both_numbers_and_one_that_does():
     ) as told:
         make_mesh(((-1, 3), ("fsdp", "tp")))
     assert "pretend" not in str(told.value)
-
-
-def test_a_mesh_that_is_smaller_than_the_machine_takes_the_first_devices_and_says_so():
-    mesh = make_mesh(((1, 2), ("fsdp", "tp")))
-    assert mesh.devices.tolist() == [jax.devices()[:2]]
-    assert devices_taken(mesh) == "2 of 4, the first ones" and devices_taken(set_mesh(2, 2)) == "4"
-
-
-def test_with_several_processes_a_mesh_takes_all_devices():
-    devices = [SimpleNamespace(platform="gpu", process_index=i // 2) for i in range(4)]
-    with pytest.raises(
-        ValueError, match=r"\[\[2,1\],\[fsdp,tp\]\] needs 2 devices, but jax sees 4; 'model.mesh_shape=\[\[4,1\],"
-    ):
-        make_mesh(((2, 1), ("fsdp", "tp")), devices)
-
-
-def test_without_a_mesh_the_model_refuses_to_run(params):
-    from tunix_lite.parallel.mesh import constrain
-
-    with jax.sharding.set_mesh(jax.sharding.Mesh(np.empty((), object), ())), pytest.raises((RuntimeError, ValueError)):
-        constrain(jnp.zeros((2, 2)), "batch", "seq")

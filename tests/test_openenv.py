@@ -75,22 +75,6 @@ def test_without_openenv_one_line_says_what_to_install(tmp_path):
         OpenEnv().reset({"seed": 7})
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("task.source.num_train=0", "both must be at least 1"),
-        ("task.environment.connect_timeout=0", "both must be above 0"),
-        ("task.environment.url=localhost:8000", "must begin with http://"),
-        ("+task.environment.action.message=hello", "which is action_field and holds the completion"),
-    ],
-)
-def test_settings_of_a_client_that_cannot_be_meant_are_refused(setting, message):
-    with pytest.raises(ConfigError) as caught:
-        compose(["task=openenv", setting])
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 # ---- with it, and with a server in a process of its own
 
 
@@ -139,15 +123,6 @@ def test_what_a_server_does_wrong_is_one_message_and_one_conversation(url):
     ):
         failing = try_environment(environment, {"seed": 7}, INLINE).failing
         assert message in failing and "\n" not in failing
-
-
-def test_a_server_that_is_full_or_dies_is_one_message():
-    pytest.importorskip("openenv")
-    with serving(sessions=1) as address, EnvironmentPool(OpenEnv(address), INLINE) as pool:
-        assert not pool.reset(0, {"seed": 7}).result().failure
-        assert "capacity" in pool.reset(1, {"seed": 7}).result().message.lower()
-        failed = pool.step(0, "exit").result()
-        assert failed.failure == "error" and "failed in step" in failed.message
 
 
 def test_a_session_that_is_lost_between_turns_is_not_taken_for_another(url):

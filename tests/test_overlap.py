@@ -2,10 +2,8 @@
 
 import itertools
 import os
-import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,13 +15,10 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
-from tunix_lite.algorithms.credit import TurnCredit
-from tunix_lite.algorithms.groups import sample_groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import decoder
@@ -35,7 +30,7 @@ from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.partial import OpenCompletion, make_partial_sampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap import Carry, OneStep, TaskInHand, handed_out
+from tunix_lite.runs.overlap import Carry, OneStep
 from tunix_lite.runs.overlap_rules import groups_to_take
 from tunix_lite.runs.sampling_apart import SamplingApart, shardings_on
 from tunix_lite.settings.compose import compose
@@ -286,20 +281,6 @@ def test_without_staleness_carry_is_bit_equal_to_a_rollout_by_itself(cfg):
         same(rollout.replace(versions=None), whole)
 
 
-@WIDE
-def test_the_mesh_changes_nothing_of_what_is_carried(cfg):
-    found = []
-    for mesh in ((1, 1), (2, 2)):
-        set_mesh(*mesh)
-        overlap = carry_of(cfg, staleness=2)
-        found.append([drawn(overlap, step, cfg) for step in range(4)])
-    for (ours, examples), (theirs, others) in zip(*found):
-        assert examples == others
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_array_equal(ours.versions, theirs.versions)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-
-
 # ---- conversations
 
 
@@ -351,22 +332,6 @@ def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(c
     # `seconds` are of the clock
     ours, theirs = ({name: x for name, x in at.items() if name != "seconds"} for at in (resumed.at(4), kept[4]))
     np.testing.assert_equal(ours, theirs)
-
-
-def test_turns_get_their_credit_where_the_environments_answered_a_step_ago():
-    """Two conversations, of which the second reached a limit: it is left out, and rewards count for turns."""
-    conversations = np.empty(2, object)
-    conversations[:] = [Conversation([SampledTurn(3, 4, TurnReply())], ended) for ended in ("done", "tokens")]
-    zeros = np.zeros((2, 9), np.float32)
-    rollout = Rollout(zeros, zeros, zeros, zeros, zeros[:, 0], zeros, conversations=conversations)
-    graded = SimpleNamespace(rewards=np.array([1.0, 2.0]), dropped=np.zeros(2, bool))
-    grader = SimpleNamespace(submit=None, results=lambda rollout: graded)
-    settings = ConversationConfig(credit="turn", on_limit="mask")
-    task = TaskInHand(SimpleNamespace(prompts=lambda examples: [[1]], conversation=settings), grader)
-    policy = handed_out(Policy(None, None), rollout, is_graded=True)
-    groups = sample_groups(policy, task, None, [{"n": 1}], None, 2)
-    assert groups.credit == TurnCredit("turn", settings.discount)
-    assert groups.learned_PG.tolist() == [[True, False]]
 
 
 def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it(cfg):
@@ -643,51 +608,7 @@ SMALL = [
 ]
 
 
-def rows_of(folder):
-    from tunix_lite.tracking.rundir import RunDir, rows_until
-
-    clock = ("time", "perf", "memory")
-    rows = [row for _, _, row in rows_until(RunDir(folder).metrics, 5)]
-    return [{name: x for name, x in row.items() if name.split("/")[0] not in clock} for row in rows]
-
-
 def start(folder, *settings):
     command = [sys.executable, "run_training.py", *SMALL, f"hydra.run.dir={folder}", *settings]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["rollout.overlap=carry"],
-        ["rollout.overlap=one_step"],
-        [
-            "rollout.overlap=one_step",
-            "model.mesh_shape=[[2,1],[fsdp,tp]]",
-            "rollout.mesh_shape=[[1,2],[fsdp,tp]]",
-            "model.lora.rank=4",
-        ],
-        ["rollout.overlap=one_step", "task=grid_world"],
-    ],
-    ids=["carry", "one_step", "apart", "conversations"],
-)
-def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, settings):
-    assert start(tmp_path / "whole", *settings).wait() == 0
-    killed = start(tmp_path / "killed", *settings)
-    while killed.poll() is None and not (tmp_path / "killed/checkpoints/2").is_dir():
-        time.sleep(0.05)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert start(tmp_path / "killed", *settings).wait() == 0
-    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
-
-
-@pytest.mark.long
-def test_without_staleness_a_run_is_bit_equal_to_one_without_overlap(tmp_path):
-    assert start(tmp_path / "none").wait() == 0
-    for overlap in ("carry", "one_step"):
-        folder = tmp_path / overlap
-        assert start(folder, f"rollout.overlap={overlap}", "rollout.max_staleness=0").wait() == 0
-        assert rows_of(folder) == rows_of(tmp_path / "none")

@@ -63,72 +63,6 @@ def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_eac
     assert layout.num_parts == 2
 
 
-def test_a_prompt_ends_where_completions_begin_whatever_of_them_counts():
-    batch = batch_of(([5, 6], [7, 8], [0, 1]), ([5, 6], [7, 9], [1, 1]))
-    layout = pack(batch, lane=2, lanes=2, lead=3, num_parts=1)
-    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 6, 0, 7, 8, 7, 9]])
-    np.testing.assert_array_equal(layout.scored[layout.is_scored], [4, 5, 6])
-    np.testing.assert_array_equal(layout.previous[layout.is_scored], [3, 1, 5])
-
-
-def test_prompts_of_which_one_begins_with_the_other_are_two():
-    batch = batch_of(([5], [7], [1]), ([5, 6], [8], [1]))
-    layout = pack(batch, lane=1, lanes=2, lead=3, num_parts=1)
-    np.testing.assert_array_equal(layout.place(batch[0]), [[5, 5, 6, 8, 7]])  # the longer has the first lane
-    np.testing.assert_array_equal(layout.segment_ids, [[1, 2, 2, 2, 1]])
-    np.testing.assert_array_equal(layout.previous[layout.is_scored], [2, 0])
-
-
-def test_only_what_a_counted_token_sees_is_kept():
-    batch = batch_of(([5], [1, 2, 3, 4], [1, 0, 1, 0]), ([5], [8, 9], [0, 0]), ([5], [7], [1]))
-    apart, shared = pack(batch, num_parts=1), pack(batch, lane=4, lead=2, num_parts=1)
-    np.testing.assert_array_equal(apart.place(batch[0]), [[5, 1, 2, 3, 5, 7, 0, 0]])
-    np.testing.assert_array_equal(apart.scored, [[1, 3, 5, *[0] * 5]])
-    np.testing.assert_array_equal(apart.previous, [[0, 2, 4, *[0] * 5]])
-    np.testing.assert_array_equal(shared.place(batch[0]), [[5, 0, 1, 2, 3, 7]])  # neighbours once 8 9 is gone
-    np.testing.assert_array_equal(shared.previous, [[0, 3, 0, 0]])
-
-
-def test_unpacked_leaves_every_sequence_where_it_stands():
-    tokens, mask, counts = batch_of(([5, 6], [7, 8], [1, 0]), ([3], [4, 2], [1, 1]))
-    layout = unpacked(mask, counts)
-    np.testing.assert_array_equal(layout.source, [[0, 1, 2, 3], [4, 5, 6, 7]])
-    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 1, 1], [0, 1, 1, 1]])
-    np.testing.assert_array_equal(layout.positions, [[0, 1, 2, 3], [0, 0, 1, 2]])
-    np.testing.assert_array_equal(layout.scored, [[2, 0, 0, 0], [2, 3, 0, 0]])
-    np.testing.assert_array_equal(layout.previous, [[1, 0, 0, 0], [1, 2, 0, 0]])
-    np.testing.assert_array_equal(layout.is_scored, [[1, 0, 0, 0], [1, 1, 0, 0]])
-    np.testing.assert_array_equal(layout.place(tokens), tokens)
-
-
-def test_fuller_rows_are_dealt_first_and_back_and_forth():
-    lengths = [6, 7, 8, 9, 10]  # no two of them fit into one row
-    batch = batch_of(*(([1], [1] * (n - 1), [1] * (n - 1)) for n in lengths))
-    layout = pack(batch, lane=10, rows_per_part=2, num_parts=3, shards=2)
-    fills = (layout.segment_ids > 0).sum(axis=1).reshape(2, 3, 2)  # shards, parts, rows of a part
-    # first rows: 10 and 9 to part 0, 8 to part 1 (only one shard has a third row); second rows, back: 7 and 6
-    np.testing.assert_array_equal(fills, [[[10, 6], [8, 0], [0, 0]], [[9, 7], [0, 0], [0, 0]]])
-    assert layout.num_parts == 2
-    single = pack(batch, lane=10, rows_per_part=1, num_parts=4, shards=2)  # 10 and 9, back: 8 and 7, on: 6
-    np.testing.assert_array_equal((single.segment_ids > 0).sum(axis=1).reshape(2, 4), [[10, 7, 6, 0], [9, 8, 0, 0]])
-    assert single.num_parts == 3
-
-
-def test_a_batch_that_counts_nothing_makes_empty_rows():
-    layout = pack(batch_of(([5], [7], [0]), ([5], [7], [0])), lane=3, lead=1, num_parts=2)
-    assert layout.num_parts == 1 and not layout.segment_ids.any() and not layout.is_scored.any()
-    np.testing.assert_array_equal(layout.back(np.ones((2, 4))), np.zeros((2, 2)))
-
-
-def test_place_and_back_keep_the_type_of_what_they_move():
-    tokens, mask, counts = batch_of(([5], [7, 8], [1, 1]))
-    layout = pack((tokens, mask, counts), lane=4, num_parts=1)
-    np.testing.assert_array_equal(layout.place(tokens, fill=-7), [[5, 7, 8, -7]])
-    for dtype in (bool, np.int32, np.float32):
-        rows = layout.place(mask.astype(dtype))
-        assert rows.dtype == dtype and layout.back(rows).dtype == dtype
-
-
 def test_what_cannot_be_laid_out_is_said():
     fits = batch_of(([5], [1, 2, 3], [1, 1, 1]), ([6], [1, 2], [1, 1]))
     with pytest.raises(ValueError, match="sequence 0 takes 4 tokens of 4 for itself; a row has room for 3 in a lane"):
@@ -243,16 +177,6 @@ def test_used_rows_are_dealt_evenly_and_stand_first(made):
 
 
 @settings(deadline=None, max_examples=100)
-@given(layouts(kinds=("apart",)))
-def test_sequences_stand_without_holes_and_two_rows_that_would_fit_into_one_are_one(made):
-    _, layout, *_ = made
-    taken = layout.segment_ids > 0
-    assert (np.diff(taken.astype(int), axis=1) <= 0).all()
-    fills = taken.sum(axis=1)[taken.any(axis=1)]
-    assert len(fills) < 2 or np.sort(fills)[:2].sum() > taken.shape[1]
-
-
-@settings(deadline=None, max_examples=100)
 @given(batches(), st.integers(1, 3))
 def test_what_stands_in_a_lane_is_seen_there_or_in_the_lead(batch, lanes):
     """Attention multiplies a lane with the lead and itself, and nothing else."""
@@ -295,10 +219,3 @@ def test_groups_take_no_more_rows_than_foreseen(data):
 
 def test_shared_rows_at_most_is_a_group_in_rows_of_its_own():
     assert [shared_rows_at_most(8, 8, lanes) for lanes in (1, 2, 3, 8, 9)] == [64, 32, 24, 8, 8]
-
-
-@pytest.mark.parametrize(
-    "num_sequences, longest, width, rows", [(3, 8, 8, 3), (1, 2, 8, 1), (8, 2, 8, 3), (7, 5, 8, 7)]
-)
-def test_rows_needed_at_most_is_what_half_full_rows_take(num_sequences, longest, width, rows):
-    assert rows_needed_at_most(num_sequences, longest, width) == rows

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -62,25 +61,6 @@ def test_the_one_that_computes_least_is_chosen_and_the_gain_is_said():
     words = ["algorithm.num_generations=2", "generation.max_prompt_length=2", "generation.max_new_tokens=64"]
     plain = chosen(*words, lengths=FULL)
     assert plain.rows.packing == "none" and "FLOPs against none: " in plain.packing_reason
-
-
-def test_settings_that_packed_rows_cannot_have_leave_one_sequence_a_row():
-    for words in (["training.micro_batch_size=2"], ["model.lora.rank=4", "model.lora.dropout=0.1"]):
-        found = chosen(*words)
-        assert found.rows.packing == "none" and found.packing_reason == "auto: none, as these settings allow no other"
-    packed = chosen("training.micro_batch_tokens=64")
-    assert packed.rows.packing == "prefix" and "FLOPs against sequences: prefix" in packed.packing_reason
-    with pytest.raises(ConfigError, match="micro_batch_tokens=4 is less than the longest"):
-        chosen("training.micro_batch_tokens=4")
-
-
-def test_a_kernel_that_cannot_take_shared_prompts_is_not_given_up_for_them():
-    lengths = ["generation.max_prompt_length=128", "generation.max_new_tokens=128"]
-    run = compose([*WORDS, "training.packing=auto", "model=gemma3_1b", "training.mixed_precision=bf16", *lengths])
-    cfg, lora = find_model(run.model)
-    on_tpu = partial(resolve_run, cfg=cfg, lora=lora, mesh_shape={"fsdp": 1, "tp": 1}, platform="tpu")
-    found = with_packing(run, on_tpu, FULL)
-    assert found.attention == "splash" and found.rows.packing != "prefix"
 
 
 def resumed(folder, training: dict, *words: str):

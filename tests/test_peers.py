@@ -25,30 +25,12 @@ def step(whole, rollout=1.0, reference=1.0):
     return {"rollout": rollout, "reference": reference, "update": whole - rollout - reference, "step": whole}
 
 
-def test_frameworks_alternate(arithmetic):
-    assert list(arithmetic.turns(["a", "b", "c"], 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "a"), (1, "b"), (1, "c")]
-
-
-def test_medians_and_spread_of_hand_made_steps(arithmetic):
-    steps = [step(4.0), step(9.0), step(5.0)]
-    assert arithmetic.summary(steps)["step"] == {"median": 5.0, "least": 4.0, "most": 9.0}
-    assert arithmetic.summary(steps)["update"]["median"] == 3.0
-    # (9 - 4) / 5
-    assert arithmetic.spread(steps) == 1.0
-    assert arithmetic.compile_seconds(25.0, steps) == 20.0
-
-
 def test_a_ratio_is_the_median_of_the_rounds_not_the_ratio_of_medians(arithmetic):
     # rounds: 8/4 = 2, 9/3 = 3, 20/5 = 4; the medians would give 9/4
     found = arithmetic.ratios([step(8.0), step(9.0), step(20.0)], [step(4.0), step(3.0), step(5.0)])
     assert found["step"] == 3.0
     with pytest.raises(ValueError, match="shorter"):
         arithmetic.ratios([step(8.0), step(9.0)], [step(4.0)])
-
-
-def test_shares_and_rates_of_hand_made_numbers(arithmetic):
-    assert arithmetic.share_of_peak(100e9, 2.0, 200.0) == 0.25
-    assert arithmetic.tokens_per_second(4096, 2.0) == 2048.0
 
 
 def test_a_step_of_the_fixed_workload_needs_what_pencil_and_paper_say(workloads):
@@ -69,16 +51,6 @@ def test_long_tails_have_a_quarter_of_the_longest_on_average(workloads):
         assert min(lengths) >= 1
         # a tail, not two lengths: the middle one is below the mean
         assert sorted(lengths)[rows // 2] < longest / 4
-
-
-def test_every_workload_is_json_and_the_same_each_time(workloads):
-    for name in workloads.SIZES:
-        work = workloads.workload(name)
-        assert json.loads(json.dumps(work)) == work == workloads.workload(name)
-        assert {len(prompt) for prompt in work["prompt_tokens"]} == {work["prompt_length"]}
-        # neither padding nor an end
-        assert min(min(prompt) for prompt in work["prompt_tokens"]) >= 2
-        assert (work["eos_id"] < work["vocab_size"]) == bool(work["lengths"])
 
 
 WORKER = """
@@ -126,42 +98,6 @@ def test_workers_take_turns_and_one_that_fails_is_left_out(tmp_path, monkeypatch
     assert found["matmul_peak_gflops"] == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--rounds", "0"], "--rounds is at least 1"),
-        (["--workloads", "fixd"], "there is no 'fixd'"),
-        (["--out", "{file}"], "is a file; name a folder"),
-        (["--frameworks", "trl,ours"], "not installed: trl; `make peers`"),
-    ],
-)
-def test_what_cannot_be_raced_is_said_before_anybody_computes(arguments, said, tmp_path, monkeypatch, capsys):
-    run = importlib.import_module("run")
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(run, "VENVS", tmp_path)
-    monkeypatch.setattr(run, "race", None)
-    words = [word.format(file=tmp_path / "file") for word in arguments]
-    monkeypatch.setattr("sys.argv", ["run.py", *words])
-    with pytest.raises(SystemExit) as ended:
-        run.main()
-    assert said in f"{capsys.readouterr().err}{ended.value.code}"
-
-
-def test_an_installation_that_fails_leaves_nothing_that_passes_for_one(tmp_path, monkeypatch):
-    install = importlib.import_module("install")
-    monkeypatch.setattr(install, "VENVS", tmp_path)
-    monkeypatch.setattr(install, "PACKAGES", {"trl": [["no_such_package"]]})
-
-    def without_pip(folder: Path, with_pip: bool) -> None:
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "python").symlink_to("/bin/false")
-
-    monkeypatch.setattr(install.venv, "create", without_pip)
-    with pytest.raises(SystemExit, match="trl: pip could not install no_such_package"):
-        install.install("trl")
-    assert not (tmp_path / "trl").exists()
-
-
 def test_the_page_of_benchmarks_is_what_the_results_give():
     page = importlib.import_module("benchmarks_page")
     assert page.PAGE.read_text() == page.render(), "python docs/benchmarks_page.py"
@@ -204,10 +140,3 @@ def test_a_loss_stands_on_the_page_as_plainly_as_a_win(tmp_path):
     assert "| fixed lengths | - | 0.50 | - | - |" in text and "| fixed lengths | - | 3.00 | 6.00 | - |" in text
     assert "Fixed lengths: Tunix gave no figures: it ended" in text
     assert "| fixed lengths | 200 | 3.0: **others computed, too** | 1 | 2026-11-22 | abc |" in text
-
-
-def test_the_page_has_what_an_installation_cost(tmp_path):
-    page = importlib.import_module("benchmarks_page")
-    cost = {"seconds": 61.4, "megabytes": 1500, "distributions": 60, "version": "1.2", "load_after": 2.0}
-    (tmp_path / "peers_install.json").write_text(json.dumps({"trl": cost}))
-    assert "| TRL | 1.2 | 61 | 2.0 | 1,500 | 60 |" in page.render(tmp_path)

@@ -151,17 +151,6 @@ def test_wrong_settings_of_pairs_are_refused(settings, message):
 TEACHER = {"teacher": TeacherConfig("bundled", storage="fp32")}
 
 
-def test_a_policy_that_is_its_teacher_has_nothing_to_learn(tmp_path):
-    """The same weights twice: the gap is that between sampler and scorer, and the update moves nothing."""
-    overrides = ["algorithm=distill", "algorithm.teacher.storage=fp32", "training.max_steps=1", *QUICK]
-    run = compose(overrides)
-    train(run, tmp_path / "run")
-    (row,) = metrics_of(tmp_path / "run")
-    assert row["train/teacher_gap_max"] < 1e-4 and row["train/grad_norm"] < 1e-4
-    assert row["time/teacher"] > 0
-    assert "teacher" in (tmp_path / "run" / "plan.md").read_text()
-
-
 @pytest.mark.wide
 def test_the_page_on_teachers_to_the_letter(tmp_path, monkeypatch):
     """docs/extend/teacher.md: its class, its YAML and its first command, for one step; the better of two is taken."""
@@ -227,16 +216,6 @@ def test_a_plan_counts_the_teacher(storage):
     assert found["teacher"] < {"fp32": 1.01, "int8": 0.5}[storage] * found["parameters"]
     plan = assemble_plan(find_machine("h100x2"), resolved, {})
     assert [phase.name for phase in plan.phases] == ["rollout", "teacher", "update"]
-
-
-def test_a_teacher_of_other_tokens_is_refused():
-    student = source.locate(source.ModelConfig())
-    more = SimpleNamespace(vocabulary=student.tokenizer.vocabulary | {"<new>": 7})
-    with pytest.raises(ValueError, match="^weights=bundled has another tokenizer than model.weights=my_student"):
-        source.locate_teacher(TeacherConfig("bundled"), replace(student, tokenizer=more, name="my_student"))
-    wider = replace(student, cfg=replace(student.cfg, vocab_size=student.cfg.vocab_size + 64))
-    with pytest.raises(ValueError, match="may sample any of"):
-        source.locate_teacher(TeacherConfig("bundled"), wider)
 
 
 @pytest.mark.parametrize(("below", "is_refused"), [(0, True), (-99_000, True), (1, False)])

@@ -1,7 +1,5 @@
 """benchmarks/profile.py: what it makes of a trace and of the text of a program, by hand-made ones."""
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,16 +64,6 @@ def test_an_operation_that_goes_on_after_its_event_lasts_until_its_end(step_prof
     assert found == {("jit_update", "first"): [Span(1000, 5000, True), Span(9000, 9700, False)]}
 
 
-def test_an_end_in_another_thread_counts_for_copies_alone(step_profile):
-    here = [
-        event(name, 0, 10, _p=i, hlo_module="jit_update", hlo_op=name) for i, name in enumerate(["fusion", "copy.7"])
-    ]
-    there = [event(f"end: {name}", 900, 0, _c=i) for i, name in enumerate(["fusion", "copy.7"])]
-    Span = step_profile.Span
-    found = step_profile.spans_of(traced(here, there))
-    assert found == {("jit_update", "fusion"): [Span(0, 10, False)], ("jit_update", "copy.7"): [Span(0, 900, True)]}
-
-
 def test_time_is_divided_among_what_runs_and_copies_that_wait_get_what_nothing_else_has(step_profile):
     Span = step_profile.Span
     spans = {
@@ -89,21 +77,6 @@ def test_time_is_divided_among_what_runs_and_copies_that_wait_get_what_nothing_e
     assert found == pytest.approx({"a": 1500e-9, "b": 750e-9, "waits": 300e-9, "copies": 750e-9})
     # 0 to 1800, and 2000 to 3500
     assert sum(found.values()) == pytest.approx(3300e-9)
-
-
-def test_spans_of_no_length_take_no_time(step_profile):
-    Span = step_profile.Span
-    spans = {"none": [Span(0, 0, False)], "all": [Span(10, 110, False)]}
-    assert step_profile.seconds_by_operation(spans, set()) == pytest.approx({"none": 0, "all": 100e-9})
-    assert step_profile.seconds_by_operation({}, set()) == {}
-
-
-def test_a_copy_that_only_waited_has_a_row(step_profile):
-    kernel = SimpleNamespace(name="copy.1", kind="copy", flops=0, read_bytes=4, written_bytes=4)
-    copy = step_profile.Operation("jit_update", kernel, step_profile.COPIES, "2x2", seconds=0.0, times=1.0)
-    row = "| update | copies, slices, transposes | 2x2 | 0.0 | 1 | 0 | 0% | 0.0 |"
-    assert row in step_profile.table_of_operations([("update", copy)], peak=1.0, most=5)
-    assert any("| 0.0% |" in line for line in step_profile.table_of_classes("update", 1.0, [copy], peak=1.0))
 
 
 def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
@@ -131,28 +104,3 @@ def test_classes_shapes_and_flops_are_those_of_the_text(step_profile, tmp_path):
     assert row == "| update | update | 0.0000 | 0.0 | 0 | 17% | 0.00 |"
     # 1,024 FLOPs in 2 microseconds are 0.512 GFLOP/s
     assert "| matmul | 0.0000 | 33.3% | 1 | 0.0 | 1 | 51% | 0.00 |" in lines
-
-
-def test_the_module_of_the_standard_library_is_still_found():
-    code = "import cProfile; cProfile.run('1 + 1')"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0 and "function calls" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--repeats", "0"], "'0' is no whole number of at least 1"),
-        (["--rows", "many"], "'many' is no whole number"),
-        (["--out", "{folder}"], "is a folder; name a file"),
-        (["--out", "{folder}/none/table.md"], "there is no folder"),
-    ],
-)
-def test_wrong_numbers_and_files_are_refused_before_anything_runs(
-    step_profile, arguments, said, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("sys.argv", ["profile.py", *(word.format(folder=tmp_path) for word in arguments)])
-    monkeypatch.setattr(step_profile, "tables", None)
-    with pytest.raises(SystemExit):
-        step_profile.main()
-    assert said in capsys.readouterr().err

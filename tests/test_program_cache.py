@@ -1,12 +1,9 @@
 """Compiled programs are kept for the next start, where that is safe and nobody has said otherwise."""
 
-import os
-
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tunix_lite.errors import ConfigError
 from tunix_lite.parallel import compiling
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
@@ -53,36 +50,9 @@ def test_auto_is_in_the_users_cache_folder_and_null_is_nowhere(nothing_kept, mon
     assert keep_programs("auto").parent == tmp_path / "tunix_lite"
 
 
-def test_what_jax_was_told_comes_first(nothing_kept, tmp_path):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
-    assert keep_programs(str(tmp_path / "ours")) is None
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs") and not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(nothing_kept, capsys, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert keep_programs(str(tmp_path / "file")) is None and not jax.config.jax_compilation_cache_dir
-    said = capsys.readouterr().err
-    assert said.startswith("compiled programs are not kept: ") and said.count("\n") == 1
-
-
 def test_programs_of_several_cpu_devices_are_compiled_afresh_and_those_of_one_are_not(nothing_kept, tmp_path):
     keep_programs(str(tmp_path))
     make_mesh(((1, 1), ("fsdp", "tp")), jax.devices())
     assert jax.config.jax_enable_compilation_cache, "a mesh of one of four devices"
     make_mesh(((2, 1), ("fsdp", "tp")), jax.devices())
     assert not jax.config.jax_enable_compilation_cache
-
-
-def test_the_oldest_programs_are_removed(tmp_path):
-    for age, name in enumerate(("newest", "middle", "oldest")):
-        (tmp_path / name).write_bytes(bytes(10))
-        os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    compiling._remove_oldest(tmp_path, 20)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["middle", "newest"]
-
-
-@pytest.mark.parametrize("value", ["''", "none", "false", "gs://bucket/programs"])
-def test_what_is_no_folder_is_refused(value):
-    with pytest.raises(ConfigError, match="program_cache"):
-        compose([f"runtime.program_cache={value}"])

@@ -9,15 +9,10 @@ import struct
 import subprocess
 import sys
 import termios
-from types import SimpleNamespace
-
-import pytest
 
 from tunix_lite.commands.generate import PartialFile
 from tunix_lite.rollout.requests import Request
 from tunix_lite.runs.sampling_progress import SamplingClock
-from tunix_lite.tracking.dashboard import seconds_in_words
-from tunix_lite.tracking.progress import Progress
 
 
 def test_the_time_left_is_by_the_completions_that_have_ended_and_compiling_is_no_part_of_it():
@@ -33,13 +28,6 @@ def test_the_time_left_is_by_the_completions_that_have_ended_and_compiling_is_no
     assert clock.tokens_per_second() == 8 * 16 / 6.0 and clock.seconds_left() == 6.0 * 6 / 2
     now[0] = 38.0
     assert clock.seconds_left() == 16.0, "two seconds have gone by since"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (48, "48 s"), (125, "2m05s"), (59.7, "1m00s"), (11540, "3h12m")]
-)
-def test_durations_are_words(seconds, text):
-    assert seconds_in_words(seconds) == text
 
 
 # ---- on a terminal, and on a pipe
@@ -102,14 +90,6 @@ def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results()
     assert len(re.findall(r"\r\x1b\[2Ksampled \d of 9", seen)) >= 8
     assert "\r\x1b[2Ka result\r\n" in seen and seen.endswith("\r\x1b[2Ksampled 9 completions\r\n")
     assert seen.count("\n") == 2 and "\x1b[2J" not in seen
-
-
-def test_work_that_fails_has_no_end_line():
-    said = []
-    output = SimpleNamespace(show=said.append, note=said.append, say=said.append)
-    with pytest.raises(KeyboardInterrupt), Progress(output, lambda s: "under way", lambda s: "done"):
-        raise KeyboardInterrupt
-    assert "under way" in said and "done" not in said and said[-1] == ""
 
 
 # ---- results so far

@@ -2,12 +2,9 @@
 
 import pytest
 
-from tunix_lite.errors import ConfigError
-from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.puzzles.countdown import Countdown, reaches_target
 from tunix_lite.tasks.puzzles.sorting import Sorting, is_sorted_right
-from tunix_lite.tracking.rundir import RunDir
 
 NAMES = ("sorting", "countdown")
 NUMBERS = {"answer": "3, 14, 20"}
@@ -81,22 +78,6 @@ def test_problems_are_right_and_the_held_out_ones_are_never_trained_on(name):
     few = few.task.source
     assert not {few.train[i]["question"] for i in range(400)} & {few.held_out[i]["question"] for i in range(200)}
     assert held_out[0]["question"] not in {e["question"] for e in train}
-
-
-def test_what_is_harder_is_longer():
-    lists = compose(["task=sorting", "task.source.min_items=8", "task.source.max_items=9", "task.source.kind=words"])
-    assert all(len(lists.task.source.train[i]["answer"].split(", ")) in (8, 9) for i in range(50))
-    target = compose(["task=countdown", "task.source.max_target=999", "task.source.min_numbers=4"]).task.source
-    assert max(target.train[i]["target"] for i in range(100)) > 200
-
-
-def test_a_prompt_of_a_later_step_that_is_too_long_is_found_before_the_start(tmp_path):
-    """Of 200 lists, evenly spread over the million, though the first batch holds two."""
-    run = compose(["task=sorting", "training.prompts_per_step=2", "generation.max_prompt_length=40"])
-    with pytest.raises(
-        ConfigError, match=r"task: \d+ of the 200 \(of 1,000,000\) looked at training prompts are longer"
-    ):
-        prepare(run, RunDir(tmp_path))
 
 
 def test_settings_that_leave_too_little_are_named():

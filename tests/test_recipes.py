@@ -16,7 +16,6 @@ import pytest
 from test_hardware import needs_compiler
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.errors import ConfigError
 from tunix_lite.models import decoder, weights
 from tunix_lite.planning.advice import savings
 from tunix_lite.planning.at_start import out_of_memory_lines
@@ -176,12 +175,6 @@ def test_the_precision_follows_the_device_and_the_size(overrides, platform, prec
     assert bool(found.precision_reason) == ("training.mixed_precision" not in " ".join(overrides))
 
 
-def test_a_setting_that_the_chosen_precision_rules_out_is_refused():
-    run = compose(["training.reduce_dtype=bfloat16"])
-    with pytest.raises(ConfigError, match="training: reduce_dtype=bfloat16: mixed_precision=fp32"):
-        resolved(run, "cpu")
-
-
 @pytest.mark.parametrize(
     ("overrides", "lengths"),
     [
@@ -199,22 +192,6 @@ def test_lengths_follow_the_task_and_the_model(overrides, lengths):
     run = compose([*overrides, "algorithm=dr_grpo"])
     assert (run.generation.max_prompt_length, run.generation.max_new_tokens) == lengths
     assert run.algorithm.weighting.keywords["length"] == lengths[1], "other settings can refer to it"
-
-
-def test_a_rate_far_above_the_usual_one_gets_a_hint_with_the_override():
-    real = "model=gemma3_1b"
-    (line,) = unusual_settings(*resolved(compose([real, "optimizer.learning_rate=4e-5"]), "cpu"))
-    assert "40 times" in line and "optimizer.learning_rate=auto takes 1e-06" in line
-    for usual in ("optimizer.learning_rate=5e-6", "optimizer.learning_rate=auto"):
-        assert unusual_settings(*resolved(compose([real, usual]), "cpu")) == []
-    assert unusual_settings(*resolved(compose(["optimizer.learning_rate=1e-3"]), "cpu")) == [], "the bundled model"
-
-
-def test_the_length_of_the_bundled_models_answers_gets_a_hint_with_a_real_model():
-    run = compose(["model=gemma3_1b", "generation.max_new_tokens=48"])
-    assert "generation.max_new_tokens=512" in unusual_settings(*resolved(run, "cpu"))[0]
-    short = compose(["model=gemma3_1b", "generation.max_new_tokens=16"])
-    assert unusual_settings(*resolved(short, "cpu")) == [], "somebody wants a bare number"
 
 
 def test_a_recipe_gives_way_to_the_command_line_and_a_wrong_name_lists_those_there_are():

@@ -46,12 +46,6 @@ def test_the_gradient_of_a_projection_is_summed_in_float32():
     assert off(rounded, wanted) > 1e-3 and of_x_too == of_x
 
 
-def test_of_a_weight_stored_in_bfloat16_it_is_rounded_once_after_the_sum():
-    once, wanted, _ = of_a_projection("float32", "bfloat16")
-    np.testing.assert_array_equal(once, jnp.asarray(wanted, jnp.float32).astype(jnp.bfloat16))
-    assert once.dtype == jnp.bfloat16
-
-
 def test_adapters_hear_their_gradient_in_float32_and_a_frozen_base_has_no_way_for_one():
     leaf = Lora(*(jnp.ones(shape, jnp.float32) for shape in (WEIGHT.shape, (EMBED, 2), (2, HEADS, SIZE))))
     ready = for_compute(leaf, WEIGHT, jnp.bfloat16)

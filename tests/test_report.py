@@ -15,9 +15,8 @@ import yaml
 
 from tunix_lite.__main__ import main
 from tunix_lite.distributed.folder_lock import is_held
-from tunix_lite.evaluation.statistics import wilson
-from tunix_lite.report.charts import Chart, Line, line_chart, number_text, smoothed, thinned, ticks
-from tunix_lite.report.comparison import compared, runs_in
+from tunix_lite.report.charts import Chart, Line, line_chart
+from tunix_lite.report.comparison import runs_in
 from tunix_lite.report.page import MOST_BYTES, page_as_html, write_at_end, write_page
 from tunix_lite.report.run_page import run_page
 
@@ -257,23 +256,6 @@ def test_a_drawn_curve_lies_where_its_numbers_are():
     assert [s0 + (float(x) - x0) * (s1 - s0) / (x1 - x0) for x, _ in points] == pytest.approx(steps, abs=0.05)
 
 
-def test_a_thinned_curve_keeps_its_ends_and_every_peak():
-    values = np.zeros(12_345)
-    values[[77, 5_000, 9_999]] = (5.0, -7.0, 3.0)
-    steps, kept = thinned(range(12_345), values.tolist())
-    assert len(steps) <= 400 and (steps[0], steps[-1]) == (0, 12_344) and steps == sorted(steps)
-    assert {77: 5.0, 5_000: -7.0, 9_999: 3.0}.items() <= dict(zip(steps, kept)).items()
-    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
-
-
-def test_small_numbers_by_hand():
-    assert ticks(0.0, 1.0) == [0.0, 0.5, 1.0] and ticks(3, 17) == [0, 5, 10, 15, 20]
-    assert smoothed([1.0, 1.0, 4.0], 3) == [1.0, 1.0, pytest.approx((0.25 * 1 + 0.5 * 1 + 4 * 1) / 1.75)]
-    assert [number_text(x) for x in (0, 12435.2, 4e-5, 0.0312, -1.5)] == ["0", "12,435", "4e-05", "0.0312", "-1.5"]
-    found = wilson(0.8, 10)
-    assert (found.low, found.high) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # a textbook's 8 of 10
-
-
 # ---- what a stranger's folder may do
 
 
@@ -332,23 +314,6 @@ def test_a_page_loads_nothing_from_elsewhere(run):
     assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", text)
 
 
-def test_lines_to_paste_are_quoted_and_name_the_run(run, tmp_path):
-    folder, _, _ = run
-    lines = read(folder).lines
-    assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
-    assert f"tunix-lite chat checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
-    # commands that leave a mark and nothing else, should one be run
-    given = ["task.prompt='a b'; touch ran-1", "seed=$(touch ran-2)", "x=`touch ran-3`"]
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
-    (again,) = [line for line in read(folder).lines if line.startswith("python") and "hydra.run.dir" not in line]
-    here = tmp_path / "here"
-    here.mkdir()
-    command = ["bash", "-c", again.replace("python run_training.py", "printf '%s\\n'")]
-    heard = subprocess.run(command, capture_output=True, cwd=here)
-    assert not list(here.iterdir()), "nothing of it is run"
-    assert heard.stdout.decode().splitlines() == given
-
-
 @pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "samples"])
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": ', b"\xff\xfe", None])
 def test_a_damaged_or_missing_file_leaves_the_rest(run, name, content):
@@ -371,17 +336,6 @@ def test_a_report_of_ten_thousand_steps_is_small_and_soon_there(tmp_path):
     file = write_page(run_page(tmp_path / "run"), tmp_path)
     assert time.process_time() - began < 12, "some 2.5 s; a page that reads the rows once a metric takes minutes"
     assert file.stat().st_size < MOST_BYTES
-
-
-def test_a_page_that_would_be_too_large_is_cut(run):
-    folder, _, _ = run
-    page = run_page(folder)
-    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump({f"k{i}" * 40: "&" * 9000 for i in range(100)}))
-    assert len(page_as_html(run_page(folder)).encode()) < MOST_BYTES
-    many = page.sections * 40
-    cut = page_as_html(type(page)(**{**vars(page), "sections": many}))
-    assert len(cut.encode()) <= MOST_BYTES and "too large" in cut
-    Reader(cut)
 
 
 HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\nwith lock_folder(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
@@ -424,14 +378,6 @@ def test_a_report_that_cannot_be_written_is_one_line(run):
     write_at_end(folder, lambda: run_page(folder), full)
 
 
-def test_a_run_without_any_step_has_one(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.25}\n')
-    (tmp_path / "status.json").write_text('{"status": "failed", "error": "RunFailed: no"}')
-    words = " ".join(read(tmp_path).words)
-    assert "No step was made." in words and "RunFailed: no" in words
-    assert "of one evaluation, after step 0" in words and "no evaluation of two steps" in words
-
-
 # ---- several
 
 
@@ -450,16 +396,3 @@ def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, monkeypat
     assert differ == [["run", "seed"], ["seed=0", "0"], ["seed=1", "1"], ["seed=10", "10"]]
     out = capsys.readouterr().out.splitlines()
     assert out[0].split()[:3] == ["run", "status", "steps"] and out[3].startswith("seed=10")
-
-
-def test_runs_of_different_folders_go_to_a_place_of_their_own(tmp_path, monkeypatch):
-    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
-    make_run(folders[0], seed=3)
-    make_run(folders[1], seed=3, optimizer={"learning_rate": 1e-3})
-    words = ["tunix-lite", "report", *map(str, folders), f"report.out={tmp_path / 'page'}"]
-    monkeypatch.setattr(sys, "argv", words)
-    main()
-    tables = Reader((tmp_path / "page" / "report.html").read_text()).tables
-    assert [["run", "optimizer.learning_rate"], ["a/run", "4e-05"], ["b/run", "0.001"]] in tables
-    with pytest.raises(ValueError, match="a/run is given twice"):
-        compared([folders[0], folders[1], folders[0].parent / "." / "run"])

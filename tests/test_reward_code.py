@@ -1,27 +1,20 @@
 """Code against tests: right and wrong code, and code that attacks what runs it. Linux only."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from test_reward_scores import grade
 
 from tunix_lite.rewards.code import PassesTests, code_in
 from tunix_lite.rewards.scores import Score
-from tunix_lite.tasks.task import Reward
 from tunix_lite.workers import sandbox
 from tunix_lite.workers.marked_processes import find_marked
-from tunix_lite.workers.pool import RewardsConfig
-from tunix_lite.workers.sandbox import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 # Containers often refuse namespaces; no code runs there.
@@ -214,15 +207,6 @@ def test_the_last_block_of_python_is_run():
     assert kind(FAST("no code", {"tests": ["assert True"]})) == "no_answer"
 
 
-def test_tests_that_are_none_and_settings_that_are_wrong_are_named():
-    for tests in (None, [], [3], [{"input": "3"}], {"input": "", "output": ""}):
-        with pytest.raises(ValueError, match=r"tests=.* of an example is not a list of texts or of"):
-            FAST("x", {"tests": tests})
-    for name in ("seconds", "memory_mib", "max_processes"):
-        with pytest.raises(ValueError, match=f"{name}=0 must be above 0"):
-            PassesTests(**{name: 0})
-
-
 # ---- attacks
 
 
@@ -303,16 +287,6 @@ def test_a_limit_is_named_and_all_tests_together_have_one():
     assert time.monotonic() - began < 8, "50 tests would take 10"
 
 
-def test_what_the_kernel_refuses_is_told_once(monkeypatch, capsys):
-    verdict = '{"status": "ended", "why": "", "is_done": true, "printed": "", "missing": ["it can use the network"]}'
-    ended = subprocess.CompletedProcess([], 0, verdict)
-    monkeypatch.setattr(sandbox, "_told", set())
-    monkeypatch.setattr(sandbox.subprocess, "Popen", lambda *a, **k: FakeProcess(ended))
-    for _ in range(2):
-        assert FAST(block("3"), {"tests": ["assert True"]}) == 1
-    assert capsys.readouterr().out == "code of completions: it can use the network\n"
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can read what no other user can")
 def test_code_of_root_reads_no_file_of_root_or_is_told_to(tmp_path, monkeypatch, capsys):
     """It runs as nobody where nobody can read Python; elsewhere a line says that it stays root."""
@@ -323,50 +297,6 @@ def test_code_of_root_reads_no_file_of_root_or_is_told_to(tmp_path, monkeypatch,
     reads = FAST(block(f"x = open({str(secret)!r}).read()"), {"tests": ["assert x == '1'"]})
     is_told = "it can read what root can" in capsys.readouterr().out
     assert (reads == 1) == is_told
-
-
-class FakeProcess:
-    def __init__(self, ended):
-        self.returncode, self.stdout = ended.returncode, ended.stdout
-
-    def communicate(self, *_, **__):
-        return self.stdout, None
-
-
-def test_who_watches_may_be_killed_and_takes_the_code_along(places):
-    def kill():
-        while not (found := places.processes()):
-            time.sleep(0.01)
-        time.sleep(0.2)
-        os.kill(min(found), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    score = PassesTests(seconds=30)(block(SLEEPS), {"tests": ["assert True"]})
-    thread.join()
-    assert kind(score) == "stopped" and "killed the process that watched it (signal 9)" in score.why
-    deadline = time.monotonic() + 3
-    while places.processes() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not places.processes()
-
-
-def test_an_environment_that_cannot_run_code_is_no_fault_of_the_completion(monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/nonexistent")
-    monkeypatch.setattr(sandbox, "RUNNER", str(Path(__file__).with_name("answer_cases.txt")))
-    with pytest.raises(RuntimeError, match=r"answer_cases.txt ended with exit code 1"):
-        run_job({"seconds": 1})
-
-
-def test_the_run_goes_on_and_counts_what_was_stopped():
-    """Attacks and sound code side by side, in the worker processes of a run."""
-    texts = [ATTACKS[name][0] for name in ("fork bomb", "huge output", "kills all", "memory hog")] + [ADD] * 4
-    task_of = {"tests": Reward(FAST)}
-    examples = [{"tests": ["assert add(1, 2) == 3"]}] * 7 + [{"tests": ["assert add(1, 2) == 4"]}]
-    graded = grade([block(text) for text in texts], RewardsConfig(timeout=20.0), task_of, examples)
-    np.testing.assert_array_equal(graded.rewards, [0, 0, 0, 0, 1, 1, 1, 0])
-    assert graded.metrics["rewards/stopped"] == 3
-    assert all(graded.metrics[f"rewards/{name}"] == 0 for name in ("errors", "timeouts", "crashes", "not_numbers"))
 
 
 def test_where_the_kernel_refuses_namespaces_no_code_runs_and_the_error_says_why(monkeypatch, tmp_path, places):

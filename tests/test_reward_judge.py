@@ -8,9 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.judge import Judge, JudgeError
-from tunix_lite.settings.compose import compose
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 ZERO = RewardsConfig("zero", timeout=20.0)
@@ -252,23 +250,3 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         Judge(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", "prompt": PROMPT} | settings)
-
-
-def test_a_prompt_that_names_another_field_is_named():
-    with pytest.raises(ValueError, match="the judge's prompt names 'question'; an example has answer"):
-        Judge("http://127.0.0.1:1/v1", "m", PROMPT)("4", {"answer": "4"})
-
-
-def test_what_a_call_may_take_is_known():
-    assert Judge("http://a", "m", PROMPT, timeout=4.0, retries=3, backoff=0.5).most_seconds == 4 * 4 + 0.5 * 7
-
-
-def test_a_timeout_that_is_shorter_than_the_judge_is_refused():
-    prompt = "prompt: '{completion}'"
-    fn = "{_target_: tunix_lite.rewards.judge.Judge, base_url: 'http://a', model: m, " + prompt + ", retries: 3}"
-    asks = [f"+task.rewards.judge={{fn: {fn}}}"]
-    with pytest.raises(
-        ConfigError, match=r"reward 'judge' may take 19.5 seconds .* rewards.timeout=10; set rewards.timeout above 19.5"
-    ):
-        compose(asks)
-    compose([*asks, "rewards.timeout=20"])

@@ -20,16 +20,13 @@ import faulty_rewards
 import numpy as np
 import pytest
 from faulty_rewards import (
-    FAILS,
     FORKS,
     KINDS,
     Locked,
-    Scaled,
     begins,
     bound_nameless,
     faulty,
     length,
-    nameless,
     negative,
     once,
     ranked,
@@ -42,10 +39,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.errors import ConfigError, RunFailed
-from tunix_lite.models import source
-from tunix_lite.rewards.scores import text
 from tunix_lite.runs.evaluate import evaluate
-from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.watch import keep_samples
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import Processes
@@ -157,11 +151,6 @@ def test_what_is_a_number_is_taken_as_one(capfd):
     assert "x" * 1_000_000 in capfd.readouterr().out, "what a reward prints is seen"
 
 
-def test_a_process_that_a_reward_leaves_behind_does_not_hide_its_end():
-    graded = judge(["fork", "good"], settings=RewardsConfig("zero", 20.0))
-    assert counts(graded)["crash"] == 1 and list(graded.rewards) == [0, 4]
-
-
 @pytest.mark.parametrize("functions", [1, 2])
 @pytest.mark.parametrize("word", FORKS)
 def test_after_a_fork_no_completion_gets_the_reward_of_another(word, functions):
@@ -197,25 +186,6 @@ def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
     assert done.stdout == "{'r': ('', 2.0)}\n" and done.returncode == 0, done.stderr
 
 
-def test_a_long_message_is_bounded_and_costs_no_timeout():
-    with closing(Pool({"r": faulty, "extract": partial(text, shown)}, RewardsConfig("zero", timeout=30.0))) as pool:
-        kind, how = pool.submit("long message", {}).result()["r"]
-        whole = "ValueError: " + "m" * 50_000_000
-        assert kind == "error" and how.startswith("failed with " + whole[: 64 * 1024] + "... and 49,934,476 more char")
-        assert len(whole) - 64 * 1024 == 49_934_476 and len(how) < 66_000
-        kind, said = pool.submit("#500000000", {}).result()["extract"]
-        assert kind == "" and said == "y" * (64 * 1024) + "... and 499,934,464 more characters"
-
-
-def test_the_time_is_up_while_something_still_comes():
-    """A call that writes without end: what comes is neither kept nor waited for."""
-    with closing(Pool({"r": faulty}, RewardsConfig("zero", timeout=60.0))) as pool:
-        pool.submit("good", {}).result()
-        began = time.monotonic()
-        assert pool.submit("flood", {}).result()["r"][0] == "crash" and time.monotonic() - began < 60
-        assert pool.submit("good", {}).result() == {"r": ("", 4.0)}
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_path):
     """Undecodable names and escape codes in the text of an error and of `extract`, as far as console and samples."""
@@ -244,15 +214,11 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
             "raise",
             r"reward 'faulty' failed with KeyError: 'missing' \(faulty_rewards.py, line \d+\) for the completion 'raise'",
         ),
-        ("two lines", r"reward 'faulty' failed with ValueError: one two \("),
         ("exit", r"reward 'faulty' failed with SystemExit: 3 \("),
         ("loop", r"reward 'faulty' took more than rewards.timeout=0.5 seconds for the completion 'loop'"),
         ("segfault", r"reward 'faulty' ended its process with SIGSEGV for the completion 'segfault'"),
-        ("leave", r"reward 'faulty' ended its process with exit code 3 for the completion 'leave'"),
         ("nan", r"reward 'faulty' is nan for the completion 'nan'"),
-        ("large", r"reward 'faulty' is -1e\+308, beyond 1e\+18, for the completion 'large'"),
         ("text", r"reward 'faulty' is '0.5', not a number, for the completion 'text'"),
-        ("digits", r"reward 'faulty' is <int, of which Python cannot say more: Exceeds .*>, not a number, for the"),
         ("pipe", r"reward 'faulty' wrote b'not an answer' to the pipe of its process for the completion 'pipe'"),
         ("impostor", r"reward 'faulty' got the answer to another call from its process for the completion"),
         (
@@ -260,7 +226,6 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
             r"reward 'faulty' failed: a process that it forked came back from it, which failed with KeyError: 'missing' "
             r"\(faulty_rewards.py, line \d+\); end it with os._exit for the completion 'fork raise'",
         ),
-        ("none", r"reward 'faulty' is None, not a number, for the completion 'none'"),
         (
             "!raise",
             r"extract failed with KeyError: 'missing' \(faulty_rewards.py, line \d+\) for the completion '!raise'",
@@ -275,28 +240,6 @@ def test_raise_stops_with_the_name_of_the_culprit_and_the_remedy(word, message):
     assert "\n" not in str(failed.value)
 
 
-def test_a_long_completion_is_shortened():
-    with pytest.raises(ValueError, match=r"for the completion 'z{199}…; rewards.on_error"):
-        judge(["z" * 5000], rewards={"r": Reward(partial(length, times=float("nan")))}, settings=RewardsConfig("raise"))
-
-
-def test_what_loops_does_not_keep_the_others_from_stopping_the_run():
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="is nan"):
-        judge(["loop", "nan"], settings=RewardsConfig("raise", 60.0, workers=2))
-    assert time.monotonic() - began < 60
-
-
-def test_three_that_loop_cost_three_timeouts():
-    texts = ["good"] * 64
-    texts[2] = texts[3] = texts[11] = "loop"
-    began = time.monotonic()
-    graded = judge(texts)
-    assert time.monotonic() - began < 64 * ZERO.timeout, "each of the others would cost one more"
-    np.testing.assert_array_equal(graded.rewards, [0 if text == "loop" else 4 for text in texts])
-    assert counts(graded) == {"error": 0, "timeout": 3, "crash": 0, "not_number": 0}
-
-
 def test_correct_and_extract_fail_like_rewards_and_drop_nothing():
     texts = ["good", "loop", "!segfault", "better", "!raise"]
     graded = judge(texts, rewards={"length": Reward(length)}, settings=RewardsConfig("drop", 0.5))
@@ -305,15 +248,6 @@ def test_correct_and_extract_fail_like_rewards_and_drop_nothing():
     np.testing.assert_array_equal(graded.correct, [True, False, True, True, True])
     assert graded.extracted == ["GOOD", "LOOP", None, "BETTER", None]
     assert not graded.dropped.any()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_each_of_several_rewards_fails_for_itself(workers):
-    rewards = {"faulty": Reward(faulty, 10.0), "length": Reward(length, 2.0)}
-    graded = judge(["nan", "good", "raise"], rewards=rewards, settings=RewardsConfig("zero", workers=workers))
-    np.testing.assert_array_equal(graded.rewards, [6, 48, 10])
-    assert counts(graded) == {"error": 1, "timeout": 0, "crash": 0, "not_number": 1}
-    assert graded.metrics["reward/faulty"] == 4 / 3
 
 
 # ---- what is dropped
@@ -329,11 +263,6 @@ def test_what_is_dropped_counts_nowhere(workers):
     assert graded.metrics["reward/mean"] == graded.metrics["reward/faulty"] == 2 and graded.metrics["reward/std"] == 1
     assert graded.metrics["rewards/dropped"] == 2
     assert lines[0].startswith("rewards that failed, of 4 completions: errors 1, not_numbers 1, dropped 2; the first: ")
-
-
-def test_when_all_are_dropped_the_run_stops():
-    with pytest.raises(ValueError, match="all 2 completions were dropped; the first: reward 'faulty' is nan for"):
-        judge(["nan", "raise"], settings=RewardsConfig("drop"))
 
 
 def test_a_group_is_compared_without_the_dropped_and_one_alone_teaches_nothing():
@@ -409,12 +338,6 @@ def test_rewards_run_elsewhere_without_jax_or_here_if_asked():
         assert pool.submit("", {}).result() == {"platform": ("", "cpu")}
 
 
-def test_what_a_worker_can_be_given_works():
-    rewards = {"class": Reward(Scaled(0.5)), "bound": Reward(partial(length, times=3.0), 2.0)}
-    graded = judge(["aa"], rewards=rewards, correct=partial(length, times=3.0), extract=shown)
-    assert list(graded.rewards) == [13] and graded.extracted == ["AA"]
-
-
 def of_this_program(completion, example):
     return 1.0
 
@@ -426,7 +349,6 @@ REMEDY = "put it at the top of a module of its own; or rewards.workers=0 runs re
 @pytest.mark.parametrize(
     "fn, why",
     [
-        (nameless, "<lambda>"),
         (bound_nameless, "<lambda>"),
         (Locked(), "lock"),
         (partial(length, times=lambda: 1.0), "<lambda>"),
@@ -458,13 +380,6 @@ def test_what_a_worker_cannot_import_is_said_with_the_remedy():
         judge(["a"], [{"odd": threading.Lock()}])
 
 
-def test_examples_of_any_size_are_sent():
-    examples = [{"text": "x" * 5_000_000, "array": np.arange(1000)}] * 3
-    # the time for a call includes that for reading it, and numpy is imported for it
-    graded = judge(["a", "loop", "ccc"], examples, settings=RewardsConfig("zero", timeout=3.0))
-    np.testing.assert_array_equal(graded.rewards, [1, 0, 3])
-
-
 def test_workers_leave_signals_to_the_run():
     with closing(Pool({"r": length}, RewardsConfig())) as pool:
         pool.submit("a", {}).result()
@@ -481,13 +396,6 @@ def test_a_worker_that_someone_kills_is_replaced_and_no_call_is_blamed():
             assert pool.submit("abc", {}).result() == {"r": ("", 3.0)}
             os.kill(pool._workers[0].process.pid, signal.SIGKILL)
             time.sleep(0.1)
-
-
-@pytest.mark.parametrize("word", ["loop", "segfault"])
-def test_the_call_after_a_failure_is_not_the_one_that_pays(word):
-    with closing(Pool({"r": faulty}, ZERO)) as pool:
-        assert pool.submit(word, {}).result()["r"][0] in ("timeout", "crash")
-        assert pool.submit("good", {}).result() == {"r": ("", 4.0)}
 
 
 @pytest.mark.parametrize("busy", ["good", "loop", "stop"])
@@ -521,7 +429,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_are_gone_when_the_run_is_killed(how):
     folders = Path(faulty_rewards.__file__).parent, Path(faulty_rewards.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
@@ -538,24 +446,6 @@ def test_workers_are_gone_when_the_run_is_killed(how):
         parent.wait()
 
 
-def test_judging_128_completions_costs_milliseconds():
-    """Less than 20 ms more than calling the functions here, once in a hundred, for a busy machine; one that is 2.5 times
-    slower has 50 ms."""
-    texts, took = ["The answer is 15."] * 128, {}
-    for workers in (0, 1):
-        with task_of(texts, {"length": Reward(length)}, length, shown).with_workers(
-            RewardsConfig(workers=workers), print
-        ) as task:
-            seconds = [1e9]
-            # enough is enough: most often the first ones do
-            while len(seconds) < 100 and (len(seconds) < 10 or min(seconds) > took.get(0, 0.0) + 0.05):
-                began = time.perf_counter()
-                task.grade([{"question": "12 + 3", "answer": "15"}] * 128, said(128))
-                seconds.append(time.perf_counter() - began)
-        took[workers] = min(seconds)
-    assert took[1] - took[0] < 0.05, took
-
-
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -567,10 +457,6 @@ def test_judging_128_completions_costs_milliseconds():
 def test_wrong_settings_are_named(overrides, message):
     with pytest.raises(ConfigError, match=message):
         compose(overrides)
-
-
-def test_every_failure_of_the_table_was_tried():
-    assert set().union(*KINDS.values()) <= FAILS.keys()
 
 
 SMALL = [
@@ -676,20 +562,6 @@ def test_a_call_that_fails_for_a_group_is_one_failure_of_all_its_completions(fai
     assert f"reward 'rank' {words} for the completions ['b', 'bbb', 'bb']" in lines[0]
 
 
-def test_a_failed_group_stops_the_run_if_it_should():
-    with pytest.raises(
-        ValueError, match=r"reward 'rank' is 2 numbers, not 3, for the completions \['b', 'bbb', 'bb'\]"
-    ):
-        judge(
-            THREE_GROUPS,
-            three_examples(fails="count"),
-            settings=RewardsConfig("raise", 20.0),
-            num_generations=3,
-            rewards=RANKED,
-            correct=length,
-        )
-
-
 def test_two_processes_share_groups_and_completions():
     """Nine completions and three groups of two processes: each makes its share of the calls, and both have all."""
     given, asked, barrier = [None, None], [[], []], threading.Barrier(2, timeout=30)
@@ -720,11 +592,3 @@ def test_yaml_says_that_a_reward_is_of_a_group():
     assert reward.group and reward.weight == 0.5 and reward.fn is ranked
     with pytest.raises(ConfigError, match=r"rewards.rank.fn is called with \(completions, example\)"):
         compose(["+task.rewards.rank={fn: {_target_: tunix_lite.rewards.math.final_answer}, group: true}"])
-
-
-def test_the_fingerprint_of_a_run_without_such_rewards_is_that_of_earlier_versions():
-    """Else no run of before could be resumed."""
-    run = compose(["+task.rewards.rank={fn: {_target_: faulty_rewards.ranked}, group: true}"])
-    model = source.locate(run.model)
-    rewards = fingerprint(run, model, 4)["task"]["rewards"]
-    assert {name: reward.get("group") for name, reward in rewards.items()} == {"correct": None, "rank": True}

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scored_rewards import num_tokens, num_tokens_of_group, of_group, of_text, one, shown
+from scored_rewards import of_group, of_text, one, shown
 
 from tunix_lite.errors import ConfigError
-from tunix_lite.models import source
 from tunix_lite.rewards.schedules import Linear
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
-from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.reward_calls import shared_outcomes, values_of
@@ -143,14 +141,6 @@ def test_what_none_means_is_one_of_three():
 # ---- tokens
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_reward_knows_how_many_tokens_were_sampled(workers):
-    rewards = {"one": Reward(num_tokens), "group": Reward(num_tokens_of_group, 100.0, group=True)}
-    graded = grade(["a", "b", "c"], RewardsConfig(workers=workers), rewards, examples=[{}] * 3, lengths=[2, 3, 1])
-    np.testing.assert_array_equal(graded.rewards, [202, 303, 101])
-    assert [type(text) for text in graded.completions] == [str] * 3
-
-
 def test_the_limit_of_tokens_is_taken_from_generation():
     run = compose(
         [
@@ -179,29 +169,7 @@ def test_weights_are_those_of_the_step_and_are_logged():
         assert "rewards/weight_one" not in graded.metrics and graded.metrics["reward/r"] == 2
 
 
-def test_yaml_gives_a_weight_as_a_number_or_as_a_schedule():
-    schedule = "{_target_: tunix_lite.rewards.schedules.Linear, start: 1, end: 0.5, steps: 30}"
-    run = compose([f"task.rewards.correct.weight={schedule}"])
-    assert run.task.rewards["correct"].weight == Linear(1.0, 0.5, 30)
-    assert compose(["task.rewards.correct.weight=2"]).task.rewards["correct"].weight == 2.0
-    for wrong, message in (
-        ("[1]", "task.rewards.correct.weight: expected float"),
-        ("{_target_: tunix_lite.rewards.math.correct}", r"rewards.correct.weight is called with \(step\)"),
-        (schedule.replace("30", "0"), "steps=0 must be at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            compose([f"task.rewards.correct.weight={wrong}"])
-
-
 def test_a_weight_that_is_no_number_stops_the_run_naming_the_step():
     config = TaskConfig(SimpleNamespace(train=[], held_out=[]), "", {"r": Reward(one, lambda step: float("nan"))})
     with pytest.raises(ValueError, match=r"rewards.r.weight is nan in step 8"):
         config.weights(7)
-
-
-def test_the_fingerprint_of_a_run_without_the_new_settings_is_that_of_earlier_versions():
-    run = compose([])
-    kept = fingerprint(run, source.locate(run.model), 16)
-    assert kept["rewards"] == {"on_error": "raise"} and kept["task"]["rewards"]["correct"]["weight"] == 1.0
-    run = compose(["rewards.on_none=skip"])
-    assert fingerprint(run, source.locate(run.model), 16)["rewards"] == {"on_error": "raise", "on_none": "skip"}

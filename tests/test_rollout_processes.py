@@ -2,7 +2,6 @@
 
 import json
 
-import conversation_worker
 import jax
 import numpy as np
 import overlap_worker
@@ -21,27 +20,6 @@ def test_two_processes_draw_what_one_draws_and_both_see_all_of_it(tmp_path):
         assert first[what] == alone[what]
     np.testing.assert_allclose(np.concatenate(first["logprobs"]), np.concatenate(alone["logprobs"]), atol=1e-5)
     assert {"eos", "length"} == set(first["reasons"]) and len({tuple(row) for row in first["tokens"]}) == 10
-
-
-def test_where_a_process_fails_the_others_are_ended_and_its_last_words_shown(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import sys, time\nif sys.argv[3] == '1':\n    sys.exit('I am out')\ntime.sleep(600)\n")
-    with pytest.raises(AssertionError, match=r"exit codes \[None, 1\]") as failed:
-        run_together(script, 2, 2, tmp_path)
-    assert str(failed.value).endswith("---- process 1\nI am out")
-
-
-@pytest.mark.wide
-def test_two_processes_hold_the_conversations_that_one_holds(tmp_path):
-    """Each process steps its own environments, at its own pace; both get all answers at the same points."""
-    first, second = run_together(conversation_worker.__file__, 2, 4, tmp_path)
-    assert first == second, "to the bit"
-    alone = conversation_worker.draw()
-    for what in ("tokens", "turns", "ended", "answers", "took"):
-        assert first[what] == alone[what], what
-    np.testing.assert_allclose(first["logprobs"], alone["logprobs"], atol=1e-5)
-    assert alone["tokens"] == conversation_worker.draw("hold")["tokens"]
-    assert {"done", "turns"} == set(first["ended"])
 
 
 @pytest.mark.wide

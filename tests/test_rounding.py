@@ -15,7 +15,7 @@ from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores
 from tunix_lite.learner.rows import PACKING, RowLayout
 from tunix_lite.learner.scoring import scoring_program
-from tunix_lite.models import decoder, quantize, rounding, source, weights
+from tunix_lite.models import decoder, rounding, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
@@ -142,13 +142,6 @@ def test_in_float32_nothing_is_rounded_and_nothing_added(name):
         # models/unfused.py has a barrier in a function of its own, which keeps kernels apart.
         text = re.sub(r"func.func private @_itself.*?\n  }", "", program.as_text(), flags=re.DOTALL)
         assert not re.search("reduce_precision|optimization_barrier", text)
-
-
-@pytest.mark.parametrize("storage", ["fp32", "int8", "nf4"])
-def test_a_weight_is_rounded_before_it_is_multiplied_however_it_is_stored(storage):
-    weight = quantize.init_stored({"w": weights.Weight((64, 32), ("embed", "mlp"))}, jax.random.key(0), storage)["w"]
-    program = jax.jit(weights.project).lower(jnp.ones((4, 64), BF16), weight).as_text()
-    assert program.count("reduce_precision") == 2  # and the product
 
 
 def roundings(cfg: Architecture) -> dict:

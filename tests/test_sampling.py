@@ -132,12 +132,6 @@ def test_what_is_cut_off_is_what_numpy_cuts_off(cut):
     assert np.any(left, axis=1).all() and (np.sum(left) < scores.size) == (cut not in (dict(top_k=50), dict(top_k=99)))
 
 
-def test_tokens_as_good_as_the_last_one_that_is_in_are_in():
-    scores = jnp.array([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
-    for cut in (dict(top_k=2), dict(top_p=0.6), dict(min_p=np.exp(-1) * 0.999)):
-        assert np.flatnonzero(np.isfinite(sampling.apply_cutoffs(scores, **cut))[0]).tolist() == [1, 2, 3, 4]
-
-
 def kept_in_float64(row, top_k=0, top_p=1.0, min_p=0.0) -> tuple[np.ndarray, np.ndarray]:
     """Which tokens are left, and of which of them float32 cannot know: whether less than top_p comes before them."""
     row = np.float64(row)
@@ -181,13 +175,6 @@ def test_what_is_left_is_what_float64_leaves_whatever_the_scores(kind, cut):
     assert got.any(axis=1).all()
 
 
-def test_scores_that_are_no_numbers_stay_so_and_the_token_is_one_of_the_model():
-    scores = jnp.array([[1.0, jnp.nan, 0.0, 2.0]])
-    for cut in (dict(top_k=2), dict(top_p=0.5), dict(min_p=0.5)):
-        token, *logprobs = sampling.draw(scores, jax.random.key(0)[None], np.array([0]), 1.0, GenerationConfig(**cut))
-        assert np.isnan(logprobs).all() and 0 <= token[0] < 4
-
-
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=str)
 def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
     """In the compiled text of a chunk: no sort, no TopK, and of no collective a result with a row of the vocabulary."""
@@ -205,22 +192,6 @@ def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
         [int(n) for n in dims.split(",") if n] for result in results for dims in re.findall(r"\[([\d,]*)\]", result)
     ]
     assert max([dim for shape in shapes for dim in shape], default=0) < 1024, results
-
-
-def test_greedy_decoding_looks_for_no_threshold():
-    """Cutting off changes no token there, so a chunk has one loop less for each threshold: top_k's and top_p's."""
-    set_mesh(1, 1)
-    loops = {}
-    for name, generation in (("plain", GenerationConfig(4, 2)), ("cut", GenerationConfig(4, 2, top_k=3, top_p=0.9))):
-        programs = make_programs(SamplerSpec(CFG, generation, (), 0, jnp.float32, 2))
-        per_layer_params = make_prepare(CFG, jnp.float32, True)(random_params(CFG))
-        for greedy in (False, True):
-            decode = programs.decode_greedy if greedy else programs.decode
-            lowered = decode.lower(jax.eval_shape(lambda p=programs: p.make_slots(2)), per_layer_params, np.float32(0))
-            loops[name, greedy] = lowered.as_text().count("stablehlo.while")
-        assert (programs.decode is programs.decode_greedy) == (name == "plain"), "one program where nothing is cut off"
-    assert loops["cut", False] == loops["plain", False] + 2
-    assert loops["cut", True] == loops["plain", True] == loops["plain", False]
 
 
 def test_a_repetition_penalty_moves_scores_towards_the_unlikely():
@@ -308,16 +279,3 @@ def test_whole_logprobs_are_the_trainers_where_tokens_are_cut_off(params, rollou
     scored = token_logprobs(params, rollout.tokens[rows], rollout.token_mask[rows], cfg=CFG, temperature=0.9)
     np.testing.assert_allclose(rollout.full_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
     assert np.abs(rollout.logprobs - rollout.full_logprobs)[rows, 4:].max() > 0.1
-
-
-def test_an_accelerators_best_token_is_a_cpus_and_nan_gives_the_last():
-    """The two ways of finding it, on ties, on rows of NaN and where everything is cut off."""
-    logits_BV = jax.random.normal(jax.random.key(0), (5, 1000))
-    noisy_BV = jnp.round(4 * (logits_BV + jax.random.gumbel(jax.random.key(1), (5, 1000))))  # many ties
-    noisy_BV = noisy_BV.at[1].set(jnp.nan).at[2].set(-jnp.inf)
-    tokens_B, logprobs_B = jax.jit(sampling.best)(noisy_BV, logits_BV)
-    expected_B = [int(np.argmax(noisy_BV[0])), 999, 0, *(int(np.argmax(row)) for row in noisy_BV[3:])]
-    assert tokens_B.tolist() == expected_B == sampling.best_on_cpu(noisy_BV, logits_BV)[0].tolist()
-    exact_BV = np.asarray(logits_BV, np.float64)
-    expected = exact_BV[range(5), expected_B] - np.log(np.exp(exact_BV).sum(-1))
-    np.testing.assert_allclose(logprobs_B, expected, rtol=1e-6)

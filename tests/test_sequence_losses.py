@@ -42,11 +42,6 @@ def example(name: str):
     return module
 
 
-@pytest.mark.parametrize("name", ["gspo", "entropy_bonus", "leave_one_out"])
-def test_an_algorithm_is_some_30_lines(name):
-    assert len((EXAMPLE / f"{name}.py").read_text().splitlines()) <= 31
-
-
 @cache
 def of_the_formulas():
     """(batch, loss, gradients): the groups' advantages sum to zero, so a mean over a row of them would be none."""

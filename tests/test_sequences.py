@@ -106,17 +106,3 @@ def test_packing_is_refused_to_a_loss_that_does_not_say_how_it_adds_up(packing):
     assert 'loss_reduction = "tokens"' in said and "sequence_mean" in said and "training.packing=none" in said
     assert "\n" not in said
     composing.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}", f"training.packing={packing}"])
-
-
-def test_how_a_loss_adds_up_is_one_of_two(monkeypatch):
-    monkeypatch.setattr(SaysSo, "loss_reduction", "rows")
-    with pytest.raises(
-        ConfigError, match="algorithm: SaysSo.loss_reduction='rows'; it is loss_reduction = \"tokens\" for a loss"
-    ):
-        composing.compose(["~algorithm", "+algorithm={_target_: test_sequences.SaysSo}"])
-
-
-@pytest.mark.parametrize("name", ["gspo", "entropy_bonus", "leave_one_out", "best_of_group"])
-def test_the_algorithms_of_the_docs_may_be_packed(name, with_the_example):  # noqa: F811
-    run = composing.compose([f"algorithm={name}", "training.packing=prefix"])
-    assert run.algorithm.num_generations == 8

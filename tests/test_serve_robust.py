@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import json
 import re
-import resource
 import socket
 import threading
 import time
@@ -20,7 +18,6 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import TooManyRequests
 from tunix_lite.serving import connections, listen
-from tunix_lite.serving.answers import ApiChoice
 from tunix_lite.serving.app import Server
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits, read_call
@@ -109,38 +106,6 @@ def test_large_bodies_are_refused_before_they_fill_the_memory(tokenizer):
         assert b"It is 3" in raw(address, post(asking(3)))
 
 
-@pytest.fixture
-def many_files():
-    """Room for both ends of a thousand connections in one process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 4096:
-        pytest.skip("this machine allows fewer open files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_thousand_connections_get_their_own_answers(tokenizer, many_files):
-    engine = ScriptedEngine(tokenizer, say)
-    with listening(engine, LIMITS) as address:
-        opened = [connected(address) for _ in range(1000)]
-        try:
-            # All are open and silent, and one more is answered.
-            assert b"It is 5" in raw(address, post(asking(5)))
-            for number, one in enumerate(opened):
-                one.sendall(post(asking(number)))
-            for number, one in enumerate(opened):
-                answer = rest_of(one)
-                assert status(answer) == 200 and f'"It is {number}"'.encode() in answer
-        finally:
-            for one in opened:
-                one.close()
-    # Nothing of the requests is kept.
-    del engine
-    gc.collect()
-    assert not [one for one in gc.get_objects() if isinstance(one, ApiChoice)]
-
-
 def test_more_completions_than_the_server_holds_are_refused_before_anything_is_made_of_them(tokenizer):
     """A body of 10 kB asked for 256,000 completions, and nobody else was answered for 46 s."""
     engine = ScriptedEngine(tokenizer, say)
@@ -184,16 +149,6 @@ def test_a_prompt_that_is_far_too_long_is_refused_unread(tokenizer, where, monke
     assert all(len(text) < 100 for text in read)
 
 
-def test_no_text_that_fits_is_refused_for_its_bytes(tokenizer):
-    """The bound is the bytes of the longest token, whatever the text is."""
-    longest = max(tokenizer.vocabulary, key=len)
-    assert tokenizer.longest_token == len(longest.encode())
-    limits = Limits("m", 4096, 48, 8192)
-    text = tokenizer.decode([tokenizer.vocabulary[longest]], skip_special=False) * 2000
-    assert len(text) > 2**14
-    assert len(read_call({"prompt": text}, False, limits, tokenizer).prompts[0]) <= 4096
-
-
 @pytest.mark.parametrize(
     "more, field",
     [
@@ -228,21 +183,6 @@ def test_deep_bodies_are_refused(tokenizer, depth, where):
         answer = raw(address, post(body))
         # metadata is ignored, and this is no list of messages or tools
         assert status(answer) == (200 if depth == 99 and where == "metadata" else 400), answer[:300]
-
-
-def test_a_key_that_is_no_utf8_is_wrong(tokenizer):
-    with listening(ScriptedEngine(tokenizer, say), LIMITS, api_key="secret") as address:
-        head = post(asking(1)).replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer \xff\xfe")
-        assert status(raw(address, head)) == 401
-
-
-def test_an_error_names_no_folder_of_the_server(tokenizer, monkeypatch):
-    def fail(self, *_, **__):
-        raise ValueError(f"the chat template in {self.folder}/chat_template.jinja fails: no")
-
-    monkeypatch.setattr(Tokenizer, "prompt", fail)
-    with pytest.raises(BadCall, match=r"^the chat template in chat_template.jinja fails: no"):
-        read_call({"messages": [{"role": "user", "content": "hi"}]}, True, LIMITS, tokenizer)
 
 
 def test_a_stream_whose_client_has_left_frees_its_slots_and_leaves_one_line(tokenizer, monkeypatch, capfd, caplog):
@@ -325,26 +265,6 @@ def test_connections_without_a_whole_request_are_closed(tokenizer, monkeypatch):
     asyncio.run(main())
 
 
-def test_silent_connections_keep_nobody_out(tokenizer, monkeypatch, capfd):
-    """378 half heads with 256 open files closed the server for as long as they stayed."""
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 20)
-
-    async def main():
-        async with served(tokenizer) as port:
-            opened = []
-            for _ in range(100):
-                opened.append(await asyncio.open_connection("127.0.0.1", port))
-                opened[-1][1].write(b"GET /healthz HTTP/1.1\r\nX-A: ")
-            assert (await answer_of(port, HEALTH)).startswith(b"HTTP/1.1 200")
-            assert b"It is 7" in await answer_of(port, post(asking(7)))
-            for _, writer in opened:
-                writer.close()
-
-    asyncio.run(main())
-    [line] = capfd.readouterr().err.splitlines()
-    assert line == "20 connections are open: the one that was silent for longest ends"
-
-
 def test_a_request_under_way_is_not_closed_for_a_new_connection(tokenizer, monkeypatch):
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
     monkeypatch.setattr(connections, "SILENT_SECONDS", 0.2)
@@ -367,20 +287,6 @@ def test_a_request_under_way_is_not_closed_for_a_new_connection(tokenizer, monke
     asyncio.run(main())
 
 
-def test_connections_that_could_not_be_taken_are_one_line(capfd):
-    async def main():
-        loop = asyncio.get_running_loop()
-        held = connections.Connections()
-        server = await held.listen(asyncio.Protocol, "127.0.0.1", 0)
-        for _ in range(500):
-            error = OSError(24, "Too many open files")
-            loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
-        server.close()
-
-    asyncio.run(main())
-    assert capfd.readouterr().err == "a connection could not be taken: [Errno 24] Too many open files\n"
-
-
 def test_a_full_line_is_429_and_says_when_to_come_again(tokenizer):
     class Full(ScriptedEngine):
         def submit(self, sequences):
@@ -389,16 +295,3 @@ def test_a_full_line_is_429_and_says_when_to_come_again(tokenizer):
     with listening(Full(tokenizer, say), LIMITS) as address:
         answer = raw(address, post(asking(1)))
         assert status(answer) == 429 and b"Retry-After: 1" in answer
-
-
-def test_a_client_that_vanishes_before_the_first_token_frees_its_slot(tokenizer):
-    engine = ScriptedEngine(tokenizer, lambda prompt: None)
-    with listening(engine, LIMITS) as address:
-        opened = [connected(address) for _ in range(20)]
-        for one in opened:
-            one.sendall(post(asking(1, n=2)))
-        until(lambda: len(engine.asked) == 40)
-        assert not engine.cancelled
-        for one in opened:
-            one.close()
-        until(lambda: set(map(id, engine.cancelled)) == set(map(id, engine.asked)))

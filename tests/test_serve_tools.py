@@ -10,7 +10,6 @@ from test_tokenizer import FAMILIES, GEMMA_TEMPLATE, gemma
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.serving.calls import Limits
-from tunix_lite.serving.tools import CallReader
 
 openai = pytest.importorskip("openai")
 TOOLS = [
@@ -113,15 +112,6 @@ def test_text_before_calls_and_several_calls(tokenizers_of, stream):
         assert len(set(ids)) == 2
 
 
-def test_the_stream_helper_of_the_package_reads_the_calls(tokenizers_of):
-    with serving(tokenizers_of["qwen2.5"], lambda prompt: HERMES) as (client, _):
-        tools = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": False}}]
-        with client.chat.completions.stream(model="m", messages=ASKED, tools=tools) as stream:
-            [choice] = stream.get_final_completion().choices
-    [call] = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", ARGUMENTS)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "said",
@@ -142,14 +132,6 @@ def test_what_is_no_call_is_text(tokenizers_of, said, stream):
         else:
             [choice] = ask(client).choices
             assert (choice.message.content, choice.finish_reason) == (said, "stop")
-
-
-def test_without_tools_a_call_is_text(tokenizers_of):
-    with serving(tokenizers_of["qwen2.5"], lambda prompt: HERMES) as (client, engine):
-        for settings in ({"tool_choice": "none"}, {"tools": []}):
-            [choice] = ask(client, **settings).choices
-            assert choice.message.content == HERMES and choice.message.tool_calls is None
-            assert "Add two" not in engine.tokenizer.decode(engine.asked[-1].prompt)
 
 
 RESULT = {"role": "tool", "tool_call_id": "x", "content": "3"}
@@ -177,13 +159,3 @@ def test_what_cannot_be_done_with_tools_is_named(tokenizers_of, family, settings
         with pytest.raises(openai.BadRequestError, match=message) as raised:
             ask(client, **settings)
         assert raised.value.body["param"] == field and not engine.asked
-
-
-def test_every_cut_of_a_text_gives_the_same_calls():
-    """However a stream cuts what is said, nothing of a call is sent as text."""
-    said = f"Look: a<b.\n\n{HERMES}"
-    for size in range(1, len(said)):
-        reader = CallReader()
-        sent = "".join(reader.feed(said[at : at + size]) for at in range(0, len(said), size))
-        rest, [call] = reader.end()
-        assert (sent, rest, call["function"]["name"]) == ("Look: a<b.", "", "add")

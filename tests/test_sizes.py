@@ -5,10 +5,9 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models import decoder, weights
 from tunix_lite.models.families import as_computed, read_config
 from tunix_lite.settings.compose import compose
 
@@ -82,23 +81,6 @@ def test_every_size_has_a_published_count():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_size_has_as_many_parameters_as_published(name):
     assert weights.num_params(decoder.weights(model(name).architecture)) == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_size_runs_in_shape(name):
-    cfg = model(name).architecture
-
-    def run(params, tokens_BT, token_mask_BT):
-        hidden_BTD = decoder.forward(
-            params, cfg, tokens_BT, attention.one_sequence_per_row(token_mask_BT), jnp.bfloat16
-        )
-        return hidden_BTD, decoder.logits(params, cfg, hidden_BTD)
-
-    params = weights.shapes(decoder.weights(cfg), jnp.bfloat16)
-    tokens_BT, token_mask_BT = (jax.ShapeDtypeStruct((2, 64), dtype) for dtype in (jnp.int32, bool))
-    hidden_BTD, logits_BTV = jax.eval_shape(run, params, tokens_BT, token_mask_BT)
-    assert (hidden_BTD.shape, hidden_BTD.dtype) == ((2, 64, cfg.embed_dim), jnp.bfloat16)
-    assert (logits_BTV.shape, logits_BTV.dtype) == ((2, 64, cfg.vocab_size), jnp.float32)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

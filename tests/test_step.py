@@ -17,7 +17,6 @@ from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import sequence_scores, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.step import TrainStep
-from tunix_lite.models import attention, decoder
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Batch, Max, RowBatch, TokenScores, TrainState
 
@@ -57,11 +56,10 @@ def relative_difference(a, b) -> float:
 def test_micro_batches_do_not_change_the_gradient(cfg, params, rollout):
     batch = batch_of(rollout)
     whole, metrics = gradient_in_parts(cfg, params, batch, 1, jnp.float32)
-    for parts in (2, 4):
-        summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, parts, jnp.float32)
-        assert relative_difference(summed_up, whole) < 1e-5
-        for name in metrics:
-            np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+    summed_up, summed_metrics = gradient_in_parts(cfg, params, batch, 4, jnp.float32)
+    assert relative_difference(summed_up, whole) < 1e-5
+    for name in metrics:
+        np.testing.assert_allclose(summed_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shards, every", [(1, 1), (2, 1), (2, 2)])
@@ -78,16 +76,6 @@ def test_the_maximum_of_all_is_the_largest_of_micro_batches_and_shards(shards, e
     assert (float(metrics["train/most"]), float(metrics["train/sum"]), float(grads["w"])) == (-1, -36, -36)
 
 
-def test_micro_batches_do_not_change_the_gradient_in_float64(cfg, params, rollout):
-    with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
-        batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch_of(rollout))
-        whole, _ = gradient_in_parts(cfg, params, batch, 1, jnp.float64)
-        assert jax.tree.leaves(whole)[0].dtype == jnp.float64
-        for parts in (2, 4):
-            assert relative_difference(gradient_in_parts(cfg, params, batch, parts, jnp.float64)[0], whole) < 1e-10
-
-
 def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, rollout, monkeypatch):
     score = partial(token_logprobs, cfg=cfg)
     weight = np.asarray(rollout.completion_mask, np.float32)
@@ -101,20 +89,6 @@ def test_chunks_of_logprobs_do_not_change_them_or_their_gradient(cfg, params, ro
     chunked = value_and_gradient()
     np.testing.assert_allclose(chunked[0], whole[0], rtol=1e-6)
     assert relative_difference(chunked[1], whole[1]) < 1e-5
-
-
-def test_the_token_logprobs_are_those_of_the_full_softmax(cfg, params, rollout):
-    score = jax.jit(partial(token_logprobs, cfg=cfg, temperature=0.8))
-    got = score(params, rollout.tokens, rollout.token_mask)
-    hidden = jax.jit(decoder.forward, static_argnums=1)(
-        params, cfg, rollout.tokens, attention.one_sequence_per_row(rollout.token_mask)
-    )
-    scores = decoder.logits(params, cfg, hidden)
-    scores = np.asarray(scores, np.float64) / 0.8
-    full = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
-    expected = np.take_along_axis(full[:, :-1], np.asarray(rollout.tokens)[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(got[:, 1:], expected, atol=2e-5)
-    np.testing.assert_array_equal(got[:, 0], 0.0)
 
 
 @pytest.fixture

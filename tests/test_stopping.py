@@ -63,17 +63,6 @@ def test_a_step_that_cannot_end_in_time_is_left_between_two_chunks_or_before_its
         asked.check_between_chunks()
 
 
-def test_what_the_job_spent_before_counts(clock):
-    """Of ten minutes; a clock of another machine that is ahead of ours adds none."""
-    for passed, left in ((0, 600), (300, 300), (-300, 600)):
-        clock[0] = 0.0
-        asked = stopping.Stopping(10, print, passed)
-        for seconds, reason in ((left - 1, None), (left + 1, "training.max_minutes")):
-            clock[0] = seconds
-            assert asked.reason() == reason, (passed, seconds)
-    assert stopping.Stopping(10, print, passed=900).reason() == "training.max_minutes"
-
-
 def test_a_job_began_when_its_launcher_says_so_else_when_this_process_did():
     assert stopping.job_start_time({"TUNIX_LITE_STARTED": "1700000000"}) == 1.7e9
     for environ in ({}, {"TUNIX_LITE_STARTED": ""}):
@@ -120,18 +109,6 @@ def test_a_signal_that_a_launcher_hands_on_as_well_counts_once(number, clock, mo
             signal.raise_signal(number)
 
 
-def test_without_a_launcher_two_sigterms_at_once_are_one_and_two_ctrl_c_are_two(clock, monkeypatch):
-    monkeypatch.delenv(stopping.HEARTBEAT, raising=False)
-    with stopping.Stopping(None, print) as asked:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-        assert asked.reason() == "SIGTERM"
-    with stopping.Stopping(None, print):
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminal_that_closes_and_a_job_that_ends_are_one(first, second):
@@ -143,16 +120,6 @@ def test_a_terminal_that_closes_and_a_job_that_ends_are_one(first, second):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-
-
-def test_what_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stopping.Stopping(None, print) as asked:
-            signal.raise_signal(signal.SIGHUP)
-            assert asked.reason() is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_rollout_is_left_only_where_the_state_is_whole():
@@ -256,13 +223,6 @@ def test_processes_leave_at_the_same_chunk_though_only_one_was_signalled(seconds
     """And within some two periods of two seconds, on the slower clock."""
     left = Together(monkeypatch, seconds).run(10_000, 1_000)
     assert left[0] == left[1] and 1_000 <= left[0] <= 1_001 + 2 * stopping.PERIOD / max(seconds)
-
-
-def test_processes_that_nobody_signals_seldom_ask_each_other(monkeypatch):
-    """A thousand chunks of 0.1 s, a hundred seconds: some fifty times and a few at the start."""
-    together = Together(monkeypatch, (0.1, 0.1))
-    assert together.run(1_000, None) == [None, None]
-    assert together.asks <= 60
 
 
 def test_a_signal_while_the_update_compiles_ends_the_run_before_the_sampler_compiles(monkeypatch):

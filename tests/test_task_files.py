@@ -1,6 +1,5 @@
 """Tasks of files of one's own, from the command line alone."""
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.runs.setup import check_embedded, check_fields, check_rewards, prepare, startup_summary
+from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import row_files
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
-from tunix_lite.tasks.prompt_text import PromptTemplate
 from tunix_lite.tasks.row_files import Rows, RowStream
 from tunix_lite.tasks.sources import digest_of_data
 from tunix_lite.tasks.task import Task
@@ -71,27 +69,6 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
     text = parts.model.tokenizer.decode(parts.task.prompts(rows[:1])[0], skip_special=False)
     assert text.endswith("<start_of_turn>user\nSpell w0!<end_of_turn>\n<start_of_turn>model\n") and "Be kind." in text
     assert [e["hint"] for e in parts.task.held_out(256)] == [""] * 3
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "What is {country}?",
-        "{a}, {b}: [1, 2] = ${c}!".replace("$", "%"),
-        'It\'s "{q}"',
-        "one\\",
-        "a\\'b",
-        "{{{q}}} \\n",
-        "'half",
-        "0.5",
-        "true",
-    ],
-)
-def test_a_text_needs_only_the_quotes_of_the_shell(text):
-    given = compose(["task=jsonl", "task.train=a", REWARD, f"task.prompt={text}", f"task.system={text}"]).task
-    assert given.prompt == given.system == text
-    assert compose(["task=jsonl", "task.train=a", REWARD, "task.prompt=null", "task.system="]).task.system == ""
-    assert compose(["task=jsonl", "task.train=a", REWARD, "task.prompt=null"]).task.prompt is None
 
 
 def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer):
@@ -200,14 +177,6 @@ def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
             Rows(str(file), "csv")
 
 
-def test_parquet_names_what_to_install(tmp_path):
-    if importlib.util.find_spec("pyarrow"):
-        pytest.skip("pyarrow is installed")
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"rows.parquet: a Parquet file needs pyarrow: pip install -e '.\[data\]'"):
-        Rows(str(tmp_path / "rows.parquet"), "parquet")
-
-
 def test_parquet_rows_are_dicts(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -306,32 +275,6 @@ def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tm
     assert in_blocks[1] != in_blocks[0] == in_blocks[2] and in_blocks[4] != in_blocks[0] == in_blocks[3]
 
 
-def test_of_several_large_files_the_blocks_are_those_of_all_bytes_together(tmp_path, monkeypatch):
-    """40 bytes in files of 7, 0, 30 and 3: blocks of 10 begin at 0, 15 and 30, worked by hand."""
-    for name, value in (("READ_WHOLE", 39), ("READ_BLOCKS", 3), ("BLOCK", 10)):
-        monkeypatch.setattr(row_files, name, value)
-    whole = bytes(range(40))
-
-    def of(content: bytes) -> str:
-        files = []
-        for begin, end in ((0, 7), (7, 7), (7, 37), (37, 40)):
-            files.append(tmp_path / f"{len(list(tmp_path.iterdir()))}")
-            files[-1].write_bytes(content[begin:end])
-        return row_files.digest_of_files([str(file) for file in files])
-
-    first = of(whole)
-    seen = [place for place in range(40) if of(whole[:place] + b"x" + whole[place + 1 :]) != first]
-    assert seen == [*range(10), *range(15, 25), *range(30, 40)]
-
-
-def test_pairs_are_not_learned_from_by_a_reward_that_is_for_evaluation(tmp_path):
-    file = json_lines(tmp_path / "pairs.jsonl", [{"prompt": "1", "chosen": "a", "rejected": "b"}])
-    given = ["task=preferences", f"task.train={file}"]
-    with pytest.raises(ValueError, match="Learn from the pairs with algorithm=dpo, or give another task.reward="):
-        check_rewards(compose([*given, "algorithm=grpo"]).task.rewards)
-    check_rewards(compose([*given, "algorithm=grpo", REWARD]).task.rewards)
-
-
 @pytest.mark.parametrize(
     "learned, where, shown",
     [((), "word", 4), (("completion",), "completion", 2), (("chosen", "rejected"), "rejected", 2)],
@@ -354,22 +297,6 @@ def test_a_row_that_needs_a_token_without_an_embedding_is_named_at_the_start(
         check_embedded(words(config, replace(tokenizer, vocab_size=beyond)), learned)
 
 
-def test_nothing_held_out_is_named(tmp_path, tokenizer):
-    file = json_lines(tmp_path / "rows.jsonl", [{"prompt": "123"[i]} for i in range(3)])
-    task = words(["task=jsonl", f"task.train={file}", REWARD], tokenizer)
-    with pytest.raises(ValueError, match="no example is held out; set evaluation.num_examples=0"):
-        check_all_rows(task, False, 4)
-    assert check_all_rows(task, False, 0) == "3 examples to train on, 0 held out"
-
-
-def test_a_reward_may_be_the_path_of_a_class_with_settings():
-    task = compose(["task=jsonl", "task.train=a", "task.reward=tunix_lite.rewards.answers.NumericAnswer"]).task
-    assert task.rewards["NumericAnswer"].fn("so 1/2", {"answer": "0.5"}) == 1.0
-    task = compose(["task=jsonl", "task.train=a", "task.reward={_target_: tunix_lite.rewards.text.brevity, length: 8}"])
-    assert task.task.rewards["brevity"].fn("four", {}) == 0.5
-    assert replace(task.task, on_error="skip").rewards == task.task.rewards
-
-
 def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
     """PowerShell and Notepad write EF BB BF before UTF-8; CSV was read with it before JSON lines were."""
     plain = b'{"q": "1"}\n{"q": "2"}\n'
@@ -377,21 +304,6 @@ def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
     file = str(tmp_path / "marked.jsonl")
     assert list(Rows(file)) == [{"q": "1"}, {"q": "2"}]
     assert RowStream(file, 1).first(2) == [{"q": "1"}, {"q": "2"}]
-
-
-@pytest.mark.parametrize("prompt", ["What is {q}?", "{q!r:>9}"])
-def test_null_in_a_column_of_the_prompt_does_not_become_the_word_none(tmp_path, prompt):
-    file = json_lines(tmp_path / "rows.jsonl", [{"q": "1", "hint": None}, {"q": None}])
-    checker = PromptTemplate(prompt)
-    with pytest.raises(ValueError, match="rows.jsonl, line 2: task.prompt names 'q', which is null here"):
-        Rows(str(file), checker=checker)
-    assert len(Rows(str(file), on_error="skip", checker=checker)) == 1
-
-
-def test_a_row_that_is_a_list_is_refused_with_a_line_to_copy(tmp_path):
-    file = json_lines(tmp_path / "rows.jsonl", ["[1]"])
-    with pytest.raises(ValueError, match=r"line 1: not an object .* such as \{.question.: "):
-        Rows(str(file))
 
 
 @pytest.mark.parametrize(

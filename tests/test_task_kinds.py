@@ -11,13 +11,10 @@ from test_tokenizer import FAMILIES
 
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.errors import ConfigError
-from tunix_lite.models import hub
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rewards.answers import NumericAnswer
-from tunix_lite.rewards.similarity import RougeL
 from tunix_lite.runs.score import held_out_examples
-from tunix_lite.runs.setup import check_fields, prepare
+from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.chat import like_answer, same_as_answer
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
@@ -116,20 +113,6 @@ def test_gsm8k_comes_from_the_hub_where_no_file_is_given(tmp_path, monkeypatch):
         assert source.held_out[0]["answer"] == "72"
 
 
-def test_a_data_set_is_asked_of_the_hub_as_one(tmp_path, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    asked = []
-
-    def snapshot_download(**wanted):
-        asked.append(wanted)
-        return tmp_path
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert hub.dataset_folder("org/data@v1", ("main/*.parquet",)) == tmp_path
-    assert asked[0]["repo_type"] == "dataset" and asked[0]["revision"] == "v1" and asked[0]["local_files_only"]
-    assert asked[1]["allow_patterns"] == ["main/*.parquet"] and "local_files_only" not in asked[1]  # it was not whole
-
-
 # ---- conversations
 
 
@@ -155,15 +138,6 @@ def test_sft_learns_from_all_turns_of_the_assistant_or_from_the_last(tmp_path, t
         "all": ["ho<end_of_turn>2<end_of_turn>", "nine<end_of_turn>"],
         "last": ["2<end_of_turn>", "nine<end_of_turn>"],
     }
-
-
-@pytest.mark.parametrize("algorithm, task, rows", [("sft", "chat", "chats"), ("dpo", "preferences", "pairs")])
-def test_a_run_on_conversations_or_pairs_is_ready_to_start(tmp_path, algorithm, task, rows):
-    made = {"chats": [chat_of("hi", "ho", "1?", "2")], "pairs": [{"prompt": "1?", "chosen": "2", "rejected": "3"}]}
-    file = written(tmp_path / "rows.jsonl", made[rows] * 4)
-    given = [f"algorithm={algorithm}", f"task={task}", f"task.train={file}", f"task.held_out={file}"]
-    parts = prepare(compose([*given, "training.prompts_per_step=4"]), RunDir(tmp_path / "run"))
-    assert parts.data.startswith("4 examples to train on, 4 held out; 4 of the held-out prompts are training prompts")
 
 
 def test_a_conversation_is_evaluated_by_its_answer():
@@ -221,14 +195,6 @@ def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path,
     assert asked == [0, 2, 3, 5, 6, 7, 8, 9, 10]
 
 
-def test_a_completion_that_is_cut_keeps_its_first_tokens(tmp_path):
-    file = written(tmp_path / "rows.jsonl", rows_of_kind("chat", 3, {1}))
-    parts = prepare(compose(small(file, "chat", "generation.long_prompts=truncate")), RunDir(tmp_path / "run"))
-    assert "1 of 3 training completions are longer than generation.max_new_tokens=12 and are cut" in parts.data
-    tokens, _, learned = parts.task.demonstrations(parts.task.config.source.train[1:2])
-    assert parts.task.tokenizer.decode(tokens[learned], skip_special=False) == "x" * 12
-
-
 def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing_to_learn(tmp_path):
     """In memory and in a stream. The bundled template has no form for tools; line 3 ends with the user."""
     bad = [{**chat_of("hi", "ho"), "tools": TOOLS}, chat_of("a", "b", "c")]
@@ -269,13 +235,6 @@ def test_a_row_without_an_answer_to_learn_from_says_what_is_right(tmp_path, toke
         check_all_rows(task, True, 0)
 
 
-def test_the_start_says_how_many_prompts_differ(tmp_path, tokenizer):
-    file = written(tmp_path / "rows.jsonl", [chat_of(f"q{i % 6}", str(i)) for i in range(60)])
-    held_out = written(tmp_path / "held_out.jsonl", [chat_of("other", "x")])
-    task = task_of(["task=chat", f"task.train={file}", f"task.held_out={held_out}"], tokenizer)
-    assert check_all_rows(task, True, 1).endswith("different prompts to train on: 6")
-
-
 def test_sft_of_a_file_needs_no_reward_and_an_evaluation_no_file_to_train_on(tmp_path):
     file = written(tmp_path / "rows.jsonl", [{"prompt": "1 + 1?", "completion": "2"}] * 2)
     given = ["task=jsonl", f"task.held_out={file}", "evaluation.num_examples=2"]
@@ -287,31 +246,6 @@ def test_sft_of_a_file_needs_no_reward_and_an_evaluation_no_file_to_train_on(tmp
     assert len(held_out_examples(run, Tokenizer.load(BUNDLED), 2, None).examples) == 2
     with pytest.raises(ConfigError, match="train is missing: give task.train=FILE"):
         prepare(run, RunDir(tmp_path / "run"))
-
-
-def test_an_evaluation_of_gsm8k_needs_no_training_file(tmp_path, tokenizer):
-    """Several processes compare a digest, which is of the held-out rows alone."""
-    file = written(tmp_path / "test.jsonl", [NATALIA])
-    run = compose(["task=gsm8k", f"task.source.held_out_file={file}", "task.source.hub=nobody/has-it"])
-    run = replace(run, generation=replace(run.generation, max_prompt_length=256))
-    held_out = held_out_examples(run, tokenizer, None, None)
-    assert held_out.task.digest(held_out.examples, ("held_out",))
-
-
-def test_a_field_may_lie_inside_of_a_column(tmp_path, tokenizer):
-    """verl's columns: reward_model = {"ground_truth": ...}."""
-    row = {"prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}}
-    answer = NumericAnswer(field="reward_model.ground_truth")
-    assert answer("2", row) == 1 and answer("3", row) == 0
-    assert RougeL(field="reward_model.ground_truth")("2", row) == 1
-    with pytest.raises(ValueError, match="an example has no field 'reward_model.truth': it has prompt, reward_model"):
-        NumericAnswer(field="reward_model.truth")("2", row)
-    file = written(tmp_path / "rows.jsonl", [row])
-    reward = "{_target_: tunix_lite.rewards.answers.NumericAnswer, field: reward_model.%s}"
-    given = ["task=jsonl", f"task.train={file}", f"task.held_out={file}", "evaluation.num_examples=1"]
-    check_fields(compose([*given, f"task.reward={reward % 'ground_truth'}"]).task.rewards, [row])
-    with pytest.raises(ValueError, match="field=reward_model.truth, and an example has prompt, reward_model"):
-        check_fields(compose([*given, f"task.reward={reward % 'truth'}"]).task.rewards, [row])
 
 
 # ---- all that a message holds
@@ -386,41 +320,6 @@ def test_tool_calls_and_tools_of_a_row_are_written_as_the_template_writes_them(t
     )
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_under_its_own_key_is_learned(tmp_path, families, key):
-    row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4", key: "easy"}]}
-    assert pieces(learned_of(row, families["qwen3"], tmp_path)) == [
-        "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n",
-        "<think>\neasy\n</think>\n\n4<|im_end|>",
-    ]
-
-
-def test_a_pair_keeps_all_that_its_answers_hold(tmp_path, families):
-    """By hand, of a prompt that is in both conversations, and of a prompt of its own with answers of several turns."""
-    turns = without_reasoning(WEATHER)["messages"]
-    short = [turns[0], {"role": "assistant", "content": "No idea."}]
-    row = {"chosen": turns[:2], "rejected": short, "tools": TOOLS}
-    task = learned_of(row, families["qwen2.5"], tmp_path, "last", "preferences")
-    assert pieces(task, "chosen") == list(QWEN_25[:2]) and pieces(task, "rejected") == [
-        QWEN_25[0],
-        "No idea.<|im_end|>",
-    ]
-    for chosen, rejected in ((turns[1:], short[1:]), (turns, short)):
-        row = {"prompt": turns[:1], "chosen": chosen, "rejected": rejected, "tools": TOOLS}
-        task = learned_of(row, families["qwen2.5"], tmp_path, "last", "preferences")
-        assert pieces(task, "chosen") == list(QWEN_25)
-        assert pieces(task, "rejected") == [QWEN_25[0], "No idea.<|im_end|>"]
-        assert task.config.correct("It is 18. ", task.config.source.train[0]) == 1
-    other = {"prompt": "Rain?", "chosen": turns, "rejected": short}
-    with pytest.raises(ValueError, match="line 1: `chosen` begins with other messages than the prompt of the row"):
-        _ = learned_of(other, families["qwen2.5"], tmp_path, "last", "preferences").config.source.train
-
-
-def test_a_completion_may_be_messages(tmp_path, families):
-    row = {"prompt": WEATHER["messages"][:1], "completion": without_reasoning(WEATHER)["messages"][1:], "tools": TOOLS}
-    assert pieces(learned_of(row, families["qwen2.5"], tmp_path)) == list(QWEN_25)
-
-
 def test_parquet_gives_the_text_that_json_lines_give(tmp_path, families):
     """Arrow fills every struct up with the fields of all others, and null: they are absent, at any depth."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -465,35 +364,6 @@ def test_what_would_be_dropped_is_an_error_that_names_it(tmp_path, families, fam
     with pytest.raises(ValueError, match=rf"rows.jsonl, {says}"):
         task = learned_of({**WEATHER, **change}, families[family], tmp_path)
         check_all_rows(task, len(task.config.source.train[0]["messages"]) > 1, 1)
-
-
-@pytest.mark.parametrize("arguments", ["{oops", "[1]", 3, '"text"'])
-def test_arguments_that_are_no_object_are_named(tmp_path, families, arguments):
-    call = {"function": {"name": "lookup", "arguments": arguments}}
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]}
-    with pytest.raises(
-        ValueError, match="rows.jsonl, line 1: `messages` has tool_calls .* arguments of the call of 'loo"
-    ):
-        _ = learned_of(row, families["qwen2.5"], tmp_path).config.source.train
-
-
-def test_a_special_token_anywhere_in_a_row_is_letters(tmp_path, families):
-    """In arguments, in their names, and in tools: it ends no turn, and the text is the same."""
-    end = "<|im_end|>"
-    call = {"function": {"name": "lookup", "arguments": {end: f"a{end}"}}}
-    tools = [{"type": "function", "function": {"name": "lookup", "description": end}}]
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}], "tools": tools}
-    task = learned_of(row, families["qwen2.5"], tmp_path)
-    prompt, answer = pieces(task)
-    assert answer == f'<tool_call>\n{{"name": "lookup", "arguments": {{"{end}": "a{end}"}}}}\n</tool_call>{end}'
-    example = task.config.source.train[0]
-    end_id = task.tokenizer.backend.token_to_id(end)
-    assert task.text.demonstration(example)[0].count(end_id) == 1 and task.text.prompt(example).count(end_id) == 2
-    assert (
-        f'"description": "{end}"' in prompt
-        and "special tokens in 1 examples are taken as mere text"
-        in check_all_rows(replace(task, config=replace(task.config)), True, 0)
-    )
 
 
 @pytest.mark.parity
@@ -576,14 +446,6 @@ def test_a_row_that_is_no_preference_is_named(tmp_path, row, says):
 
 
 # ---- reasoning-gym
-
-
-def test_without_reasoning_gym_one_line_says_what_to_install(tmp_path):
-    if importlib.util.find_spec("reasoning_gym"):
-        pytest.skip("reasoning-gym is installed")
-    run = compose(["task=reasoning_gym"])
-    with pytest.raises(ConfigError, match=r"^task: task=reasoning_gym needs .*pip install -e '.\[gym\]'"):
-        prepare(run, RunDir(tmp_path))
 
 
 def test_tasks_of_reasoning_gym_are_mixed_and_verified_by_themselves():

@@ -4,7 +4,6 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,15 +15,12 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.text import brevity, contains
-from tunix_lite.runs.fingerprint import check_same_run
 from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.settings.compose import compose
-from tunix_lite.tasks import check_rows
 from tunix_lite.tasks.check_rows import check_all_rows
 from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest, digest_of_data
+from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Rollout
@@ -175,17 +171,6 @@ def test_a_long_prompt_that_is_truncated_keeps_its_last_tokens():
     assert prompts == [[3, 4, 5, 6], [1, 2], [1, 2, 3, 4]]
 
 
-def test_truncated_prompts_are_counted_once_per_group():
-    examples = [example for example in of_length(6, 4, 2, 5) for _ in range(2)]  # 4 fills its row and is whole
-    mask = np.array([[True] * 4, [True] * 4, [False] * 2 + [True] * 2, [True] * 4]).repeat(2, axis=0)
-    rollout = Rollout(np.ones((8, 4), int), mask, np.zeros((8, 4), bool), None, np.ones(8), None)
-    assert numbers_task([], "truncate").truncated(examples[::2]) == 2
-    task = numbers_task([], "truncate")
-    assert task.grade(examples, rollout, 2).metrics["prompts/truncated"] == 2
-    assert [len(asked.split()) for asked in task.tokenizer.seen] == [6, 4, 5]  # a row with room left was not cut
-    assert "prompts/truncated" not in numbers_task([], "error").grade(examples, rollout).metrics
-
-
 def test_the_next_that_fits_stands_where_a_dropped_example_stood():
     rows, order = long_at({1, 3}, count=9)
     task = numbers_task(rows, "drop")
@@ -213,26 +198,6 @@ def test_each_row_that_fits_comes_once_an_epoch_though_others_are_dropped(count,
         assert sorted(one) == fitting[: len(one)] if len(one) == len(fitting) else len({*one}) == len(one)
     assert all(len({e["n"] for e in examples}) == size for examples, _ in taken), "none stands twice in a batch"
     assert len(task.tokenizer.seen) == count, "each was looked at once"
-
-
-def test_a_batch_with_dropped_examples_is_a_function_of_seed_and_step():
-    task = numbers_task(long_at({0, 2, 5}, count=8)[0], "drop")
-    in_order = [task.batch(4, 0, step) for step in range(7)]
-    assert in_order == [task.batch(4, 0, step) for step in reversed(range(7))][::-1]
-    assert in_order != [task.batch(4, 1, step) for step in range(7)]
-
-
-def test_no_example_stands_twice_in_a_batch_with_replacements():
-    task = numbers_task(long_at({0, 2, 5}, count=8)[0], "drop")  # 5 fit, so 4 often reach into the next epoch
-    for step in range(16):
-        examples, _ = task.batch(4, 0, step)
-        assert len({e["n"] for e in examples}) == 4
-        assert all(len(e["words"].split()) == 3 for e in examples)
-
-
-def test_the_only_example_that_fits_is_found_wherever_the_batch_stands():
-    task = numbers_task(of_length(9, 9, 9, 9, 2, 9, 9, 9, 9, 9), "drop")
-    assert [[e["n"] for e in task.batch(1, 0, step)[0]] for step in range(20)] == [[4]] * 20
 
 
 @pytest.mark.parametrize(
@@ -277,22 +242,6 @@ def test_only_dropping_costs_a_look_at_every_prompt(treatment):
     assert task.tokenizer.seen == []
     task.prompts(rows[:1])
     assert task.tokenizer.seen == ["1 2"]
-
-
-def test_an_empty_prompt_is_named():
-    with pytest.raises(ValueError, match=r"the prompt of the example {'n': 1, 'words': ''} has no tokens"):
-        numbers_task([], "error").prompts(of_length(2, 0))
-
-
-def test_a_prompt_with_an_unknown_field_is_named(task):
-    with pytest.raises(ValueError, match="task.prompt names 'question', but an example has problem"):
-        task.prompts([{"problem": "1 + 1"}])
-
-
-def test_a_prompt_looks_into_no_column():
-    template = PromptTemplate("{question.__class__}", None)
-    with pytest.raises(ValueError, match=r"task.prompt has \{question.__class__\}; write the name of a column alone"):
-        template.messages({"question": "1 + 1"})
 
 
 def test_demonstrations_end_with_the_end_of_turn_and_count_only_the_completion(task, tokenizer):
@@ -438,21 +387,6 @@ def test_hosts_that_take_other_examples_are_told_though_nothing_is_judged(tokeni
     assert silent[0] != silent[1]
 
 
-def test_a_host_that_finds_too_few_examples_says_so_to_all():
-    def taken(process, share):
-        rows = of_length(*([9, 9, 2] if process else [2, 2, 2]))
-        processes = Processes(process, 2, share)
-        return replace(numbers_task(rows, "drop"), processes=processes).batch(2, 0, 0)
-
-    first, second = of_two_hosts(taken)
-    assert first == second and first.startswith("only 1 of the 3 training prompts looked at fit")
-
-
-def test_one_process_shares_nothing():
-    task = replace(numbers_task(of_length(1, 2, 3), "error"), processes=Processes(share=None))
-    assert len(task.batch(2, 0, 0)[0]) == 2
-
-
 # ---- digests
 
 
@@ -469,40 +403,6 @@ def test_a_digest_is_of_what_stands_in_a_data_file(tmp_path):
     assert len({first["train"], *changed, kept(rows[:-1])["train"], kept([rows[1], rows[0], *rows[2:]])["train"]}) == 6
 
 
-def test_of_data_that_is_not_in_memory_a_few_examples_are_looked_at():
-    class Lazy:
-        def __init__(self, count, other=()):
-            self.count, self.other, self.seen = count, other, []
-
-        def __len__(self):
-            return self.count
-
-        def __getitem__(self, index):
-            self.seen.append(index)
-            return {"n": "other" if index in self.other else index}
-
-    def of(train):
-        return digest_of_data(SimpleNamespace(train=train, held_out=[]))["train"]
-
-    large = Lazy(1_000_000)
-    assert of(large) == of(Lazy(1_000_000)) and len(large.seen) == 64
-    assert (large.seen[0], large.seen[1], large.seen[-1]) == (0, 15873, 999_999)  # 63 x 15,873 = 999,999
-    assert of(Lazy(1_000_000, {999_999})) != of(large) != of(Lazy(1_000_001))
-    few = Lazy(3)
-    assert of(few) != of(Lazy(3, {1})) and few.seen == [0, 1, 2]
-
-
-def test_a_digest_is_the_same_in_every_process():
-    class Picture:
-        pass
-
-    assert digest({"a": Picture()}) == digest({"a": Picture()}) != digest({"a": 1})
-    assert str({0, 8}) != str({8, 0}) and digest([{0, 8}]) == digest([{8, 0}]) != digest([{0, 9}])
-    assert digest(np.int64(3)) == digest(3) and digest(np.arange(2000)) != digest(np.arange(2000) % 1999)
-    assert digest({"a": {1: 2, "1": 3}}) == digest({"a": {"1": 3, 1: 2}}) != digest({"a": {1: 3, "1": 2}})
-    assert digest(Path("a")) == digest("a") == "ac8d8342bbb2362d"  # sha256 of "a" in quotes, by shasum
-
-
 def test_a_digest_is_of_examples_data_and_tokenizer(task, tokenizer):
     examples = [{"question": "1 + 2", "answer": "3"}]
     other_tokens = SimpleNamespace(prompt=lambda text: [*tokenizer.prompt(text), 5], special_in=tokenizer.special_in)
@@ -512,32 +412,11 @@ def test_a_digest_is_of_examples_data_and_tokenizer(task, tokenizer):
     assert task.digest(list(examples)) in digests and len(digests | {o.digest(examples) for o in others}) == 4
 
 
-def test_two_bos_tokens_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="more than one <bos>"):
-        tokenizer.prompt("hello <bos>")
-
-
 def test_the_bundled_tokenizer_says_anything_and_stops_as_gemma_3_does(tokenizer):
     assert tokenizer.eos_ids == (1, 106)
     for text in ("Grüße, 你好! 12 + 34", "tab\tand\nnewline"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert json.loads((BUNDLED / "generation_config.json").read_text())["eos_token_id"] == [1, 106]
-
-
-def test_a_search_among_very_many_examples_is_given_up():
-    class Endless:
-        def __len__(self):
-            return 1_000_000
-
-        def __getitem__(self, index):
-            return {"n": int(index), "words": "1 2 3 4 5"}
-
-    task = Task(
-        TaskConfig(SimpleNamespace(train=Endless(), held_out=[]), "{words}", {"short": Reward(brevity)}),
-        numbers_task([], "drop").tokenizer, 3, 4, "drop",
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="no training prompt fits generation.max_prompt_length=3, .* has 5"):
-        task.batch(4, 0, 0)
 
 
 # ---- rows of strangers
@@ -555,14 +434,6 @@ def of_lines(folder, lines: list, tokenizer, held_out: list | None = None, **set
     long_prompts, prompt = settings.pop("long_prompts", "error"), settings.pop("prompt", "{question}?")
     config = TaskConfig(source, prompt, {"correct": Reward(correct)}, **settings)
     return Task(config, tokenizer, 48, 16, long_prompts)
-
-
-def test_a_line_of_json_ends_with_a_newline_and_nothing_else(tmp_path, tokenizer):
-    texts = [f"a{c}b" for c in ("\u2028", "\u2029", "\x85")]
-    task = of_lines(tmp_path, [{"question": text} for text in texts], tokenizer)
-    assert [row["question"] for row in task.config.source.train] == texts
-    (tmp_path / "train.jsonl").write_bytes(GOOD + b"\r\n\r\n" + GOOD)
-    assert len(Jsonl(str(tmp_path / "train.jsonl"), "").train) == 2
 
 
 @pytest.mark.parametrize(
@@ -584,49 +455,6 @@ def test_a_bad_row_is_one_short_line_with_file_and_line(tmp_path, tokenizer, lin
         check_all_rows(of_lines(tmp_path, [GOOD, b"", line], tokenizer, [GOOD]), False, 1)
     assert "train.jsonl, line 3" in str(failed.value) and len(str(failed.value)) < 600
     assert "\n" not in str(failed.value)
-
-
-def test_a_file_in_utf_16_is_named(tmp_path):
-    for encoding in ("utf-16-le", "utf-16-be"):
-        (tmp_path / "rows.jsonl").write_bytes(("\ufeff" + GOOD.decode()).encode(encoding))
-        with pytest.raises(ValueError, match=r"rows.jsonl, line 1: UTF-16; save the file as UTF-8"):
-            _ = Jsonl(str(tmp_path / "rows.jsonl"), "").train
-
-
-@pytest.mark.parametrize("line", [{"question": "1 + " * 20_000}, {"question": "x", "completion": "y" * 50_000}])
-def test_no_message_prints_a_whole_row(tmp_path, tokenizer, line):
-    task = of_lines(tmp_path, [line], tokenizer, long_prompts="drop")
-    for call in (task.prompts, task.demonstrations):
-        try:
-            call(task.config.source.train)
-        except ValueError as error:
-            assert len(str(error)) < 600 and "train.jsonl, line 1: the " in str(error)
-    with pytest.raises(ValueError) as failed:
-        replace(task, config=replace(task.config, prompt="{question.x}")).text.ask(line)
-    assert len(str(failed.value)) < 600
-
-
-def test_long_prompts_and_completions_are_counted_before_the_start(tmp_path, tokenizer):
-    long = {"question": " + ".join(["1"] * 30), "completion": "x" * 40}
-    task = of_lines(tmp_path, [GOOD, long, GOOD, {**long, "question": long["question"] + " + 1"}], tokenizer, [GOOD])
-    count = len(tokenizer.prompt(long["question"] + " + 1?"))
-    says = rf"^2 of 4 training prompts are longer than generation.max_prompt_length=48; the longest has {count} tokens "
-    with pytest.raises(ValueError, match=rf"{says}\(.*train.jsonl, line 4\); raise it to at least {count}, or set"):
-        check_all_rows(task, False, 1)
-    task.prompts([json.loads(GOOD)])
-    short = of_lines(tmp_path, [GOOD, {"question": "1", "completion": "x" * 40}], tokenizer, [GOOD])
-    says = r"^1 of 2 training completions are longer than generation.max_new_tokens=16; the longest has 41 tokens "
-    with pytest.raises(ValueError, match=rf"{says}\(.*line 2\); raise it to at least 41, or set .*=truncate or drop$"):
-        check_all_rows(short, True, 1)
-    with pytest.raises(ValueError, match="line 2: an example for sft needs a `completion`; this one has question"):
-        check_all_rows(of_lines(tmp_path, [GOOD, {"question": "1"}], tokenizer), True, 1)
-
-
-def test_of_very_many_prompts_some_are_measured_and_that_is_said(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(check_rows, "MEASURED", 3)
-    rows = [GOOD, GOOD, {"question": "1" * 80}, GOOD, {"question": "1" * 90}]  # the first, the middle one and the last
-    with pytest.raises(ValueError, match=r"^2 of the 3 \(of 5\) looked at training prompts are longer"):
-        check_all_rows(of_lines(tmp_path, rows, tokenizer, [GOOD]), False, 1)
 
 
 def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
@@ -663,20 +491,6 @@ def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_
         "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"
     )
-
-
-def test_a_run_goes_on_only_with_its_treatment_of_special_tokens():
-    ours = {"task": {"prompt": "a", "special_tokens_in_data": "text"}, "seed": 0}
-    with pytest.raises(ValueError, match="task.special_tokens_in_data: 'text' here, 'control' there"):
-        check_same_run(ours, {"task": {"prompt": "a", "special_tokens_in_data": "control"}, "seed": 0}, "folder", False)
-
-
-def test_a_file_is_read_and_looked_through_once_a_start(tmp_path, tokenizer, monkeypatch):
-    first, second = (of_lines(tmp_path, [GOOD] * 3, tokenizer, [{"question": "9"}]) for _ in range(2))
-    said = check_all_rows(first, False, 1)
-    assert first.config.source.train is second.config.source.train
-    monkeypatch.setattr(check_rows, "_check_in_memory", None)
-    assert check_all_rows(second, False, 1) == said
 
 
 # ---- special tokens in rows
@@ -784,8 +598,3 @@ def test_a_row_that_is_no_conversation_is_named(tokenizer, tmp_path, row, says):
     task = of_lines(tmp_path, [chat_of(("user", "hi")), row], tokenizer, [chat_of(("user", "ho"))], prompt=None)
     with pytest.raises(ValueError, match=rf"train.jsonl, line 2: .*{says}"):
         check_all_rows(task, False, 1)
-
-
-def test_the_setting_is_one_of_three():
-    with pytest.raises(ConfigError, match="special_tokens_in_data='no'; it is text, control or error"):
-        compose(["task.special_tokens_in_data=no"])

@@ -16,7 +16,7 @@ import pytest
 import rich.console
 
 from tunix_lite.tracking.console import Console, lines_of_sample
-from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst, spark_bars, trend
+from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst
 
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
 
@@ -53,12 +53,6 @@ def board_after(steps: int) -> Dashboard:
     return board
 
 
-def test_the_course_of_a_number_is_bars_a_trend_and_the_best():
-    assert spark_bars([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert spark_bars([1.0]) == "" and spark_bars([2, 2, 2]) == "▁▁▁" and len(spark_bars(list(range(300)))) == 20
-    assert [trend([0] * 5 + [x] * 5) for x in (1, -1, 0)] == ["↗", "↘", "→"] and trend([1, 2]) == ""
-
-
 @pytest.mark.parametrize("width", [50, 80, 140])
 def test_the_region_holds_every_number_within_the_columns(width):
     text = text_of(board_after(12).drawn(width, 60), width)
@@ -67,22 +61,6 @@ def test_the_region_holds_every_number_within_the_columns(width):
         assert part in text, f"{part} at {width}"
     assert max(map(len, text.splitlines())) <= width
     assert ("best 1.200 at 12" in text) == (width >= 60)
-
-
-def test_the_region_leaves_room_and_shrinks_to_a_line():
-    board = board_after(3)
-    assert len(text_of(board.drawn(80, 20), 80).splitlines()) <= 12
-    assert text_of(board.drawn(80, 5), 80).splitlines() == ["step 3/20 15% | eta 34 s"]
-
-
-def test_what_takes_long_has_a_running_clock():
-    now = [0.0]
-    board = Dashboard(20, clock=lambda: now[0])
-    board.busy("compiling the update")
-    now[0] = 75.0
-    assert text_of(board.drawn(80, 24), 80).strip() == "step 0/20 0% | compiling the update 1m15s"
-    board.log(1, metrics(1))
-    assert "compiling" not in board.headline()
 
 
 def test_the_time_left_counts_the_evaluations_that_are_still_to_come():
@@ -95,22 +73,6 @@ def test_the_time_left_counts_the_evaluations_that_are_still_to_come():
         left[step] = board.seconds_left()
     assert left[1] is None and left[2] == 16 * 2 + 4 * 40
     assert left[5] == 13 * 2 + 3 * 30 and left[17] == 2 + 30 and left[18] == 0
-
-
-def test_a_run_that_goes_on_shows_the_step_that_it_goes_on_from(tmp_path):
-    """It said `step 0/60 0% | compiling the update` for half a minute after `resumed from step 24`."""
-    console = Console(tmp_path / "train.log", max_steps=60, stream=io.StringIO())
-    console.begin_at(24)
-    console.doing("compiling the update")
-    assert text_of(console._board.drawn(80, 24), 80).startswith("step 24/60 40% | compiling the update")
-    console.close()
-
-
-def test_numbers_that_are_none_are_left_out():
-    board = Dashboard(None)
-    board.log(1, {"reward/mean": float("nan"), "train/loss": "x", "train/kl": None, "train/grad_norm": 2.0})
-    text = text_of(board.drawn(80, 24), 80)
-    assert "grad norm" in text and "reward" not in text and "loss" not in text
 
 
 def test_a_sample_is_one_line_whatever_it_holds():
@@ -199,15 +161,3 @@ def test_quiet_prints_hints_and_results_only(tmp_path):
     console.close()
     assert stream.getvalue() == "a hint\n"
     assert len((tmp_path / "train.log").read_text().splitlines()) == 3
-
-
-def test_drawing_takes_a_small_part_of_a_quarter_second():
-    board = board_after(400)
-    began = time.perf_counter()
-    for _ in range(5):
-        text_of(board.drawn(140, 50), 140)
-    assert (time.perf_counter() - began) / 5 < 0.1
-    began = time.perf_counter()
-    for step in range(1000):
-        board.log(step, metrics(step))
-    assert (time.perf_counter() - began) / 1000 < 1e-3, "what a step itself does"

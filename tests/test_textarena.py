@@ -3,13 +3,11 @@
 import importlib.util
 import random
 
-import numpy as np
 import pytest
 
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.text_arena import SeededRandom, TextArena, bracketed_number, random_move
-from tunix_lite.environments.try_environment import try_environment
+from tunix_lite.environments.text_arena import TextArena, bracketed_number, random_move
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
@@ -53,30 +51,6 @@ def test_settings_of_games_that_cannot_be_meant_are_refused(settings, message):
         compose(["task=textarena", *settings])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_games_draw_from_their_own_generators():
-    one, other = SeededRandom(7), SeededRandom(7)
-    random.seed(1)
-    before = random.getstate()
-    drawn = []
-    for who in (one, other, one, other):
-        with who.in_use():
-            drawn.append((random.random(), np.random.rand()))
-    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
-    assert random.getstate() == before
-
-
-def test_the_random_opponent_plays_a_move_that_is_listed_last():
-    board = "[GAME] Available Moves: '[1]', '[2]'\n[Player 0] [1]\n[GAME] Board\n\nAvailable Moves: '[3]', '[4]', '[bet X]'\n[GAME] [9]"
-    assert {random_move(board) for _ in range(50)} == {"[3]", "[4]"}
-    with pytest.raises(ValueError, match="does not list the moves"):
-        random_move("[GAME] Your move.")
-
-
-def test_the_last_number_of_a_completion_as_a_move():
-    assert bracketed_number("2 + 5 = 7.\nThe answer is 7.") == "[7]"
-    assert bracketed_number("none") == "none"
 
 
 # ---- with it
@@ -140,21 +114,6 @@ def test_games_side_by_side_are_those_one_after_another(installed):
     prompts = [game.reset(example) for game, example in zip(games, examples)]
     turns = [[game.step(move) for game in games] for move in moves]
     assert [(prompt, list(said)) for prompt, said in zip(prompts, zip(*turns))] == alone
-
-
-def test_a_wrong_game_is_one_message(installed):
-    with pytest.raises(ConfigError, match=r"has no game 'GuessNumber-v0'; did you mean .*GuessTheNumber-v0") as caught:
-        compose(["task=textarena", "task.source.games=[GuessNumber-v0]"])
-    assert "\n" not in str(caught.value)
-    zero = ConversationConfig(workers=0, on_error="zero")
-    for environment, example, message in (
-        (TextArena(), {"game": "TicTacToe-v0"}, "TicTacToe-v0 is not for 1 player (The number of players"),
-        (TextArena(opponent=random_move), GUESS, "GuessTheNumber-v0 is not for 2 players (The number of players"),
-        (TextArena(settings={"nothing": 1}), GUESS, "nothing"),
-        (TextArena(), {"secret": 3}, "has the id of a `game`"),
-    ):
-        failing = try_environment(environment, example, zero).failing
-        assert message in failing and "\n" not in failing
 
 
 def test_an_opponent_that_raises_ends_its_game_alone(installed):

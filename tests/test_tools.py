@@ -1,18 +1,17 @@
 """Tools: schemas from type hints, calls as each family writes them, errors as observations, and the bundled ones."""
 
 import json
-import sys
 from functools import partial
 from typing import Literal, Optional
 
 import pytest
 
-from tunix_lite.environments.bundled_tools import FolderSearch, Python, calculator
+from tunix_lite.environments.bundled_tools import FolderSearch, calculator
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.pool import EnvironmentPool
-from tunix_lite.environments.schemas import misfit, schema_of, tool_name
+from tunix_lite.environments.schemas import misfit, schema_of
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.tool_calls import ToolCall, calls_in, expression_in
+from tunix_lite.environments.tool_calls import ToolCall, calls_in
 from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment
 
 
@@ -60,12 +59,6 @@ def test_the_schema_of_a_tool_by_hand():
     }
     bound = schema_of(partial(weather, unit="F"))["function"]
     assert bound["name"] == "weather" and "unit" not in bound["parameters"]["properties"]
-
-
-def test_an_object_that_can_be_called_is_a_tool(tmp_path):
-    search = FolderSearch(str(tmp_path))
-    assert tool_name(search) == "search" and tool_name(Python()) == "python"
-    assert schema_of(search)["function"]["parameters"]["required"] == ["query"]
 
 
 def no_docstring(x: int) -> int:
@@ -240,15 +233,6 @@ def test_a_budget_of_calls_ends_the_conversation():
     assert environment.step(many).done
 
 
-def test_results_may_stand_in_the_models_own_text():
-    environment = ToolEnvironment((calculator,), role="assistant", result=" {result}\n", calls=expression_in)
-    environment.reset({})
-    turn = environment.step("27 - 21 =")
-    assert turn.observation == [{"role": "assistant", "content": " 6\n"}]
-    assert environment.template_variables == {} and turn.info["called_a_tool"]
-    assert environment.step("The answer is 6.").done
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -293,25 +277,6 @@ def test_the_calculator_by_hand(expression, value):
     assert calculator(expression) == value
 
 
-@pytest.mark.parametrize(
-    "expression",
-    ["__import__('os')", "x + 1", "2 +", "9 ** 9 ** 9", "'a' * 9", "1 if 1 else 2", "(-8) ** 0.5", "1e308 * 10",
-     "(" * 300 + "1", "1" * 600, "[1]", "2 << 9999", "True + 1"],
-)  # fmt: skip
-def test_the_calculator_works_out_numbers_alone(expression):
-    with pytest.raises((ValueError, OverflowError)):
-        calculator(expression)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="code is limited by means of Linux")
-def test_python_returns_what_the_code_prints():
-    assert Python()("print(2 + 2)\nprint('x')") == "4\nx"
-    with pytest.raises(RuntimeError, match="NameError"):
-        Python()("print(1)\nnobody")
-    with pytest.raises(RuntimeError, match="took more than `seconds`"):
-        Python(seconds=0.3)("while True: pass")
-
-
 def test_a_folder_is_searched_by_words(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.txt").write_text("Water boils at 100 degrees.\n\nIce melts at 0 degrees.")
@@ -325,23 +290,6 @@ def test_a_folder_is_searched_by_words(tmp_path):
     assert search("quantum") == "Nothing was found."
     with pytest.raises(ValueError, match="is no folder"):
         FolderSearch(str(tmp_path / "none"))
-
-
-@pytest.mark.parametrize(
-    ("completion", "expression"),
-    [
-        ("12 + 3 = 15", "12 + 3"),
-        ("12 + 3 =", "12 + 3"),
-        ("so\n 15 - 4\n", "15 - 4"),
-        ("The answer is 15.", None),
-        ("12 + 3 = 15\nThe answer is 15.", None),
-        ("-7", None),
-        ("", None),
-    ],
-)
-def test_a_line_that_works_something_out_is_a_call(completion, expression):
-    calls = [ToolCall("calculator", {"expression": expression})] if expression else []
-    assert expression_in(completion) == calls
 
 
 def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):

@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tunix_lite.settings import compose as composing
 from tunix_lite.tracking import plugs
-from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of, flat_texts, with_plain_keys
+from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of
 from tunix_lite.tracking.tracker import TensorBoard
 
 ROW = {"prompt": "2 + 2?", "completion": "# 4 <b>\nyes", "expected": "4", "extracted": "4", "correct": True}
@@ -120,16 +120,6 @@ def test_wandb_gets_metrics_and_tables_and_its_id_back(stand_in, tmp_path):
     assert last[0] == "run.finish"
 
 
-def test_trackio_gets_the_same_and_no_keys_with_underscores(stand_in, tmp_path):
-    calls = stand_in("trackio", init=lambda calls: Recorder(calls, "run."))
-    use(plug("trackio")(tracked(tmp_path)))
-    named = [call for call in calls if call[0][0].islower()]
-    assert [name for name, _, _ in named] == ["init", "run.log", "run.log", "run.finish"]
-    assert named[0][2]["config"] == {"seed": 0, "algorithm": {"target": "a.B", "clip": [0.2]}}
-    assert (named[0][2]["project"], named[0][2]["name"], named[0][2]["resume"]) == ("tunix_lite", "today/noon", "allow")
-    assert named[2][1][0]["samples"] == ("Table", *columns_of(ROWS))
-
-
 def test_mlflow_gets_numbers_settings_and_completions_as_an_artifact(stand_in, tmp_path):
     info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="f00"))
     calls = stand_in("mlflow", start_run=lambda calls: info)
@@ -189,19 +179,6 @@ def test_the_tracker_of_the_docs_is_one(tmp_path, monkeypatch):
     said: list[str] = []
     use(Guarded("mine", open_it(tracked(tmp_path)), said.append))
     assert not said and (tmp_path / "mine.txt").read_text().splitlines() == ["3 None", "3 '# 4 <b>\\nyes'"]
-
-
-def test_two_trackers_stand_side_by_side():
-    words = ["tracking=wandb", "+tracking.trackers.trackio._target_=tunix_lite.tracking.trackio.Trackio"]
-    assert list(composing.compose(words).tracking.trackers) == ["wandb", "trackio"]
-
-
-def test_tables_and_settings_hold_plain_values():
-    columns, cells = columns_of(ROWS)
-    assert columns[-3:] == ["reward right", "reward short", "advantage"] and columns[:2] == ["prompt", "completion"]
-    assert cells[0][-4:] == [1.0, 1.0, 0.5, 0.7] and cells[1][-4:] == [None] * 4 and cells[1][1] == r"\x1b[31m"
-    assert flat_texts({"a": {"b?": "x" * 99}}, 10) == {"a.b_": "x" * 9 + "…"}
-    assert with_plain_keys({"_a_": {"__b": 1}}) == {"a": {"b": 1}}
 
 
 # ---- the real ones, where they are installed

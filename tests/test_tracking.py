@@ -11,10 +11,9 @@ import sys
 
 import pytest
 
-from tunix_lite.plain_text import device_name, shortened, visible
+from tunix_lite.plain_text import visible
 from tunix_lite.report.evidence import read_sample_file
 from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.disk import trouble
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.tracking.rundir import RunDir, Status, read_status
 from tunix_lite.tracking.tracker import JsonLines
@@ -92,25 +91,6 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     words = status.closing_lines("")[0][0]
     assert words == "held-out accuracy 25.0% → 50.0%, avg@4 12.5% → 75.0%"
     assert stopped == ("stopped by SIGTERM; the same command with hydra.sweep.dir=/sweep goes on", "")
-
-
-def test_a_device_is_named_once():
-    assert device_name("cpu", "cpu") == "cpu" and device_name("NVIDIA H100", "gpu") == "NVIDIA H100 (gpu)"
-
-
-def test_a_run_that_stops_before_its_first_step_promises_nothing(tmp_path):
-    status = Status(RunDir(tmp_path))
-    status.start(0)
-    status.stopped = "SIGHUP"
-    _, (stopped, _) = status.closing_lines("hydra.run.dir=/run")
-    assert stopped == "stopped by SIGHUP; the same command begins anew, as no step was made"
-
-
-def test_a_status_file_that_a_full_disk_emptied_is_no_obstacle(tmp_path):
-    (tmp_path / "status.json").write_text("")
-    status = Status(RunDir(tmp_path), {})
-    status.start(0)
-    assert json.loads((tmp_path / "status.json").read_text())["status"] == "running"
 
 
 def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
@@ -247,62 +227,6 @@ def test_what_a_run_writes_it_can_read_again(tmp_path):
     status.start(0)
     status.write("failed", error="é" * 3_000_000)
     assert read_status(run_dir.status)[3] == ""
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a full disk, on Linux")
-def test_a_full_disk_of_the_screen_is_not_taken_for_that_of_the_run(tmp_path):
-    with open("/dev/full", "w", buffering=1) as full:
-        console = Console(tmp_path / "train.log", max_steps=1, stream=full)
-        with pytest.raises(OSError) as found:
-            console.say("hello")
-        assert trouble(found.value, tmp_path) == "the disk is full: standard output"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
-    console.close()
-
-
-def test_a_run_that_is_a_link_to_nowhere_is_refused_with_what_to_do(tmp_path):
-    (tmp_path / "run").symlink_to("nowhere")
-    for folder in (tmp_path / "run", tmp_path / "run" / "inner"):
-        with pytest.raises(ValueError, match="run is a link to nowhere, which is not there: make that folder"):
-            RunDir(folder).check()
-
-
-def test_a_sample_of_any_length_is_one_line_of_some_hundred_characters(tmp_path):
-    console = Console(tmp_path / "train.log", max_steps=1, stream=io.StringIO())
-    long = "y" * 1_000_000
-    console.samples([{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
-    console.close()
-    assert len((tmp_path / "train.log").read_text()) < 700
-
-
-def test_a_terminal_of_ascii_is_no_obstacle(tmp_path):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(tmp_path / "train.log", max_steps=1, stream=stream)
-    console.say("accuracy → 你")
-    console.close()
-    stream.flush()
-    assert stream.buffer.getvalue() == b"accuracy \\u2192 \\u4f60\n"
-
-
-def test_a_long_row_is_shortened_and_its_length_said():
-    assert shortened("a\x1b\ud800") == repr("a\x1b\ud800") and shortened({"a": 1}) == "{'a': 1}"
-    assert shortened("x" * 1_000_000) == "'" + "x" * 199 + "… (1,000,000 characters)"
-    assert len(shortened({"a": "x" * 1_000_000})) < 240
-
-
-def test_a_screen_that_went_away_is_done_without_and_the_log_has_everything(tmp_path):
-    reader, writer = os.pipe()
-    stream = open(writer, "w")  # noqa: SIM115
-    console = Console(tmp_path / "train.log", max_steps=2, stream=stream)
-    console.say("one")
-    assert os.read(reader, 100) == b"one\n"
-    os.close(reader)  # as by `| head -1`
-    for text in ("two", "three"):
-        console.say(text)
-    console.close()
-    stream.close()  # and so does python at its end, without a word
-    said = (tmp_path / "train.log").read_text().splitlines()
-    assert [line.split()[1] for line in said] == ["one", "two", "three"]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_was_probably_meant(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.try_environment import Tried, try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -41,21 +40,6 @@ def test_an_environment_that_fails_is_named_before_the_run(name, message):
     assert message in str(caught.value)
     # a user who wants to go on without it may
     check_environment_answers(task, ZERO, {})
-
-
-def test_what_takes_long_here_is_not_judged():
-    task = task_of("Slow")
-    settings = ConversationConfig(timeout=0.3)
-    assert try_environment(task.config.environment, {}, settings) == Tried()
-
-
-def test_an_answer_that_the_chat_template_refuses_is_named(tmp_path):
-    from test_tokenizer import GEMMA_TEMPLATE, gemma
-
-    config = task_of("Talks").config
-    task = Task(config, Tokenizer.load(gemma(tmp_path / "g", GEMMA_TEMPLATE)), 32, 32)
-    with pytest.raises(ValueError, match="has the roles tool, user here; one message of the role user"):
-        check_environment_answers(task, ConversationConfig(workers=0), {})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_tokenizer import CHATML, FAMILIES, TOOL, llama, qwen, write
+from test_tokenizer import CHATML, FAMILIES, TOOL, qwen, write
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
@@ -116,13 +116,6 @@ def test_a_turn_that_was_cut_is_ended_first(made):
         assert cut[1:] == turns.between("c", ended=True)
 
 
-def test_gemma_by_hand(made):
-    """The bundled template, which is Gemma's without a system role."""
-    tokenizer = made["bundled"]
-    written = "\n<start_of_turn>user\nhigher<end_of_turn>\n<start_of_turn>model\n"
-    assert TurnTokens(tokenizer).between(" higher ", ended=True) == tokenizer.encode(written)
-
-
 @pytest.mark.parametrize(
     ("name", "messages", "message"),
     [
@@ -148,23 +141,6 @@ def test_a_template_that_leaves_out_what_was_said_is_named(tmp_path):
         TurnTokens(Tokenizer.load(qwen(tmp_path / "b", deaf))).between([{"role": "tool", "content": "three"}], True)
 
 
-def test_a_template_without_marks_of_the_end_keeps_all_that_follows(tmp_path):
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    tokenizer = Tokenizer.load(qwen(tmp_path / "p", plain))
-    turns = TurnTokens(tokenizer)
-    for ended in (True, False):
-        assert tokenizer.decode(turns.between("x", ended)) == "\nuser: x\nassistant: "
-
-
-def test_a_base_model_reads_what_was_answered_as_it_is(tmp_path):
-    tokenizer = Tokenizer.load(llama(tmp_path / "l"))
-    turns = TurnTokens(tokenizer)
-    for ended in (True, False):
-        assert turns.between([user("\nHigher.\n")], ended) == tokenizer.encode("\nHigher.\n")
-        # the next turn is drawn behind an answer, so an empty one is not nothing
-        assert turns.between("", ended) == tokenizer.encode("\n")
-
-
 def test_a_tokenizer_that_puts_something_before_a_text_puts_nothing_before_an_answer(tmp_path):
     """Llama 2's: `prepend_scheme: first` marks the beginning of a text as the beginning of a word."""
     import tokenizers
@@ -180,14 +156,6 @@ def test_a_tokenizer_that_puts_something_before_a_text_puts_nothing_before_an_an
     assert tokenizer.backend.id_to_token(tokenizer.encode("[user]x")[0]) == "▁"
     tokens = TurnTokens(tokenizer).between("x", ended=True)
     assert "".join(tokenizer.backend.id_to_token(t) for t in tokens) == "[user]x"
-
-
-def test_answers_that_come_again_are_not_written_again(made, monkeypatch):
-    turns = TurnTokens(made["bundled"])
-    first = turns.between("again", ended=True)
-    monkeypatch.setattr(Tokenizer, "chat", None)
-    first.append(0)
-    assert turns.between("again", ended=True) == first[:-1]
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -9,7 +9,7 @@ import pytest
 from test_train import SHORT, lines
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.errors import RunFailed
 from tunix_lite.runs import watch
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
@@ -57,8 +57,3 @@ def test_what_an_observer_returns_is_checked(found, said):
     watching = SimpleNamespace(session=SimpleNamespace(run=settings))
     with pytest.raises(RunFailed, match=f"^tracking.observers.mine: {re.escape(said)}"):
         watch.Watch.observed(watching, None)
-
-
-def test_an_observer_that_is_no_function_is_refused_before_the_run():
-    with pytest.raises(ConfigError, match=r"^tracking.observers.mine"):
-        compose(["+tracking.observers.mine=3"])
