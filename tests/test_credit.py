@@ -7,8 +7,7 @@ import pytest
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
-from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.groups import Groups, TurnCredit, sample_groups, turn_advantages
 from tunix_lite.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
 
 
@@ -28,10 +27,6 @@ def test_all_turns_of_a_group_are_compared():
     kept = np.array([True, True, True, False])
     found = turn_advantages(centre, TurnCredit("turn"), rewards, 2, kept)
     assert [one.tolist() for one in found] == [[-1, 1], [0], [0], [0, 0]]
-
-
-def test_what_is_no_reward_of_the_environment_belongs_to_the_last_turn():
-    assert with_total([1.0, 2.0], 3.5) == [1.0, 2.5]
 
 
 def test_advantages_of_completions_cannot_compare_turns():

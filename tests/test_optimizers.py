@@ -18,7 +18,6 @@ from tunix_lite.learner.optim import (
     OptimizerConfig,
     SGDConfig,
     StateLeaf,
-    apply_update,
     describe,
     init_opt_state,
     learning_rate_at,
@@ -28,6 +27,7 @@ from tunix_lite.learner.optim import (
     scaled_for,
     state_layout,
 )
+from tunix_lite.learner.update import apply
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
@@ -217,8 +217,7 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
 
     @jax.jit
     def step(state, grads):
-        (params, opt_state), _ = apply_update(optimizer, grads, state, 0)
-        return TrainState(state.step + 1, params, opt_state)
+        return apply(optimizer, state, grads, jnp.float32(0), 0)[0]
 
     params = on_mesh(draw(0))
     born = init_opt_state(optimizer, params)

@@ -17,8 +17,7 @@ from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 from test_conversations import Numbers as Answers
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, who_answers
-from tunix_lite.algorithms.credit import TurnCredit
-from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.groups import TurnCredit, sample_groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sequences import sequence_sum
 from tunix_lite.algorithms.weighting import per_sequence

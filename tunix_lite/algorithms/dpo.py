@@ -93,10 +93,23 @@ class DPO:
     ) -> tuple[Batch, Metrics, Graded | None]:
         """Pairs -> their margins under today's weights and the reference -> the batch."""
         if self.pairs == "data":
-            arrays, metrics, graded = _of_data(task, examples)
-            rows = np.arange(2 * len(examples))
-            chosen = rows[0::2]
-            rejected = rows[1::2]
+            # row 2p is chosen, row 2p + 1 rejected
+            both = [task.demonstrations(examples, name) for name in FIELDS]
+            arrays = tuple(
+                np.stack(pair, axis=1).reshape(2 * len(examples), -1)
+                for pair in zip(*both, strict=True)
+            )
+            chosen = np.arange(0, 2 * len(examples), 2)
+            rejected = chosen + 1
+            lengths = arrays[2].sum(axis=1)
+            metrics = {
+                "completions/mean_length": float(lengths.mean()),
+                "completions/mean_length_chosen": float(lengths[chosen].mean()),
+                "completions/mean_length_rejected": float(lengths[rejected].mean()),
+            }
+            if task.long_prompts == "truncate":
+                metrics["prompts/truncated"] = task.truncated(examples)
+            graded = None
         else:
             groups = sample_groups(policy, task, params, examples, key, self.num_generations)
             rollout = groups.rollout
@@ -162,23 +175,6 @@ class DPO:
             "train/pair_accuracy": is_right,
         }
         return loss - jnp.sum(batch.loss_weight * slope_RW), metrics
-
-
-def _of_data(task: TaskInterface, examples: list[dict]) -> tuple[tuple, Metrics, None]:
-    """(tokens, token_mask, completion_mask) [2P, T]: row 2p is chosen, row 2p + 1 rejected."""
-    both = [task.demonstrations(examples, name) for name in FIELDS]
-    arrays = tuple(
-        np.stack(pair, axis=1).reshape(2 * len(examples), -1) for pair in zip(*both, strict=True)
-    )
-    lengths = arrays[2].sum(axis=1)
-    metrics = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/mean_length_chosen": float(lengths[0::2].mean()),
-        "completions/mean_length_rejected": float(lengths[1::2].mean()),
-    }
-    if task.long_prompts == "truncate":
-        metrics["prompts/truncated"] = task.truncated(examples)
-    return arrays, metrics, None
 
 
 def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:

@@ -50,7 +50,9 @@ class TokenTerms(NamedTuple):
     batch: RowBatch
 
 
-def token_terms(scores: TokenScores, batch: RowBatch, ratio: Callable) -> TokenTerms:
+def token_terms(
+    scores: TokenScores, batch: RowBatch, ratio: Callable[..., jax.Array]
+) -> TokenTerms:
     """The terms of a batch in rows: 0 at tokens without weight, which do not matter whatever their
     numbers are."""
     counts_RW = batch.loss_weight != 0

@@ -48,9 +48,9 @@ def make_policy(
     """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
-    program = compiled_once(scoring_program(scores, rows).lower)
-    frozen = {} if reference is None else {"reference": FrozenScorer(reference, rows, program)}
-    return Policy(generate, scores, frozen, Rescore(rows, program))
+    rescore = Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
+    frozen = {} if reference is None else {"reference": FrozenScorer(reference, rescore)}
+    return Policy(generate, scores, frozen, rescore)
 
 
 def batch_scores(
@@ -83,11 +83,6 @@ def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, ja
     if batch.scored is None:
         M = batch.is_scored.shape[1]
         return hidden_RWD[:, -M - 1 : -1], batch.tokens[:, -M:]
-    return _gathered(hidden_RWD, batch)
-
-
-def _gathered(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, jax.Array]:
-    """`scored_hidden` of packed rows."""
     before_RMD = jnp.take_along_axis(hidden_RWD, batch.previous[..., None], axis=1)
     return before_RMD, jnp.take_along_axis(batch.tokens, batch.scored, axis=1)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +57,16 @@ class RowLayout:
         """
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
-        pack = self._unpacked if self.packing == "none" else self._packed
-        packed, scored_columns = pack(batch, counts_BT)
+        if self.packing == "none":
+            # a sequence a row; a slice finds the scored tokens, in the last columns
+            packed = packing.unpacked(batch.token_mask, counts_BT)
+            first = counts_BT.shape[1] - self._last_columns(counts_BT)
+            scored_columns = {"is_scored": counts_BT[:, first:]}
+        else:
+            counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
+            packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
+            names = ("scored", "previous", "is_scored", "num_parts")
+            scored_columns = {name: getattr(packed, name) for name in names}
 
         # every value about a token goes where its token goes
         placed = jax.tree.map(packed.place, batch)
@@ -73,24 +80,6 @@ class RowLayout:
             completion_ids=packed.completion_ids,
         )
         return jax.tree.map(on_mesh, rows), packed
-
-    def _unpacked(self, batch: Batch, counts_BT: np.ndarray) -> tuple[Packed, dict[str, Any]]:
-        """A sequence a row, and where the scored tokens are: in the last columns, so that a slice
-        finds them."""
-        packed = packing.unpacked(batch.token_mask, counts_BT)
-        first = counts_BT.shape[1] - self._last_columns(counts_BT)
-        return packed, {"is_scored": counts_BT[:, first:]}
-
-    def _packed(self, batch: Batch, counts_BT: np.ndarray) -> tuple[Packed, dict[str, Any]]:
-        """Several sequences a row, and the columns of the scored tokens."""
-        counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
-        packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
-        return packed, {
-            "scored": packed.scored,
-            "previous": packed.previous,
-            "is_scored": packed.is_scored,
-            "num_parts": packed.num_parts,
-        }
 
     def _last_columns(self, counts_BT: np.ndarray) -> int:
         """Counts the columns at the end of the rows that contain all scored tokens."""

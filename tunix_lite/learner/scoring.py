@@ -28,15 +28,12 @@ class Rescore:
     program: Callable
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
         # Other fields of a batch would only make another program.
         read = Batch(batch.tokens, batch.token_mask, batch.loss_weight)
         laid_out, layout = self.rows.lay_out(read)
         return layout.back(self.compiled(params, laid_out)(params, laid_out))
 
     def compiled(self, params: Params, batch: RowBatch) -> Callable:
-        """Returns the compiled program for these weights and this batch in rows, or for their
-        shapes."""
         return self.program(params, batch)
 
 
@@ -48,17 +45,13 @@ class FrozenScorer:
     """
 
     params: Params  # on the mesh, never donated
-    rows: RowLayout  # layout of its batches
-    # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
+    rescore: Rescore
 
     def __call__(self, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
-        return Rescore(self.rows, self.program)(self.params, batch)
+        return self.rescore(self.params, batch)
 
     def compiled(self, batch: RowBatch) -> Callable:
-        """Returns the compiled program for this batch in rows, or for its shapes."""
-        return self.program(self.params, batch)
+        return self.rescore.compiled(self.params, batch)
 
 
 def scoring_program(

@@ -106,8 +106,7 @@ class TinkerBody:
             raise BadCall(f"kind={shown(self.kind)} is not supported; 'snapshot' is", "kind")
         optimizer = self.optimizer_config.get("type", "adamw")
         if optimizer != "adamw":
-            message = f"optimizer {shown(optimizer)} is not supported; adamw is"
-            raise BadCall(message, "optimizer_config")
+            raise BadCall(f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer")
         for name in ("user_metadata", "display_name"):
             size = len(json.dumps(getattr(self, name)))
             if size > MOST_METADATA:
@@ -138,21 +137,20 @@ class TinkerBody:
     def sample_settings(self, request_id: str) -> SampleSettings:
         """Without a seed, the name of the request is one, so that a server that was killed draws
         the same tokens again. Raises BadCall."""
-        stop = self.sampling_params.get("stop")
+        params = {name: one for name, one in self.sampling_params.items() if one is not None}
+        stop = params.get("stop", ())
         if stop == []:
             raise BadCall("stop=[] (not even at the end of sequence) is not supported", "stop")
-        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        stops = stop if isinstance(stop, list | tuple) else [stop]
         if not all(isinstance(one, int | str) for one in stops):
             raise BadCall("stop must hold texts or tokens", "stop")
-        seed = self.sampling_params.get("seed")
-        if seed is None:
-            seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
-        values = {name: self.sampling_params.get(name) for name in DRAWN_BY}
+        seed = params.get("seed", int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4]))
+        values = {name: params[name] for name in DRAWN_BY if name in params}
         values["seed"] = seed % 2**32 if isinstance(seed, int) else seed
         values["stop"] = tuple(one for one in stops if isinstance(one, str))
         values["stop_token_ids"] = tuple(one for one in stops if isinstance(one, int))
         try:
-            return as_settings({name: one for name, one in values.items() if one is not None})
+            return as_settings(values)
         except (ValueError, TypeError) as error:
             raise BadCall(str(error), "sampling_params") from error
 
