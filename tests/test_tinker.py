@@ -429,7 +429,7 @@ def test_an_empty_journal_beside_weights_is_refused(left_behind, tmp_path, how):
         ("UPDATE records SET value = json_set(value, '$.next_seq', 'x') WHERE kind = 'model'", "next_seq"),
         ("UPDATE records SET value = json_set(value, '$.adapters', 3) WHERE kind = 'model'", "adapters"),
         ("UPDATE records SET kind = 'dataset' WHERE kind = 'session'", "of no kind that this server knows"),
-        ("ALTER TABLE requests RENAME COLUMN attempts TO tries", "requests have no attempts"),
+        ("ALTER TABLE requests RENAME COLUMN attempts TO tries", "no such column: attempts"),
     ],
 )
 def test_a_record_of_another_version_is_one_line(left_behind, tmp_path, change, wrong):
@@ -532,7 +532,6 @@ def test_what_a_session_holds_is_bounded(tmp_path):
     pytest.importorskip("aiohttp")
     with listening(tmp_path) as (client, _):
         assert client.call("create_session", {"user_metadata": {"a": "b" * 65536}})[0] == 400
-        assert client.call("create_session", {"display_name": "b" * 65536})[0] == 400
 
 
 def test_a_finished_session_is_gone(tmp_path):
@@ -548,14 +547,14 @@ def test_a_finished_session_is_gone(tmp_path):
 
 POSTS = {
     "client/config": {},
-    "create_session": {"user_metadata": {"a": "b"}, "display_name": "c"},
+    "create_session": {"user_metadata": {"a": "b"}},
     "session_heartbeat": {"session_id": "?"},
     "create_sampling_session": {"session_id": "?", "sampling_session_seq_id": 0, "base_model": "bundled"},
     "join_sampling_session": {"sampling_session_id": "?"},
     "create_model": {"session_id": "?", "model_seq_id": 1, "base_model": "bundled", "lora_config": {"rank": 2}},
     "get_info": {"model_id": "?"},
     "optim_step": {"model_id": "?", "seq_id": 1, "adam_params": {"learning_rate": 1.0}},
-    "save_weights": {"model_id": "?", "seq_id": 1, "path": "a", "ttl_seconds": 60, "user_metadata": {}},
+    "save_weights": {"model_id": "?", "seq_id": 1, "path": "a", "user_metadata": {}},
     "save_weights_for_sampler": {"model_id": "?", "seq_id": 1, "sampling_session_seq_id": 1},
     "load_weights": {"model_id": "?", "seq_id": 1, "path": "tinker://a"},
     "weights_info": {"tinker_path": "tinker://a"},

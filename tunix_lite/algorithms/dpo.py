@@ -130,35 +130,29 @@ class DPO:
         today = policy.rescore(params, batch)
         reference = policy.scorers["reference"](batch)
         gap = np.float64(today) - np.float64(reference)
-        return self._with_margins(batch, gap, chosen, rejected), metrics, graded
 
-    def _with_margins(
-        self, batch: Batch, gap_BT: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
-    ) -> Batch:
-        """Adds the slope of each pair's loss to the batch as advantages, and returns the
-        metrics."""
         # Each pair: its margin, its loss, and the slope of that.
-        counts_BT = np.asarray(batch.loss_weight) != 0
-        scores_B = np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
+        scores_B = np.where(counts, gap, 0.0).sum(axis=1)
         margins = scores_B[chosen] - scores_B[rejected]
         # log(1 + exp(-x)), which does not overflow
         losses = np.logaddexp(0.0, -self.beta * margins)
         slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
 
         # They go to all tokens of the two completions.
-        values = np.zeros((4, len(counts_BT)))
+        values = np.zeros((4, len(counts)))
         values[0, chosen] = slopes
         values[0, rejected] = -slopes
         # the sum over all tokens of a pair, weighted, is the pair's share of the mean
-        lengths = counts_BT.sum(axis=1)
+        lengths = counts.sum(axis=1)
         both = np.maximum(lengths[chosen] + lengths[rejected], 1)
         for row, of_pair in enumerate((losses, margins, margins > 0), start=1):
             values[row, chosen] = of_pair / both
             values[row, rejected] = of_pair / both
         advantages, *logged = (
-            np.broadcast_to(x[:, None], counts_BT.shape).astype(np.float32) for x in values
+            np.broadcast_to(x[:, None], counts.shape).astype(np.float32) for x in values
         )
-        return batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
+        batch = batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
+        return batch, metrics, graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""

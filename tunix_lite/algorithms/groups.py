@@ -116,16 +116,13 @@ class Groups:
     def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
         where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
-        if self.credit is not None and self.credit.kind != "end":
-            return self._turn_advantages(function, limit)
-        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
-        if limit is not None:
-            advantages_PG = np.clip(advantages_PG, -limit, limit)
-        advantages_B1 = advantages_PG.reshape(-1, 1)
-        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
+        limit = np.inf if limit is None else limit
+        shape = self.rollout.tokens.shape
+        if self.credit is None or self.credit.kind == "end":
+            how = (function, self.rewards_PG, self.kept_PG, self.whole)
+            advantages_PG = np.clip(advantages_of_kept(*how), -limit, limit)
+            return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
 
-    def _turn_advantages(self, function: Advantages, limit: float | None) -> np.ndarray:
-        """[B, T] float32: the advantage of each turn at its tokens; 0 elsewhere."""
         # What is in the rewards beside those of the environment belongs to the last turn: the
         # rewards of the turns then sum to the reward of the conversation.
         totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
@@ -135,12 +132,12 @@ class Groups:
         ]
         kept_B = self.kept_PG.reshape(-1)
         G = self.rewards_PG.shape[1]
-        advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
+        advantages_BT = np.zeros(shape, np.float32)
         row_advantages = turn_advantages(function, self.credit, rewards, G, kept_B)
         for row, (one, values) in enumerate(zip(self.rollout.conversations, row_advantages)):
             for turn, value in zip(one.turns, values):
                 advantages_BT[row, turn.begin : turn.end] = value
-        return advantages_BT if limit is None else np.clip(advantages_BT, -limit, limit)
+        return np.clip(advantages_BT, -limit, limit)
 
     def whole(self) -> WholeBatch:
         """Facts for an advantage function beside the rewards."""

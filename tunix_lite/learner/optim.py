@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import traverse_util
 
 from tunix_lite.models.weights import Table, Weight, is_weight
 from tunix_lite.types import Params
 
 SCHEDULES = ("constant", "linear", "cosine")
+# dims of a weight that are inputs and outputs of a matrix; or, as optax.partition marks it, none
+Matrix = optax.contrib.MuonDimensionNumbers
+DIMS = (Matrix, optax.MaskedNode)
 # the least root mean square of weights that Adafactor multiplies an update by, as optax has it
 LEAST_RMS = 1e-3
 
@@ -188,11 +190,18 @@ class MuonConfig(LearningRateConfig):
         if table is None:
             raise ValueError("Muon must know which dims of a weight are inputs: give the table")
         # Not optax.contrib.muon: its AdamW has Nesterov momentum, and decays norms too.
-        dims = _matrix_dims(table)
 
-        def sized(d: Any, u: Any) -> Any:
+        def dims_of(w: Weight) -> Matrix | optax.MaskedNode:
+            # A stack of layers is as many matrices. Muon is not for the embedding and the head.
+            if not w.inputs or "vocab" in w.axes:
+                return optax.MaskedNode()
+            first = int(w.is_stacked)
+            inputs = tuple(range(first, first + w.inputs))
+            return Matrix(inputs, tuple(range(first + w.inputs, len(w.shape))))
+
+        def sized(d: Matrix | optax.MaskedNode, u: jax.Array) -> jax.Array:
             # an orthogonal matrix, with the root mean square of its setting
-            if not _is_matrix(d):
+            if not isinstance(d, Matrix):
                 return u
             inputs = math.prod(u.shape[dim] for dim in d.reduction_axis)
             outputs = math.prod(u.shape[dim] for dim in d.output_axis)
@@ -200,8 +209,11 @@ class MuonConfig(LearningRateConfig):
                 return math.sqrt(max(1.0, outputs / inputs)) * u
             return math.sqrt(max(inputs, outputs)) * self.rms * u
 
+        dims = jax.tree.map(dims_of, table, is_leaf=is_weight)
         scale_by_shape = optax.stateless(
-            lambda updates, params: jax.tree.map(sized, dims, updates, is_leaf=_is_dims)
+            lambda updates, params: jax.tree.map(
+                sized, dims, updates, is_leaf=lambda x: isinstance(x, DIMS)
+            )
         )
         parts = {
             "matrix": optax.chain(
@@ -217,7 +229,9 @@ class MuonConfig(LearningRateConfig):
             "rest": optax.scale_by_adam(self.beta1, self.beta2, self.eps),
         }
         names = jax.tree.map(
-            lambda d: "matrix" if _is_matrix(d) else "rest", dims, is_leaf=_is_dims
+            lambda d: "matrix" if isinstance(d, Matrix) else "rest",
+            dims,
+            is_leaf=lambda x: isinstance(x, DIMS),
         )
         return optax.chain(
             optax.partition(parts, names),
@@ -350,35 +364,6 @@ def describe(cfg: Optimizer, num_shards: int = 1, max_steps: int | None = None) 
     return f"{clip}{cfg.NAME}({', '.join(terms)})"
 
 
-# ---- matrices of a layer
-
-
-def _matrix_dims(table: Table) -> Any:
-    """Returns the dims of each weight that are the inputs and the outputs of a matrix; MaskedNode,
-    as optax.partition marks it, where Muon has no matrix.
-
-    A stack of layers is as many matrices. The embedding and the head are not meant for Muon.
-    """
-
-    def of(w: Weight) -> Any:
-        if not w.inputs or "vocab" in w.axes:
-            return optax.MaskedNode()
-        first = int(w.is_stacked)
-        inputs = tuple(range(first, first + w.inputs))
-        outputs = tuple(range(first + w.inputs, len(w.shape)))
-        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
-
-    return jax.tree.map(of, table, is_leaf=is_weight)
-
-
-def _is_matrix(dims: Any) -> bool:
-    return isinstance(dims, optax.contrib.MuonDimensionNumbers)
-
-
-def _is_dims(x: Any) -> bool:
-    return _is_matrix(x) or isinstance(x, optax.MaskedNode)
-
-
 def _per_layer(
     change: Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array], table: Table | None
 ) -> optax.GradientTransformation:
@@ -401,9 +386,8 @@ def _per_layer(
 def decay_mask(params: Params) -> Params:
     """True for weights that decay: projections, adapters and the embedding, not the scales of norms
     or biases."""
-    flat = traverse_util.flatten_dict(params, sep="/")
-    return traverse_util.unflatten_dict(
-        {path: not path.endswith(("norm", "bias")) for path in flat}, sep="/"
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not _names(path)[-1].endswith(("norm", "bias")), params
     )
 
 
@@ -461,26 +445,22 @@ def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any
         names = _names(place)
         suffixes = (names[i:] for i in range(len(names)))
         weight = next((suffix for suffix in suffixes if suffix in by_path), None)
-        dims = None if weight is None else _dims_kept(by_path[weight], leaf.shape, names)
-        return StateLeaf(leaf, None) if dims is None else StateLeaf(leaf, weight, dims)
+        if weight is None:
+            return StateLeaf(leaf, None)
+        # all dims of the weight, or all but one (Adafactor)
+        whole = by_path[weight]
+        every = tuple(range(len(whole)))
+        if leaf.shape == whole:
+            return StateLeaf(leaf, weight, every)
+        left_out = [d for d in every if whole[:d] + whole[d + 1 :] == leaf.shape]
+        if not left_out:
+            return StateLeaf(leaf, None)
+        # Of two dims of one size, optax's row leaves out the last of the largest, its column the
+        # other.
+        drop = left_out[-1] if "v_row" in names else left_out[0]
+        return StateLeaf(leaf, weight, tuple(d for d in every if d != drop))
 
     return jax.tree_util.tree_map_with_path(of, state)
-
-
-def _dims_kept(
-    whole: tuple[int, ...], part: tuple[int, ...], names: tuple[str, ...]
-) -> tuple[int, ...] | None:
-    """Finds the dims of a weight that an array beside it has: all, or all but one (Adafactor);
-    None: it has none of them."""
-    every = tuple(range(len(whole)))
-    if part == whole:
-        return every
-    left_out = [d for d in every if whole[:d] + whole[d + 1 :] == part]
-    if not left_out:
-        return None
-    # Of two dims of one size, optax's row leaves out the last of the largest, its column the other.
-    drop = left_out[-1] if "v_row" in names else left_out[0]
-    return tuple(d for d in every if d != drop)
 
 
 def _by_path(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
@@ -493,7 +473,7 @@ def _names(path: tuple) -> tuple[str, ...]:
 
 
 def num_updates(opt_state: Any) -> int:
-    """Updates that were made: those that were skipped (step.TrainStep) do not count."""
+    """Updates that were made: those that were skipped (update.TrainStep) do not count."""
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
 
 

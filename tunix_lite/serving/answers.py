@@ -95,26 +95,16 @@ class ApiChoice:
                 self.held = ""
                 piece.finish_reason = "stop"
                 break
-            piece.text += self._release()
+            # The last characters may be the beginning of a stop text.
+            free = max(0, len(self.held) - max(map(len, self.stop)) + 1)
+            piece.text += self.held[:free]
+            self.held = self.held[free:]
         return piece
 
     def _stop_at(self) -> int | None:
         """The place at which the first stop text begins in what is held."""
         places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         return min(places, default=None)
-
-    def _release(self) -> str:
-        """The text that cannot be part of a stop text any more."""
-        held_back = 0
-        for text in self.stop:
-            for length in range(min(len(text) - 1, len(self.held)), 0, -1):
-                if self.held.endswith(text[:length]):
-                    held_back = max(held_back, length)
-                    break
-        free = len(self.held) - held_back
-        released = self.held[:free]
-        self.held = self.held[free:]
-        return released
 
     @property
     def text(self) -> str:

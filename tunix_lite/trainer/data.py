@@ -119,32 +119,29 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
             chunk = indices[start : start + most * shards]
             least = max(1, TOKENS_AT_LEAST // width)
             num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
-            yield Part(chunk, _in_rows([data[i] for i in chunk], num_rows, width))
+
+            # a datum a row, then empty rows: arrays [R, W]
+            ids = {name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")}
+            values = {name: np.zeros((num_rows, width), np.float32) for name in VALUES}
+            mask = np.zeros((num_rows, width), bool)
+            for row, i in enumerate(chunk):
+                length = len(data[i].tokens)
+                mask[row, :length] = True
+                for name, array in ids.items():
+                    array[row, :length] = getattr(data[i], name)
+                for name, array in values.items():
+                    of_datum = getattr(data[i], name)
+                    array[row, :length] = DEFAULTS[name] if of_datum is None else of_datum
+            rows = RowBatch(
+                tokens=ids["tokens"],
+                token_mask=mask,
+                loss_weight=mask.astype(np.float32),
+                segment_ids=mask.astype(np.int32),
+                positions=np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
+                streams={"targets": ids["targets"], **values},
+            )
+            yield Part(chunk, jax.tree.map(on_mesh, rows))
 
 
 def _power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
-
-
-def _in_rows(data: Sequence[Datum], num_rows: int, width: int) -> RowBatch:
-    """A datum a row, then empty rows: arrays [R, W] on the mesh."""
-    ids = {name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")}
-    values = {name: np.zeros((num_rows, width), np.float32) for name in VALUES}
-    mask = np.zeros((num_rows, width), bool)
-    for row, datum in enumerate(data):
-        length = len(datum.tokens)
-        mask[row, :length] = True
-        for name, array in ids.items():
-            array[row, :length] = getattr(datum, name)
-        for name, array in values.items():
-            of_datum = getattr(datum, name)
-            array[row, :length] = DEFAULTS[name] if of_datum is None else of_datum
-    rows = RowBatch(
-        tokens=ids["tokens"],
-        token_mask=mask,
-        loss_weight=mask.astype(np.float32),
-        segment_ids=mask.astype(np.int32),
-        positions=np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
-        streams={"targets": ids["targets"], **values},
-    )
-    return jax.tree.map(on_mesh, rows)

@@ -198,9 +198,6 @@ class TinkerServer(Face):
 
     def _tidy(self, now: float) -> None:
         self.store.forget_results(now - RESULT_SECONDS)
-        for checkpoint in self.store.all("checkpoint"):
-            if checkpoint.expires is not None and checkpoint.expires < now:
-                self.store.remove(checkpoint)
         for session in self.store.all("session"):
             # While the server was away it could hear nobody.
             heard = session.heard if session.is_finished else max(session.heard, self._began)
@@ -229,7 +226,7 @@ class TinkerServer(Face):
 
     def _create_session(self, body: TinkerBody) -> dict:
         name = uuid.uuid4().hex
-        self.store.put(TinkerSession(name, time.time(), body.user_metadata, body.display_name))
+        self.store.put(TinkerSession(name))
         return {"type": "create_session", "session_id": name, "info_message": OUTPUT_LAYER}
 
     def _session(self, name: str) -> TinkerSession:
@@ -415,7 +412,7 @@ class TinkerServer(Face):
             "size_bytes": checkpoint.size,
             "public": False,
             "user_metadata": checkpoint.metadata,
-            "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
+            "expires_at": None,
         }
 
     def _checkpoints_of(self, model: Model) -> dict:
@@ -429,7 +426,7 @@ class TinkerServer(Face):
             "training_run_id": model.id,
             "base_model": self.limits.model_name,
             "model_owner": "local",
-            "last_request_time": _time(model.last_request),
+            "last_request_time": _time(model.created),
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": model.metadata,

@@ -18,6 +18,7 @@ DRAWN_BY = ("max_tokens", "temperature", "top_k", "top_p")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Fields that ask for what this server does not have, unless they are empty.
 NOT_SUPPORTED = (
+    "ttl_seconds",
     "optimizer_params",
     "topk_prompt_logprobs",
     "topk_sample_logprobs",
@@ -30,8 +31,6 @@ MOST_SAMPLES = 1024
 MOST_RANK = 4096
 # Bytes of what a client writes beside its models.
 MOST_METADATA = 65536
-# Seconds that a checkpoint may be kept for: a hundred years.
-MOST_SECONDS = 100 * 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,7 @@ class TinkerBody:
     tinker_path: str = ""
     path: str | None = None
     overwrite: bool = False
-    ttl_seconds: float | None = between(0, MOST_SECONDS, None)
     kind: str = "snapshot"
-    display_name: str | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     lora_config: LoraBody | None = None
     optimizer_config: dict[str, Any] = field(default_factory=dict)
@@ -107,10 +104,10 @@ class TinkerBody:
         optimizer = self.optimizer_config.get("type", "adamw")
         if optimizer != "adamw":
             raise BadCall(f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer")
-        for name in ("user_metadata", "display_name"):
-            size = len(json.dumps(getattr(self, name)))
-            if size > MOST_METADATA:
-                raise BadCall(f"{name} has {size} bytes; there is room for {MOST_METADATA}", name)
+        size = len(json.dumps(self.user_metadata))
+        if size > MOST_METADATA:
+            message = f"user_metadata has {size} bytes; there is room for {MOST_METADATA}"
+            raise BadCall(message, "user_metadata")
 
     @property
     def adapters(self) -> Adapters | None:

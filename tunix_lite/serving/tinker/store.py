@@ -47,7 +47,7 @@ CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
 CREATE INDEX IF NOT EXISTS waiting ON requests (arrival, owner) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS with_body ON requests (owner, seq) WHERE body != x'';
 """
-COLUMNS = "arrival id owner seq kind body state result attempts ended digest".split()
+COLUMNS = "arrival, id, owner, seq, kind, body, state, result, attempts, ended, digest"
 # Folders of weights, and what a message calls the files in them.
 ROOMS = {"models": "models", "samplers": "samplers", "checkpoints": "saved checkpoints"}
 OTHER_VERSION = (
@@ -63,9 +63,6 @@ class TinkerSession:
     """A client's run. Its id is like 4f2a."""
 
     id: str
-    created: float = field(default_factory=time.time)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    display_name: str | None = None
     is_finished: bool = False
     # the last time that its client was heard
     heard: float = field(default_factory=time.time)
@@ -98,7 +95,6 @@ class Model:
     saved: str | None = None
     # whether gradients since the last step are incomplete
     has_failed: bool = False
-    last_request: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -126,7 +122,6 @@ class Checkpoint:
     adapters: Adapters | None
     created: float = field(default_factory=time.time)
     size: int = 0
-    expires: float | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -169,9 +164,10 @@ class Store:
 
     def _read_journal(self) -> None:
         self._db.executescript(TABLES)
-        columns = [row[1] for row in self._db.execute("PRAGMA table_info(requests)")]
-        if missing := [name for name in COLUMNS if name not in columns]:
-            raise StoreDamaged(f"{JOURNAL}: requests have no {missing[0]}; {OTHER_VERSION}")
+        try:
+            self._db.execute(f"SELECT {COLUMNS} FROM requests LIMIT 0")
+        except sqlite3.OperationalError as error:
+            raise StoreDamaged(f"{JOURNAL}: {error}; {OTHER_VERSION}") from error
         for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
             self._records.setdefault(kind, {})[name] = _record(kind, name, value)
         if any(self._records.values()):
@@ -269,9 +265,8 @@ class Store:
             [request] = self._requests("owner = ? AND seq = ?", owner, seq)
             [(first,)] = self._rows("SELECT digest FROM requests WHERE id = ?", request.id)
         if first != digest:
-            other = "with other data" if request.kind == kind else f", not {kind}"
-            message = f"request {seq} of {owner} was {request.kind} {other}"
-            raise BadCall(message.replace(" ,", ","), "seq_id")
+            other = " with other data" if request.kind == kind else f", not {kind}"
+            raise BadCall(f"request {seq} of {owner} was {request.kind}{other}", "seq_id")
         return request
 
     def waiting(self, session: str = "") -> list[TinkerRequest]:

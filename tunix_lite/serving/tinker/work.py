@@ -190,9 +190,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends after the request that is under way; the others stay in the journal."""
-        with self._lock:
-            self._is_closing = True
-            self._lock.notify()
+        self._is_closing = True
+        self.wake()
         self._thread.join()
 
     # ---- the thread
@@ -305,7 +304,6 @@ class Worker:
         raise ValueError(f"this server knows no {request.kind}; another version has accepted it")
 
     def _save(self, model: Model, seq: int) -> None:
-        """Writes the weights and the optimizer of a model."""
         save = partial(self.live.client(model).save, optimizer=True)
         model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
@@ -331,8 +329,6 @@ class Worker:
         parts = (written, *written.rglob("*"))
         checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
         checkpoint.metadata = body.user_metadata or None
-        if body.ttl_seconds is not None:
-            checkpoint.expires = checkpoint.created + body.ttl_seconds
         return as_json(path=path, type=request.kind), checkpoint
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
