@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING
 
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
-from tunix_lite.serving.face import (
-    Face,
-    Handler,
-    ServerSettings,
-    TimedOut,
-    read_body,
-    read_json,
-)
+from tunix_lite.serving.face import Face, Handler, ServerSettings, TimedOut, read_body, read_json
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody, TinkerLimits
 from tunix_lite.serving.tinker.store import (
@@ -59,8 +52,6 @@ PAGE = 20
 MOST_DIGITS = 18
 SAVES = ("save_weights", "save_weights_for_sampler")
 PROTOBUF = "application/x-protobuf"
-# What a client gets to see of a record.
-View = Callable[[Record], dict]
 OUTPUT_LAYER = (
     "this server gives the output layer no adapter of its own: train_unembed has no effect"
 )
@@ -179,11 +170,11 @@ class TinkerServer(Face):
             self._wake(name)
 
     async def _health(self, request: "web.Request") -> tuple[int, dict]:
-        is_well = self.worker.is_alive and not self.is_stopping
         try:
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
             return 503, {"status": f"the journal cannot be written: {error}"}
+        is_well = self.worker.is_alive and not self.is_stopping
         return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
 
     # ---- sessions
@@ -300,8 +291,7 @@ class TinkerServer(Face):
         if number is None or self.store.result(f"{owner}:{number}") is None:
             # The result of a request is kept for a day. Nothing is done twice.
             if number is not None and number < next_seq:
-                message = f"request {number} is over; the next one is {next_seq}"
-                raise BadCall(message, "seq_id")
+                raise BadCall(f"request {number} is over; the next one is {next_seq}", "seq_id")
             # The next request of a model always has room, as those may wait for it.
             is_next = number == next_seq and self.store.get("model", owner) is not None
             if not is_next and len(self.store.waiting(session)) >= self.limits.max_waiting:
@@ -332,10 +322,9 @@ class TinkerServer(Face):
             self.store.found("checkpoint", body.path)
         if path == "create_model" or (path == "load_weights" and body.session_id):
             owner = f"{self._session(body.session_id).id}:train:{body.model_seq_id}"
-            if path == "load_weights":
-                return "create_from", owner, 0
-            self._check_base(body)
-            return path, owner, 0
+            if path == "create_model":
+                self._check_base(body)
+            return "create_from" if path == "load_weights" else path, owner, 0
         is_named = path == "save_weights" or body.path is not None
         if path in SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
             message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
@@ -361,12 +350,14 @@ class TinkerServer(Face):
         if state == WAITING:
             return 408, {"type": "try_again", "request_id": name, "queue_state": "active"}
         is_protobuf = state == DONE and kind in ("forward_backward", "sample")
-        kind_of_body = PROTOBUF if is_protobuf else "application/json"
-        return web.Response(body=result, content_type=kind_of_body)
+        content = PROTOBUF if is_protobuf else "application/json"
+        return web.Response(body=result, content_type=content)
 
     # ---- lookups
 
-    async def _lookup(self, path: str, kind: str, view: View, request: "web.Request") -> dict:
+    async def _lookup(
+        self, path: str, kind: str, view: Callable[[Record], dict], request: "web.Request"
+    ) -> dict:
         """One record, or the newest of a kind, as many as the client asks for."""
         if "id" in request.match_info:
             return view(self.store.found(kind, request.match_info["id"]))
@@ -407,7 +398,7 @@ class TinkerServer(Face):
         return {
             "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
             "checkpoint_type": checkpoint.kind,
-            "time": _time(checkpoint.created),
+            "time": datetime.fromtimestamp(checkpoint.created, UTC).isoformat(),
             "tinker_path": checkpoint.id,
             "size_bytes": checkpoint.size,
             "public": False,
@@ -426,7 +417,7 @@ class TinkerServer(Face):
             "training_run_id": model.id,
             "base_model": self.limits.model_name,
             "model_owner": "local",
-            "last_request_time": _time(model.created),
+            "last_request_time": datetime.fromtimestamp(model.created, UTC).isoformat(),
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": model.metadata,
@@ -435,7 +426,3 @@ class TinkerServer(Face):
 
 def _lora(adapters: Adapters | None) -> dict:
     return {"is_lora": adapters is not None, "lora_rank": adapters and adapters.rank}
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
