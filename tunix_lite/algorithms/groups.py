@@ -286,10 +286,22 @@ def sample_mixed_groups(
     kept_PG = np.concatenate([groups.kept_PG for groups in rounds])
     learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
 
-    # Every round has as many completions, so the mean of a metric is the mean of its means.
+    # Every round has as many completions, so the mean of a metric is the mean of its means; seconds
+    # and counts are summed.
+    metrics: Metrics = {}
     by_round = [groups.metrics for groups in rounds]
-    names = [name for name in by_round[0] if all(name in one for one in by_round)]
-    metrics = {name: _merged(name, [one[name] for one in by_round]) for name in names} | {
+    for name in by_round[0]:
+        values = [one[name] for one in by_round if name in one]
+        part, _, rest = name.partition("/")
+        if len(values) < len(rounds):
+            continue
+        if part in ("time", "rewards", "prompts"):
+            metrics[name] = sum(values)
+        elif rest.startswith(("max", "min")):
+            metrics[name] = max(values) if rest.startswith("max") else min(values)
+        else:
+            metrics[name] = sum(values) / len(values)
+    metrics |= {
         "reward/mean": float(rewards_PG[kept_PG].mean()),
         "reward/std": float(rewards_PG[kept_PG].std()),
         "prompts/drawn": len(is_mixed),
@@ -306,17 +318,6 @@ def sample_mixed_groups(
         of_all=metrics,
         credit=rounds[0].credit,
     )
-
-
-def _merged(name: str, values: list[float]) -> float:
-    part, _, rest = name.partition("/")
-    if part in ("time", "rewards", "prompts"):
-        return sum(values)
-    if rest.startswith("max"):
-        return max(values)
-    if rest.startswith("min"):
-        return min(values)
-    return sum(values) / len(values)
 
 
 def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:

@@ -291,7 +291,25 @@ class Objective:
         no such objective, or no other one, or if a setting that it changes was changed already."""
         if self.variant is None:
             return
-        name, changes = self._changes_of_variant()
+        name = self.objective
+        offered = VARIANTS.get(name, {})
+        changes = offered.get(self.variant)
+        # A copy of settings that a variant has changed: its pieces may be of another objective. All
+        # of the changes must be there, and what they replaced must have made the objective: dr_grpo
+        # has the upper clip of grpo's trl by itself.
+        for other, variants in VARIANTS.items() if changes is None else ():
+            theirs = variants.get(self.variant, {})
+            is_changed = all(same(getattr(self, k), new) for k, (_, new) in theirs.items())
+            before = [theirs[k][0] if k in theirs else getattr(self, k) for k in DECIDING]
+            if theirs and is_changed and objective_of(*before) == other:
+                name = other
+                changes = theirs
+        if changes is None:
+            listed = ", ".join(offered) or "none"
+            raise ValueError(
+                f"variant={self.variant!r}: there is no such definition of {name}; there is "
+                f"{listed}"
+            )
         if self.kl_coef:
             changes = changes | KL_VARIANTS.get(self.variant, {})
         if not changes:
@@ -309,25 +327,6 @@ class Objective:
                     f"{setting}={name_of(value)} is given; leave out one of the two"
                 )
             object.__setattr__(self, setting, theirs)
-
-    def _changes_of_variant(self) -> tuple[str, Changes]:
-        name = self.objective
-        offered = VARIANTS.get(name, {})
-        if self.variant in offered:
-            return name, offered[self.variant]
-        # A copy of settings that a variant has changed: its pieces may be of another objective. All
-        # of the changes must be there, and what they replaced must have made the objective: dr_grpo
-        # has the upper clip of grpo's trl by itself.
-        for other, variants in VARIANTS.items():
-            changes = variants.get(self.variant, {})
-            is_changed = all(same(getattr(self, k), new) for k, (_, new) in changes.items())
-            before = [changes[k][0] if k in changes else getattr(self, k) for k in DECIDING]
-            if changes and is_changed and objective_of(*before) == other:
-                return other, changes
-        listed = ", ".join(offered) or "none"
-        raise ValueError(
-            f"variant={self.variant!r}: there is no such definition of {name}; there is {listed}"
-        )
 
     def _check_values(self) -> None:
         if self.num_generations < 2:

@@ -60,8 +60,18 @@ class RowLayout:
         if self.packing == "none":
             # a sequence a row; a slice finds the scored tokens, in the last columns
             packed = packing.unpacked(batch.token_mask, counts_BT)
-            first = counts_BT.shape[1] - self._last_columns(counts_BT)
-            scored_columns = {"is_scored": counts_BT[:, first:]}
+            width = counts_BT.shape[1]
+            needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
+            last = self.num_scored
+            if last is None:
+                # in quarters of a row, so that few programs are compiled
+                quarter = -(-width // 4)
+                last = min(width - 1, -(-needed // quarter) * quarter)
+            elif needed > last:
+                raise ValueError(
+                    f"tokens count in the last {needed} columns, but num_scored={last}"
+                )
+            scored_columns = {"is_scored": counts_BT[:, width - last :]}
         else:
             counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
             packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
@@ -80,20 +90,6 @@ class RowLayout:
             completion_ids=packed.completion_ids,
         )
         return jax.tree.map(on_mesh, rows), packed
-
-    def _last_columns(self, counts_BT: np.ndarray) -> int:
-        """Counts the columns at the end of the rows that contain all scored tokens."""
-        width = counts_BT.shape[1]
-        needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
-        if self.num_scored is None:
-            # in quarters of a row, so that few programs are compiled
-            quarter = -(-width // 4)
-            return min(width - 1, -(-needed // quarter) * quarter)
-        if needed > self.num_scored:
-            raise ValueError(
-                f"tokens count in the last {needed} columns, but num_scored={self.num_scored}"
-            )
-        return self.num_scored
 
 
 def row_shapes(
