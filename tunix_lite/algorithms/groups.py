@@ -49,8 +49,7 @@ class TurnCredit:
     discount: float = 1.0
 
     def values(self, rewards: Sequence[float]) -> np.ndarray:
-        """Returns the value of each turn of a conversation, float64, from the rewards of its
-        turns."""
+        """Returns the value of each turn of a conversation, float64."""
         rewards = np.asarray(rewards, np.float64)
         if self.kind == "end":
             return np.full(len(rewards), rewards.sum())

@@ -358,8 +358,7 @@ class Objective:
                 raise ValueError(f"{name}={getattr(self, name)!r}; it is {listed}")
 
     def _check_functions(self) -> None:
-        """Checks that functions take their arguments. Ours are called, as they raise ValueError for
-        settings of theirs that are wrong."""
+        """Checks that functions take their arguments. Ours raise ValueError for wrong settings."""
         mask = np.ones((1, 2), bool)
         rewards = np.array([[0.0, 1.0]])
         whole = adv.WholeBatch(np.array([[1, 2]]), {"reward": rewards})

@@ -38,8 +38,7 @@ def sequence_sum(x_RW: jax.Array, batch: RowBatch) -> jax.Array:
 
 
 def sequence_mean(x_RW: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, W] -> [R, W]: `sequence_sum`, divided by the number of scored tokens of the
-    completion."""
+    """[R, W] -> [R, W]: `sequence_sum` over the number of scored tokens of the completion."""
     ones_RW = jnp.ones_like(x_RW)
     return sequence_sum(x_RW, batch) / jnp.maximum(sequence_sum(ones_RW, batch), 1)
 

@@ -289,8 +289,7 @@ Optimizer = OptimizerConfig | AdafactorConfig | MuonConfig | LionConfig | SGDCon
 
 
 def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
-    """Returns the settings with the learning rate for this number of data-parallel shards
-    (fsdp)."""
+    """The settings with the learning rate for this number of data-parallel shards (fsdp)."""
     if not cfg.scale_lr_with_devices:
         return cfg
     return replace(cfg, learning_rate=cfg.learning_rate * num_shards)

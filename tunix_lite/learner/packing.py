@@ -264,8 +264,7 @@ def _sequences(
 
 
 def _units(tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape) -> Iterator[_Unit]:
-    """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a
-    prefix, each alone."""
+    """Neighbours with the same prompt, in units that fit into an empty row each."""
     if not shape.prefix_columns:
         yield from (_Unit(0, [one]) for one in sequences)
         return
@@ -302,8 +301,7 @@ def _first_fit(lengths: list[int], room: np.ndarray, new: int | None = None) -> 
 
 
 def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The row of each unit, first fit from the largest on, and the lane of each of its
-    sequences."""
+    """The row of each unit, first fit from the largest on, and the lanes of its sequences."""
     rows = np.zeros(len(units), int)
     lanes: list = [None] * len(units)
     # columns that are free in each row: of its prefix, and of each lane
@@ -354,8 +352,7 @@ def _fill_rows(
     num_rows: int,
     shape: RowShape,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The [R, W] arrays of Packed, and the column that predicts each: the one before, or the last
-    of its prompt."""
+    """The [R, W] arrays of Packed, and the column that predicts each."""
     width = shape.width
     names = ("source", "segment_ids", "positions", "completion_ids")
     arrays = {name: np.zeros(num_rows * width, np.int32) for name in names}

@@ -73,8 +73,7 @@ class FrozenScorer:
 def scoring_program(
     scores: Callable[[Params, RowBatch], TokenScores], rows: RowLayout
 ) -> jax.stages.Wrapped:
-    """(params, batch in rows) -> log-probabilities [R, W]: compiled, micro-batch by micro-batch as
-    the update is."""
+    """(params, batch in rows) -> log-probabilities [R, W], micro-batch by micro-batch."""
     return on_every_device(lambda params, part: scores(params, part).logprobs, rows)
 
 

@@ -41,8 +41,7 @@ class RowLayout:
 
     @property
     def lanes(self) -> dict[str, int]:
-        """Columns of shared prompts and of each lane, by their name in RowBatch; {}: none is
-        shared."""
+        """Columns of shared prompts and of each lane; {}: none is shared."""
         if self.packing != "prefix":
             return {}
         shape = self.shape
@@ -135,8 +134,7 @@ def row_shapes(
 
 
 def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
-    """The shapes of rows that `row_shapes` gives, for every M that a batch may take, the most
-    first."""
+    """The shapes that `row_shapes` gives, for every M that a batch may take, the most first."""
     if layout.packing == "none":
         return [rows]
 

@@ -119,8 +119,7 @@ class TrainStep:
         part: tuple[RowBatch, jax.Array | None],
         constants: dict | None = None,
     ) -> tuple[Params, Metrics]:
-        """The gradient of the loss of a micro-batch; part: (its rows, their dropout keys).
-        constants: of the whole batch."""
+        """The gradient of a micro-batch: its rows and their dropout keys."""
         batch, keys_R = part
 
         def objective(params: Params) -> tuple[jax.Array, Metrics]:

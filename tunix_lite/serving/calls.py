@@ -233,8 +233,7 @@ def _check_count(prompts: int, choices: int, limits: Limits) -> None:
 
 
 def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
-    """Raises BadCall for texts, names of fields included, that cannot be short enough: a tokenizer
-    takes long to read them."""
+    """Raises BadCall for texts that cannot be short enough: a tokenizer takes long to read them."""
     most = max(limits.max_prompt_length * tokenizer.longest_token, FREE_BYTES)
     size = 0
     left = [texts]

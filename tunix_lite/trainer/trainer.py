@@ -131,8 +131,7 @@ class Weights:
 
     @property
     def frozen(self) -> Params | None:
-        """The base that adapters are attached to, which all clients share; None: all weights
-        train."""
+        """The base under adapters, which all clients share; None: all weights train."""
         return None if self.lora is None else self.trainer.base
 
     def check_open(self) -> None:
@@ -250,8 +249,7 @@ class TrainingClient(Weights):
 
     @property
     def state(self) -> TrainState:
-        """The step, the weights that train and the optimizer's state. The next update donates
-        it."""
+        """The step, the weights that train and the optimizer's state. An update donates it."""
         self.check_open()
         return TrainState(self._step, self._params, self._opt_state)
 
@@ -315,8 +313,7 @@ class TrainingClient(Weights):
     def _program_of_batch(
         self, batch: Batch, loss: str | Algorithm, settings: Mapping
     ) -> tuple[Gradients, RowBatch]:
-        """The program of the gradient of a batch, and the batch in rows. Raises ValueError for a
-        batch and a loss that do not go together."""
+        """The program of the gradient of a batch, and the batch in rows. Raises ValueError."""
         trainer = self.trainer
         run = trainer.run
         algorithm = algorithm_named(loss, tuple(sorted(settings.items())))

@@ -364,8 +364,7 @@ def _record(kind: str, name: str, value: str) -> Record:
 
 
 def disk_trouble(error: BaseException | None) -> str | None:
-    """The reason that the journal or a file beside it cannot be written; None if neither the error
-    nor its causes say one."""
+    """The reason that the journal or a file cannot be written; None: the error has none of it."""
     while error is not None:
         is_of_disk = isinstance(error, OSError) and error.errno in DISK
         if is_of_disk or isinstance(error, sqlite3.Error):

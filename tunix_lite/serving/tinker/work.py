@@ -77,8 +77,7 @@ class LiveModels:
         return live[name]
 
     def client(self, model: Model) -> "TrainingClient":
-        """The trainer's client of a model, with all that it was asked to do. Raises ValueError for
-        adapters that cannot be."""
+        """The trainer's client of a model, with all that it was asked to do. Raises ValueError."""
         adapters = model.adapters
 
         def make() -> "TrainingClient":
