@@ -390,8 +390,8 @@ class TinkerServer(Face):
         return _lora(adapters) | {
             "base_model": self.limits.model_name,
             "train_unembed": False,
-            "train_mlp": adapters is None or adapters.mlp,
-            "train_attn": adapters is None or adapters.attention,
+            "train_mlp": adapters is None or adapters.train_mlp,
+            "train_attn": adapters is None or adapters.train_attn,
         }
 
     def _checkpoint_info(self, checkpoint: Checkpoint) -> dict:

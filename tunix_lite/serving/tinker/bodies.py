@@ -3,13 +3,13 @@
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
-from tunix_lite.serving.tinker.store import Adapters
+from tunix_lite.serving.tinker.store import MOST_RANK, Adapters
 from tunix_lite.trainer.sampling import SampleSettings, as_settings
 
 # Numbers of a sample, which the trainer checks.
@@ -28,7 +28,6 @@ NOT_SUPPORTED = (
     "record_stability_info",
 )
 MOST_SAMPLES = 1024
-MOST_RANK = 4096
 # Bytes of what a client writes beside its models.
 MOST_METADATA = 65536
 
@@ -44,16 +43,6 @@ class TinkerLimits:
     max_waiting: int = 4096
     # models, and samplers, that stay on the devices
     max_models: int = 16
-
-
-@dataclass(frozen=True)
-class LoraBody:
-    """The adapters of a new model. A model of all weights may leave the rank out."""
-
-    rank: int = between(0, MOST_RANK, 0)
-    seed: int = 0
-    train_attn: bool = True
-    train_mlp: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,8 @@ class TinkerBody:
     overwrite: bool = False
     kind: str = "snapshot"
     user_metadata: dict[str, Any] = field(default_factory=dict)
-    lora_config: LoraBody | None = None
+    # a model of all weights may leave the rank out
+    lora_config: Adapters | None = None
     optimizer_config: dict[str, Any] = field(default_factory=dict)
     # whether the optimizer is loaded, too
     optimizer: bool = False
@@ -117,7 +107,7 @@ class TinkerBody:
             return None
         if lora.rank < 1:
             raise BadCall(f"rank={lora.rank}; it is a whole number from 1 to {MOST_RANK}", "rank")
-        return Adapters(lora.rank, lora.seed % 2**32, lora.train_attn, lora.train_mlp)
+        return replace(lora, seed=lora.seed % 2**32)
 
     @property
     def prompt_tokens(self) -> list[int]:

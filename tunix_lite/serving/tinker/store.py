@@ -28,6 +28,7 @@ from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
 
 JOURNAL = "journal.sqlite"
+MOST_RANK = 4096
 WAITING = 0
 DONE = 1
 FAILED = 2
@@ -70,12 +71,12 @@ class TinkerSession:
 
 @dataclass
 class Adapters:
-    """The adapters of a model."""
+    """The adapters of a model, as a client asks for them."""
 
-    rank: int
-    seed: int
-    attention: bool
-    mlp: bool
+    rank: int = between(0, MOST_RANK, 0)
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
 
 
 @dataclass

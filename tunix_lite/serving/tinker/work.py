@@ -87,7 +87,7 @@ class LiveModels:
                     self.forget(name)
                 client = self.trainer.full()
             else:
-                parts = ATTENTION * adapters.attention + MLP * adapters.mlp
+                parts = ATTENTION * adapters.train_attn + MLP * adapters.train_mlp
                 if not parts:
                     raise ValueError("train_attn and train_mlp are both off: nothing would train")
                 how = {"rank": adapters.rank, "seed": adapters.seed}
