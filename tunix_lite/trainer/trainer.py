@@ -184,17 +184,20 @@ class Weights:
         for i, tokens in enumerate(sequences):
             check_tokens(f"sequence {i}", tokens, cfg.vocab_size, cfg.max_positions + 1)
         data = [Datum(tokens[:-1], tokens[1:]) for tokens in sequences if len(tokens) > 1]
-        scored = iter(self._forward(data, token_loss("cross_entropy", {})).logprobs if data else [])
+        loss = token_loss("cross_entropy", {})
+        scored = iter(self._over_parts(data, loss).logprobs if data else [])
         return [[None, *(next(scored) if len(tokens) > 1 else [])] for tokens in sequences]
 
-    def _forward(self, data: Sequence[Datum], loss: TokenLoss) -> LossOutput:
-        program = self.trainer.programs.losses(loss, self.lora)
-        return self._over_parts(data, loss, lambda rows: program(self._params, self.frozen, rows))
-
     def _over_parts(
-        self, data: Sequence[Datum], loss: TokenLoss, run: Callable[[RowBatch], Metrics]
+        self,
+        data: Sequence[Datum],
+        loss: TokenLoss,
+        run: Callable[[RowBatch], Metrics] | None = None,
     ) -> LossOutput:
-        """Runs each part of the data, and puts together what they give."""
+        """Runs each part of the data, and puts together what they give. run: None: the losses."""
+        if run is None:
+            program = self.trainer.programs.losses(loss, self.lora)
+            run = partial(program, self._params, self.frozen)
         cfg = self.trainer.cfg
         check_data(data, loss.needs, cfg.vocab_size, cfg.max_positions)
         totals = {"train/loss": 0.0, "train/entropy": 0.0}
@@ -224,21 +227,14 @@ class TrainingClient(Weights):
     Example: client = trainer.adapter(rank=8); client.forward_backward(data); client.optim_step().
     """
 
-    def __init__(
-        self,
-        trainer: "Trainer",
-        params: Params,
-        lora: LoraConfig | None,
-        seed: int,
-        optimizer: Optimizer,
-    ):
-        """optimizer: says which kind it is; each step says its numbers."""
+    def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
         super().__init__(trainer, params, lora, seed)
-        self._optimizer = optimizer
+        # of the kind in the trainer's settings; each step says its numbers
+        self._optimizer = trainer.run.optimizer
         self._table = trainer.trained_table(lora)
-        opt_state = init_opt_state(optimizer_of_client(optimizer, self._table), params)
+        fresh = optimizer_of_client(self._optimizer, self._table)
+        self._opt_state = init_opt_state(fresh, params)
         self._step = put(np.int32(0))
-        self._opt_state = opt_state
         self._grads: Params | None = None
         self._loss = 0.0
 
@@ -259,7 +255,7 @@ class TrainingClient(Weights):
     ) -> LossOutput:
         """The loss and the log-probabilities of the targets, in nats; no gradient. As
         `forward_backward`."""
-        return self._forward(data, token_loss(loss, settings or {}))
+        return self._over_parts(data, token_loss(loss, settings or {}))
 
     @locked
     def forward_backward(
@@ -562,7 +558,7 @@ class Trainer:
             params = source.load_new_adapters(replace(self.found, lora=lora), seed)
             stored = STORAGE[STORED[self.run.training.mixed_precision]]
             params = jax.tree.map(lambda x: x.astype(stored), params)
-            return TrainingClient(self, params, lora, seed, self.run.optimizer)
+            return TrainingClient(self, params, lora, seed)
 
     def full(self) -> TrainingClient:
         """The client that trains all weights: a copy of them, and its optimizer.
@@ -575,8 +571,7 @@ class Trainer:
             storage = STORED[self.run.training.mixed_precision]
             found = replace(self.found, lora=None)
             params = source.load_base(found, self.run.seed, storage)
-            how = (None, self.run.seed, self.run.optimizer)
-            self.client_of_all_weights = TrainingClient(self, params, *how)
+            self.client_of_all_weights = TrainingClient(self, params, None, self.run.seed)
             return self.client_of_all_weights
 
     def sampler(self, path: str | Path | None = None) -> Weights:
