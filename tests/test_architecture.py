@@ -128,6 +128,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "serving": {
         "serving",
         "environments.tool_calls",
+        "files.untrusted",
         "models.chat_template",
         "models.tokenizer",
         "plain_text",
@@ -142,7 +143,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "__init__",
         "agents",
         "algorithms.algorithm",
-        "algorithms.selection",
+        "algorithms.groups",
         "checkpoint",
         "config",
         "distributed",
@@ -198,7 +199,6 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "errors",
         "models.tokenizer",
         "plain_text",
-        "rewards.scores",
         "rollout.live",
         "seeds",
         "serving",
@@ -318,7 +318,7 @@ def rule_of(file: Path) -> str:
 
 
 def imports_of_ours(file: Path) -> list[str]:
-    """Modules of tunix_lite that a file imports: `learner.step`, without names inside of a module."""
+    """Modules of tunix_lite that a file imports: `learner.update`, without names inside of a module."""
     found = []
     for name in imports(file):
         if name.partition(".")[0] == "tunix_lite":

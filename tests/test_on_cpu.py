@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import decode_random, random_params, set_mesh
 
-from tunix_lite.learner import step as learner_step
+from tunix_lite.learner import update as learner_step
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
 from tunix_lite.parallel.compiler_options import update_options

@@ -16,7 +16,6 @@ from tunix_lite.learner.optim import (
     LionConfig,
     MuonConfig,
     SGDConfig,
-    apply_update,
     describe,
     init_opt_state,
     learning_rate_at,
@@ -25,6 +24,7 @@ from tunix_lite.learner.optim import (
     opt_state_shapes,
     scaled_for,
 )
+from tunix_lite.learner.update import apply
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import locate
 from tunix_lite.models.weights import Weight, is_weight
@@ -202,8 +202,7 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
 
     @jax.jit
     def step(state, grads):
-        (params, opt_state), _ = apply_update(optimizer, grads, state, 0)
-        return TrainState(state.step + 1, params, opt_state)
+        return apply(optimizer, state, grads, jnp.float32(0), 0)[0]
 
     params = on_mesh(draw(0))
     born = init_opt_state(optimizer, params)

@@ -26,9 +26,8 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
-from tunix_lite.learner.policy import DTYPES, STORED, make_policy
-from tunix_lite.learner.scoring import scoring_program
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import acting_params

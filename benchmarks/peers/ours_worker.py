@@ -28,7 +28,7 @@ from tunix_lite.config import TrainingConfig
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiler_options import update_options

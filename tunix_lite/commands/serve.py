@@ -20,7 +20,7 @@ from tunix_lite.inference.live import live_engine
 from tunix_lite.plain_text import visible
 from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
-from tunix_lite.serving.listen import ServerSettings, check_port
+from tunix_lite.serving.face import ServerSettings, check_port
 from tunix_lite.serving.tinker.app import TinkerServer
 from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import Store, StoreDamaged
@@ -155,8 +155,6 @@ def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         raise ConfigError(f"state_folder={folder}: {message}") from error
     except StoreDamaged as error:
         raise ConfigError(f"state_folder={folder}: {error}") from error
-    for line in store.differences:
-        _tell(f"state_folder={folder}: {line}")
 
     # The trainer composes settings by a room of commands, which this module is part of.
     from tunix_lite.trainer.trainer import Trainer

@@ -10,7 +10,7 @@ import jax
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import estimate, hardware
 from tunix_lite.planning.advice import advice, savings

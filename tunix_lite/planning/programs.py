@@ -16,7 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.learner.scoring import scoring_program
+from tunix_lite.learner.policy import scoring_program
 from tunix_lite.models import decoder
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules

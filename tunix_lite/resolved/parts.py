@@ -14,10 +14,9 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
-from tunix_lite.learner.policy import STORED, Policy, make_policy
+from tunix_lite.learner.policy import STORED, Policy, make_policy, on_every_device
 from tunix_lite.learner.rows import row_shapes
-from tunix_lite.learner.scoring import on_every_device
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table

@@ -7,7 +7,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.selection import chosen_completions
+from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.models import decoder

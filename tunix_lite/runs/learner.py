@@ -13,7 +13,7 @@ from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together

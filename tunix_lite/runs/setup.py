@@ -23,7 +23,7 @@ from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules, split_devices
