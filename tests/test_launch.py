@@ -15,10 +15,9 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tunix_lite.commands import launch
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, Trace, foreign_flags_answer, local_processes
+from tunix_lite.distributed.launcher import LocalProcesses, local_processes
 from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
@@ -96,16 +95,14 @@ def test_one_that_is_killed_is_the_culprit_though_its_peers_abort_because_of_it(
 if rank == "1": os.kill(os.getpid(), signal.SIGKILL)
 while not (folder / "started1").exists(): time.sleep(0.01)
 time.sleep(0.02)
-print("F1121 18:20:34.295979   17452 client.h:80] Terminating process because\\n1\\nThe tasks have crashed.\\n\\nRPC: /x"
-      "\\n*** Check failure stack trace: ***\\n    @     0x7f5174a40634  absl::x()\\nmine", file=sys.stderr)
+print("mine", file=sys.stderr)
 os.abort()
 """
     code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
     assert code == 128 + signal.SIGKILL
     assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in err
-    assert "Terminating" not in err and "@  " not in err and "crashed" not in err
     (log,) = tmp_path.glob("outputs/*/*/*/launch/p0.log")
-    assert ("mine" in err) == ("@     0x7f51" in log.read_text())  # unless it was ended before it came so far
+    assert ("mine" in err) == ("mine" in log.read_text())  # unless it was ended before it came so far
 
 
 def test_one_that_ends_a_moment_after_its_peer_has_lost_it_is_the_culprit(tmp_path):
@@ -120,28 +117,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
-    body = "\nbeat.write_text('step 3')\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
+    body = "\ntime.sleep(0.3 * (1 - int(rank)))\nbeat.write_text('step 3')" + WAIT
     run = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=0.5", "--grace=0.3")
     code, _, err = run.end()
     assert code == 124
-    assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=0\.5\. ", err)
+    assert re.search(r"launch: process 1 stalled for \d+ s, and launch.stall_timeout=0\.5\. ", err)
     assert re.search(r"Last signs: process 0 \d+ s ago \(step 3\); process 1 \d+ s ago \(step 3\)", err)
-
-
-def test_one_that_is_stopped_before_its_first_step_is_named_and_not_the_one_that_waits_for_it(tmp_path):
-    body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)\nbeat.write_text('step 1')" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
-    assert code == 124
-    assert re.search(r"^launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=1\.", err)
-    assert re.search(r"Last signs: process 0 \d+ s ago \(step 1\); process 1 none\n", err)
-
-
-def test_one_that_is_stopped_is_noticed_before_anybody_has_finished_a_step(tmp_path):
-    body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
-    assert code == 124
-    assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s", err)
-    assert "Last signs: process 0 none; process 1 none\n" in err
 
 
 def test_one_that_never_finishes_the_first_step_that_others_have_is_named(tmp_path):
@@ -265,7 +246,7 @@ def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_e
     assert lines[0] == "launch: process 1 ended with exit code 9"
     assert lines[-2:] == [
         "launch:   saving failed: the culprit",
-        "launch: process 0, still running 1 s later, was ended",
+        "launch: process 0: still running 1 s later, and ended",
     ]
 
 
@@ -281,7 +262,7 @@ EARLY = "\nif rank == '1':\n    (folder / 'ready1').touch()\n    time.sleep(120)
 def test_one_that_a_signal_ends_at_once_does_not_keep_the_others(tmp_path):
     code, err, seconds = stopped_by_sigterm(tmp_path, EARLY + STOPS + WAIT, "--grace=1")
     assert code == 128 + signal.SIGTERM and seconds < SOON
-    said = "launch: stopped by SIGTERM; process 1 ended at once, and process 0, still running 1 s later, was ended\n"
+    said = "launch: stopped by SIGTERM\nlaunch: process 0: still running 1 s later, and ended\n"
     assert err == said
 
 
@@ -355,48 +336,15 @@ def is_running(pid: str) -> bool:
 # ---- logs
 
 
-def test_a_trace_is_not_shown_as_last_lines_either(tmp_path):
-    body = """
-if rank == "1":
-    print("mine\\nF1121 18:20:34.2   17452 client.h:80] Terminating because\\n1\\nThe tasks have crashed.\\n\\nRPC: /x")
-    print("*** Check failure stack trace: ***\\n    @     0x7f5174a40634  absl::x()", end="", flush=True); sys.exit(4)
-"""
-    code, _, err = Launched(tmp_path, body + WAIT, "--nprocs=2").end()
-    assert code == 4
-    assert (
-        err.splitlines()[2:4] == ["launch:   here is 1", "launch:   mine"]
-        and "others were ended" in err.splitlines()[4]
-    )
-
-
-def test_a_folder_that_cannot_be_made_costs_the_logs_and_not_the_run(tmp_path):
-    (tmp_path / "outputs").touch()
-    body = "\nif rank == '1': print('no more'); sys.exit(7)\nprint('mine', file=sys.stderr)" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--grace=1").end()
-    lines = [line for line in err.splitlines() if line != "mine"]
-    assert code == 7
-    assert re.fullmatch(
-        r"launch: outputs/tunix_lite/\S+/launch cannot be written \(Not a directory\): what the processes say is not kept",
-        lines[0],
-    )
-    assert lines[1:5] == [
-        "launch: process 1 ended with exit code 7",
-        "launch: its last lines:",
-        "launch:   here is 1",
-        "launch:   no more",
-    ]
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, on Linux")
-def test_a_log_on_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path):
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
     logs = tmp_path / "run" / "launch"
     logs.mkdir(parents=True)
     (logs / "p0.log").symlink_to("/dev/full")
     body = "\nfor i in range(3): print('line', i, file=sys.stderr, flush=True); time.sleep(0.2)"
     code, _, err = Launched(tmp_path, body, "--nprocs=2", words=("hydra.run.dir=run",)).end()
-    said = "launch: run/launch/p0.log cannot be written (No space left on device): what process 0 says is on the screen only"
     assert code == 0
-    assert sorted(err.splitlines()) == [said, "line 0", "line 1", "line 2"]
+    assert err.splitlines() == ["line 0", "line 1", "line 2"]
 
 
 def test_what_cannot_be_started_is_one_line_and_leaves_nobody(tmp_path):
@@ -486,16 +434,6 @@ def test_where_all_are_on_this_machine_the_first_is_0():
     )
 
 
-def test_on_one_machine_a_port_that_kubernetes_makes_of_a_service_does_not_count():
-    service = {"MASTER_PORT": "tcp://10.96.3.7:29500"}
-    assert local_processes(2, service) == LocalProcesses(2, 2)
-    assert local_processes(2, {"MASTER_PORT": ""}).environments()[0]["MASTER_PORT"].isdecimal()
-    service["MASTER_ADDR"] = "tcp://10.96.3.7:29500"
-    assert local_processes(2, service | {"WORLD_SIZE": "2"}) == LocalProcesses(2, 2)
-    one_task = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    assert local_processes(2, SLURM | service | one_task) == LocalProcesses(2, 2)
-
-
 def refused(*arguments: str) -> str:
     """The one line with which the launcher refuses a command."""
     done = subprocess.run([sys.executable, "-m", "tunix_lite.launch", *arguments], capture_output=True, text=True)
@@ -527,52 +465,20 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     assert capsys.readouterr().err == said
 
 
-NAMES = "the flags of other launchers have other names here; type: "
-
-
 @pytest.mark.parametrize(
-    "typed, line",
+    "words, message",
     [
-        ("--nproc_per_node=2 run_training.py seed=1", "tunix-lite launch --nprocs=2 run_training.py seed=1"),
-        ("--standalone --nnodes=1 --nproc-per-node 2 run_training.py", "tunix-lite launch --nprocs=2 run_training.py"),
-        ("--nproc_per_node=gpu seed=1", "tunix-lite launch seed=1"),
-        ("--num_processes 8 --num_machines 1 --multi_gpu run_training.py", "tunix-lite launch --nprocs=8 run_training.py"),
-        ("--nprocs=2 --max_restarts=3 seed=1", "tunix-lite launch --nprocs=2 --max-restarts=3 seed=1"),
-        # who is who on several machines is in the environment
-        ("--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=a --master_port=29500 run_training.py",
-         f"tunix-lite launch --nprocs=4 run_training.py{launcher.MANY}"),
-        ("--rdzv_endpoint=a:29400 --nnodes=1:2 check", f"tunix-lite launch check{launcher.MANY}"),
-    ],
-)  # fmt: skip
-def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, line):
-    assert foreign_flags_answer(typed.split()).partition(NAMES)[2] == line
-    # the line is one that the launcher takes
-    words = line.partition(" (")[0].split()
-    assert foreign_flags_answer(words[2:]) is None
-    launcher.parsed(words[2:])
-
-
-def test_flags_of_ours_and_what_follows_the_program_are_not_foreign():
-    for words in (
-        "--nprocs=2 run_training.py --multirun seed=0,1",
-        "seed=1",
-        "--help",
-        "--nprocs 2 -- run_training.py",
-    ):
-        assert foreign_flags_answer(words.split()) is None
-
-
-def test_a_wrong_flag_is_one_line_without_the_usage(capsys):
-    assert refused("--nproc_per_node=2", "x.py") == f"--nproc_per_node=2: {NAMES}tunix-lite launch --nprocs=2 x.py"
-    for words, message in (
-        (["--frobnicate", "x.py"], "--frobnicate: the launcher has no such flag; it has --nprocs, --max-restarts, "),
+        (["--nproc_per_node=2", "x.py"], "--nproc_per_node=2: the launcher has no such flag; it has --nprocs, "),
+        (["--nnodes", "2", "--nprocs=4", "x.py"], "--nnodes: the launcher has no such flag; it has --nprocs, "),
         (["--nprocs=auto", "x.py"], "argument --nprocs: auto: it is a number; one process uses all devices"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            launcher.parsed(words)
-        assert ended.value.code == 2
-        err = capsys.readouterr().err
-        assert err.startswith(f"error: {message}") and err.count("\n") == 1
+    ],
+)
+def test_a_wrong_flag_is_one_line_without_the_usage(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        launcher.main(words)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 def test_without_a_file_it_trains():
@@ -600,12 +506,6 @@ def rules(*program: str) -> tuple[int, float | None]:
 def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
     words = [f"{start}launch.{name}={quote}{n}{quote}" for name, n in (("max_restarts", 5), ("stall_timeout", 60))]
     assert rules("a.py", *words) == (5, 60)
-
-
-def test_a_flag_of_the_run_before_the_program_is_answered_with_its_setting():
-    answer = foreign_flags_answer(["--nprocs=2", "--bf16", "run_training.py"], launch.overrides_of)
-    assert answer.endswith("tunix-lite launch --nprocs=2 run_training.py training.mixed_precision=bf16")
-    assert "has no such flag" in foreign_flags_answer(["--colour", "run_training.py"], launch.overrides_of)
 
 
 @pytest.mark.parametrize(
@@ -639,7 +539,7 @@ def test_what_only_files_of_settings_say_the_processes_tell_the_launcher(tmp_pat
     assert code == 1 and "restart" not in err, "flags come first"
     (tmp_path / "started0").unlink()
     code, _, err = Launched(tmp_path, body, words=("--multirun",)).end()
-    said = "launch: launch.max_restarts is for one run: with --multirun it would begin all of them again\n"
+    said = "launch: launch.max_restarts is for one run: with --multirun it would begin all again\n"
     assert code == 1 and said in err
 
 
@@ -688,15 +588,6 @@ def test_the_folder_is_the_one_that_a_run_has_by_itself():
     assert command_line.in_folder("a/b", ["--multirun"]) == ["hydra.sweep.dir=a/b"]
     assert command_line.fresh_folder("mine", ["--multirun"]).endswith("-sweep")
     assert command_line.folder_given(["seed=1", "hydra.run.dir=a=b"]) == "a=b"
-
-
-def test_a_trace_is_taken_out_though_it_comes_in_pieces():
-    trace = Trace()
-    said = (
-        b"one\nE1121 18:20:34.2   17441 coordination_service.cc:1549] unhealthy:\n1\nThe tasks have crashed. x\ntwo\n"
-    )
-    assert b"".join(trace.without(said[i : i + 3]) for i in range(0, len(said), 3)) == b"one\ntwo\n"
-    assert Trace().without(b"E1121 18:20:34.2   17441 cuda_dnn.cc:1] no memory\n") != b""
 
 
 # ---- examples/launch

@@ -115,8 +115,7 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     if missing:
         raise ValueError(
             f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and "
-            "launch.process_id=0 "
-            "to N-1 belong together"
+            "launch.process_id=0 to N-1 belong together"
         )
     host, _, port = launch.coordinator.rpartition(":")
     if not host:
@@ -125,12 +124,10 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
             f"192.168.1.10:{TORCH_PORT}"
         )
     address = f"{host}:{_port('launch.coordinator', port)}"
-    _check_rank(
-        "launch.process_id", launch.process_id, "launch.num_processes", launch.num_processes
-    )
-    return ProcessPlace(
-        launch.process_id, launch.num_processes, address, source="launch.coordinator"
-    )
+    rank = launch.process_id
+    count = launch.num_processes
+    _check_rank("launch.process_id", rank, "launch.num_processes", count)
+    return ProcessPlace(rank, count, address, source="launch.coordinator")
 
 
 # Variables of torchrun that say which process this is.
@@ -145,11 +142,10 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     count = _number("WORLD_SIZE", environ)
     if count == 1:
         return ProcessPlace(source="WORLD_SIZE=1")
-    needed = {
-        "MASTER_ADDR": "the address of process 0",
-        "RANK": "the number of this process, from 0",
-    }
-    for name, meaning in needed.items():
+    for name, meaning in (
+        ("MASTER_ADDR", "the address of process 0"),
+        ("RANK", "the number of this process, from 0"),
+    ):
         if not environ.get(name):
             raise ValueError(f"WORLD_SIZE={count}, but {name} is not set: it is {meaning}")
     rank = _number("RANK", environ)
@@ -226,22 +222,6 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
 # ---- numbers, ports, addresses
 
 
-def is_of_a_service(text: str | None) -> bool:
-    """Tells a value that Kubernetes makes of a Service's name, as in MASTER_PORT=tcp://10.0.0.1:80
-    in every pod beside a Service named master."""
-    return text is not None and text.startswith(("tcp://", "udp://", "sctp://"))
-
-
-def _who_sets_it(name: str, text: str) -> str:
-    """Returns the end of a message about a variable; "" unless Kubernetes sets such values."""
-    if not is_of_a_service(text):
-        return ""
-    return (
-        f". Kubernetes makes such variables of a Service's name: set {name} in the pod, give the "
-        "Service another name, or set enableServiceLinks: false"
-    )
-
-
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
     """A variable as a whole number; without it the default. Raises ValueError."""
     text = environ.get(name)
@@ -250,7 +230,7 @@ def _number(name: str, environ: Mapping[str, str], default: int | None = None) -
     if text is None:
         raise ValueError(f"{name} is not set")
     if not text.strip().isdecimal():
-        raise ValueError(f"{name}={text!r}: it is a whole number{_who_sets_it(name, text)}")
+        raise ValueError(f"{name}={text!r}: it is a whole number")
     return int(text)
 
 
@@ -259,7 +239,6 @@ def _host(text: str) -> str:
     if "/" in text:
         raise ValueError(
             f"MASTER_ADDR={text!r} is no host: it is a name or a number, for example 192.168.1.10"
-            f"{_who_sets_it('MASTER_ADDR', text)}"
         )
     return text
 
@@ -269,7 +248,7 @@ def _port(name: str, text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
             f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
-            f"{TORCH_PORT}{_who_sets_it(name, text)}"
+            f"{TORCH_PORT}"
         )
     return int(text)
 
