@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from tunix_lite.checks import devices, machine
-from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
+from tunix_lite.checks.lines import CheckLine, fails, look_within, ok
 from tunix_lite.commands import check
 from tunix_lite.distributed import join
 from tunix_lite.distributed.launcher import process_command
@@ -109,7 +109,7 @@ def test_a_probe_that_a_library_ends_is_a_line_with_its_last_words(tmp_path, mon
     shown = run_probe(tmp_path, monkeypatch, "print('boom \\x1b[2J', file=sys.stderr); os.abort()", timeout=30)
     assert "ended with signal SIGABRT; its last words: boom" in shown[0].text
     stream = io.StringIO()
-    LinePrinter(stream).show(shown[0])
+    shown[0].print_to(stream)
     assert "\x1b" not in stream.getvalue() and "→ " in stream.getvalue()
 
 
@@ -125,14 +125,12 @@ def test_what_fails_names_what_mends_it():
         CheckLine("fails", "disk", "is full")
 
 
-@pytest.mark.parametrize(("encoding", "term", "starts"), [("utf-8", "xterm", "✔ "), ("ascii", "xterm", "ok "),
-                                                          ("utf-8", "dumb", "ok ")])  # fmt: skip
-def test_marks_are_letters_where_the_terminal_has_no_others(encoding, term, starts, monkeypatch):
-    monkeypatch.setenv("TERM", term)
+@pytest.mark.parametrize(("encoding", "starts"), [("utf-8", "✔ "), ("ascii", "ok ")])
+def test_marks_are_letters_where_the_terminal_has_no_others(encoding, starts):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    LinePrinter(stream).show(ok("all-reduce", "12 µs…"))
-    LinePrinter(stream).show(fails("disk", "x", "y"))
+    ok("all-reduce", "12 µs…").print_to(stream)
+    fails("disk", "x", "y").print_to(stream)
     text = raw.getvalue().decode(encoding)
     assert text.startswith(starts) and ("->" in text) == (starts == "ok ")
 
