@@ -698,7 +698,7 @@ def start(folder, *settings):
             "rollout.mesh_shape=[[1,2],[fsdp,tp]]",
             "model.lora.rank=4",
         ],
-        ["rollout.overlap=one_step", "task=grid_world"],
+        ["rollout.overlap=one_step", "task=guessing"],
     ],
     ids=["carry", "one_step", "apart", "conversations"],
 )

@@ -6,10 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from tunix_lite.environments.pool import EnvironmentPool
+from tunix_lite.environments.pool import EnvironmentPool, try_environment
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.text_arena import SeededRandom, TextArena, bracketed_number, random_move
-from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose
@@ -45,7 +44,6 @@ def test_without_textarena_one_line_says_what_to_install(tmp_path):
         (["task.source.games=[]"], "games is empty"),
         (["task.source.num_held_out=0"], "both must be at least 1"),
         (["task.environment.player=2", OPPONENT], "player=2 must be 0, 1 or null"),
-        (["task.environment.player=0"], "player=0 counts in a game for two alone"),
     ],
 )
 def test_settings_of_games_that_cannot_be_meant_are_refused(settings, message):

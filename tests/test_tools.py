@@ -7,13 +7,12 @@ from typing import Literal, Optional
 
 import pytest
 
-from tunix_lite.environments.bundled_tools import FolderSearch, Python, calculator
+from tunix_lite.environments.bundled_tools import Python, calculator
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.pool import EnvironmentPool
-from tunix_lite.environments.schemas import misfit, schema_of, tool_name
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import ToolCall, calls_in, expression_in
-from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment
+from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment, misfit, schema_of, tool_name
 
 
 def weather(
@@ -62,10 +61,9 @@ def test_the_schema_of_a_tool_by_hand():
     assert bound["name"] == "weather" and "unit" not in bound["parameters"]["properties"]
 
 
-def test_an_object_that_can_be_called_is_a_tool(tmp_path):
-    search = FolderSearch(str(tmp_path))
-    assert tool_name(search) == "search" and tool_name(Python()) == "python"
-    assert schema_of(search)["function"]["parameters"]["required"] == ["query"]
+def test_an_object_that_can_be_called_is_a_tool():
+    assert tool_name(Python()) == "python"
+    assert schema_of(Python())["function"]["parameters"]["required"] == ["code"]
 
 
 def no_docstring(x: int) -> int:
@@ -310,21 +308,6 @@ def test_python_returns_what_the_code_prints():
         Python()("print(1)\nnobody")
     with pytest.raises(RuntimeError, match="took more than `seconds`"):
         Python(seconds=0.3)("while True: pass")
-
-
-def test_a_folder_is_searched_by_words(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "a.txt").write_text("Water boils at 100 degrees.\n\nIce melts at 0 degrees.")
-    (tmp_path / "deep" / "b.md").write_text("Bread is baked. Bread rises.\n\n\n\nDegrees are given by universities.")
-    (tmp_path / "c.bin").write_bytes(b"boils boils")
-    search = FolderSearch(str(tmp_path), results=2)
-    assert search("when does water BOIL, boils?").startswith("[a.txt]\nWater boils at 100 degrees.")
-    # the rare word decides, and the shorter of two alike comes first
-    assert search("bread degrees").startswith("[deep/b.md]\nBread is baked.")
-    assert search("degrees").count("[") == 2
-    assert search("quantum") == "Nothing was found."
-    with pytest.raises(ValueError, match="is no folder"):
-        FolderSearch(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tunix_lite.environments.pool import EnvironmentPool
+from tunix_lite.environments.pool import EnvironmentPool, Tried, try_environment
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.try_environment import Tried, try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
