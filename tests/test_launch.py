@@ -22,7 +22,6 @@ from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
     ProcessPlace,
-    check_no_process_ids,
     find_place,
 )
 from tunix_lite.settings.compose import compose, conf_dir
@@ -293,41 +292,6 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard reads /proc")
-@pytest.mark.parametrize("stopped", [False, True])
-def test_nobody_outlives_a_launcher_that_is_killed_though_it_be_stopped_or_in_a_session_of_its_own(stopped, tmp_path):
-    """Two processes, of which one is stopped; what each has started, which does not stop when asked; what that has put
-    into another session; and the temporary folder."""
-    (tmp_path / "worker.py").write_text(
-        "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "child = subprocess.Popen(['sleep', '120'], start_new_session=True)\n"
-        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(120)\n"
-    )
-    body = """
-import subprocess
-worker = subprocess.Popen([sys.executable, folder / "worker.py"], stdout=subprocess.PIPE, start_new_session=True)
-pids = worker.stdout.readline().decode().split()
-(folder / "beats").write_text(str(beat.parent))
-(folder / f"{rank}.tmp").write_text(" ".join([str(os.getpid()), *pids]))
-(folder / f"{rank}.tmp").rename(folder / f"pids{rank}")
-if rank == "1" and sys.argv[2] == "True": os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    run = Launched(tmp_path, body + WAIT, "--nprocs=2", words=(str(stopped),))
-    until = time.monotonic() + SOON
-    while len(list(tmp_path.glob("pids?"))) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    run.process.kill()
-    run.process.wait()
-    pids = [pid for file in tmp_path.glob("pids?") for pid in file.read_text().split()]
-    beats = Path((tmp_path / "beats").read_text())
-    assert len(pids) == 6 and beats.name.startswith("tunix_lite_")
-    until = time.monotonic() + SOON
-    while any(is_running(pid) for pid in pids) or beats.exists():
-        assert time.monotonic() < until, [pid for pid in pids if is_running(pid)]
-        time.sleep(0.05)
-
-
 def is_running(pid: str) -> bool:
     file = Path("/proc") / pid / "stat"
     return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
@@ -434,27 +398,11 @@ def test_where_all_are_on_this_machine_the_first_is_0():
     )
 
 
-def refused(*arguments: str) -> str:
-    """The one line with which the launcher refuses a command."""
-    done = subprocess.run([sys.executable, "-m", "tunix_lite.launch", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    return done.stderr.removeprefix("error: ").strip()
-
-
-@pytest.mark.parametrize("word", ["launch.coordinator=a:1", "++launch.num_processes=2", "launch.process_id='1'"])
-def test_who_is_who_comes_from_the_launcher_alone(word):
-    said = refused("--nprocs=2", "child.py", word)
-    assert said == (
-        f"{word.lstrip('+')}: the launcher numbers the processes; for several machines it reads MASTER_ADDR, "
-        "MASTER_PORT, WORLD_SIZE and RANK"
-    ).replace("'", "")
-
-
-def test_alone_a_launcher_leaves_it_to_jax():
-    check_no_process_ids({"coordinator": "auto"}, 1)
-    check_no_process_ids({"coordinator": "null"}, 2)
+def test_alone_a_launcher_leaves_it_to_jax(tmp_path):
+    auto, heartbeat = LaunchConfig("auto"), {"TUNIX_LITE_HEARTBEAT": str(tmp_path / "p0")}
+    join.tell_launcher(auto, heartbeat)
     with pytest.raises(ValueError, match="launch.coordinator=auto: the launcher numbers"):
-        check_no_process_ids({"coordinator": "auto"}, 2)
+        join.tell_launcher(auto, heartbeat | {"WORLD_SIZE": "2"})
 
 
 def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
@@ -486,40 +434,6 @@ def test_without_a_file_it_trains():
     assert launcher.process_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
     evaluate = ["-m", "tunix_lite", "evaluate", "checkpoint=RUN"]
     assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
-
-
-def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
-    program = ["run_training.py", "launch.max_restarts=3", "launch.stall_timeout=60"]
-    assert launcher.restart_policy(launcher.parsed(program), program).max_restarts == 3
-    assert launcher.restart_policy(launcher.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
-    assert launcher.restart_policy(launcher.parsed(program), program).stall_timeout == 60
-    assert launcher.restart_policy(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout == 0
-
-
-def rules(*program: str) -> tuple[int, float | None]:
-    found = launcher.restart_policy(launcher.parsed(list(program)), list(program))
-    return found.max_restarts, found.stall_timeout
-
-
-@pytest.mark.parametrize("start", ["", "+", "++"])
-@pytest.mark.parametrize("quote", ["", "'", '"'])
-def test_settings_are_read_in_each_way_that_hydra_reads_them(start, quote):
-    words = [f"{start}launch.{name}={quote}{n}{quote}" for name, n in (("max_restarts", 5), ("stall_timeout", 60))]
-    assert rules("a.py", *words) == (5, 60)
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds; 0 sets no limit"),
-        (["launch.stall_timeout=nan"], "launch.stall_timeout=nan: it is a number of seconds; 0 sets no limit"),
-        (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
-        (["++launch.max_restarts=often"], "launch.max_restarts=often: it is a whole number, 0 or more"),
-        (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(words, message):
-    assert refused("a.py", *words) == message
 
 
 TELLS = """

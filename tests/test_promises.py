@@ -230,7 +230,7 @@ def test_a_launcher_that_jax_does_not_have_is_one_of_ours():
 
 def test_as_many_processes_as_gpus_is_one(capsys):
     with pytest.raises(SystemExit):
-        launcher.parsed(["--nprocs=auto"])
+        launcher.main(["--nprocs=auto"])
     assert "one process uses all devices that it sees" in capsys.readouterr().err
 
 

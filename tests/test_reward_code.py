@@ -19,8 +19,8 @@ from tunix_lite.rewards.code import PassesTests, code_in
 from tunix_lite.rewards.scores import Score
 from tunix_lite.tasks.task import Reward
 from tunix_lite.workers import sandbox
-from tunix_lite.workers.marked_processes import find_marked
 from tunix_lite.workers.pool import RewardsConfig
+from tunix_lite.workers.process import find_marked
 from tunix_lite.workers.sandbox import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")

@@ -25,10 +25,10 @@ from tunix_lite.distributed.agreement import (
 )
 from tunix_lite.distributed.meeting import is_loopback, meet
 from tunix_lite.distributed.process_place import (
+    ASK_JAX,
     IDS,
     LaunchConfig,
     ProcessPlace,
-    check_no_process_ids,
     find_place,
 )
 from tunix_lite.errors import is_of_a_peer
@@ -98,8 +98,14 @@ def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
     not read files of settings. Raises ValueError if they say which process this is."""
     if HEARTBEAT not in environ:
         return
-    ids = {name: getattr(launch, name) for name in IDS}
-    check_no_process_ids(ids, int(environ.get("WORLD_SIZE", "1")))
+    is_only = environ.get("WORLD_SIZE", "1") == "1"
+    for name in IDS:
+        value = getattr(launch, name)
+        if value is not None and not (value == ASK_JAX and is_only):
+            raise ValueError(
+                f"launch.{name}={value}: the launcher numbers the processes; for several machines "
+                "it reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
+            )
     settings = {"stall_timeout": launch.stall_timeout, "max_restarts": launch.max_restarts}
     # A full disk must not end a run here.
     with contextlib.suppress(OSError):

@@ -24,22 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from tunix_lite.distributed import command_line
-from tunix_lite.distributed.command_line import folder_given, setting_given
+from tunix_lite.distributed.command_line import folder_given
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTINGS, STARTED
-from tunix_lite.distributed.process_place import (
-    IDS,
-    TORCH_SETS,
-    LaunchConfig,
-    check_no_process_ids,
-    find_place,
-)
+from tunix_lite.distributed.process_place import TORCH_SETS, LaunchConfig, find_place
 from tunix_lite.files.addresses import check_on_disk
 
 # Flags of the launcher, each followed by a value.
@@ -84,12 +78,10 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(
                 f"{late} is a flag of the launcher: write it before the program and its settings"
             )
+        if not min(known.max_restarts or 0, known.stall_timeout or 0, known.grace) >= 0:
+            raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative")
         check_on_disk(command_line.folder_key(program), folder_given(program))
-        command_line.check_config_dir(command_line.config_dir(program))
         group = local_processes(known.nprocs, os.environ)
-        ids = {name: setting_given(f"launch.{name}", program) for name in IDS}
-        check_no_process_ids(ids, group.world)
-        policy = restart_policy(known, program)
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -105,6 +97,12 @@ def main(arguments: list[str] | None = None) -> None:
     if program[:1] == ["check"]:
         logs = Path("outputs") / "check"
 
+    never = ""
+    if command_line.SWEEPS & set(program):
+        never = "launch.max_restarts is for one run: with --multirun it would begin all again"
+    elif "${now" in (folder or ""):
+        never = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
+    policy = RestartPolicy(known.stall_timeout, known.max_restarts, known.grace, never)
     try:
         code = supervise(process_command(program), group.environments, logs, policy)
     # The logs cannot be written, or there is no memory for another process.
@@ -125,17 +123,12 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
-    parser.add_argument("--max-restarts", metavar="N", help="as launch.max_restarts=N")
-    parser.add_argument(
-        "--stall-timeout", metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=5,
-        metavar="SECONDS",
-        help="between asking a process to end and ending it; 5",
-    )
+    for flag, kind, default, about in (
+        ("--max-restarts", int, None, "as launch.max_restarts=N"),
+        ("--stall-timeout", float, None, "as launch.stall_timeout=SECONDS"),
+        ("--grace", float, 5, "seconds between asking a process to end and ending it; 5"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     known, unknown = parser.parse_known_args(arguments)
@@ -256,13 +249,14 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
 
 @dataclass
 class RestartPolicy:
-    """When the launcher gives an attempt up, and how often it tries again.
+    """When the launcher gives an attempt up, and how often it tries again: by its flags, else by
+    the settings of the run, which its processes report.
 
     Example: `RestartPolicy(stall_timeout=1800, max_restarts=3)`.
     """
 
     # seconds without a heartbeat, after the first one, until the run counts as stalled; 0: never
-    # None: as the settings of the run have it, and so below
+    # None: as the settings of the run have it; the same below
     stall_timeout: float | None = None
     # how often a failed run is started again
     max_restarts: int | None = None
@@ -272,7 +266,7 @@ class RestartPolicy:
     never: str = ""
 
     def complete(self, beats: Path) -> None:
-        """Takes what the settings of the run say from the reports of its processes, in `beats`."""
+        """Takes what is not set from the reports of the processes, in `beats`."""
         if None not in (self.stall_timeout, self.max_restarts):
             return
         for file in beats.glob(f"*{SETTINGS}"):
@@ -280,39 +274,6 @@ class RestartPolicy:
                 for name, value in json.loads(file.read_text()).items():
                     if getattr(self, name) is None:
                         setattr(self, name, value)
-
-
-def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPolicy:
-    """When to give up and restart: by the launcher's flags, else by the command line of the run.
-
-    What neither of them says, the processes report from the files of their settings. Raises
-    ValueError.
-    """
-    numbers: dict[str, float] = {}
-    for name, kind, meant in (
-        ("max_restarts", int, "a whole number, 0 or more"),
-        ("stall_timeout", float, "a number of seconds; 0 sets no limit"),
-    ):
-        value = getattr(known, name) or setting_given(f"launch.{name}", program)
-        if value is not None:
-            try:
-                numbers[name] = kind(value)
-            except ValueError:
-                numbers[name] = -1
-            if not 0 <= numbers[name] < math.inf:
-                raise ValueError(f"launch.{name}={value}: it is {meant}")
-    if not 0 <= known.grace < math.inf:
-        raise ValueError("--grace must be finite and not negative")
-
-    # Why a run of this command line cannot be started again.
-    never = ""
-    if command_line.SWEEPS & set(program):
-        never = "launch.max_restarts is for one run: with --multirun it would begin all again"
-    elif "${now" in (folder_given(program) or ""):
-        never = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
-    if never and numbers.get("max_restarts"):
-        raise ValueError(never)
-    return RestartPolicy(**numbers, grace=known.grace, never=never)
 
 
 # ---- a run, from its first attempt to its end
@@ -347,10 +308,7 @@ def supervise(
 
     # training.max_minutes counts from here, over all attempts, unless a job script says otherwise.
     started = os.environ.get(STARTED) or str(time.time())
-    with (
-        tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary,
-        guarded(Path(temporary)) as guard,
-    ):
+    with tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary:
         beats = Path(temporary)
         for restarts in itertools.count():
             attempt = Attempt(policy, signals, beats)
@@ -360,7 +318,6 @@ def supervise(
                     own = environment | {STARTED: started, RESTARTS: str(restarts)}
                     process = Process(command, own, len(attempt.processes), logs, beats)
                     attempt.processes.append(process)
-                    guard(process.pid)
                 failure = attempt.watch()
             finally:
                 attempt.end(0.0)
@@ -434,7 +391,7 @@ class Attempt:
         signals_before = len(self._signals)
         if grace > 0:
             for process in self.processes:
-                process.send(signal.SIGTERM)
+                process.send_signal(signal.SIGTERM)
         while self._running() and time.monotonic() < deadline:
             if len(self._signals) > signals_before:
                 break
@@ -448,7 +405,7 @@ class Attempt:
 
     def _failed(self) -> list["Process"]:
         """Those that had failed at the last look."""
-        return [process for process in self.processes if process.code]
+        return [process for process in self.processes if process.returncode]
 
     def _end_others(self, failure: Failure) -> Failure:
         """Ends the other processes after a failure, and adds to its text how long that took."""
@@ -468,7 +425,7 @@ class Attempt:
         grace = self._policy.grace
         deadline = math.inf
         for process in self.processes:
-            process.send(self._signals[-1])
+            process.send_signal(self._signals[-1])
         while left := self._running():
             if len(self._signals) > 1 or time.monotonic() >= deadline:
                 break
@@ -479,7 +436,7 @@ class Attempt:
             time.sleep(POLL)
 
         # A process that the signal ended at once takes others with it: they lost a peer.
-        early = [process for process in self.processes if process.code in BY_SIGNAL]
+        early = [process for process in self.processes if process.returncode in BY_SIGNAL]
         failed = [process for process in self._failed() if process not in early]
         failure = blamed([p for p in failed if not (early and p.is_victim())])
         too_late = ""
@@ -500,7 +457,7 @@ class Attempt:
         All wait for one: for one that has not made its first step, else for the one that has been
         silent the longest. Before the first step of all there is no limit.
         """
-        running = [process for process in self.processes if process.code is None]
+        running = [process for process in self.processes if process.returncode is None]
         limit = self._policy.stall_timeout
         limit = LaunchConfig.stall_timeout if limit is None else limit
 
@@ -527,9 +484,9 @@ def blamed(failed: list["Process"]) -> Failure | None:
     if not failed:
         return None
     culprit = min(
-        failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index)
+        failed, key=lambda p: (p.lost_a_peer(), p.returncode == -signal.SIGABRT, p.ended, p.index)
     )
-    code = culprit.code
+    code = culprit.returncode
     # Process 0 has printed on the screen what is wrong with the settings.
     if culprit.index == 0 and code == WRONG_SETTINGS:
         return Failure("", WRONG_SETTINGS)
@@ -546,7 +503,7 @@ def blamed(failed: list["Process"]) -> Failure | None:
 # ---- one process
 
 
-class Process:
+class Process(subprocess.Popen):
     """A process of the run: started, read, and asked whether it is alive."""
 
     def __init__(
@@ -559,8 +516,7 @@ class Process:
         """
         self.index = index
         self.rank = int(environment["RANK"])
-        # the exit code, None while it runs; and when we saw that it had ended
-        self.code: int | None = None
+        # when we saw that it had ended
         self.ended = math.inf
 
         # the file that the process writes when it is alive
@@ -575,7 +531,7 @@ class Process:
         output = {"stdout": self._file, "stderr": subprocess.STDOUT}
         if index == 0:
             output = {"stderr": subprocess.PIPE}
-        self._started = subprocess.Popen(
+        super().__init__(
             command,
             env=os.environ | environment | own,
             stdin=subprocess.DEVNULL,
@@ -583,9 +539,8 @@ class Process:
             preexec_fn=_end_with_us,
             **output,
         )
-        self.pid = self._started.pid
-        if self._started.stderr is not None:
-            os.set_blocking(self._started.stderr.fileno(), False)
+        if self.stderr is not None:
+            os.set_blocking(self.stderr.fileno(), False)
 
     def __str__(self) -> str:
         return f"process {self.rank}"
@@ -593,32 +548,27 @@ class Process:
     def look(self) -> int | None:
         """Its exit code, None while it runs. Shows what it has written to standard error."""
         # Ask for the exit code first: what it wrote before its end is then all there to read.
-        self.code = self._started.poll()
-        if self.code is not None:
+        code = self.poll()
+        if code is not None:
             self.ended = min(self.ended, time.monotonic())
-        if self._started.stderr is not None:
-            while output := self._started.stderr.read(1 << 16):
+        if self.stderr is not None:
+            while output := self.stderr.read(1 << 16):
                 show(output)
                 # The disk of its log may be full.
                 with contextlib.suppress(OSError):
                     self._file.write(output)
-        return self.code
-
-    def send(self, number: int) -> None:
-        """Sends it a signal, if it still runs."""
-        if self._started.poll() is None:
-            self._started.send_signal(number)
+        return code
 
     def kill(self) -> None:
         """Kills it, and all processes that it has started in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._started.wait()
+        self.wait()
         self.look()
-        for file in (self._file, self._started.stderr):
-            if file is not None:
-                file.close()
-        self._started.stderr = None
+        self._file.close()
+        if self.stderr is not None:
+            self.stderr.close()
+            self.stderr = None
 
     def last_lines(self) -> str:
         """The last lines of its output in this attempt; of process 0, where they are."""
@@ -629,7 +579,7 @@ class Process:
 
     def is_victim(self) -> bool:
         """Whether it ended as a process does that has lost another one."""
-        return self.code == -signal.SIGABRT or self.lost_a_peer()
+        return self.returncode == -signal.SIGABRT or self.lost_a_peer()
 
     def lost_a_peer(self) -> bool:
         """Whether its output says that it has lost another process of the run."""
@@ -661,45 +611,7 @@ def _end_with_us() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-# ---- the guard, and the screen
-
-
-# the guard is started with Python's own paths alone, and finds the package by its third argument
-START_GUARD = (
-    "import sys; sys.path.append(sys.argv[3]); "
-    "from tunix_lite.distributed.guard import main; main()"
-)
-
-
-@contextlib.contextmanager
-def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
-    """A context in which distributed/guard.py ends the run if we are killed (on Linux only).
-
-    folder: our temporary folder, which all processes of the run have in their environment. Yields a
-    function: call it with the id of each process that was started.
-    """
-    if not sys.platform.startswith("linux"):
-        yield lambda _: None
-        return
-    # The guard reads a pipe. When we are gone, the pipe closes.
-    reading, writing = os.pipe()
-    package = Path(__file__).parents[2]
-    words = ["-I", "-S", "-c", START_GUARD, str(reading), str(folder), str(package)]
-    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    guard = subprocess.Popen([sys.executable, *words], pass_fds=(reading,), cwd="/", **nothing)
-    os.close(reading)
-
-    def send_to_guard(text: str) -> None:
-        # Somebody may have ended the guard.
-        with contextlib.suppress(OSError):
-            os.write(writing, text.encode())
-
-    try:
-        yield lambda pid: send_to_guard(f"{pid}\n")
-    finally:
-        send_to_guard(".")
-        os.close(writing)
-        guard.wait()
+# ---- the screen
 
 
 def say(text: str) -> None:

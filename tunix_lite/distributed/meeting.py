@@ -80,7 +80,25 @@ def meet(
     host = host.strip("[]")
     if place.process_id > 0:
         return _report(place, host, int(port), own, waiting)
-    with _server(host, int(port), place) as server:
+
+    # Process 0 listens at the port that jax's coordinator will have later.
+    local = is_loopback(host)
+    both = not local and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or (local and ":" in host) else socket.AF_INET
+    address = (host if local else "", int(port))
+    try:
+        server = socket.create_server(address, family=family, dualstack_ipv6=both, backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise NotMet(
+                f"port {port}, where process 0 listens, is taken: by another run, or by one that "
+                f"has not ended yet (ss -ltnp | grep {port} shows which). Choose another, the same "
+                f"on every machine; this one is from {place.source}"
+            ) from error
+        raise ValueError(
+            f"process 0 cannot listen at {host}:{port}: {error}. It is from {place.source}"
+        ) from error
+    with server:
         return _call_roll(server, place, own, waiting)
 
 
@@ -197,34 +215,10 @@ def _is_gone(connection: socket.socket) -> bool:
     try:
         connection.setblocking(False)
         return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     finally:
         connection.settimeout(MESSAGE_SECONDS)
-
-
-def _server(host: str, port: int, place: ProcessPlace) -> socket.socket:
-    """Listens at the port that jax's coordinator will have later.
-
-    Raises NotMet if another program has the port, ValueError if the system refuses it.
-    """
-    both = not is_loopback(host) and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or (is_loopback(host) and ":" in host) else socket.AF_INET
-    address = (host if is_loopback(host) else "", port)
-    try:
-        return socket.create_server(address, family=family, dualstack_ipv6=both, backlog=1024)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise NotMet(
-                f"port {port}, where process 0 listens, is taken: by another run, or by one that "
-                f"has not ended yet (ss -ltnp | grep {port} shows which). Choose another, the same "
-                f"on every machine; this one is from {place.source}"
-            ) from error
-        raise ValueError(
-            f"process 0 cannot listen at {host}:{port}: {error}. It is from {place.source}"
-        ) from error
 
 
 def is_loopback(host: str) -> bool:

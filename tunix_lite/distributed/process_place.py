@@ -72,19 +72,11 @@ class ProcessPlace:
 IDS = ("coordinator", "num_processes", "process_id")
 
 
-def check_no_process_ids(values: Mapping[str, object], world: int) -> None:
-    """Raises ValueError if settings of launch say which process this is, under a launcher.
-
-    world: the number of processes of the run. launch.coordinator=auto is allowed for one process.
-    """
-    for name in IDS:
-        value = values.get(name)
-        if value in (None, "null") or (value == ASK_JAX and world == 1):
-            continue
-        raise ValueError(
-            f"launch.{name}={value}: the launcher numbers the processes; for several machines it "
-            "reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
-        )
+# Variables of torchrun that say which process this is.
+TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+# Variables of a task of srun. Those of its step come before those of the job: a shell in a job is a
+# step of one task.
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
@@ -130,10 +122,6 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     return ProcessPlace(rank, count, address, source="launch.coordinator")
 
 
-# Variables of torchrun that say which process this is.
-TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-
-
 def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     """By WORLD_SIZE, RANK, MASTER_ADDR and their like, which our own launcher sets, too."""
     # Scripts often export WORLD_SIZE under srun, where Slurm counts the processes.
@@ -152,7 +140,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     _check_rank("RANK", rank, "WORLD_SIZE", count)
 
     # torchrun itself listens at MASTER_PORT, so process 0 takes the next port.
-    host = _host(environ["MASTER_ADDR"])
+    host = environ["MASTER_ADDR"]
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT))
     source = "MASTER_ADDR and MASTER_PORT"
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -165,17 +153,13 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     return ProcessPlace(rank, count, f"{host}:{port}", local_id, num_local, source)
 
 
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-# Tasks of the step. SLURM_NTASKS may be those of the job: a shell in a job is a step of one task.
-STEP_TASKS = "SLURM_STEP_NUM_TASKS"
-
-
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     """By the variables of srun. Without MASTER_ADDR jax finds the first node, and the processes
     meet through jax."""
     if any(name not in environ for name in SLURM):
         return None
-    counter = STEP_TASKS if STEP_TASKS in environ else "SLURM_NTASKS"
+    of_step = "SLURM_STEP_NUM_TASKS"
+    counter = of_step if of_step in environ else "SLURM_NTASKS"
     count = _number(counter, environ)
     rank = _number("SLURM_PROCID", environ)
     _check_rank("SLURM_PROCID", rank, counter, count)
@@ -194,7 +178,7 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     # Without MASTER_PORT all processes derive one port from the id of the job.
     port_of_job = str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", port_of_job))
-    address = f"{_host(environ['MASTER_ADDR'])}:{port}"
+    address = f"{environ['MASTER_ADDR']}:{port}"
     return ProcessPlace(rank, count, address, local_id, num_local, "srun")
 
 
@@ -227,20 +211,9 @@ def _number(name: str, environ: Mapping[str, str], default: int | None = None) -
     text = environ.get(name)
     if not text and default is not None:
         return default
-    if text is None:
-        raise ValueError(f"{name} is not set")
-    if not text.strip().isdecimal():
+    if text is None or not text.strip().isdecimal():
         raise ValueError(f"{name}={text!r}: it is a whole number")
     return int(text)
-
-
-def _host(text: str) -> str:
-    """MASTER_ADDR as the name or the number of a host. Raises ValueError."""
-    if "/" in text:
-        raise ValueError(
-            f"MASTER_ADDR={text!r} is no host: it is a name or a number, for example 192.168.1.10"
-        )
-    return text
 
 
 def _port(name: str, text: str) -> int:
