@@ -35,7 +35,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "hints.py": {"distributed.command_line"},
     "files": {"files", "plain_text"},
     # Processes and arrays.
-    "distributed": {"distributed", "errors", "files.addresses", "workers.marked_processes"},
+    "distributed": {"distributed", "errors", "files.addresses"},
     "parallel": {"parallel", "distributed.join"},
     # A model, what it samples, and what it learns from that.
     "models": {"models", "errors", "files", "parallel", "plain_text", "types", "workers.confined"},
@@ -277,8 +277,6 @@ STARTS_AT_ONCE = {  # modules that a launcher imports: Python's own library and 
     "files/addresses.py",
     "distributed/agreement.py",
     "distributed/folder_lock.py",
-    "distributed/guard.py",
-    "workers/marked_processes.py",
     "distributed/join.py",
     "distributed/allgather.py",
     "distributed/command_line.py",

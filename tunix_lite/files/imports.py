@@ -41,24 +41,19 @@ def import_named(path: str) -> Any:
         raise ValueError(
             f"{shown(path)} has no module; write module.{name}, as in `from module import {name}`"
         )
-    if _looks_here.get():
-        _add_working_folder(module.partition(".")[0])
+    # The working folder comes last on the import path, if the module is there alone.
+    here = Path.cwd()
+    top = module.partition(".")[0]
+    is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
+    is_known = top in sys.modules or str(here) in sys.path
+    if _looks_here.get() and is_here and not is_known and importlib.util.find_spec(top) is None:
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         hint = _hint(error, module, name)
         raise ValueError(f"cannot import {path!r} ({error}){hint}") from error
-
-
-def _add_working_folder(top: str) -> None:
-    """Puts the working folder last on the import path if `top` is a module of it alone."""
-    here = Path.cwd()
-    is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
-    if not is_here or top in sys.modules or str(here) in sys.path:
-        return
-    if importlib.util.find_spec(top) is None:
-        sys.path.append(str(here))
-        importlib.invalidate_caches()
 
 
 def _hint(error: Exception, module: str, name: str) -> str:

@@ -18,8 +18,8 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
+from tunix_lite.environments.pool import try_environment
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout

@@ -12,7 +12,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import markupsafe
@@ -45,7 +44,7 @@ class Refused(ValueError):
     """The call failed, or exceeded a limit. The message is the end of a sentence: what it did."""
 
 
-def ask(function: Callable[..., str], *arguments: Any) -> str:
+def ask(function: Callable[..., str], *arguments: object) -> str:
     """The answer of a function of a module, called in the other process. arguments: plain values.
     Raises Refused."""
     global _running
@@ -54,7 +53,21 @@ def ask(function: Callable[..., str], *arguments: Any) -> str:
     with _LOCK:
         for _ in range(STARTS):
             if _running is None:
-                _running = _start()
+                # An editable install is found by a hook, not by sys.path: packages are named.
+                files = (jinja2.__file__, markupsafe.__file__)
+                _running = WorkerProcess(
+                    {name: os.environ[name] for name in KEPT if name in os.environ},
+                    limits=(MEMORY, SECONDS),
+                    output=subprocess.DEVNULL,
+                    flags=FLAGS,
+                    import_path=[
+                        str(Path(__file__).parents[2]),
+                        *(str(Path(file).parents[1]) for file in files),
+                    ],
+                    longest=LONGEST_ANSWER,
+                )
+                _running.send(pickle.dumps([_call]), START_SECONDS)
+                _running.answer(START_SECONDS)
             _running.send(calls, WAITED)
             kind, answer = _running.answer(WAITED, 0)
             if not kind:
@@ -71,23 +84,7 @@ def ask(function: Callable[..., str], *arguments: Any) -> str:
     raise Refused(f"ends the process that runs it ({how.removeprefix('ended its process with ')})")
 
 
-def _start() -> WorkerProcess:
-    # An editable install is found by a hook, not by sys.path, so the packages are named.
-    packages = [str(Path(file).parents[1]) for file in (jinja2.__file__, markupsafe.__file__)]
-    worker = WorkerProcess(
-        {name: os.environ[name] for name in KEPT if name in os.environ},
-        limits=(MEMORY, SECONDS),
-        output=subprocess.DEVNULL,
-        flags=FLAGS,
-        import_path=[str(Path(__file__).parents[2]), *packages],
-        longest=LONGEST_ANSWER,
-    )
-    worker.send(pickle.dumps([_call]), START_SECONDS)
-    worker.answer(START_SECONDS)
-    return worker
-
-
-def _call(function: Callable[..., str], *arguments: Any) -> tuple[bool, str]:
+def _call(function: Callable[..., str], *arguments: object) -> tuple[bool, str]:
     """Calls the function; returns whether it succeeded, and its result or its error."""
     try:
         return True, function(*arguments)
