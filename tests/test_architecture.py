@@ -90,6 +90,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "learner",
         "models",
         "parallel",
+        "rollout.generate",
         "rollout.memory",
         "rollout.settings",
         "types",

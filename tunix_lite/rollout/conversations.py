@@ -11,7 +11,7 @@ that the conversation has sampled before.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -173,6 +173,29 @@ class ConversationScheduler:
         """Returns whether any slot runs."""
         return any(talk is not None and talk.is_sampling for talk in self.by_slot)
 
+    def in_steps(
+        self,
+        on_finished: Callable[[int, list[int]], None] | None,
+        on_chunk: OnChunk | None,
+        between_chunks: Callable[[], None] | None,
+    ) -> Generator[None, None, Rollout]:
+        """Stops after each chunk, and returns the Rollout; the callbacks are those of
+        make_generate."""
+        while not self.is_over:
+            ended = self.advance()
+            if on_finished is not None:
+                for talk in ended:
+                    on_finished(talk.row, talk.last_turn)
+            if on_chunk is not None:
+                held = [talk.request for talk in self.by_slot if talk is not None]
+                alone = {talk.row: conversations_as_rollout(self, [talk]) for talk in ended}
+                on_chunk(held + [talk.request for talk in ended], alone)
+            if between_chunks is not None:
+                between_chunks()
+            yield
+        self.partner.close()
+        return conversations_as_rollout(self)
+
     def advance(self) -> list[Talk]:
         """Takes answers, fills slots, and decodes a chunk. Returns the conversations that ended."""
         ended = self.take_replies()
@@ -183,21 +206,6 @@ class ConversationScheduler:
         if self.is_decoding:
             self.decode()
         return ended
-
-    def hand_over(
-        self,
-        ended: list[Talk],
-        on_finished: Callable[[int, list[int]], None] | None,
-        on_chunk: OnChunk | None,
-    ) -> None:
-        """Hands the conversations that have ended to the callbacks of make_generate."""
-        if on_finished is not None:
-            for talk in ended:
-                on_finished(talk.row, talk.last_turn)
-        if on_chunk is not None:
-            held = [talk.request for talk in self.by_slot if talk is not None]
-            alone = {talk.row: conversations_as_rollout(self, [talk]) for talk in ended}
-            on_chunk(held + [talk.request for talk in ended], alone)
 
     # ---- answers
 

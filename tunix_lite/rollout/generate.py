@@ -39,7 +39,6 @@ from tunix_lite.rollout.conversations import (
     Partner,
     chunk_of_turns,
     conversation_requests,
-    conversations_as_rollout,
     most_offloaded,
 )
 from tunix_lite.rollout.engine import (
@@ -271,16 +270,13 @@ def make_generate(
     on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
     row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
     which all processes run the same; what it raises ends the rollout. With stepwise it returns a
-    generator that stops after each chunk, while the next one is under way, and returns the Rollout.
-    The rest is as in `make_sampler`.
+    generator that stops after each chunk, and returns the Rollout. The rest is as in make_sampler.
 
-    With a partner, each row is a conversation. generation.max_new_tokens bounds all that comes
-    after a prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken
-    back. on_finished(row, tokens) gets the last turn. compile_ahead takes `converses`, and the
-    partner's `max_turn_tokens`.
+    With a partner, each row is a conversation, and max_new_tokens bounds all that comes after a
+    prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken back.
+    on_finished gets the last turn. compile_ahead takes `converses`, and `max_turn_tokens`.
 
-    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids,
-    tokenizer.pad_id)`, called with prompts as lists of token numbers.
+    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`.
     """
     rollout = RolloutConfig() if rollout is None else rollout
     sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
@@ -299,12 +295,27 @@ def make_generate(
         on_finished: Callable[[int, list[int]], None] | None = None,
         on_chunk: OnChunk | None = None,
         between_chunks: Callable[[], None] | None = None,
+        partner: Partner | None = None,
     ) -> Generator[None, None, Rollout]:
+        if partner is not None:
+            criteria.check()
+            programs = programs_of_turns(partner.max_turn_tokens)
+            check_kernels(programs.spec, rollout, params)
+            check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
+            requests = conversation_requests(prompts, num_generations, generation, partner, key)
+            num_slots = rollout.slots(len(requests), axis_size("fsdp"))
+            size = (len(prompts), num_generations)
+            engine = engine_of(programs, prepare(params), num_slots, size, criteria, temperature)
+            most = most_offloaded(rollout, engine, len(requests))
+            talks = ConversationScheduler(engine, partner, requests, most)
+            return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
+
         metrics: Metrics = {}
 
         def chunks():
-            arguments = (params, prompts, key, num_generations, temperature, None)
-            metrics.update((yield from sample(*arguments, limits=limits, tokenizer=tokenizer)))
+            options = {"limits": limits, "tokenizer": tokenizer}
+            steps = sample(params, prompts, key, num_generations, temperature, **options)
+            metrics.update((yield from steps))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():
@@ -321,62 +332,36 @@ def make_generate(
             yield
         return arrays.rollout(prompts, num_generations, metrics)
 
-    def in_turns(
-        params: Params,
-        prompts: Prompts,
-        key: jax.Array,
-        num_generations: int = 1,
-        temperature: float = generation.temperature,
-        *,
-        partner: Partner,
-        on_finished: Callable[[int, list[int]], None] | None = None,
-        on_chunk: OnChunk | None = None,
-        between_chunks: Callable[[], None] | None = None,
-    ) -> Generator[None, None, Rollout]:
-        criteria.check()
-        programs = programs_of_turns(partner.max_turn_tokens)
-        check_kernels(programs.spec, rollout, params)
-        check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
-        requests = conversation_requests(prompts, num_generations, generation, partner, key)
-        num_slots = rollout.slots(len(requests), axis_size("fsdp"))
-        size = (len(prompts), num_generations)
-        engine = engine_of(programs, prepare(params), num_slots, size, criteria, temperature)
-        most = most_offloaded(rollout, engine, len(requests))
-        talks = ConversationScheduler(engine, partner, requests, most)
-        while not talks.is_over:
-            talks.hand_over(talks.advance(), on_finished, on_chunk)
-            if between_chunks is not None:
-                between_chunks()
-            yield
-        partner.close()
-        return conversations_as_rollout(talks)
-
     def generate(
-        *arguments: Any, stepwise: bool = False, partner: Partner | None = None, **options: Any
+        *arguments: Any, stepwise: bool = False, **options: Any
     ) -> Rollout | Generator[None, None, Rollout]:
-        if partner is None:
-            steps = in_steps(*arguments, **options)
-        else:
-            steps = in_turns(*arguments, partner=partner, **options)
+        steps = in_steps(*arguments, **options)
         return steps if stepwise else to_the_end(steps)
 
-    def compile_all(
-        params: Params,
-        *size: int,
-        temperature: float | None = None,
-        converses: bool = False,
-        max_turn_tokens: int | None = None,
-    ) -> None:
-        if not converses:
-            sample.compile_ahead(params, *size, temperature)
-            return
-        programs = programs_of_turns(max_turn_tokens)
-        weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
-        compile_append(programs, slots, weights)
-        if generation.stop:
-            compile_rewind(programs, slots, programs.spec.chunk)
+    ahead = partial(compile_all_ahead, sample, programs_of_turns, prepare, rollout)
+    return Sampling(generate, ahead)
 
-    return Sampling(generate, compile_all)
+
+def compile_all_ahead(
+    sample: Sampling,
+    programs_of_turns: Callable[[int | None], Programs],
+    prepare: Callable[[Params], Params],
+    rollout: RolloutConfig,
+    params: Params,
+    *size: int,
+    temperature: float | None = None,
+    converses: bool = False,
+    max_turn_tokens: int | None = None,
+) -> None:
+    """Compiles the programs of completions, or of conversations with turns of so many tokens."""
+    if not converses:
+        sample.compile_ahead(params, *size, temperature)
+        return
+    programs = programs_of_turns(max_turn_tokens)
+    weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
+    compile_append(programs, slots, weights)
+    if programs.spec.generation.stop:
+        compile_rewind(programs, slots, programs.spec.chunk)
 
 
 def make_programs_of_turns(spec: SamplerSpec) -> Callable[[int | None], Programs]:
