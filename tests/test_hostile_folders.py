@@ -93,7 +93,8 @@ def good(tmp_path_factory):
 
     (folder / "run").mkdir()
     settings = ModelConfig(weights=str(folder / "model"))
-    RunDir(folder / "run").write_model(source.settings_to_keep(settings, source.locate(settings), 0))
+    run_dir = RunDir(folder / "run")
+    run_dir.write_json(run_dir.path / RunDir.MODEL, source.settings_to_keep(settings, source.locate(settings), 0))
     checkpoints = Checkpoints(folder / "run" / "checkpoints")
     optimizer = make_optimizer(OptimizerConfig(), 2)
     checkpoints.save(TrainState(put(np.int32(1)), params, init_opt_state(optimizer, params)))

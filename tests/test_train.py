@@ -504,11 +504,9 @@ def test_a_replay_takes_the_weights_that_saw_the_batch(tmp_path):
 
     assert [chosen(6, *steps) for steps in ((4,), (2, 7), (2, 6), (3, 8), (2,))] == [4, 7, 6, 3, 2]
     assert [saw(folder, 6, step) for step in (2, 3, 4, 5, 6, 7, 8)] == [False, False, True, True, True, True, False]
-    with pytest.raises(
-        ConfigError, match="holds no checkpoint until step 6; step=8 takes the weights of step 8, which"
-    ):
+    with pytest.raises(ConfigError, match="holds no checkpoint until step 6; step=8 takes weights that have been"):
         chosen(6, 8, 9)
-    with pytest.raises(ConfigError, match="holds no checkpoint, so there are no weights to look at the batch"):
+    with pytest.raises(ConfigError, match="holds no checkpoint until step 6$"):
         chosen(6)
     assert sorted(file.name for file in (tmp_path / "skipped").iterdir())[0] == "step_000003.npz"
     os.truncate(folder.skipped(6), 60)
@@ -839,7 +837,7 @@ def test_a_step_is_made_again_from_the_files_of_the_run(finished_on_four, capsys
     text = "\n".join(as_lines(done))
     assert f"{len(logged)} of {len(logged)} logged metrics are the same to the bit" in text
     assert "samples/: tokens the same in 16 of 16 completions" in text
-    assert "samples/: logprobs apart by 0.00e+00 at most" in text
+    assert "samples/: logprobs the same in 16 of 16 completions" in text
 
 
 def test_which_steps_can_be_made_again(finished, tmp_path):

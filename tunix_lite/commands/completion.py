@@ -8,14 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-from tunix_lite.commands.help import (
-    COMMANDS,
-    FLAGS,
-    all_settings,
-    groups,
-    options,
-    settings_in,
-)
+from tunix_lite.commands.help import COMMANDS, FLAGS, all_settings, groups, options, settings_in
 from tunix_lite.distributed.command_line import conf_dir
 
 # A candidate that ends the word ends in a space; readline is told to add none. bash takes a word
@@ -61,42 +54,28 @@ def answer(argv: list[str], environ: Mapping[str, str] = os.environ) -> None:
 def candidates(line: str) -> list[str]:
     """Lists the completions of the last word of a command line."""
     _, *typed = line.split(" ")
-    typed = typed or [""]
-    *before, word = typed
-    return sorted(each for each in _all(before, word) if each.startswith(word))
+    *before, word = typed or [""]
+    return sorted({each for each in _all(before, word) if each.startswith(word)})
 
 
 def _all(before: list[str], word: str) -> Iterator[str]:
-    """Lists everything that may follow these words; of settings only those that fit the word so
-    far."""
-    if not before:
-        yield from (f"{name} " for name in COMMANDS)
-        yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)
-        return
+    """Lists what may follow these words."""
     key, equals, _ = word.partition("=")
     if equals:
-        yield from (f"{key}={each} " for each in _values(key, before))
+        is_switch = isinstance(all_settings(before).get(key), bool)
+        values = options(key) if key in groups() else ["true", "false"] if is_switch else []
+        yield from (f"{key}={value} " for value in values)
         return
-    if word.startswith("-"):
+    if not before:
+        yield from (f"{name} " for name in COMMANDS)
+    if not before or word.startswith("-"):
         yield from (f"{flag.split()[0].rstrip(',')} " for flag in FLAGS)
         return
     yield from (f"{group}=" for group in groups())
+    own = conf_dir() / "command" / f"{before[0]}.yaml"
+    of_command = settings_in(own) if own.is_file() else ()
     # section by section: training. and then its settings
     depth = word.count(".")
-    for name in [*all_settings(before), "hydra.run.dir", "resume", *_of_command(before[0])]:
+    for name in [*all_settings(before), "hydra.run.dir", "resume", *of_command]:
         parts = name.split(".")
-        is_whole = len(parts) <= depth + 1
-        yield f"{name}=" if is_whole else ".".join(parts[: depth + 1]) + "."
-
-
-def _of_command(command: str) -> list[str]:
-    """The settings that a command has of its own, such as `checkpoint`."""
-    file = conf_dir() / "command" / f"{command}.yaml"
-    return list(settings_in(file)) if file.is_file() else []
-
-
-def _values(key: str, before: list[str]) -> list[str]:
-    if key in groups():
-        return options(key)
-    setting = all_settings(before).get(key)
-    return ["true", "false"] if setting and setting.default in ("true", "false") else []
+        yield f"{name}=" if len(parts) <= depth + 1 else ".".join(parts[: depth + 1]) + "."

@@ -133,7 +133,13 @@ def evaluate_models(
     loaded.
     """
     keep_programs(run.runtime.program_cache)
-    join_evaluation(run, settings)
+    # One evaluation of all processes that were started as one, which is mostly this one alone.
+    values = {"evaluate": plain(settings.evaluate), "step": settings.step}
+    with error_context(""):
+        try:
+            initialise(run.launch, os.environ, process_info(plain(run) | values))
+        except NotMet as error:
+            raise RunFailed(str(error)) from error
     with exit_when_a_peer_is_lost():
         options = settings.evaluate
         runs = {} if options.tasks else {type(run.task.source).__name__.lower(): run}
@@ -157,7 +163,7 @@ def evaluate_models(
             for name, of_task in scores.items()
         }
         if out is not None:
-            _write(out, run, settings, models, results, rows)
+            _write(out, run, settings.evaluate, models, results, rows)
 
 
 def evaluate_model(
@@ -180,16 +186,6 @@ def evaluate_model(
     held_out = _examples(name, run, model.tokenizer, asked)
     _, scores = _evaluate_one(run, asked, model, held_out, "model", name, None)
     return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
-
-
-def join_evaluation(run: RunConfig, settings: EvaluateConfig) -> None:
-    """One evaluation of all processes that were started as one, which is mostly this one alone."""
-    values = {"evaluate": plain(settings.evaluate), "step": settings.step}
-    with error_context(""):
-        try:
-            initialise(run.launch, os.environ, process_info(plain(run) | values))
-        except NotMet as error:
-            raise RunFailed(str(error)) from error
 
 
 def check_models(
@@ -232,8 +228,18 @@ def score_models(
     for which in ("model", "against"):
         if which == "against" and options.against is None:
             continue
-        model = open_chosen_model(run, settings) if which == "model" else _other_model(run, options)
-        models[which] = _described(model)
+        if which == "model":
+            model = open_chosen_model(run, settings)
+        else:
+            mesh_shape = run.model.mesh_shape
+            dtype = run.training.mixed_precision
+            with _naming_against(options):
+                model = load(
+                    options.against, step=options.against_step, mesh_shape=mesh_shape, dtype=dtype
+                )
+        weights = str(model.source.name if model.run is None else model.run)
+        dtype = np.dtype(model.dtype).name
+        models[which] = {"weights": weights, "step": model.step, "dtype": dtype}
         for name, each in runs.items():
             held_out = _examples(name, each, model.tokenizer, options)
             completions, scores[name][which] = _evaluate_one(
@@ -276,18 +282,8 @@ def _examples(
 ) -> HeldOut:
     """The held-out examples of a task. Raises ConfigError, which names the task if there are
     several."""
-    if not options.tasks:
+    with error_context(name) if options.tasks else contextlib.nullcontext():
         return held_out_examples(run, tokenizer, options.num_examples, options.reference)
-    with error_context(name):
-        return held_out_examples(run, tokenizer, options.num_examples, options.reference)
-
-
-def _other_model(run: RunConfig, options: EvaluateTaskConfig) -> LanguageModel:
-    """The model that evaluate.against names."""
-    mesh_shape = run.model.mesh_shape
-    dtype = run.training.mixed_precision
-    with _naming_against(options):
-        return load(options.against, step=options.against_step, mesh_shape=mesh_shape, dtype=dtype)
 
 
 def _other_settings(options: EvaluateTaskConfig) -> ModelConfig:
@@ -312,12 +308,6 @@ def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(f"evaluate.against={options.against}: {error}") from error
-
-
-def _described(model: LanguageModel) -> dict:
-    """Describes the model, as results.json has it."""
-    weights = model.source.name if model.run is None else model.run
-    return {"weights": str(weights), "step": model.step, "dtype": np.dtype(model.dtype).name}
 
 
 def _evaluate_one(
@@ -375,26 +365,27 @@ def _say(text: str) -> None:
 def _write(
     out: Path,
     run: RunConfig,
-    settings: EvaluateConfig,
+    options: EvaluateTaskConfig,
     models: dict[str, dict],
     results: dict[str, report.TaskResult],
     rows: dict[str, list[dict]],
 ) -> None:
     """Prints the tables, and writes them, their numbers and all completions into the folder."""
-    facts = asdict(settings.evaluate) | {
+    facts = asdict(options) | {
         "seed": run.seed,
         "generation": asdict(run.generation),
         "mixed_precision": run.training.mixed_precision,
     }
     text = report.as_markdown(models, facts, results)
     print(escape_for_terminal(text), end="")
-    numbers = json_value(report.as_plain(models, facts, results))
-    with _told_as_out(out):
+    numbers = {"models": models, "settings": facts}
+    numbers |= {"tasks": {name: asdict(result) for name, result in results.items()}}
+    files = {f"{name}.jsonl": json_lines(completions) for name, completions in rows.items()}
+    files |= {"results.md": text, "results.json": json.dumps(json_value(numbers), indent=2) + "\n"}
+    with _named_out(out):
         out.mkdir(parents=True, exist_ok=True)
-        for name, completions in rows.items():
-            _replace(out / f"{name}.jsonl", json_lines(completions))
-        _replace(out / "results.md", text)
-        _replace(out / "results.json", json.dumps(numbers, indent=2) + "\n")
+        for name, content in files.items():
+            _replace(out / name, content)
         for file in out.glob(f"*{PARTIAL}"):
             file.unlink()
     _say(f"results.json, results.md and all completions are in {out}")
@@ -417,7 +408,7 @@ class PartialFile:
         """Writes a completion; a SamplingProgress calls it."""
         if self.path is None:
             return
-        with _told_as_out(self.path.parent):
+        with _named_out(self.path.parent):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.path.unlink(missing_ok=True)
@@ -432,7 +423,7 @@ class PartialFile:
 
 
 @contextlib.contextmanager
-def _told_as_out(out: Path) -> Iterator[None]:
+def _named_out(out: Path) -> Iterator[None]:
     """A disk that fails is an error of the setting `out`."""
     with error_context("out"):
         try:

@@ -98,32 +98,26 @@ def main(
         logging.getLogger().handlers.clear()
 
     def job(values: dict, folder: Path) -> object:
-        _hide_secrets_in(folder / ".hydra", sweep_folder())
+        # Hydra has written the command line's settings, and secrets with them.
+        sweep = sweep_folder()
+        of_sweep = [] if sweep is None else [sweep / "multirun.yaml"]
+        for file in [*(folder / ".hydra").glob("*.yaml"), *of_sweep]:
+            text = file.read_text()
+            if text != without_secrets(text):
+                file.write_text(without_secrets(text))
+
+        # None was checked where a value depends on the clock, or is nan, which equals nothing.
+        found = next((i for i, (known, _) in enumerate(checked) if known == values), None)
         results: list[object] = []
-        _or_exit(lambda: results.append(task(_run_of(values, checked), folder)), folder)
+
+        def start() -> None:
+            run = build(RunConfig, values) if found is None else checked.pop(found)[1]
+            results.append(task(run, folder))
+
+        _or_exit(start, folder)
         return results[0] if results else None
 
     hydra_job(job)
-
-
-def _hide_secrets_in(kept_by_hydra: Path, sweep: Path | None) -> None:
-    """Hides secrets that the command line gave in the files that Hydra has written."""
-    of_sweep = [] if sweep is None else [sweep / "multirun.yaml"]
-    for file in [*kept_by_hydra.glob("*.yaml"), *of_sweep]:
-        text = file.read_text()
-        if text != without_secrets(text):
-            file.write_text(without_secrets(text))
-
-
-def _run_of(values: dict, checked: list[tuple[dict, RunConfig]]) -> RunConfig:
-    """The run that was built and checked from these very values; if none was, it is built now.
-
-    None was where a value depends on the clock, or is not a number (which equals nothing).
-    """
-    for i, (known_values, _) in enumerate(checked):
-        if known_values == values:
-            return checked.pop(i)[1]
-    return build(RunConfig, values)
 
 
 def run_command(
@@ -151,7 +145,16 @@ def run_command(
     of a run are wrong, in place of ending. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
-    known = _words_of(name)
+    _or_exit(_check_working_folder)
+    foreign = setting_names((f"+command={name}",))
+    # Flags that it does not have end the process, with what to write instead.
+    _or_exit(lambda: refuse_foreign(sys.argv[1:], foreign, OF_COMMANDS))
+    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    known = parser.parse_intermixed_args()
     if known.help:
         place = f" [{positional.upper()}{' ...' if is_list else ''}]" if positional else ""
         with as_long_as_read():
@@ -159,7 +162,12 @@ def run_command(
             print(f"usage: tunix-lite {name}{place} {flags}\n")
             print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
         return
-    folders = _folders_of(known.overrides, is_list) if positional else []
+    # A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
+    first = known.overrides if is_list else known.overrides[:1]
+    folders = [word for word in first if "=" not in word or os.path.isdir(word)]
+    folders = folders if positional else []
+    for word in folders:
+        known.overrides.remove(word)
     own = [f.name for f in dataclasses.fields(kind)]
     of = (f"+command={name}",)
 
@@ -210,46 +218,10 @@ def run_command(
     _or_exit(as_long_as_read()(act_without_run if without_run else act), interrupted="")
 
 
-def _words_of(name: str) -> argparse.Namespace:
-    """The command line of a command: its flags, and `overrides`, the other words.
-
-    Flags that it does not have end the process, with what to write instead.
-    """
-    _or_exit(_check_working_folder)
-    known = setting_names((f"+command={name}",))
-    _or_exit(lambda: refuse_foreign(sys.argv[1:], known, OF_COMMANDS))
-    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("overrides", nargs="*")
-    return parser.parse_intermixed_args()
-
-
-def _folders_of(argv: list[str], is_list: bool) -> list[str]:
-    """Takes the first word out if it is a folder, and with is_list all that are; returns them.
-
-    A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
-    """
-    looked_at = argv[:] if is_list else argv[:1]
-    taken = [word for word in looked_at if "=" not in word or os.path.isdir(word)]
-    for word in taken:
-        argv.remove(word)
-    return taken
-
-
 # Settings whose value is text for the model: Hydra does not parse it.
-LITERAL = {
-    "prompt",
-    "system",
-}
+LITERAL = {"prompt", "system"}
 # Settings of `model` that may stand beside checkpoint=: where the base is, and the machine's own.
-BESIDE_A_RUN = {
-    "weights",
-    "tokenizer",
-    "family",
-    "mesh_shape",
-}
+BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}
 
 
 def _of_run(values: dict, overrides: list[str]) -> dict:

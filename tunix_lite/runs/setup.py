@@ -528,7 +528,10 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
     ours = _fingerprint_of(parts)
     with error_context(""):
         run_dir.write_json(run_dir.fingerprint, ours)
-        run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
+        run_dir.write_json(
+            run_dir.path / RunDir.MODEL,
+            source.settings_to_keep(run.model, parts.model, run.seed),
+        )
 
 
 def _fingerprint_of(parts: Parts) -> dict:
