@@ -32,7 +32,7 @@ from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.replay import Replay, ReplayOptions
+from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchOptions, WatchRun
@@ -151,7 +151,6 @@ GROUPS = (
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
-    Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
     Group("The command check", "", Check, None),
     Group("The command report", "", Report, None),
     Group("The command watch", "", WatchRun, None),

@@ -71,7 +71,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, capsys):
     (folder / "status.json").unlink(missing_ok=True)
     os.mkfifo(folder / "status.json")
     run = FollowedRun(folder)
-    assert run.new_samples() is None and run.status() == {} and not run.has_ended()
+    assert run.new_samples() == [] and run.status() == {} and not run.has_ended()
 
 
 def test_the_newest_samples_come_once(folder):
@@ -79,9 +79,9 @@ def test_the_newest_samples_come_once(folder):
         (folder / "samples" / f"step_{step:06d}.jsonl").write_text(json.dumps({"reward": step}) + "\n")
     (folder / "samples" / "evaluation_000030.jsonl").write_text("{}\n")
     run = FollowedRun(folder)
-    assert run.new_samples() == (20, [{"reward": 20}]) and run.new_samples() is None
+    assert run.new_samples() == [{"reward": 20}] and run.new_samples() == []
     (folder / "samples" / "step_000030.jsonl").write_text("no json\n")
-    assert run.new_samples() is None and run.new_samples() is None
+    assert run.new_samples() == [] and run.new_samples() == []
 
 
 def test_the_time_left_of_a_run_elsewhere_is_by_the_seconds_of_its_steps(folder):

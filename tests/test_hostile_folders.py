@@ -5,7 +5,6 @@ would run leaves a file behind (the canary), and every test looks for it. See do
 """
 
 import base64
-import contextlib
 import json
 import math
 import os
@@ -25,7 +24,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import yaml
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
@@ -808,70 +806,7 @@ def test_a_batch_in_which_nothing_is_wrong_is_read(good):
     np.testing.assert_array_equal(batch.tokens, np.ones((2, 4), np.int32))
 
 
-# ---- replay step=, which takes the settings of the run
-
-
-@pytest.fixture(scope="module")
-def composed() -> tuple[dict, dict]:
-    """The settings of the run of a stranger, and those of `tunix-lite replay evil.plug step=1`."""
-    ours = ["checkpoint=evil.plug", "step=1", 'model.mesh_shape=[[4,1],["fsdp","tp"]]']
-    return composing.compose_values(["seed=3"]), composing.compose_values(ours, of=("+command=replay",))
-
-
-OURS = "tunix_lite."
-NOT_TAKEN = {  # key -> what stands there, and words of the refusal
-    "task.correct": ("hostile_plug.Plug", "'hostile_plug.Plug' is named by"),
-    "task.extract._target_": ("hostile_plug.Plug", "'hostile_plug.Plug' is named by"),
-    "task.rewards.more": ({"fn": "os.system", "weight": 1.0}, "'os.system' is named by"),
-    # the folder itself has such a name, and Python finds evil.py beside it
-    "task.correct ": ("evil.plug", "'evil.plug' is named by"),
-    "task.rewards.judge": (
-        {"fn": {"_target_": f"{OURS}rewards.judge.Judge"}, "weight": 1.0},
-        "judge.Judge' is named by",
-    ),
-    "task.rewards.code": ({"fn": {"_target_": f"{OURS}rewards.code.PassesTests"}, "weight": 1.0}, "Tests' is named by"),
-    "algorithm._target_": ("subprocess.Popen", "'subprocess.Popen' is named by"),
-    "optimizer._target_": ("subprocess.Popen", "optimizer._target_"),
-    "training": ([1], "training is [1], not a group of settings"),
-    "task.source": (5, "task.source: expected a group of settings"),
-    "task": (None, "task is None"),
-    "seed": (10**30, "seed=1000"),
-}
-
-
-def settings_of_a_stranger(composed, folder: Path, key: str, value) -> RunConfig:
-    """What `replay FOLDER step=1` builds of a config.yaml with another value at this key."""
-    theirs, ours = json.loads(json.dumps(composed))
-    place, *path = theirs, *key.removesuffix(" ").split(".")
-    for name in path[:-1]:
-        if not isinstance(place[name], dict):
-            place[name] = {"_target_": place[name]}
-        place = place[name]
-    place[path[-1]] = value
-    (folder / ".hydra").mkdir(exist_ok=True)
-    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(theirs))
-    (folder / "fingerprint.json").write_text('{"training": {"packing": "prefix"}}')
-    ours["checkpoint"] = os.path.relpath(folder)
-    with contextlib.ExitStack() as until_its_end:
-        values = replay.with_settings_of_run(until_its_end, ours, ["checkpoint", "step"])
-        return build(RunConfig, {name: item for name, item in values.items() if name not in replay.OWN})
-
-
-@pytest.mark.parametrize("key", NOT_TAKEN)
-def test_what_replay_does_not_take_from_the_settings_of_a_run(key, composed, tmp_path, canary, monkeypatch):
-    value, words = NOT_TAKEN[key]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.plug").mkdir()
-    (tmp_path / "evil.py").write_text(PLUG.format(canary=str(canary)))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    is_refused(lambda: settings_of_a_stranger(composed, tmp_path / "evil.plug", key, value), words)
-
-
-def test_what_replay_takes_is_the_runs_but_for_what_belongs_to_this_machine(composed, tmp_path):
-    run = settings_of_a_stranger(composed, tmp_path, "rewards.workers", 10**6 // 16)
-    assert run.seed == 3 and run.rewards.workers == 1 and run.evaluation.num_examples == 0
-    observers = {"mine": "hostile_plug.Plug"}
-    assert settings_of_a_stranger(composed, tmp_path, "tracking.observers", observers).tracking.observers == {}
+# ---- doctor
 
 
 YAML = {
@@ -883,7 +818,7 @@ YAML = {
 
 
 @pytest.mark.parametrize("kind", [*FILES_THAT_ARE_NONE, *YAML])
-def test_settings_that_are_none_are_refused_by_replay_and_named_by_the_doctor(kind, composed, tmp_path, canary):
+def test_settings_that_are_none_are_named_by_the_doctor(kind, tmp_path, canary):
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
@@ -891,23 +826,8 @@ def test_settings_that_are_none_are_refused_by_replay_and_named_by_the_doctor(ki
         (folder / ".hydra" / "config.yaml").write_text(YAML[kind])
     else:
         put_in(folder / ".hydra", "config.yaml", kind)
-    ours = {**composed[1], "checkpoint": str(folder)}
-
-    def replayed():
-        with contextlib.ExitStack() as until_its_end:
-            return replay.with_settings_of_run(until_its_end, ours, ["step"])
-
-    said = within_two_seconds(replayed)
-    is_file = (folder / ".hydra" / "config.yaml").is_file()
-    if isinstance(said, dict):  # as if there were none, or with a setting that a run has not
-        assert not is_file or said == ours or "a" not in said
-    else:
-        assert said.startswith("checkpoint: ") and "config.yaml" in said
     lines = within_two_seconds(lambda: doctor_says(folder))
     assert all(line.isprintable() for line in lines)
-
-
-# ---- doctor
 
 
 def doctor_says(folder: Path) -> list[str]:

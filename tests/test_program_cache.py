@@ -1,18 +1,16 @@
 """Compiled programs are kept for the next start, where that is safe and nobody has said otherwise."""
 
-import contextlib
 import os
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tunix_lite.commands import replay
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel import compiling
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.settings.compose import compose, compose_values
+from tunix_lite.settings.compose import compose
 
 
 @pytest.fixture
@@ -82,18 +80,6 @@ def test_the_oldest_programs_are_removed(tmp_path):
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     compiling._remove_oldest(tmp_path, 20)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["middle", "newest"]
-
-
-def test_the_folder_of_a_run_does_not_say_where_programs_come_from(monkeypatch, tmp_path):
-    """They are code: only the command line of this machine names their folder."""
-    run = tmp_path / "run"
-    (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "config.yaml").write_text(f"runtime:\n  program_cache: {tmp_path}\nseed: 7\n")
-    values = {**compose_values([], None, ("+command=replay",)), "checkpoint": str(run), "step": 1}
-    monkeypatch.setattr(replay, "_on_this_mesh", lambda found, theirs: found)
-    with contextlib.ExitStack() as stack:
-        found = replay.with_settings_of_run(stack, values, [])
-    assert found["seed"] == 7 and found["runtime"]["program_cache"] == "auto"
 
 
 @pytest.mark.parametrize("value", ["''", "none", "false", "gs://bucket/programs"])

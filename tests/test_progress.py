@@ -1,7 +1,6 @@
 """What a program says while it works: how far it is, how long it still takes, on a terminal and on a pipe."""
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -15,9 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tunix_lite.commands.evaluate import PartialFile
-from tunix_lite.commands.generate import EndedCompletions
-from tunix_lite.inference.language_model import Completion
+from tunix_lite.commands.generate import PartialFile
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.time_left import LengthEstimate, SamplingClock
 from tunix_lite.tracking.dashboard import seconds_in_words
@@ -234,18 +231,15 @@ def test_work_that_fails_has_no_end_line():
 # ---- results so far
 
 
-def test_completions_of_many_prompts_are_on_the_disk_as_they_end(tmp_path):
-    out = tmp_path / "said.jsonl"
-    (tmp_path / "said.jsonl.partial").write_text("of an earlier start\n")
-    with EndedCompletions(out, ["a", "b"], None) as ended:
-        ended.take([Completion(1, 0, "two", [2], [-1.0], [-1.0], "eos", (0.1, 0.2))])
-        lines = (tmp_path / "said.jsonl.partial").read_text().splitlines()
-        assert [json.loads(line)["prompt"] for line in lines] == ["b"] and not out.exists()
-    EndedCompletions(None, ["a", "b"], None)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["said.jsonl.partial"]
-
-
-def test_an_evaluation_without_a_folder_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    PartialFile(None, "model.x", {}).write(0, True, None)
-    assert not list(tmp_path.iterdir())
+def test_completions_are_on_the_disk_as_they_end(tmp_path):
+    path = tmp_path / "said.jsonl.partial"
+    path.write_text("of an earlier start\n")
+    with PartialFile(path) as file:
+        file.write("")
+        assert path.read_text() == "of an earlier start\n"
+        for text in ("one", "two"):
+            file.write(f"{text}\n")
+        assert path.read_text() == "one\ntwo\n"
+    with PartialFile(None) as file:
+        file.write("three\n")
+    assert list(tmp_path.iterdir()) == [path]

@@ -100,21 +100,8 @@ def make_run(folder, steps: int = STEPS, seed: int = 0, text: str = "", **settin
     (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(known))
     given = [f"seed={seed}", f"training.max_steps={steps}", *([f"task.x={text}"] if text else [])]
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
-    (folder / "plan.json").write_text(json.dumps(plan(text)))
     (folder / "checkpoints" / "60").mkdir(parents=True)
     return rows, truth
-
-
-def plan(text: str = "") -> dict:
-    adds = {f"activations{text}": 3 * 2**30, "gradients": 2**29}
-    sent = {"kind": f"all-reduce{text}", "axis": "tp", "count": 31, "sent_bytes": 66110088}
-    found = {
-        "peak_bytes": 5 * 2**30,
-        "resident_bytes": {"parameters": 2**30, "optimizer": 2**29},
-        "phases": [{"name": f"update{text}", "adds": adds}],
-        "programs": [{"name": "update", "collectives": [sent]}],
-    }
-    return {"plans": [found], "capacity_bytes": 20 * 2**30}
 
 
 @pytest.fixture
@@ -240,15 +227,6 @@ def test_seconds_by_phase_add_up_to_those_of_the_run(run):
     assert float(table["update"][2]) == pytest.approx(0.4, rel=6e-3)
 
 
-def test_memory_and_what_is_sent_are_those_of_the_plan(run):
-    folder, _, _ = run
-    found = read(folder)
-    (memory,) = [table for table in found.tables if "of the device" in table[0]]
-    assert memory[1] == ["update", "1.50 GiB", "5.00 GiB", "25.0%"]
-    assert found.table("program")["update"] == ["all-reduce", "tp", "31", "66.1"]
-    assert f"Measured peak {1.5e9 / 2**30:.2f} GiB of 20.00 GiB, planned 5.00 GiB." in " ".join(found.words)
-
-
 def test_the_head_and_the_examples_are_those_of_the_files(run):
     folder, rows, truth = run
     words = " ".join(read(folder).words)
@@ -371,10 +349,8 @@ def test_lines_to_paste_are_quoted_and_name_the_run(run, tmp_path):
     assert heard.stdout.decode().splitlines() == given
 
 
-@pytest.mark.parametrize("name", ["status.json", "plan.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "samples"])
-@pytest.mark.parametrize(
-    "content", [b"", b"[1]", b'{"a": ', b"\xff\xfe", b'{"plans": [{"phases": 3, "programs": [7]}]}', None]
-)
+@pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "samples"])
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": ', b"\xff\xfe", None])
 def test_a_damaged_or_missing_file_leaves_the_rest(run, name, content):
     folder, _, _ = run
     file = folder / name

@@ -15,8 +15,8 @@ import time
 import pytest
 import rich.console
 
-from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.dashboard import Dashboard, sample_panel, spark_bars, trend
+from tunix_lite.tracking.console import Console, lines_of_sample
+from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst, spark_bars, trend
 
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
 
@@ -113,22 +113,12 @@ def test_numbers_that_are_none_are_left_out():
     assert "grad norm" in text and "reward" not in text and "loss" not in text
 
 
-ROWS = [
-    {"prompt": f"p{NASTY}", "completion": f"c{i}{NASTY}", "extracted": str(i), "correct": i == 3, "reward": float(i),
-     "rewards": {"right": float(i), "short": 0.5}, "advantage": i - 1.5, "group": 1, "expected": 3}
-    for i in range(4)
-]  # fmt: skip
-
-
-def test_samples_are_the_best_the_middle_and_the_worst_of_a_group():
-    same = [row | {"group": 0, "reward": 9.0} for row in ROWS]
-    text = text_of(sample_panel(10, same + ROWS, 120), 120)
-    assert [line.split()[1] for line in text.splitlines() if re.search("best|middle|worst", line)] == [
-        "best", "middle", "worst"]  # fmt: skip
-    assert "answer 3 · expected 3 · reward 3 · (right 3, short 0.5) · advantage +1.50" in text
-    assert "advantage -1.50" in text and "step 10" in text
-    assert not {"\x1b", "\x07", "\u202e"} & set(text) and "[bold]b" in text
-    assert sample_panel(1, [{"reward": 1.0}], 80) is None and sample_panel(1, [], 80) is None
+def test_a_sample_is_one_line_whatever_it_holds():
+    row = {"prompt": "p\nq", "completion": NASTY, "extracted": None, "correct": False, "reward": 0.25}
+    assert lines_of_sample(row, True) == [f"  wrong  p ⏎ q  →  {NASTY}  [no answer]  reward 0.25"]
+    assert lines_of_sample({"reward": "x"}, True) == ["  wrong  None  →  None  [no answer]"]
+    picked = best_middle_worst([[{"reward": r} for r in (1.0, None, 3.0, 2.0)], [{"reward": 9.0}] * 2])
+    assert [row["reward"] for row in picked] == [3.0, 2.0, 1.0] and best_middle_worst([]) == []
 
 
 SCRIPT = """

@@ -135,7 +135,7 @@ def test_piped_output_is_one_plain_line_a_step(tmp_path):
     for step in range(1, 5):
         console.log(step, {"reward/mean": 0.5, "time/step": 1.0})
     row = {"prompt": "1 + 1", "completion": "[bold]2[/bold]\nso 2", "extracted": "2", "correct": True, "reward": 1.0}
-    console.samples(4, [row])
+    console.samples([row])
     console.close()
     out = stream.getvalue().splitlines()
     assert out[:2] == ["title", "  mesh       fsdp=1"]
@@ -189,7 +189,7 @@ def test_text_that_acts_on_a_terminal_is_shown_as_what_it_is(tmp_path, is_termin
     console = Console(tmp_path / "train.log", max_steps=4, stream=stream)
     row = {"prompt": NASTY, "completion": NASTY, "extracted": NASTY, "correct": True, "reward": 1.0}
     console.panel(NASTY, [("data", NASTY)])
-    console.samples(4, [row])
+    console.samples([row])
     console.say(NASTY)
     console.busy(NASTY)
     console.close()
@@ -271,7 +271,7 @@ def test_a_run_that_is_a_link_to_nowhere_is_refused_with_what_to_do(tmp_path):
 def test_a_sample_of_any_length_is_one_line_of_some_hundred_characters(tmp_path):
     console = Console(tmp_path / "train.log", max_steps=1, stream=io.StringIO())
     long = "y" * 1_000_000
-    console.samples(1, [{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
+    console.samples([{"prompt": long, "completion": long, "extracted": long, "correct": True, "reward": 1.0}])
     console.close()
     assert len((tmp_path / "train.log").read_text()) < 700
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import escape_for_terminal
+from tunix_lite.commands.generate import PartialFile, escape_for_terminal
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig, build, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
@@ -330,15 +329,18 @@ def _evaluate_one(
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     about = {"model": which, "task": name}
     rollouts = rollout_sizes(count, options.num_samples)
-    file = PartialFile(out, f"{which}.{name}", about)
-    if file.path is not None:
-        before = (
-            " (there are some of an evaluation that did not finish)" if file.path.exists() else ""
-        )
-        _say(f"completions are in {file.path} as they are graded{before}")
+    path = None if out is None else out / f"{which}.{name}{PARTIAL}"
+    if path is not None:
+        before = " (there are some of an evaluation that did not finish)" if path.exists() else ""
+        _say(f"completions are in {path} as they are graded{before}")
     with contextlib.ExitStack() as opened:
-        opened.callback(file.close)
-        progress = SamplingProgress(StandardError(), rollouts, file.write)
+        file = opened.enter_context(PartialFile(path))
+
+        def write(group: int, is_greedy: bool, graded: Graded) -> None:
+            with _named_out(out):
+                file.write(json_lines([about | graded_row(graded, group, is_greedy)]))
+
+        progress = SamplingProgress(StandardError(), rollouts, None if out is None else write)
         task = opened.enter_context(
             held_out.task.with_workers(run.rewards, progress.line.say, processes, run.conversation)
         )
@@ -389,37 +391,6 @@ def _write(
         for file in out.glob(f"*{PARTIAL}"):
             file.unlink()
     _say(f"results.json, results.md and all completions are in {out}")
-
-
-class PartialFile:
-    """The completions that are graded so far: the lines of the file that `_write` makes at the end,
-    in the order in which they come. A kill leaves them on the disk.
-
-    Example: `PartialFile(out, "model.gsm8k", {}).write(0, True, graded)`.
-    """
-
-    def __init__(self, out: Path | None, name: str, about: dict):
-        """out: the folder; None: nothing is written. about: of every line."""
-        self.path = None if out is None else out / f"{name}{PARTIAL}"
-        self._about = about
-        self._file: TextIO | None = None
-
-    def write(self, group: int, is_greedy: bool, graded: Graded) -> None:
-        """Writes a completion; a SamplingProgress calls it."""
-        if self.path is None:
-            return
-        with _named_out(self.path.parent):
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.unlink(missing_ok=True)
-                self._file = self.path.open("x", encoding="utf-8")
-            self._file.write(json_lines([self._about | graded_row(graded, group, is_greedy)]))
-            self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file; it stays until all results are written."""
-        if self._file is not None:
-            self._file.close()
 
 
 @contextlib.contextmanager

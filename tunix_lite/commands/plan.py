@@ -17,7 +17,7 @@ from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.advice import advice, larger_micro_batch
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
-from tunix_lite.planning.machine import Machine, devices_of, find_machine
+from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
 from tunix_lite.resolved.run import find_model
@@ -101,7 +101,12 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
     if settings.predict:
-        found = predicted(found, settings)
+        lengths = Lengths(settings.prompt_share, settings.completion_share)
+        if settings.lengths_of is not None:
+            lengths = recorded_lengths(settings.lengths_of)
+        price = settings.price_per_hour
+        with_times = [with_forecast(plan, lengths, price) for plan in found.plans]
+        found = replace(found, plans=tuple(with_times))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
     if all(plan.fits is False for plan in found.plans):
@@ -128,7 +133,19 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
         )
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
-    meshes = _meshes(run, settings, machine)
+    count = machine.num_devices
+    meshes = planning.meshes(count) if settings.mesh == "all" else []
+    with error_context("model.mesh_shape"):
+        try:
+            meshes = meshes or [resolve_mesh_shape(run.model.mesh_shape, count)]
+        except ValueError as error:
+            # The message is about the devices that jax sees; a target has others.
+            text = str(error)
+            if machine.name != "attached":
+                of_target = f"target {machine.name} has {count} devices"
+                text = text.replace(f"jax sees {count}", of_target)
+            raise ValueError(text) from error
+
     # A mesh may take only some of the devices.
     machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])
 
@@ -159,23 +176,6 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
         plans[:most] = [planning.with_compiled(plan, devices, _say) for plan in plans[:most]]
         plans.sort(key=lambda plan: plan.rank)
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
-
-
-def _meshes(run: RunConfig, settings: PlanConfig, machine: Machine) -> list[dict[str, int]]:
-    """The meshes to plan for, as {"fsdp": 4, "tp": 2}."""
-    count = machine.num_devices
-    if settings.mesh == "all":
-        return planning.meshes(count)
-    with error_context("model.mesh_shape"):
-        try:
-            return [resolve_mesh_shape(run.model.mesh_shape, count)]
-        except ValueError as error:
-            # The message is about the devices that jax sees; a target has others.
-            text = str(error)
-            if machine.name != "attached":
-                of_target = f"target {machine.name} has {count} devices"
-                text = text.replace(f"jax sees {count}", of_target)
-            raise ValueError(text) from error
 
 
 def _say(text: str) -> None:
@@ -225,20 +225,6 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     )
 
 
-def predicted(plans: Plans, settings: PlanConfig) -> Plans:
-    """The plans with a forecast of each that is compiled and may fit."""
-    lengths = lengths_for(settings)
-    found = [with_forecast(plan, lengths, settings.price_per_hour) for plan in plans.plans]
-    return replace(plans, plans=tuple(found))
-
-
-def lengths_for(settings: PlanConfig) -> Lengths:
-    """The lengths that the settings ask for. Raises ConfigError."""
-    if settings.lengths_of is not None:
-        return recorded_lengths(settings.lengths_of)
-    return Lengths(settings.prompt_share, settings.completion_share)
-
-
 def with_forecast(plan: Plan, lengths: Lengths, price_per_hour: float | None = None) -> Plan:
     """The plan with a forecast, if it is compiled and may fit."""
     if not plan.programs or plan.fits is False:
@@ -253,11 +239,10 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     ConfigError if the run was started with others, or does not fit."""
     took = forecast.measured(settings.verify)
     check_same_overrides(settings.verify, sys.argv[1:])
-    lengths = (
-        recorded_lengths(settings.verify, "verify")
-        if settings.lengths_of is None
-        else recorded_lengths(settings.lengths_of)
-    )
+    if settings.lengths_of is None:
+        lengths = recorded_lengths(settings.verify, "verify")
+    else:
+        lengths = recorded_lengths(settings.lengths_of)
     best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
     found = with_forecast(best, lengths).forecast
     if found is None:

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tunix_lite.commands import help as help_pages
@@ -38,6 +38,7 @@ from tunix_lite.files.untrusted import as_path
 from tunix_lite.hints import unknown_key
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.plain_text import visible, without_secrets
+from tunix_lite.report.evidence import read_overrides
 from tunix_lite.settings.compose import (
     as_yaml,
     compose_values,
@@ -216,6 +217,16 @@ def run_command(
             without_run(build(kind, {key: values[key] for key in own}), error)
 
     _or_exit(as_long_as_read()(act_without_run if without_run else act), interrupted="")
+
+
+def missing_overrides(folder: Path, words: Sequence[str], no_matter: tuple[str, ...]) -> list[str]:
+    """The overrides that a run was started with, by its folder, and whose setting these words do
+    not name. no_matter: how those begin that are left out."""
+    named = {key_of(word) for word in words}
+    started = read_overrides(folder, []) or []
+    return [
+        x for x in started if key_of(x) not in named and not x.lstrip("+~").startswith(no_matter)
+    ]
 
 
 # Settings whose value is text for the model: Hydra does not parse it.

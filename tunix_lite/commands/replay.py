@@ -3,13 +3,11 @@
 `tunix-lite replay RUN skipped=12` says why an update was not finite, sequence by sequence.
 """
 
-import contextlib
-import dataclasses
-import re
 import shlex
+import sys
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,43 +20,23 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.imports import importing_only
-from tunix_lite.files.untrusted import read_object, read_yaml
 from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.plain_text import escaped, shown, visible
-from tunix_lite.planning.packing_choice import AUTO
+from tunix_lite.plain_text import escaped, visible
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
-from tunix_lite.runs.fingerprint import packing_of
 from tunix_lite.runs.replay import Replayed, replay_step
-from tunix_lite.settings import compose as composing
-from tunix_lite.tracking.rundir import RunDir, with_chosen_values
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
 OTHER_WEIGHTS = " (not those that saw them, which are not kept)"
-# a class or function of ours, as a file of conf/ names it
-NAME_OF_OURS = re.compile(r"\btunix_lite(?:\.\w+)+")
-IF_YOURS = "If the run is yours: replay.trust=true"
 # of a batch, unpacked: a small file can hold very many zeros
 MOST_BYTES = 2**32
 # what numpy and zipfile raise for a file that is no batch
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError)
 UNREADABLE += (zipfile.BadZipFile, zlib.error)
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """How a step is made again.
-
-    Example: `replay.trust=true` is ReplayOptions(trust=True).
-    """
-
-    # true imports code that the run's settings name outside tunix_lite. Use it only for your own
-    # runs.
-    trust: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,6 @@ class Replay:
     step: int | None = None
     # Sequences scored together with skipped=. It changes memory use, not results.
     batch_size: int = 8
-    replay: ReplayOptions = ReplayOptions()
 
     def __post_init__(self):
         if self.checkpoint is None or (self.skipped is None and self.step is None):
@@ -90,21 +67,13 @@ class Replay:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
 
 
-# Settings of the command itself, and all that are not taken from the run: they are this machine's,
-# or were decided for the model already.
-OWN = {f.name for f in dataclasses.fields(Replay)}
-OURS = {"model", "launch", "resume", "tracking", "evaluation", "runtime", *OWN}
+# Settings that change no number of a step, or that the folder holds.
+NO_MATTER = ("model", "hydra.", "launch", "project_name", "resume", "runtime.", "tracking")
+NO_MATTER += ("evaluation.", *(f"training.{name}" for name in ("save_", "keep_", "log_", "grace_")))
 
 
 def main() -> None:
-    with contextlib.ExitStack() as until_its_end:
-        program.run_command(
-            "replay",
-            Replay,
-            replay,
-            positional="checkpoint",
-            change_settings=partial(with_settings_of_run, until_its_end),
-        )
+    program.run_command("replay", Replay, replay, positional="checkpoint")
 
 
 def replay(run: RunConfig, settings: Replay) -> None:
@@ -112,104 +81,26 @@ def replay(run: RunConfig, settings: Replay) -> None:
     if settings.skipped is not None:
         look_at_skipped(run, settings)
         return
+    # The folder may be somebody else's, so no setting is taken from it: they are to be pasted.
+    folder = Path(settings.checkpoint).expanduser()
+    missing = program.missing_overrides(folder, sys.argv[1:], NO_MATTER)
+    if missing and not run.resume.force:
+        command = shlex.join(["tunix-lite", "replay", *sys.argv[1:], *missing])
+        raise ConfigError(f"checkpoint: the run was started with more settings: {command}")
     keep_programs(run.runtime.program_cache)
+    training = run.training
+    if training.micro_batch_size == "auto":
+        training = replace(training, micro_batch_size=None)
+    evaluation = replace(run.evaluation, num_examples=0, num_samples=0)
+    run = replace(run, training=training, evaluation=evaluation)
 
     def say(text: str) -> None:
         print(visible(text), flush=True)
 
     with error_context(""):
-        done = replay_step(run, Path(settings.checkpoint).expanduser(), settings.step, say)
+        done = replay_step(run, folder, settings.step, say)
     for line in as_lines(done):
         say(line)
-
-
-# ---- the settings of the run
-
-
-def with_settings_of_run(
-    until_its_end: contextlib.ExitStack, values: dict, keys: list[str]
-) -> dict:
-    """The settings that the run was started with, and on top those of the command line.
-
-    values: the settings that the command line gives, composed; keys: which it names. The mesh and
-    all that belongs to this machine are the command line's, and so is everything of skipped=.
-    Without replay.trust, a name in the settings of the run is imported only if conf/ or the command
-    line has it, too, until the ExitStack closes. Raises ConfigError.
-    """
-    if values["checkpoint"] is None or values["skipped"] is not None:
-        return values
-    run_dir = RunDir(Path(values["checkpoint"]).expanduser())
-    file = run_dir.path / ".hydra" / "config.yaml"
-    if not file.is_file():
-        return values
-    with error_context("checkpoint"):
-        saved = read_object(run_dir.fingerprint) if run_dir.fingerprint.is_file() else {}
-        theirs = with_chosen_values(read_yaml(file), saved)
-        for key in theirs.keys() & values.keys():
-            if isinstance(values[key], dict) and not isinstance(theirs[key], dict):
-                raise ValueError(f"{file}: {key} is {shown(theirs[key])}, not a group of settings")
-    if not values["replay"]["trust"]:
-        refusal = f"is named by {file}, and a folder may not choose what is imported. {IF_YOURS}"
-        until_its_end.enter_context(importing_only(names_known(values), refusal))
-    changed = values | {key: theirs[key] for key in theirs.keys() & values.keys() - OURS}
-    for key in (key.lstrip("+~") for key in keys):
-        if key.partition(".")[0] in OURS:
-            continue
-        # A setting of the command line, or a whole group, takes the place of the run's.
-        *groups, name = key.split(".")
-        source, target = values, changed
-        for group in groups:
-            source = source[group]
-            there = target.get(group)
-            target[group] = dict(there) if isinstance(there, dict) else {}
-            target = target[group]
-        if name in source:
-            target[name] = source[name]
-    changed["evaluation"] = {**values["evaluation"], "num_examples": 0, "num_samples": 0}
-    changed["rewards"] = {**changed["rewards"], "workers": values["rewards"]["workers"]}
-    with error_context("checkpoint"):
-        return _on_this_mesh(changed, theirs)
-
-
-def _on_this_mesh(values: dict, theirs: dict) -> dict:
-    """The batch as the run had it, cut for the devices that are here: a mesh of another size needs
-    micro-batches of another. The run's fingerprint says what was derived on its mesh."""
-    training = dict(values["training"])
-    model = theirs.get("model")
-    mesh = model.get("mesh_shape") if isinstance(model, dict) else None
-    is_other = mesh != values["model"]["mesh_shape"]
-    if is_other:
-        training["gradient_accumulation_steps"] = None
-    if is_other or training.get("micro_batch_size") == "auto":
-        training["micro_batch_size"] = None
-    is_derived = training.get("prompts_per_step") is None
-    is_auto = training.get("packing") == AUTO
-    if is_derived or is_auto:
-        file = RunDir(Path(values["checkpoint"]).expanduser()).fingerprint
-        saved = read_object(file)
-        derived = saved.get("training")
-        if is_derived:
-            count = derived.get("prompts_per_step") if isinstance(derived, dict) else None
-            training["prompts_per_step"] = count
-        if is_auto:
-            training["packing"] = packing_of(saved, file)
-    return {**values, "training": training}
-
-
-def names_known(values: dict) -> set[str]:
-    """All texts of the command line's settings of a run, and the names of ours in conf/: no other
-    name in a run's folder is imported.
-
-    values: the settings that the command line gives. Those of the model come from the folder, but
-    for its family: a family of one's own is refused unless the command line names it.
-    """
-    # The name of a folder is no name of a function: evil.plug/ would import evil.py beside it.
-    of_run = {key: value for key, value in values.items() if key not in OWN}
-    of_run["model"] = values["model"].get("family")
-    known = {text for text in jax.tree.leaves(of_run) if isinstance(text, str)}
-    for yaml_file in composing.conf_dir().rglob("*.yaml"):
-        known |= set(NAME_OF_OURS.findall(yaml_file.read_text()))
-    return known
 
 
 # ---- what is printed

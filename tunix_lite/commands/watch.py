@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rich.live
+import rich.text
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
@@ -18,9 +19,9 @@ from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.untrusted import MOST_LINE, as_path, read_from, read_object, read_yaml
 from tunix_lite.plain_text import escaped, visible
-from tunix_lite.report.evidence import read_sample_file, sample_steps
-from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
-from tunix_lite.tracking.dashboard import Dashboard, sample_panel
+from tunix_lite.report.evidence import read_samples, sample_steps
+from tunix_lite.tracking.console import Screen, Terminal, is_live, lines_of_sample, step_line
+from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst
 from tunix_lite.tracking.rows import MOST_STEPS, is_number, row_of
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Metrics
@@ -120,9 +121,11 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
                 since = time.monotonic()
                 if not has_region:
                     print(step_line(step, max_steps, metrics), flush=True)
-            samples = followed.new_samples() if has_region else None
-            if samples and (panel := sample_panel(*samples, terminal.width)):
-                terminal.print(panel)
+            # Above the region: the best, the middle and the worst of the newest completions.
+            samples = followed.new_samples() if has_region else []
+            for row in best_middle_worst([samples]):
+                for line in lines_of_sample(row | {"turns": None}, True):
+                    terminal.print(rich.text.Text(visible(line)))
             if has_ended or once:
                 return
             if time.monotonic() - since > SILENT:
@@ -191,13 +194,9 @@ class FollowedRun:
         steps = values.get(name) if isinstance(values, dict) else None
         return steps if type(steps) is int and 0 < steps < MOST_STEPS else None
 
-    def new_samples(self) -> tuple[int, list[dict]] | None:
-        """(step, rows) of the newest file of samples/, where it has not been returned before."""
-        newest = max(sample_steps(self.run_dir.path), default=-1)
-        if newest == self._sample:
-            return None
-        self._sample = newest
-        # A file that cannot be read has no samples to show.
-        with contextlib.suppress(ValueError):
-            return newest, read_sample_file(self.run_dir.path, newest) or []
-        return None
+    def new_samples(self) -> list[dict]:
+        """The rows of the newest file of samples/, where they have not been returned before."""
+        before, self._sample = self._sample, max(sample_steps(self.run_dir.path), default=-1)
+        if self._sample == before:
+            return []
+        return read_samples(self.run_dir.path, self._sample, "step", [])

@@ -1,20 +1,18 @@
-"""Imports objects that settings name by dotted path. Settings that a folder gave may name only what
-was allowed beforehand: importing a module runs it."""
+"""Imports objects that the user's settings name by dotted path. Importing a module runs it, so a
+setting that a folder gave is never imported."""
 
 import contextlib
 import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from tunix_lite.plain_text import shown
 
-# what may be imported, and what to say of anything else; None: the settings are the user's own
-_allowed: ContextVar[tuple[Set[str], str] | None] = ContextVar("allowed", default=None)
 # whether a file in the working folder may be imported, where a setting names it
 _looks_here: ContextVar[bool] = ContextVar("looks_here", default=False)
 
@@ -34,25 +32,9 @@ def looking_in_working_folder() -> Iterator[None]:
         _looks_here.reset(token)
 
 
-@contextlib.contextmanager
-def importing_only(names: Set[str], refusal: str) -> Iterator[None]:
-    """Inside, settings may name these dotted paths and no others.
-
-    refusal: the end of the sentence about any other, such as "'os.system' is named by a folder".
-    """
-    token = _allowed.set((names, refusal))
-    try:
-        yield
-    finally:
-        _allowed.reset(token)
-
-
 def import_named(path: str) -> Any:
     """Imports the object of a dotted path such as `package.module.NAME`. Raises ValueError where
-    there is no such thing, or where it may not be imported: then nothing was."""
-    allowed = _allowed.get()
-    if allowed is not None and path not in allowed[0]:
-        raise ValueError(f"{shown(path)} {allowed[1]}")
+    there is no such thing."""
     module, _, name = path.rpartition(".")
     if not module:
         name = name or "NAME"

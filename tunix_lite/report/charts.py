@@ -100,6 +100,7 @@ CURVES = (
     Curve("gradient norm", ("train/grad_norm",), in_comparison=True),
     Curve("learning rate", ("train/learning_rate",), in_comparison=True),
     Curve("seconds of a step", TIMES, names=("step", "sampling", "update")),
+    Curve("peak memory of a device, GB", ("memory/peak_gb",)),
     Curve("tokens a second and device", ("perf/tokens_per_second_per_device",), in_comparison=True),
 )
 

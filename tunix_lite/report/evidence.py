@@ -280,15 +280,6 @@ def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     return None if isinstance(texts, dict) else texts
 
 
-def read_plan(folder: Path, unread: list[str]) -> dict:
-    """The run's own mesh in plan.json, with `capacity_bytes` of a device; {} if there is none."""
-    plan = _read(unread, folder / "plan.json", untrusted.read_object)
-    plans = plan.get("plans")
-    if not isinstance(plans, list) or not plans or not isinstance(plans[0], dict):
-        return {}
-    return plans[0] | {"capacity_bytes": plan.get("capacity_bytes")}
-
-
 def is_unread(row: dict) -> bool:
     """Whether no answer was read out of a completion."""
     return "extracted" in row and row["extracted"] is None

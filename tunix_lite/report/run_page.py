@@ -12,7 +12,7 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import Measured, ScoreChange
 from tunix_lite.report.charts import CURVES, MANY, curves, metrics_of, number_text
-from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides, read_plan
+from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
 from tunix_lite.tracking.console import as_words
@@ -21,9 +21,7 @@ from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
 
 NO_FINDING = "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
-GiB = 2**30
-# collectives in the table of what is sent, and settings in the table of all
-MOST_COLLECTIVES = 24
+# settings in the table of all
 MOST_SETTINGS = 400
 # characters of a setting
 MOST_CHARACTERS = 160
@@ -46,8 +44,6 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         ("Examples", [*_examples(run, measured)]),
         ("What may be wrong", [*map(html.finding, diagnose(run))] or [html.text(NO_FINDING)]),
         ("Time", [*_times(run)]),
-        ("Memory", [*_memory(run)]),
-        ("What crosses devices", [*_sent(run)]),
         ("Settings", [*_settings(run, overrides)]),
         ("Go on from here", [*_commands(run, overrides, status)]),
         ("Numbers behind the curves", [_numbers(run)]),
@@ -55,15 +51,25 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     # At last what the parts before could not read.
     for text in dict.fromkeys(run.unread):
         sections[-1][1].append(html.text(f"not read: {text}", is_warning=True))
+    # `GRPO · arithmetic`: the algorithm, and where the problems are from.
+    algorithm = run.status.get("algorithm")
+    title = [algorithm if isinstance(algorithm, str) else "a run"]
+    for name, mark in (("task.source._target_", "."), ("model.weights", "/")):
+        value = run.setting(name)
+        if isinstance(value, str):
+            title.append(value.rstrip("/").rpartition(mark)[2])
+    files = [folder / name for name in ("metrics.jsonl", "status.json")]
+    written = max(file.stat().st_mtime for file in files if file.is_file())
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     return Page(
-        title=_title(run),
+        title=" · ".join(map(escaped, title)),
         subtitle=" · ".join(_facts(run)),
         status=status,
         mood=mood,
         figures=[*_figures(run, scores)],
         hero=next(iter(curves(run, CURVES[1:2] + CURVES[:1])), None),
         sections=sections,
-        footer=_footer(run),
+        footer=f"the run's files were last written {when}",
     )
 
 
@@ -107,17 +113,6 @@ def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
     return "killed" if key == "killed" else word, mood, words
 
 
-def _title(run: Evidence) -> str:
-    """`GRPO · arithmetic`: the algorithm, and where the problems are from."""
-    algorithm = run.status.get("algorithm")
-    parts = [algorithm if isinstance(algorithm, str) else "a run"]
-    for name, mark in (("task.source._target_", "."), ("model.weights", "/")):
-        value = run.setting(name)
-        if isinstance(value, str):
-            parts.append(value.rstrip("/").rpartition(mark)[2])
-    return " · ".join(map(escaped, parts))
-
-
 def _facts(run: Evidence) -> Iterator[str]:
     parameters = run.status.get("parameters")
     if type(parameters) is int:
@@ -130,17 +125,6 @@ def _facts(run: Evidence) -> Iterator[str]:
     if type(seed) is int:
         yield f"seed {seed}"
     yield escaped(str(run.folder), 200)
-
-
-def _footer(run: Evidence) -> str:
-    files = [run.folder / name for name in ("metrics.jsonl", "status.json")]
-    written = max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-    versions = run.status.get("versions")
-    parts = [f"the run's files were last written {when}"]
-    if isinstance(versions, dict):
-        parts += [escaped(f"{name} {version}") for name, version in versions.items()]
-    return " · ".join(parts)
 
 
 def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, str, str]]:
@@ -334,71 +318,6 @@ def _times(run: Evidence) -> Iterator[Markup]:
     if mfu:
         note += f" MFU, mean of the last third of the steps: {mfu.late:.1%}."
     yield html.table(["phase", "seconds", "share", "seconds each time"], cells, 1, note)
-
-
-def _memory(run: Evidence) -> Iterator[Markup]:
-    plan = read_plan(run.folder, run.unread)
-    capacity = plan.get("capacity_bytes")
-    whole = float(capacity) if is_number(capacity) else 0.0
-    resident = _amounts(plan.get("resident_bytes"))
-    rows = []
-    for phase in _objects(plan.get("phases")):
-        parts = [*resident.items(), *_amounts(phase.get("adds")).items()]
-        name = escaped(str(phase.get("name")))
-        total = sum(amount for _, amount in parts)
-        texts = [(part, amount, _size(amount)) for part, amount in parts]
-        yield html.bar(f"{name}: {_size(total)} on a device, planned", texts)
-        share = f"{total / whole:.1%}" if whole else ""
-        rows.append([name, _size(sum(resident.values())), _size(total), share])
-    if rows:
-        heads = ["phase", "always there", "peak planned", "of the device"]
-        yield html.table(heads, rows, 1, "From plan.json, made before the first step.")
-    measured = run.series("memory/peak_gb")
-    if measured:
-        planned = plan.get("peak_bytes")
-        against = f", planned {_size(planned)}" if is_number(planned) else ""
-        of_all = f" of {_size(whole)}" if whole else ""
-        yield html.text(
-            f"Measured peak {_size(measured.largest * 1e9)}{of_all}{against}. On a CPU the "
-            "measured peak is that of the whole process, compiler and Python included."
-        )
-
-
-def _objects(value: object) -> list[dict]:
-    """The objects in a list of a JSON file; [] if it is none."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _amounts(value: object) -> dict[str, float]:
-    items = list(value.items())[:16] if isinstance(value, dict) else []
-    return {escaped(str(name)): float(x) for name, x in items if is_number(x) and x >= 0}
-
-
-def _size(amount: float) -> str:
-    """Bytes as people say them: 2.4 MiB, 10.6 GiB."""
-    if amount < 0.1 * GiB:
-        return f"{amount / 2**20:.1f} MiB"
-    return f"{amount / GiB:.2f} GiB" if amount < 100 * GiB else f"{amount / GiB:,.0f} GiB"
-
-
-def _sent(run: Evidence) -> Iterator[Markup]:
-    programs = _objects(read_plan(run.folder, []).get("programs"))
-    rows = []
-    for program in programs:
-        for collective in _objects(program.get("collectives")):
-            sent = collective.get("sent_bytes")
-            texts = [program.get("name"), *map(collective.get, ("kind", "axis", "count"))]
-            amount = f"{sent / 1e6:,.3g}" if is_number(sent) else ""
-            rows.append([*(escaped(str(text)) for text in texts), amount])
-    if rows:
-        heads = ["program", "collective", "axis", "times", "sent by a device, MB"]
-        note = "What the compiled programs send in one call, from plan.json."
-        yield html.table(heads, rows[:MOST_COLLECTIVES], 3, note)
-    elif programs:
-        yield html.text("Nothing: the compiled programs send nothing from device to device.")
-    if (run.folder / "communication.md").is_file():
-        words = "communication.md lists each collective of an update, trace/ has the profile."
-        yield html.text(words)
 
 
 # ---- settings, lines to paste, and numbers

@@ -28,7 +28,7 @@ def keep_samples(
     """
     rows = sample_rows(graded, advantages_of(graded, batch))
     run_dir.write_samples(step, rows)
-    console.samples(step, from_best_to_worst(rows, num_shown), rows if num_shown else ())
+    console.samples(from_best_to_worst(rows, num_shown))
     return rows
 
 

@@ -327,7 +327,7 @@ class Watch:
             # The first completions that anybody sees: a wrong template or reward shows here.
             shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
-            session.console.samples(step, rows, with_rewards=True)
+            session.console.samples(rows, with_rewards=True)
         return {**evaluation.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:

@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +19,8 @@ import rich.live
 import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
-from tunix_lite.tracking.dashboard import BARS, Dashboard, headline, sample_panel
+from tunix_lite.tracking.dashboard import BARS, Dashboard, headline
+from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
 
 # The metrics in the line of a step, in this order, and how each is written.
@@ -137,25 +138,12 @@ class Console:
         if "eval/accuracy" in metrics or (is_due and not self._is_live):
             self._print(line)
 
-    def samples(
-        self,
-        step: int,
-        rows: list[dict],
-        all_rows: Sequence[dict] = (),
-        with_rewards: bool = False,
-    ) -> None:
-        """Prints completions, each with its extracted answer, marked right or wrong.
-
-        with_rewards: and with its reward. all_rows: of the step; the live region has the best, the
-        middle and the worst of a group of them instead.
-        """
-        panel = sample_panel(step, list(all_rows), self._terminal.width) if self._is_live else None
-        if panel is not None:
-            self._terminal.print(panel)
+    def samples(self, rows: list[dict], with_rewards: bool = False) -> None:
+        """Prints completions, each with its extracted answer, marked right or wrong; with_rewards:
+        and with its reward."""
         for row in rows:
             for line in lines_of_sample(row, with_rewards):
-                if panel is None:
-                    self._print(line, "green" if row["correct"] else "red")
+                self._print(line, "green" if row["correct"] else "red")
                 self._write(line)
 
     def close(self) -> None:
@@ -225,12 +213,13 @@ def is_live(mode: str, terminal: rich.console.Console) -> bool:
 
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     """A row of a samples file: one line, or of a conversation a line for each turn and answer."""
-    mark = "right" if row["correct"] else "wrong"
-    head = f"  {mark}  {_one_line(row['prompt'])}"
+    mark = "right" if row.get("correct") else "wrong"
+    head = f"  {mark}  {_one_line(row.get('prompt'))}"
     if not row.get("turns"):
-        answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
-        reward = f"  reward {row['reward']:g}" if with_reward else ""
-        return [f"{head}  →  {_one_line(row['completion'])}  [{answer}]{reward}"]
+        answer = "no answer" if row.get("extracted") is None else _one_line(row["extracted"])
+        has_reward = with_reward and is_number(row.get("reward"))
+        reward = f"  reward {row['reward']:g}" if has_reward else ""
+        return [f"{head}  →  {_one_line(row.get('completion'))}  [{answer}]{reward}"]
     lines = [head]
     for turn in row["turns"]:
         reward = f"  (reward {turn['reward']:g})" if turn["reward"] else ""
@@ -242,11 +231,8 @@ def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     return [*lines, f"         ended by {row['ended_by']}, {len(row['turns'])} turns"]
 
 
-def _one_line(text: str) -> str:
-    return _cut(text[: SHOWN + 1].replace("\n", " ⏎ "))
-
-
-def _cut(text: str) -> str:
+def _one_line(value: object) -> str:
+    text = str(value)[: SHOWN + 1].replace("\n", " ⏎ ")
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 

@@ -6,7 +6,7 @@ It is drawn from metrics alone, so `tunix-lite watch` draws the same from the fi
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import rich.console
@@ -172,9 +172,6 @@ def trend(values: list[float]) -> str:
     return "→" if abs(now - before) <= small else "↗" if now > before else "↘"
 
 
-# ---- samples
-
-
 def best_middle_worst(groups: Iterable[list[dict]]) -> list[dict]:
     """Three rows of the group whose rewards differ most, fewer of a small one; [] without groups.
     Rows without a reward do not count."""
@@ -184,50 +181,6 @@ def best_middle_worst(groups: Iterable[list[dict]]) -> list[dict]:
         return []
     group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
     return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
-
-
-def sample_panel(step: int, rows: list[dict], width: int) -> rich.console.RenderableType | None:
-    """The best, the middle and the worst completion of one group; None where there is no group.
-
-    rows: of samples/*.jsonl. All text is the model's, so it is no markup, and characters that act
-    on a terminal are escaped.
-    """
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        if is_number(row.get("reward")) and "group" in row:
-            groups.setdefault(str(row["group"]), []).append(row)
-    picked = best_middle_worst(group for group in groups.values() if len(group) > 1)
-    if not picked:
-        return None
-    names = ["best", "middle", "worst"] if len(picked) == 3 else ["best", "worst"]
-    table = rich.table.Table.grid(padding=(0, 1))
-    for name, row in zip(names, picked):
-        text = rich.text.Text(_one_line(row.get("completion"), 2 * max(20, width - 14)))
-        text.append(f"\n{' · '.join(_facts(row))}", style="dim")
-        table.add_row(rich.text.Text(name, style="green" if row.get("correct") else "red"), text)
-    prompt = rich.text.Text(f"step {step} · {_one_line(picked[0].get('prompt'), width - 24)}")
-    return rich.panel.Panel(table, title=prompt, title_align="left", width=width)
-
-
-def _one_line(value: object, most: int) -> str:
-    """A text of a row in one line; "" where there is none."""
-    text = visible(value) if isinstance(value, str) else ""
-    text = text.replace("\n", " ⏎ ").replace("\t", " ")
-    return text if len(text) <= most else f"{text[: max(1, most - 1)]}…"
-
-
-def _facts(row: dict) -> Iterator[str]:
-    """The answer of a completion, what was expected, its rewards and its advantage."""
-    yield f"answer {_one_line(row.get('extracted'), 30) or 'none'}"
-    if row.get("expected") is not None:
-        yield f"expected {_one_line(str(row['expected']), 30)}"
-    yield f"reward {row['reward']:.3g}"
-    each = row.get("rewards")
-    if isinstance(each, dict) and len(each) > 1:
-        named = [f"{visible(str(name))} {x:.3g}" for name, x in each.items() if is_number(x)]
-        yield f"({', '.join(named)})"
-    if is_number(row.get("advantage")):
-        yield f"advantage {row['advantage']:+.2f}"
 
 
 def seconds_in_words(seconds: float) -> str:
