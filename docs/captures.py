@@ -151,7 +151,7 @@ def check(folder: Path) -> str:
 
 def replay(folder: Path) -> str:
     _short_run(folder)
-    asked = ["replay", "outputs/short", "step=5"]
+    asked = ["replay", "outputs/short", "step=5", "training.max_steps=5", *SHORT]
     lines = _command(folder, *asked).splitlines()
     some = [line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]]
     return "\n".join(some)

@@ -63,7 +63,16 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     else:
         file = Path(settings.prompts).expanduser()
         prompts, limits = read_prompts(file, run.generation.max_new_tokens)
-    out = _output_file(settings)
+    out = None if settings.out is None else Path(settings.out).expanduser()
+    if out is not None:
+        if out.is_dir():
+            file = f"{out}/completions.jsonl"
+            raise ConfigError(f"out={out} is a folder; give a file, such as {file}")
+        if out.exists() and not settings.overwrite:
+            more = "give another file, or overwrite=true to replace it"
+            raise ConfigError(f"out={out} exists; {more}")
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
     model = open_chosen_model(run, settings)
 
     with error_context("generate"):
@@ -84,7 +93,11 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
                 ended.write(_lines(rows))
                 with progress.line.hidden() if out is None else contextlib.nullcontext():
                     for row in rows if out is None else ():
-                        print(escape_for_terminal(_as_text(row)), flush=True)
+                        prompt = row["prompt"]
+                        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                        cut = " [cut]" if row["finish_reason"] == "length" else ""
+                        text = f"> {question}\n{row['text']}{cut}\n"
+                        print(escape_for_terminal(text), flush=True)
 
             completions = model.generate(
                 prompts,
@@ -127,20 +140,6 @@ def print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, se
     return "".join(texts)
 
 
-def _output_file(settings: GenerateConfig) -> Path | None:
-    """The file that `out` names. Raises ConfigError if it could not be written."""
-    if settings.out is None:
-        return None
-    out = Path(settings.out).expanduser()
-    if out.is_dir():
-        raise ConfigError(f"out={out} is a folder; give a file, such as {out}/completions.jsonl")
-    if out.exists() and not settings.overwrite:
-        raise ConfigError(f"out={out} exists; give another file, or overwrite=true to replace it")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
-    return out
-
-
 class PartialFile:
     """Lines that are written as they come, so that a kill leaves them on the disk.
 
@@ -171,14 +170,6 @@ class PartialFile:
             self._file = self.path.open("x", encoding="utf-8")
         self._file.write(lines)
         self._file.flush()
-
-
-def _as_text(row: dict) -> str:
-    """A completion below its question."""
-    prompt = row["prompt"]
-    question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    cut = " [cut]" if row["finish_reason"] == "length" else ""
-    return f"> {question}\n{row['text']}{cut}\n"
 
 
 def partial_file(out: Path) -> Path:

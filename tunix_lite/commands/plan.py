@@ -20,6 +20,7 @@ from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
+from tunix_lite.report.evidence import read_overrides
 from tunix_lite.resolved.run import find_model
 
 
@@ -263,11 +264,9 @@ NO_MATTER += tuple(f"training.{name}" for name in ("max_", "save_", "keep_", "lo
 def check_same_overrides(folder: str, words: list[str]) -> None:
     """Raises ConfigError, with the command to paste, if these words lack settings that the run was
     started with, or have others."""
-    file = Path(folder).expanduser() / ".hydra" / "overrides.yaml"
-    if not file.is_file():
+    started = read_overrides(Path(folder).expanduser(), [])
+    if started is None:
         return
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    started = [line.removeprefix("- ").strip("'\"") for line in lines if line.startswith("- ")]
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
     asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
     missing = [one for one in started if one not in words and not one.startswith(NO_MATTER)]

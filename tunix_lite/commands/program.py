@@ -223,10 +223,8 @@ def missing_overrides(folder: Path, words: Sequence[str], no_matter: tuple[str, 
     """The overrides that a run was started with, by its folder, and whose setting these words do
     not name. no_matter: how those begin that are left out."""
     named = {key_of(word) for word in words}
-    started = read_overrides(folder, []) or []
-    return [
-        x for x in started if key_of(x) not in named and not x.lstrip("+~").startswith(no_matter)
-    ]
+    started = [text for text in read_overrides(folder, []) or [] if key_of(text) not in named]
+    return [text for text in started if not text.lstrip("+~").startswith(no_matter)]
 
 
 # Settings whose value is text for the model: Hydra does not parse it.

@@ -97,26 +97,20 @@ def updates_skipped(run: Evidence) -> Shown:
 def learning_rate_zero(run: Evidence) -> Shown:
     has_gradient = run.series("train/skipped").least != 1
     has_gradient &= run.series("train/grad_norm").largest != 0
-    for name in ("train/learning_rate", "train/update_norm"):
-        series = run.series(name)
-        if series.largest == 0 and (has_gradient or name == "train/learning_rate"):
-            shown = f"{name} is 0 in all {len(series)} steps"
-            return [shown], [f"{RATE}=1e-4 (a small model), 1e-6 (a large one)"]
-    return None
+    is_still = run.series("train/update_norm").largest == 0 and has_gradient
+    shown = run.shown("train/learning_rate", "train/update_norm")
+    overrides = [f"{RATE}=1e-4 (a small model), 1e-6 (a large one)"]
+    return (is_still or run.series("train/learning_rate").largest == 0) and (shown, overrides)
 
 
 @_fault(70, "the learning rate is still warming up")
 def warm_up_not_over(run: Evidence) -> Shown:
     rates = run.series("train/learning_rate")
     steps = run.number("optimizer.warmup_steps")
-    peak = run.number(RATE)
-    if not (5 <= run.num_steps < steps and 0 < rates.largest <= 0.2 * peak):
+    if not (5 <= run.num_steps < steps and 0 < rates.largest <= 0.2 * run.number(RATE)):
         return None
-    shown = (
-        f"train/learning_rate is {rates.largest:.3g} at most in {run.num_steps} steps, of "
-        f"{peak:.3g}; optimizer.warmup_steps={steps:g}"
-    )
-    return [shown], [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
+    shown = run.shown("train/learning_rate", RATE, "optimizer.warmup_steps")
+    return shown, [f"optimizer.warmup_steps={max(run.num_steps // 10, 1)}"]
 
 
 @_fault(54, "the learning rate fell to 0 long before the end")
@@ -125,10 +119,8 @@ def schedule_over(run: Evidence) -> Shown:
     if not rates.largest > 0 or run.series("train/skipped").least == 1:
         return None
     trailing = len(rates) - 1 - int(np.flatnonzero(rates.values > 0)[-1])
-    if trailing < max(3, len(rates) // 5):
-        return None
     shown = f"train/learning_rate is 0 in the last {trailing} of {len(rates)} steps"
-    return [shown], ["optimizer.schedule=constant"]
+    return trailing >= max(3, len(rates) // 5) and ([shown], ["optimizer.schedule=constant"])
 
 
 # What an update may move a weight, relative to a weight's usual size of 1 / sqrt(embed_dim). The
@@ -257,12 +249,8 @@ def outside_of_clip(run: Evidence) -> Shown:
         return None
     updates = int(run.number("algorithm.updates_per_rollout", 1))
     fewer = [f"algorithm.updates_per_rollout={max(updates // 2, 1)}"] if updates > 1 else []
-    shown = [
-        f"train/ratio_outside_clip {outside.largest:.0%} in step {outside.at_largest()}",
-        f"algorithm.updates_per_rollout={updates}",
-    ]
-    if fell:
-        shown.append(f"{accuracy.name} {accuracy.first:.3g} → {accuracy.last:.3g}")
+    shown = [f"{outside.name} {outside.largest:.0%} in step {outside.at_largest()}"]
+    shown += run.shown("algorithm.updates_per_rollout", *([accuracy.name] if fell else []))
     return shown, fewer + _times(run, RATE, 0.1)
 
 
@@ -375,12 +363,10 @@ def reward_of_prompt(run: Evidence) -> Shown:
     if len(mixed) < 4 or not all(mixed) or len(values) < 2:
         return None
     shown = (
-        f"in {len(mixed)} groups of samples/ some completions are right, some wrong, and all "
-        "of a group have one reward"
+        f"in {len(mixed)} groups of samples/, partly right and partly wrong, all have one reward"
     )
-    return [shown], [
-        "task.rewards: a function that reads the completion, (completion, example) -> number"
-    ]
+    overrides = ["task.rewards: a function of (completion, example) that reads the completion"]
+    return [shown], overrides
 
 
 @_fault(89, "the reward is higher for what the task calls wrong")
@@ -440,15 +426,12 @@ def reward_exploited(run: Evidence) -> Shown:
         return None
     shown = [str(series) for series in (reward, *judges)]
     wrong = [row for row in run.sampled if row.get("correct") is False]
-    wrong = [row for row in wrong if is_number(row.get("reward"))]
-    if wrong:
+    if wrong := [row for row in wrong if is_number(row.get("reward"))]:
         best = max(wrong, key=lambda row: row["reward"])
         text = excerpt(best.get("completion", ""), 100)
         shown.append(f"a wrong completion with the reward {best['reward']:.3g}: {text}")
-    return shown, [
-        "task.rewards: reward what task.correct calls right",
-        "read the completions with the highest rewards in samples/",
-    ]
+    best = "read the completions with the highest rewards in samples/"
+    return shown, ["task.rewards: reward what task.correct calls right", best]
 
 
 def _has_one_reward(run: Evidence) -> bool:
@@ -464,13 +447,9 @@ def rewards_constant(run: Evidence) -> Shown:
     if not correct or is_flat or not _has_one_reward(run):
         return None
     value = run.series("reward/mean").first
-    shown = [
-        f"reward/std is 0 in all {run.num_steps} steps, reward/mean {value:g}",
-        f"{CORRECT} {correct.mean:.3g}",
-    ]
     what = f"every completion has the reward {value:g}, right or wrong: nothing is to be learned"
     overrides = ["the function of task.rewards: call it with a right and a wrong completion"]
-    return shown, overrides, what
+    return run.shown("reward/std", "reward/mean", CORRECT), overrides, what
 
 
 @_fault(74, "no completion is right in any step")
@@ -481,7 +460,7 @@ def all_wrong(run: Evidence) -> Shown:
         return None
     if reward_exploited(run) or run.series("eval/accuracy").largest > 0.02:
         return None
-    shown = [f"{CORRECT} is 0 in all {len(correct)} steps", *run.shown("reward/mean", EXAMPLE)]
+    shown = run.shown(CORRECT, "reward/mean", EXAMPLE)
     overrides = ["an easier task, or a model that is right now and then; algorithm=sft first"]
     group = ", so no group has anything to learn from" if has_one else ""
     return shown, overrides, f"no completion is right in any step{group}"
