@@ -3,7 +3,6 @@
 import importlib
 import sys
 
-from tunix_lite.commands import completion
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.commands.help import COMMANDS
@@ -42,9 +41,7 @@ def main() -> None:
     argv = sys.argv[1:]
     command = argv[0] if argv else ""
     # What shows something, and needs nothing that takes long to import.
-    if completion.asked(argv):
-        completion.answer(argv)
-    elif command == "--version":
+    if command == "--version":
         print(help_pages.versions())
     elif command == "help" or command.partition("=")[0] in help_pages.HELP:
         help_pages.show_help(["--help", *argv[1:]] if command == "help" else argv)

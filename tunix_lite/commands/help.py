@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import yaml
-
 from tunix_lite import __version__
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.distributed.command_line import conf_dir, config_dir
@@ -73,9 +71,6 @@ HELP = ("--help", "-h")
 
 # ---- reading conf/
 
-# the loader in C reads a file in a tenth of the time
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 
 def groups() -> dict[str, str]:
     """The groups of settings, and the option of each that is the default."""
@@ -110,32 +105,6 @@ def _with_parts(file: Path) -> Iterator[Path]:
     yield file
 
 
-def settings_in(file: Path, section: str = "") -> dict[str, object]:
-    """The settings in a file by their dotted names below a section, with their defaults."""
-
-    def below(tree: dict, section: str) -> Iterator[tuple[str, object]]:
-        for key, value in tree.items():
-            if isinstance(value, dict) and value:
-                yield from below(value, f"{section}{key}.")
-            elif key != "defaults":
-                yield f"{section}{key}", value
-
-    tree = yaml.load(file.read_text(), LOADER) or {}
-    tree.pop("hydra", None)
-    return dict(below(tree, section))
-
-
-def all_settings(argv: Iterable[str] = ()) -> dict[str, object]:
-    """Every setting by its dotted name, with the options that a command line chooses."""
-    argv = list(argv)
-    by_key = settings_in(conf_dir() / "config.yaml")
-    for group in groups():
-        # a recipe changes settings of other groups, and has none of its own
-        for file in files_of(group, argv) if group != "experiment" else ():
-            by_key |= settings_in(file, f"{group}.")
-    return by_key
-
-
 # ---- showing it
 
 
@@ -167,17 +136,21 @@ def show_help(argv: list[str]) -> None:
     group = about.partition(".")[0]
     if not about:
         print("\n".join(short_help(argv)))
-    elif about in ("all", *groups()) or about in all_settings(argv):
-        for name in groups() if about == "all" else [group] if group in groups() else []:
-            print(f"{name}= is one of {', '.join(options(name, config_dir(argv)))}")
-            if name != "experiment":
-                texts = [file.read_text() for file in files_of(name, argv)]
-                print(f"{name}:\n{textwrap.indent(''.join(texts), '  ')}")
-        if about == "all" or group not in groups():
-            print((conf_dir() / "config.yaml").read_text().partition("\nhydra:")[0])
-    else:
+        return
+    # The settings that are in no group: seed, resume and the like.
+    others = (conf_dir() / "config.yaml").read_text().partition("\nhydra:")[0]
+    is_other = re.search(rf"^{re.escape(group)}:", others, re.MULTILINE)
+    if about != "all" and group not in groups() and not is_other:
         print(f"error: --help {about}: there is no such group or setting", file=sys.stderr)
         sys.exit(2)
+    for name in groups() if about == "all" else [group] if group in groups() else []:
+        print(f"{name}= is one of {', '.join(options(name, config_dir(argv)))}")
+        # A recipe changes settings of other groups, and has none of its own.
+        if name != "experiment":
+            texts = [file.read_text() for file in files_of(name, argv)]
+            print(f"{name}:\n{textwrap.indent(''.join(texts), '  ')}")
+    if about == "all" or is_other:
+        print(others)
 
 
 def short_help(argv: Iterable[str] = ()) -> list[str]:

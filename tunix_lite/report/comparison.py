@@ -23,8 +23,9 @@ from tunix_lite.report.charts import (
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
-from tunix_lite.report.run_page import flat, interval_text, standing
+from tunix_lite.report.run_page import interval_text, standing
 from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
 
 # runs in the table, and of these with curves: those with the best accuracy
@@ -115,7 +116,15 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
     # The curves of the best runs.
     best = sorted(runs, key=lambda r: r.accuracy.after.value if r.accuracy else -1, reverse=True)
     shown = [run for run in runs if run in best[:MOST_CURVES]]
-    charts = [chart for chart in (_chart(curve, shown) for curve in COMPARED) if chart is not None]
+    charts = []
+    for curve in COMPARED:
+        lines = []
+        for place, run in enumerate(shown):
+            for name in metrics_of(run.run, curve)[:1]:
+                if series := run.run.series(name):
+                    lines += curve_lines(series, run.name, place, only_one=True)
+        if any(any(line.values) for line in lines):
+            charts.append(Chart(curve.title, lines, curve.is_share))
     dashed = [run.name if i < COLORS else f"{run.name} (dashed)" for i, run in enumerate(shown)]
     curves = [html.charts(charts, [(name, i) for i, name in enumerate(dashed)])]
     if any(run.run.num_steps >= MANY for run in shown):
@@ -137,6 +146,17 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
     ]
     if (left_out := len(folders) - len(runs)) > 0:
         sections.insert(0, ("", [html.text(f"{left_out} more runs are left out.", True)]))
+    figures = []
+    if (accuracy := best[0].accuracy) is not None:
+        note = f"{best[0].name}; 95 %: {interval_text(accuracy.after, True)}"
+        figures.append(("best held-out accuracy", number_text(accuracy.after.value, True), note))
+    rewards = [(run.run.series("reward/mean"), run.name) for run in runs]
+    if known := [(reward.late, name) for reward, name in rewards if reward]:
+        value, name = max(known)
+        figures.append(("highest reward", number_text(value), f"{name}; last third of its steps"))
+    steps = sum(run.run.num_steps for run in runs)
+    took = seconds_in_words(sum(run.seconds for run in runs))
+    figures.append(("steps of all runs", f"{steps:,}", f"in {took}"))
     completed = [run.status for run in runs].count("completed")
     is_good = completed == len(runs)
     return Page(
@@ -144,25 +164,10 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
         subtitle=escaped(str(folders[0].parent), 200),
         status="completed" if is_good else f"{completed} of {len(runs)} completed",
         mood="good" if is_good else "mid",
-        figures=[*_figures(runs, best[0])],
+        figures=figures,
         hero=charts[0] if charts else None,
         sections=sections,
     )
-
-
-def _figures(runs: list[Compared], best: Compared) -> Iterator[tuple[str, str, str]]:
-    if best.accuracy is not None:
-        value = number_text(best.accuracy.after.value, True)
-        interval = interval_text(best.accuracy.after, True)
-        yield "best held-out accuracy", value, f"{best.name}; 95 %: {interval}"
-    known = [(run.run.series("reward/mean"), run.name) for run in runs]
-    known = [(reward.late, name) for reward, name in known if reward]
-    if known:
-        value, name = max(known)
-        yield "highest reward", number_text(value), f"{name}; last third of its steps"
-    steps = sum(run.run.num_steps for run in runs)
-    took = seconds_in_words(sum(run.seconds for run in runs))
-    yield "steps of all runs", f"{steps:,}", f"in {took}"
 
 
 def _results(runs: list[Compared]) -> tuple[list[str], list[list[str]]]:
@@ -203,17 +208,6 @@ def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
-
-
-def _chart(curve: Curve, runs: list[Compared]) -> Chart | None:
-    lines = []
-    for place, compared_run in enumerate(runs):
-        for name in metrics_of(compared_run.run, curve)[:1]:
-            if series := compared_run.run.series(name):
-                lines += curve_lines(series, compared_run.name, place, only_one=True)
-    if not any(any(line.values) for line in lines):
-        return None
-    return Chart(curve.title, lines, curve.is_share)
 
 
 def _differences(runs: list[Compared]) -> Iterator[Markup]:

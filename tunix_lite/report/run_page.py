@@ -17,6 +17,7 @@ from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
 from tunix_lite.tracking.console import as_words
 from tunix_lite.tracking.dashboard import best_middle_worst, seconds_in_words
+from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
 
@@ -321,15 +322,6 @@ def _times(run: Evidence) -> Iterator[Markup]:
 
 
 # ---- settings, lines to paste, and numbers
-
-
-def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted names of all settings, and their values."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _settings(run: Evidence, overrides: list[str] | None) -> Iterator[Markup]:

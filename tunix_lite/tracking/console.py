@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -269,17 +269,19 @@ class Screen:
     def write(self, text: str) -> None:
         """Writes the text, if the reader is there."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-        self._or_drop(lambda: self._stream.write(text))
+        with self._or_dropped():
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def flush(self) -> None:
         """Flushes the stream, if the reader is there."""
-        self._or_drop(self._stream.flush)
+        with self._or_dropped():
+            self._stream.flush()
 
-    def _or_drop(self, action: Callable[[], object]) -> None:
-        """Runs the action. If the reader is gone, all text goes to /dev/null from now on."""
+    @contextlib.contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """If the reader is gone, all text goes to /dev/null from now on."""
         try:
-            action()
+            yield
         except OSError as error:
             if error.errno not in GONE:
                 # Without a name it would be taken for a file of the run.

@@ -3,7 +3,7 @@ for resuming, and a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -82,16 +82,19 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
     return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
 
 
-def flat_texts(settings: dict, most: int, prefix: str = "") -> dict[str, str]:
-    """All settings by dotted name, as texts of at most `most` characters."""
-    found: dict[str, str] = {}
+def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The dotted names of all settings, and their values."""
     for key, value in settings.items():
-        name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            found |= flat_texts(value, most, f"{name}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
-            found[re.sub(r"[^\w\-. /]", "_", name)] = escaped(str(value), most - 1)
-    return found
+            yield f"{prefix}{key}", value
+
+
+def flat_texts(settings: dict, most: int) -> dict[str, str]:
+    """All settings by dotted name, as texts of at most `most` characters."""
+    texts = {name: escaped(str(value), most - 1) for name, value in flat(settings)}
+    return {re.sub(r"[^\w\-. /]", "_", name): text for name, text in texts.items()}
 
 
 def with_plain_keys(settings: dict) -> dict:
