@@ -75,7 +75,27 @@ def check_machine(run: RunConfig | None, settings: Check, error: ConfigError | N
     printer = LinePrinter(sys.stdout, is_quiet=settings.json, is_first=is_first)
 
     # The machine: no device is started. Then what the settings of a run say.
-    _check_machine(run, settings, printer)
+    gpus: list[machine.GpuInUse] = []
+
+    def look_at_gpus() -> list[CheckLine]:
+        seen, error = machine.nvidia_gpus()
+        gpus.extend(seen)
+        driver = machine.driver_line(seen, error, machine.cuda_version())
+        return [driver, *machine.gpu_memory_lines(seen)]
+
+    weights = None if run is None else run.model.weights
+    hub_model = weights if weights is not None and hub.is_hub_name(weights) else None
+    printer.show(machine.python_line())
+    driver_lines = look_within(3 * machine.SMI_SECONDS, "driver", look_at_gpus)
+    printer.show(*machine.jax_lines(0 if settings.devices is not None else len(gpus)))
+    printer.show(*driver_lines)
+    looks = {
+        "memory": lambda: [machine.host_memory_line()],
+        "disk": lambda: [machine.disk_line(Path("outputs"))],
+        "hub": lambda: [machine.token_line(hub_model)],
+    }
+    for name, look in looks.items():
+        printer.show(*look_within(settings.timeout, name, look))
     if run is None:
         printer.show(fails("configuration", str(error), "tunix-lite train --help"))
     else:
@@ -102,31 +122,6 @@ def check_machine(run: RunConfig | None, settings: Check, error: ConfigError | N
         lines = [vars(line) for line in printer.lines]
         print(json.dumps({"ok": code == 0, "lines": lines, "facts": facts}, indent=2))
     leave(code)
-
-
-def _check_machine(run: RunConfig | None, settings: Check, printer: LinePrinter) -> None:
-    """What is installed, the GPUs as their driver sees them, memory, disk and the hub's token."""
-    gpus: list[machine.GpuInUse] = []
-
-    def look_at_gpus() -> list[CheckLine]:
-        seen, error = machine.nvidia_gpus()
-        gpus.extend(seen)
-        driver = machine.driver_line(seen, error, machine.cuda_version())
-        return [driver, *machine.gpu_memory_lines(seen)]
-
-    weights = None if run is None else run.model.weights
-    hub_model = weights if weights is not None and hub.is_hub_name(weights) else None
-    printer.show(machine.python_line())
-    driver_lines = look_within(3 * machine.SMI_SECONDS, "driver", look_at_gpus)
-    printer.show(*machine.jax_lines(0 if settings.devices is not None else len(gpus)))
-    printer.show(*driver_lines)
-    looks = {
-        "memory": lambda: [machine.host_memory_line()],
-        "disk": lambda: [machine.disk_line(Path("outputs"))],
-        "hub": lambda: [machine.token_line(hub_model)],
-    }
-    for name, look in looks.items():
-        printer.show(*look_within(settings.timeout, name, look))
 
 
 def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[CheckLine]:

@@ -161,8 +161,29 @@ def evaluate_models(
             name: report.task_result(of_task, options.level, run.seed)
             for name, of_task in scores.items()
         }
-        if out is not None:
-            _write(out, run, settings.evaluate, models, results, rows)
+        if out is None:
+            return
+
+        # The tables are printed, and written with their numbers and all completions.
+        facts = asdict(options) | {
+            "seed": run.seed,
+            "generation": asdict(run.generation),
+            "mixed_precision": run.training.mixed_precision,
+        }
+        text = report.as_markdown(models, facts, results)
+        print(escape_for_terminal(text), end="")
+        numbers = {"models": models, "settings": facts}
+        numbers |= {"tasks": {name: asdict(result) for name, result in results.items()}}
+        files = {f"{name}.jsonl": json_lines(completions) for name, completions in rows.items()}
+        files["results.md"] = text
+        files["results.json"] = json.dumps(json_value(numbers), indent=2) + "\n"
+        with _named_out(out):
+            out.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                _replace(out / name, content)
+            for file in out.glob(f"*{PARTIAL}"):
+                file.unlink()
+        _say(f"results.json, results.md and all completions are in {out}")
 
 
 def evaluate_model(
@@ -196,7 +217,16 @@ def check_models(
         models = {"weights": source.locate(run.model)}
     if options.against is not None:
         with _naming_against(options):
-            models["weights of evaluate.against"] = source.locate(_other_settings(options))
+            # As `load` finds it.
+            folder = as_path(options.against)
+            other = ModelConfig(weights=options.against)
+            if (folder / RunDir.MODEL).is_file():
+                if Checkpoints(RunDir(folder).checkpoints).latest_step() is None:
+                    raise ConfigError("it holds no checkpoint")
+                other = build(ModelConfig, run_settings(folder)[0], "model")
+            elif options.against_step is not None:
+                raise ConfigError("only a run has an against_step")
+            models["weights of evaluate.against"] = source.locate(other)
     examples = {
         f"data of {name}": _examples(name, each, model.tokenizer, options)
         for model in models.values()
@@ -279,25 +309,9 @@ def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) ->
 def _examples(
     name: str, run: RunConfig, tokenizer: Tokenizer, options: EvaluateTaskConfig
 ) -> HeldOut:
-    """The held-out examples of a task. Raises ConfigError, which names the task if there are
-    several."""
+    """The held-out examples of a task. Raises ConfigError, with its name if there are several."""
     with error_context(name) if options.tasks else contextlib.nullcontext():
         return held_out_examples(run, tokenizer, options.num_examples, options.reference)
-
-
-def _other_settings(options: EvaluateTaskConfig) -> ModelConfig:
-    """The `model` settings of the one that evaluate.against names, as `load` finds them.
-
-    Raises ConfigError if that is the folder of a run without a checkpoint.
-    """
-    folder = as_path(options.against)
-    if not (folder / RunDir.MODEL).is_file():
-        if options.against_step is not None:
-            raise ConfigError("only a run has an against_step")
-        return ModelConfig(weights=options.against)
-    if Checkpoints(RunDir(folder).checkpoints).latest_step() is None:
-        raise ConfigError("it holds no checkpoint")
-    return build(ModelConfig, run_settings(folder)[0], "model")
 
 
 @contextlib.contextmanager
@@ -318,8 +332,7 @@ def _evaluate_one(
     name: str,
     out: Path | None,
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """The rows of the completions of a model on a task, and its scores. out: as of
-    `score_models`."""
+    """The rows of the completions of a model on a task, and its scores."""
     count = len(held_out.examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     _say(f"{name}, {which}: {count} greedy completions{drawn}")
@@ -362,35 +375,6 @@ def _say(text: str) -> None:
     """Results go to standard output, all else to standard error, of the first process."""
     if is_first():
         print(visible(text), file=sys.stderr, flush=True)
-
-
-def _write(
-    out: Path,
-    run: RunConfig,
-    options: EvaluateTaskConfig,
-    models: dict[str, dict],
-    results: dict[str, report.TaskResult],
-    rows: dict[str, list[dict]],
-) -> None:
-    """Prints the tables, and writes them, their numbers and all completions into the folder."""
-    facts = asdict(options) | {
-        "seed": run.seed,
-        "generation": asdict(run.generation),
-        "mixed_precision": run.training.mixed_precision,
-    }
-    text = report.as_markdown(models, facts, results)
-    print(escape_for_terminal(text), end="")
-    numbers = {"models": models, "settings": facts}
-    numbers |= {"tasks": {name: asdict(result) for name, result in results.items()}}
-    files = {f"{name}.jsonl": json_lines(completions) for name, completions in rows.items()}
-    files |= {"results.md": text, "results.json": json.dumps(json_value(numbers), indent=2) + "\n"}
-    with _named_out(out):
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            _replace(out / name, content)
-        for file in out.glob(f"*{PARTIAL}"):
-            file.unlink()
-    _say(f"results.json, results.md and all completions are in {out}")
 
 
 @contextlib.contextmanager

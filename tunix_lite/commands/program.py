@@ -87,7 +87,30 @@ def main(
         _check_on_disk({folder_key(argv): folder_given(argv)})
         with error_context(""):
             check_config_dir(config_dir(argv))
-        checked.extend(_check_runs(check, sys.argv[1:]))
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        parser.add_argument("--multirun", "-m", action="store_true")
+        parser.add_argument("--config-dir", "-cd")
+        parser.add_argument("--config-name", "-cn", default="config")
+        parser.add_argument("--cfg", "-c")
+        parser.add_argument("--resolve", action="store_true")
+        parser.add_argument("--package", "-p")
+        parser.add_argument("overrides", nargs="*")
+        known, others = parser.parse_known_intermixed_args(sys.argv[1:])
+        # Other flags of Hydra only show something; with --cfg the overrides must be right.
+        given = [] if others else [known.overrides]
+        for overrides in runs_of_sweep(known.overrides) if given and known.multirun else given:
+            try:
+                values = compose_values(overrides, known.config_dir, config_name=known.config_name)
+            except ConfigError as error:
+                # What a setting refers to may be missing where the settings are only shown.
+                if known.cfg and lacks_a_reference(error):
+                    continue
+                raise
+            if not known.cfg:
+                run = build(RunConfig, values)
+                # Without hydra.run.dir Hydra takes a new folder, named after the time.
+                check(run, Path(folder_given(overrides) or "outputs/not-made-yet"))
+                checked.append((values, run))
 
     _or_exit(check_all)
     # The check has shown what the run would be, and Hydra would make its folder.
@@ -234,11 +257,8 @@ BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}
 
 
 def _of_run(values: dict, overrides: list[str]) -> dict:
-    """The `model` settings of the run in values["checkpoint"], with the command line's on top.
-
-    The mesh comes from the command line alone: it belongs to the machine. Raises ConfigError for a
-    setting that is not in BESIDE_A_RUN.
-    """
+    """The `model` settings of the run in values["checkpoint"], with the command line's on top; the
+    mesh belongs to the machine. Raises ConfigError for a setting not in BESIDE_A_RUN."""
     own = {}
     for text in overrides:
         key = key_of(text)
@@ -257,8 +277,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
 
 
 def _check_on_disk(folders: dict) -> None:
-    """Raises ConfigError if a setting, by its name, is an address such as gs://bucket/run, or no
-    path, as it is too long."""
+    """Raises ConfigError for a setting, by its name, that is an address or no path."""
     for name, folder in folders.items():
         with error_context(""):
             check_on_disk(name, folder)
@@ -268,51 +287,12 @@ def _check_on_disk(folders: dict) -> None:
 
 
 def _check_working_folder() -> None:
-    """Raises ConfigError if the working folder has been deleted: neither Hydra nor Python's paths
-    work there."""
+    """Raises ConfigError if it was deleted: neither Hydra nor Python's paths work there."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"the working folder {os.environ.get('PWD', '')} is gone: cd to one that is there"
-        ) from error
-
-
-def _check_runs(
-    check: Callable[[RunConfig, Path], object], arguments: list[str]
-) -> list[tuple[dict, RunConfig]]:
-    """Builds and checks the run, or every run of a sweep: (plain values, run) of each.
-
-    If there are flags of Hydra that only show something, there is nothing to check; with --cfg the
-    overrides must be right all the same.
-    """
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--config-name", "-cn", default="config")
-    parser.add_argument("--cfg", "-c")
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("overrides", nargs="*")
-    known, others = parser.parse_known_intermixed_args(arguments)
-    if others:
-        return []
-    checked = []
-    for overrides in runs_of_sweep(known.overrides) if known.multirun else [known.overrides]:
-        try:
-            values = compose_values(overrides, known.config_dir, config_name=known.config_name)
-        except ConfigError as error:
-            # What a setting refers to may be missing where the settings are only shown.
-            if known.cfg and lacks_a_reference(error):
-                continue
-            raise
-        if known.cfg:
-            continue
-        run = build(RunConfig, values)
-        # Without hydra.run.dir Hydra takes a new folder, named after the time: it holds nothing.
-        check(run, Path(folder_given(overrides) or "outputs/not-made-yet"))
-        checked.append((values, run))
-    return checked
+        gone = os.environ.get("PWD", "")
+        raise ConfigError(f"the working folder {gone} is gone: cd to one that is there") from error
 
 
 RESUME_HINT = (
@@ -335,29 +315,25 @@ def _or_exit(
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    except FloatingPointError as error:
-        # The message says what to do; a traceback would not help.
-        print(f"error: {visible(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
-    except DiskError as error:
-        # Standard output and error may be files on that disk, too.
+    except OSError as error:
+        # Standard output and error may be files on the full disk, too. An error of a file that was
+        # open before has no name; standard output is the one here.
+        if isinstance(error, DiskError):
+            text = visible(str(error))
+        elif error.filename is None and error.errno in ANYWHERE:
+            text = f"{ANYWHERE[error.errno]}: standard output"
+        else:
+            raise
         with contextlib.suppress(OSError):
-            print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
+            print(f"error: {text}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         # A usual exit would wait for a thread that still writes a checkpoint, and print its error.
         os._exit(EXIT_FAILED)
-    except OSError as error:
-        # An error of a file that was open before has no name; standard output is the one here.
-        if error.filename is not None or error.errno not in ANYWHERE:
-            raise
-        with contextlib.suppress(OSError):
-            print(f"error: {ANYWHERE[error.errno]}: standard output", file=sys.stderr, flush=True)
-        # A usual exit would write what is left, and fail again.
-        os._exit(EXIT_FAILED)
-    except (ConfigError, RunFailed) as error:
-        # RunFailed: another run may have the folder, so it stays.
-        is_ours = made_by_hydra is not None and not isinstance(error, RunFailed)
+    except (ConfigError, RunFailed, FloatingPointError) as error:
+        # Of others than wrong settings the folder stays: another run may have it.
+        is_wrong = isinstance(error, ConfigError)
+        is_ours = made_by_hydra is not None and is_wrong
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
         print(f"error: {visible(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_FAILED if isinstance(error, RunFailed) else EXIT_WRONG_SETTINGS)
+        sys.exit(EXIT_WRONG_SETTINGS if is_wrong else EXIT_FAILED)
