@@ -40,7 +40,7 @@ def state_of(step: int) -> TrainState:
 def whole(tmp_path_factory):
     """The folder of a run as it is after step 9, with checkpoints of steps 4 and 8; of a model of 16 weights."""
     folder = RunDir(tmp_path_factory.mktemp("whole") / "run")
-    folder.make()
+    folder.path.mkdir(parents=True, exist_ok=True)
     run = compose(RUN)
     parts = prepare(run, folder)
     jax.set_mesh(parts.mesh)

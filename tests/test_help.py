@@ -53,9 +53,8 @@ def test_the_short_help_names_commands_groups_and_settings(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = said(monkeypatch, capsys, entry.main, "--help")
     assert code == 0 and len(out.splitlines()) < 100 and max(map(len, out.splitlines())) <= 92
-    assert all(key in out for key in help_pages.OFTEN)
     known = {*composing.leaves(compose_values([])), "resume"}
-    assert set(help_pages.OFTEN) <= known
+    assert help_pages.OFTEN in out and set(help_pages.OFTEN.replace(",", " ").split()) <= known
     assert all(f"\n  {name} " in out for name in [*COMMANDS, "model", "algorithm", "task", "optimizer"])
     assert said(monkeypatch, capsys, program_main, "--help")[1] == out
     assert said(monkeypatch, capsys, entry.main, "train", "-h")[1] == out

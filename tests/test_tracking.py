@@ -116,14 +116,13 @@ def test_a_status_file_that_a_full_disk_emptied_is_no_obstacle(tmp_path):
 def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
     run = tmp_path / "outputs" / "project" / "day" / "run"
     latest = tmp_path / "outputs" / "latest"
-    RunDir(run).make()
+    run.mkdir(parents=True)
     assert not latest.exists()
     RunDir(run).point_latest_here()
     assert latest.resolve() == run.resolve()
-    RunDir(latest).make()
     RunDir(latest).point_latest_here()
     other = RunDir(run.parent / "other", process=1)
-    other.make()
+    other.path.mkdir()
     other.point_latest_here()
     assert latest.resolve() == run.resolve() and not run.is_symlink()
 

@@ -32,31 +32,15 @@ COMMANDS = {
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }
 # What people change, in the order in which they do.
-OFTEN = (
-    "model.weights",
-    "model.mesh_shape",
-    "model.lora.rank",
-    "task.prompt",
-    "algorithm.num_generations",
-    "algorithm.kl_coef",
-    "generation.max_prompt_length",
-    "generation.max_new_tokens",
-    "generation.temperature",
-    "training.max_steps",
-    "training.prompts_per_step",
-    "training.micro_batch_size",
-    "training.mixed_precision",
-    "training.remat",
-    "training.packing",
-    "training.save_interval_steps",
-    "optimizer.learning_rate",
-    "optimizer.schedule",
-    "evaluation.num_examples",
-    "evaluation.interval_steps",
-    "seed",
-    "resume",
-    "runtime.dry_run",
-)
+OFTEN = """\
+  model.weights, model.mesh_shape, model.lora.rank, task.prompt,
+  algorithm.num_generations, algorithm.kl_coef, generation.max_prompt_length,
+  generation.max_new_tokens, generation.temperature, training.max_steps,
+  training.prompts_per_step, training.micro_batch_size,
+  training.mixed_precision, training.remat, training.packing,
+  training.save_interval_steps, optimizer.learning_rate, optimizer.schedule,
+  evaluation.num_examples, evaluation.interval_steps, seed, resume,
+  runtime.dry_run"""
 FLAGS = {
     "--help [GROUP|KEY|all]": "this help, or of a group, a setting, everything",
     "--cfg job": "show the settings of a run without running it",
@@ -181,19 +165,16 @@ def short_help(argv: Iterable[str] = ()) -> list[str]:
         *_table(choices),
         "",
         "Settings that people change, as key=value; `--help GROUP` explains them:",
-        *(f"  {line}" for line in textwrap.wrap(", ".join(OFTEN), _width() - 2)),
+        OFTEN,
     ]
-
-
-def _width() -> int:
-    return max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
 
 
 def _table(texts: dict[str, str]) -> Iterator[str]:
     """Names and their texts in two columns, the first as wide as its longest name."""
     column = max(map(len, texts)) + 2
+    width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
     for name, text in texts.items():
-        for i, line in enumerate(textwrap.wrap(text, _width() - column - 2)):
+        for i, line in enumerate(textwrap.wrap(text, width - column - 2)):
             yield f"  {'' if i else name:<{column}}{line}"
 
 

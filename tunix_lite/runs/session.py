@@ -185,7 +185,7 @@ def _processes(stopping: Stopping) -> Processes:
 @contextlib.contextmanager
 def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     """Make the folder, and the console that writes its log too. Only one process shows it."""
-    run_dir.make()
+    run_dir.path.mkdir(parents=True, exist_ok=True)
     every = run.training.log_interval_steps
     # Of several processes one may end another from compiled code: its last words stay visible.
     console = Console(

@@ -89,10 +89,6 @@ class RunDir:
             except OSError as error:
                 raise ValueError(f"{folder} cannot be written to: {disk.reason(error)}") from error
 
-    def make(self) -> None:
-        """Creates the folder."""
-        self.path.mkdir(parents=True, exist_ok=True)
-
     def point_latest_here(self) -> None:
         """Points the link outputs/latest here, if this folder is below one that is named outputs: a
         run does so after its first checkpoint."""
