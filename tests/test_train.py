@@ -132,7 +132,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert status["eval"]["first"]["accuracy"] == lines(folder)[0]["eval/accuracy"]
     assert status["eval"]["last"]["accuracy"] == lines(folder)[-1]["eval/accuracy"]
     (events,) = folder.glob("events.out.tfevents.*")
-    assert b"histograms/completion_length" in events.read_bytes() and b"samples/text_summary" in events.read_bytes()
+    assert b"samples/text_summary" in events.read_bytes()
     report = (folder / "report.html").read_text()
     assert ">completed</span>" in report
     accuracies = [f"{100 * status['eval'][which]['accuracy']:.1f} %" for which in ("first", "last")]

@@ -231,8 +231,6 @@ class TrackingConfig:
     samples_interval_steps: int = 10
     # Completions of such a file that the console shows. 0 shows none.
     samples_shown: int = 3
-    # Updates between two sets of histograms in TensorBoard and other trackers. 0 writes none.
-    histograms_interval_steps: int = 10
     # Console output: rich (live region), plain (a line per step) or quiet (hints, errors, results).
     # auto uses rich on a terminal, else plain.
     console: str = "auto"
@@ -244,7 +242,7 @@ class TrackingConfig:
     observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("samples_interval_steps", "samples_shown", "histograms_interval_steps"):
+        for name in ("samples_interval_steps", "samples_shown"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.console not in CONSOLES:

@@ -41,40 +41,6 @@ def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[
     return [ranked[i] for i in chosen]
 
 
-def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarray]:
-    """Collects distributions over the completions of a step, or over their tokens: float64 arrays
-    by name, without empty ones."""
-    named = {"histograms/reward": graded.rewards}
-    named |= {f"histograms/reward_{name}": values_B for name, values_B in graded.each.items()}
-    advantages_B = advantages_of(graded, batch)
-    if advantages_B is not None:
-        named["histograms/advantage"] = advantages_B
-    if graded.rollout is not None:
-        mask_BT = np.asarray(graded.rollout.completion_mask)
-        logprobs_BT = np.asarray(graded.rollout.logprobs, np.float64)
-        named["histograms/completion_length"] = mask_BT.sum(axis=1)
-        named["histograms/sampled_logprob"] = logprobs_BT[mask_BT]
-        ratios = _sampler_ratios(graded, batch)
-        if ratios is not None:
-            named["histograms/sampler_ratio"] = ratios
-    arrays = {name: np.asarray(values, np.float64) for name, values in named.items()}
-    finite = {name: values[np.isfinite(values)] for name, values in arrays.items()}
-    return {name: values for name, values in finite.items() if values.size}
-
-
-def _sampler_ratios(graded: Graded, batch: Batch | None) -> np.ndarray | None:
-    """Returns p of the trainer over p of the sampler for each token; None where the trainer did not
-    compute its own, which it does with algorithm.old_logprobs=rescored."""
-    if batch is None or batch.old_logprobs is None or advantages_of(graded, batch) is None:
-        return None
-    mask_BT = np.asarray(graded.rollout.completion_mask)
-    ours = np.asarray(batch.old_logprobs, np.float64)[mask_BT]
-    whole = np.asarray(graded.rollout.full_logprobs, np.float64)[mask_BT]
-    drawn = np.asarray(graded.rollout.logprobs, np.float64)[mask_BT]
-    is_the_samplers = np.array_equal(ours, whole) or np.array_equal(ours, drawn)
-    return None if is_the_samplers else np.exp(ours - whole)
-
-
 def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:
     """A line of samples/step_000010.jsonl for each completion, in the order of the rollout.
 

@@ -46,7 +46,6 @@ from tunix_lite.runs.samples import (
     advantage_metrics,
     evaluation_rows,
     from_best_to_worst,
-    histograms,
     keep_samples,
     sample_rows,
 )
@@ -369,9 +368,8 @@ class Watch:
         self.session.status.steps = done.step
 
     def log_completions(self, done: StepDone, graded: Graded) -> None:
-        """The completions of a step, and histograms of them, each where it is due."""
+        """The completions of a step, where they are due."""
         tracking = self.session.run.tracking
-        batch = done.experience.batch
         if self.is_due(done.step, tracking.samples_interval_steps):
             rows = keep_samples(
                 self.session.run_dir,
@@ -379,13 +377,11 @@ class Watch:
                 done.step,
                 graded,
                 tracking.samples_shown,
-                batch,
+                done.experience.batch,
             )
-            give(self.trackers, "log_samples", done.step, rows)
-        takers = [tracker for tracker in self.trackers if hasattr(tracker, "log_histograms")]
-        every = tracking.histograms_interval_steps
-        if takers and every and self.is_due(done.step, every):
-            give(takers, "log_histograms", done.step, histograms(graded, batch))
+            for tracker in self.trackers:
+                if hasattr(tracker, "log_samples"):
+                    tracker.log_samples(done.step, rows)
 
     def save(self) -> None:
         """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
@@ -526,14 +522,6 @@ def opened_plugs(session: Session, resume_at: int | None) -> list[Tracker]:
             raise RunFailed(f"{where}: {type(error).__name__}: {error}") from error
         trackers.append(Guarded(where, opened, session.console.say))
     return trackers
-
-
-def give(trackers: list[Tracker], method: str, step: int, what: Any) -> None:
-    """Calls a method of the trackers that have it."""
-    for tracker in trackers:
-        action = getattr(tracker, method, None)
-        if action is not None:
-            action(step, what)
 
 
 def _checked_metrics(returned: Any) -> Metrics:

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from tunix_lite.plain_text import escaped, visible
 from tunix_lite.tracking.rundir import json_value
 from tunix_lite.tracking.tracker import Tracker
@@ -112,7 +110,7 @@ class TableRun:
     """A `Tracker` over wandb, or over trackio, which has the same calls."""
 
     def __init__(self, module: ModuleType, opened: Any):
-        """module: with `Table` and `Histogram`. opened: what its `init` returned."""
+        """module: with `Table`. opened: what its `init` returned."""
         self._module = module
         self._opened = opened
 
@@ -124,11 +122,6 @@ class TableRun:
         """Sends the completions of a step as a table."""
         columns, cells = columns_of(rows)
         self._opened.log({"samples": self._module.Table(columns=columns, data=cells)}, step=step)
-
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """Sends a histogram of each."""
-        drawn = {name: self._module.Histogram(array) for name, array in values.items()}
-        self._opened.log(drawn, step=step)
 
     def close(self) -> None:
         """Sends what is left, and ends the run."""
