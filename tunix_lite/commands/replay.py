@@ -20,11 +20,14 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.untrusted import read_object
 from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.plain_text import escaped, visible
+from tunix_lite.planning.packing_choice import AUTO
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
+from tunix_lite.runs.fingerprint import packing_of
 from tunix_lite.runs.replay import Replayed, replay_step
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch, RowBatch, TokenScores
@@ -91,6 +94,10 @@ def replay(run: RunConfig, settings: Replay) -> None:
     training = run.training
     if training.micro_batch_size == "auto":
         training = replace(training, micro_batch_size=None)
+    file = RunDir(folder).fingerprint
+    if training.packing == AUTO and file.is_file():
+        with error_context("checkpoint"):
+            training = replace(training, packing=packing_of(read_object(file), file))
     evaluation = replace(run.evaluation, num_examples=0, num_samples=0)
     run = replace(run, training=training, evaluation=evaluation)
 

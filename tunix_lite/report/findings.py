@@ -212,11 +212,7 @@ def step_too_small(run: Evidence) -> Shown:
 LARGE_GAP = 0.05
 
 
-@_fault(
-    92,
-    "the sampler and the trainer disagree about the same tokens: other tokens, another "
-    "temperature, or log-probabilities at another place",
-)
+@_fault(92, "sampler and trainer disagree on the same tokens: another temperature, place or token")
 def sampler_gap(run: Evidence) -> Shown:
     gap = run.at_rollouts("train/sampler_gap")
     if not gap.first >= LARGE_GAP:
@@ -412,9 +408,7 @@ def reward_sign(run: Evidence) -> Shown:
     return shown, negative or ["the sign of the reward function, or task.rewards.<name>.weight"]
 
 
-@_fault(
-    87, "the reward climbs and right answers do not: the policy earns it without solving the task"
-)
+@_fault(87, "the reward climbs and right answers do not: it is earned without solving the task")
 def reward_exploited(run: Evidence) -> Shown:
     reward = run.series("reward/mean")
     gained = reward.late - reward.early
@@ -494,10 +488,7 @@ def _has_learned(run: Evidence) -> bool:
     return series is not None and series.late > series.first + 0.1
 
 
-@_fault(
-    59,
-    "completions agree on answers that are not the expected ones: the data may hold wrong ones",
-)
+@_fault(59, "completions agree on answers that are not the expected ones: is the data wrong?")
 def expected_answers(run: Evidence) -> Shown:
     groups = [group for _, group in run.all_groups() if len(group) > 2]
     if not run.series(CORRECT).mean <= 0.1 or len(groups) < 8:
@@ -563,10 +554,7 @@ def repetition_penalty(run: Evidence) -> Shown:
 # ---- completions
 
 
-@_fault(
-    82,
-    "completions hold an answer and go on until they are cut: the end-of-sequence token is missing",
-)
+@_fault(82, "completions answer and go on until they are cut: the end-of-sequence token is missing")
 def never_ends(run: Evidence) -> Shown:
     ends = "model.tokenizer: does it know the model's end tokens?"
     overrides = [ends, "generation.stop_token_ids=[...]"]
@@ -731,10 +719,7 @@ def held_out_in_train(run: Evidence) -> Shown:
     return [shown], ["task.held_out: a file of rows that are not in task.train"]
 
 
-@_fault(
-    35,
-    "a few steps take far longer than the others: a program compiles, or the machine was busy",
-)
+@_fault(35, "a few steps take far longer: a program compiles in them, or the machine was busy")
 def slow_steps(run: Evidence) -> Shown:
     seconds = run.series("time/step")
     # The first two steps compile what a run needs.
