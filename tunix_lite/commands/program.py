@@ -245,9 +245,13 @@ def run_command(
 def missing_overrides(folder: Path, words: Sequence[str], no_matter: tuple[str, ...]) -> list[str]:
     """The overrides that a run was started with, by its folder, and whose setting these words do
     not name. no_matter: how those begin that are left out."""
-    named = {key_of(word) for word in words}
-    started = [text for text in read_overrides(folder, []) or [] if key_of(text) not in named]
-    return [text for text in started if not text.lstrip("+~").startswith(no_matter)]
+    named = {word.lstrip("+~").partition("=")[0] for word in words}
+    missing = []
+    for text in read_overrides(folder, []) or []:
+        plain = text.lstrip("+~")
+        if plain.partition("=")[0] not in named and not plain.startswith(no_matter):
+            missing.append(text)
+    return missing
 
 
 # Settings whose value is text for the model: Hydra does not parse it.
