@@ -175,7 +175,7 @@ def test_an_nvidia_smi_that_fails_or_hangs_is_a_line(smi, monkeypatch):
 
 def test_a_plugin_of_another_version_and_one_that_is_missing_are_named(monkeypatch):
     there = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.9.1"}
-    monkeypatch.setattr(machine, "version", there.get)
+    monkeypatch.setattr(machine, "installed_version", there.get)
     wrong = machine.jax_lines(1, {})[1]
     assert wrong.state == "fails" and wrong.fix == "pip install -U 'jax[cuda12]==0.10.2'"
     del there["jax-cuda12-plugin"]
