@@ -9,10 +9,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from tunix_lite.checks.lines import CheckLine, fails, ok, warns
+from tunix_lite.distributed.agreement import installed_version
 
 GiB = 2**30
 # GiB of disk below which a run is likely to end in the middle, and below which it may.
@@ -33,25 +33,17 @@ OLDEST_DRIVER = {12: (525, 60), 13: (580, 0)}
 MUCH = 1024
 
 
-def version(package: str) -> str | None:
-    """Of an installed package; None: it is not there."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def jax_lines(num_gpus: int, environ: Mapping[str, str] = os.environ) -> list[CheckLine]:
     """jax and its plugins, and whether they are of one version and match the machine.
 
     num_gpus: NVIDIA GPUs of this machine.
     """
-    jax = version("jax")
-    jaxlib = version("jaxlib")
+    jax = installed_version("jax")
+    jaxlib = installed_version("jaxlib")
     lines = [ok("jax", f"{jax}, jaxlib {jaxlib}")]
 
     # A plugin speaks to jaxlib, and must be of its version.
-    there = {name: number for name in PLUGINS if (number := version(name))}
+    there = {name: number for name in PLUGINS if (number := installed_version(name))}
     for name, number in there.items():
         if name.startswith("jax-") and number != jaxlib:
             text = f"{name} {number} beside jaxlib {jaxlib}: they must be of one version"
@@ -78,7 +70,7 @@ def wants_cpu(environ: Mapping[str, str] = os.environ) -> bool:
 
 def cuda_version() -> int | None:
     """CUDA's major version that jax's plugin is made for; None: there is no plugin."""
-    return next((n for n in (13, 12) if version(f"jax-cuda{n}-plugin")), None)
+    return next((n for n in (13, 12) if installed_version(f"jax-cuda{n}-plugin")), None)
 
 
 # ---- memory, disk, hub
@@ -129,7 +121,7 @@ def token_line(hub_model: str | None, environ: Mapping[str, str] = os.environ) -
     """
     home = Path(environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     file = Path(environ.get("HF_TOKEN_PATH") or home / "token")
-    if hub_model is not None and version("huggingface_hub") is None:
+    if hub_model is not None and installed_version("huggingface_hub") is None:
         text = f"{hub_model} comes from the hub, and huggingface_hub is not installed"
         return fails("hub", text, "pip install -e '.[hub]'")
     if environ.get("HF_TOKEN") or (file.is_file() and file.stat().st_size > 0):

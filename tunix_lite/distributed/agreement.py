@@ -78,8 +78,8 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     settings: those of the run, as nested plain values. folder: the folder of the run.
     """
     # Plugins are compared only between the machines that have them.
-    values = {f"package {name}": _version(name) for name in (*PACKAGES, *PLUGINS)}
-    values = {name: version for name, version in values.items() if version != "none"}
+    versions = {name: installed_version(name) for name in (*PACKAGES, *PLUGINS)}
+    values = {f"package {name}": version for name, version in versions.items() if version}
 
     # Versions do not change between two commits of a checkout, so the code itself counts.
     values["tunix-lite's code"] = code_digest(Path(__file__).parents[1])
@@ -173,18 +173,19 @@ def accelerator() -> str:
     if any(re.fullmatch(r"nvidia\d+", name) for name in names):
         return "NVIDIA GPU"
     has_tpu = any(re.fullmatch(r"accel\d+|vfio", name) for name in names)
-    return "TPU" if has_tpu and _version("libtpu") != "none" else "CPU"
+    return "TPU" if has_tpu and installed_version("libtpu") else "CPU"
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None: it is not there."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return None
 
 
 # ---- which processes differ

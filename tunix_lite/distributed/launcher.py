@@ -81,6 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not min(known.max_restarts or 0, known.stall_timeout or 0, known.grace) >= 0:
             raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative")
         check_on_disk(command_line.folder_key(program), folder_given(program))
+        command_line.check_config_dir(command_line.config_dir(program))
         group = local_processes(known.nprocs, os.environ)
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
