@@ -247,7 +247,7 @@ class ResolvedRun:
 
     @property
     def copies_adapters(self) -> bool:
-        """Returns whether the reference has adapters of its own: those that training begins with."""
+        """Returns whether the reference has adapters of its own, with which training begins."""
         has_adapter = self.run.model.lora.adapter is not None
         has_checkpoint = self.run.resume.folder not in ("auto", "none")
         needs_them = self.run.algorithm.needs.reference and self.lora is not None
