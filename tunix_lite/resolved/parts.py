@@ -21,13 +21,10 @@ from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import Sampling
 from tunix_lite.types import Params, RowBatch, TrainState
 
 # ---- shapes, placed on the current mesh
@@ -204,18 +201,4 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.run.seed,
         training.sync_gradients_every,
         update_options(training.scan_layers),
-    )
-
-
-def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
-    """Builds the sampler of a run."""
-    return make_generate_with_partner(
-        resolved.cfg,
-        resolved.run.generation,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        resolved.dtype,
-        resolved.rollout,
-        tokenizer,
-        jnp.dtype(resolved.run.training.tp_reduce_dtype),
     )

@@ -23,7 +23,14 @@ from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES, STORED
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import attention, decoder, families, hub, peft, weights
+from tunix_lite.models import (
+    attention,
+    decoder,
+    families,
+    hub,
+    peft,
+    weights,
+)
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table

@@ -17,10 +17,20 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.learner.defaults import AUTO, HIGH, REAL, usual_rate, what_trains
 from tunix_lite.models import decoder, weights
 from tunix_lite.plain_text import hide_users_of_urls
-from tunix_lite.planning.at_start import choose_micro_batch, is_out_of_memory, out_of_memory_lines
+from tunix_lite.planning.at_start import (
+    choose_micro_batch,
+    is_out_of_memory,
+    out_of_memory_lines,
+)
 from tunix_lite.report.write import report_at_end
 from tunix_lite.resolved.run import ResolvedRun, learns_from
-from tunix_lite.runs.setup import Parts, prepare, run_metadata, startup_summary, write_fingerprint
+from tunix_lite.runs.setup import (
+    Parts,
+    prepare,
+    run_metadata,
+    startup_summary,
+    write_fingerprint,
+)
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
