@@ -74,7 +74,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
 
     # The reference: a copy in the type of the computation, or the base.
     reference = None
-    if resolved.run.algorithm.needs.reference:
+    if resolved.needs.reference:
         reference = frozen
         if frozen is None:
             dtype = resolved.reference_dtype
