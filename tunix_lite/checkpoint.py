@@ -41,7 +41,10 @@ MOST_CURRICULUM = 2**30
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
 IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
-LATER = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+LATER = {
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+}
 # The gigabytes that a process reads at a time: host memory beside the arrays on its devices.
 HOST_GB = 4
 # Most seconds of a save. All processes wait for the first, which makes the digests of all files.

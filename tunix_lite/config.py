@@ -48,10 +48,19 @@ CHOICES = {
 
 
 # settings of Training that are at least 1, or derived; and those that always are
-SIZES_OF_BATCH = ("prompts_per_step", "micro_batch_size", "gradient_accumulation_steps")
-SIZES_OF_BATCH += ("micro_batch_tokens",)
-COUNTS = ("max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every")
-COUNTS += ("max_skipped_in_a_row",)
+SIZES_OF_BATCH = (
+    "prompts_per_step",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "micro_batch_tokens",
+)
+COUNTS = (
+    "max_steps",
+    "log_interval_steps",
+    "keep_checkpoints",
+    "sync_gradients_every",
+    "max_skipped_in_a_row",
+)
 
 
 @dataclass(frozen=True)

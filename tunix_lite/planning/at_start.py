@@ -56,7 +56,7 @@ def choose_micro_batch(
         say(f"micro_batch_size={size}: {peak / GiB:.2f} GiB of {room}")
         return peak
 
-    sizes = micro_batches_to_try(resolved.run, resolved.mesh_shape["fsdp"])
+    sizes = micro_batches_to_try(resolved.run, resolved.fsdp)
     try:
         size = largest_micro_batch(sizes, peak_bytes, machine.capacity)
     except ValueError as error:

@@ -80,13 +80,13 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     decoding = 5 * 4 * scores // PIECE if resolved.run.rollout.is_fused else 12 * scores
     if not is_gathered:
         # The head, or two layers, whole over fsdp.
-        head = cfg.vocab_size * cfg.embed_dim // resolved.mesh_shape["tp"]
-        itemsize = jnp.dtype(resolved.dtype).itemsize
+        head = cfg.vocab_size * cfg.embed_dim // resolved.tp
+        itemsize = resolved.itemsize
         decoding += itemsize * max(head, 2 * layer_elements(resolved))
 
     # One layer at work on the tokens of prompts, and its scores.
     block, width, _ = memory.prompt_cache
-    rows = -(-block // resolved.mesh_shape["fsdp"])
+    rows = -(-block // resolved.fsdp)
     reading = layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
     # A parked slot on its way to the host or back: all of it on every device.
     parking = memory.parked_bytes() if resolved.may_park else 0
@@ -123,8 +123,8 @@ def appending(resolved: ResolvedRun) -> int:
     piece of each, and its scores."""
     if not (resolved.carries or resolved.converses):
         return 0
-    here = resolved.slots // resolved.mesh_shape["fsdp"]
-    rows = min(here, FEW_SLOTS) if resolved.mesh_shape["fsdp"] == 1 else here
+    here = resolved.slots // resolved.fsdp
+    rows = min(here, FEW_SLOTS) if resolved.fsdp == 1 else here
     piece = APPEND_WIDTHS[-1]
     copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
     scores = score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
@@ -199,7 +199,7 @@ def scoring(resolved: ResolvedRun) -> dict[str, int]:
 def describing(resolved: ResolvedRun, name: str) -> dict[str, int]:
     """The bytes that the pass of a teacher adds that the policy is compared with: those of scoring,
     and what is kept of all rows on every device, and of its own rows while it is made."""
-    shards = 1 + resolved.mesh_shape["fsdp"]
+    shards = 1 + resolved.fsdp
     return scoring(resolved.as_scorer(name)) | {"kept": kept_of_teacher(resolved) * shards}
 
 
@@ -216,7 +216,7 @@ def update(resolved: ResolvedRun) -> dict[str, int]:
     layer += gathered_layers(resolved, 2)
     if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
         # The gradient of one layer, before it is divided over fsdp, is float32.
-        layer += max(0, 4 - jnp.dtype(resolved.dtype).itemsize) * layer_elements(resolved)
+        layer += max(0, 4 - resolved.itemsize) * layer_elements(resolved)
     activations = kept_layers(resolved, rows, width) + max(layer, head_at_work(resolved, rows))
     if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
         # Over the whole vocabulary: its blocks of scores, and its table in blocks.
@@ -258,7 +258,7 @@ def tokens_of_batch(resolved: ResolvedRun) -> int:
     """Columns of all rows of a batch on a device."""
     rows = resolved.rows
     if rows.packing == "none":
-        here = resolved.batch.sequences // resolved.mesh_shape["fsdp"]
+        here = resolved.batch.sequences // resolved.fsdp
         return here * sum(resolved.lengths)
     return rows.rows_per_part * rows.num_parts * rows.width
 
@@ -270,7 +270,7 @@ def gradient_bytes(resolved: ResolvedRun) -> int:
     total = resolved.table_bytes(trained)
     if resolved.rows.num_parts > 1:
         total += resolved.table_bytes(trained, jnp.float32)
-    if resolved.run.training.sync_gradients_every > 1 and resolved.mesh_shape["fsdp"] > 1:
+    if resolved.run.training.sync_gradients_every > 1 and resolved.fsdp > 1:
         total += resolved.table_bytes(trained, jnp.float32, is_gathered=True)
     return total
 
@@ -286,7 +286,7 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
     """
     # Elements of one token of one layer on a device.
     cfg = resolved.cfg
-    tp = resolved.mesh_shape["tp"]
+    tp = resolved.tp
     heads = cfg.num_heads // tp
     kv_heads = -(-cfg.num_kv_heads // tp)
     qkv = (heads + 2 * kv_heads) * cfg.head_dim
@@ -306,9 +306,9 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
         "save_all": 3 * (cfg.mlp_dim // tp) + 4 * residual + 2 * heads_of_token,
     }
     elements = rows * width * (residual + of_a_token[remat])
-    kept = elements * jnp.dtype(resolved.dtype).itemsize
+    kept = elements * resolved.itemsize
     if remat == "save_all":
-        kept += layer_elements(resolved) * jnp.dtype(resolved.dtype).itemsize
+        kept += layer_elements(resolved) * resolved.itemsize
         kept += 4 * rows * width * (14 * residual + 3 * heads_of_token)
     if remat in ("none", "save_all") and resolved.attention == "xla":
         scores = (heads * math.prod(part) for part in attended(resolved, rows, width))
@@ -320,10 +320,10 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
 def layer_at_work(resolved: ResolvedRun, n: int) -> int:
     """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp."""
     cfg = resolved.cfg
-    tp = resolved.mesh_shape["tp"]
+    tp = resolved.tp
     heads = (cfg.num_heads // tp + 2 * -(-cfg.num_kv_heads // tp)) * cfg.head_dim
     elements = n * (4 * cfg.embed_dim + heads + 2 * cfg.mlp_dim // tp)
-    return jnp.dtype(resolved.dtype).itemsize * elements
+    return resolved.itemsize * elements
 
 
 def scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
@@ -336,7 +336,7 @@ def scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
 
 def score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
     """The scores of so many queries of each row with so many keys, as `scores_at_work` has them."""
-    heads = rows * resolved.cfg.num_heads // resolved.mesh_shape["tp"]
+    heads = rows * resolved.cfg.num_heads // resolved.tp
     per_query = max(1, heads * keys)
     at_once = max(attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1)
     return 2 * 4 * per_query * min(queries, at_once)
@@ -356,8 +356,8 @@ def attended(resolved: ResolvedRun, rows: int, width: int) -> list[tuple[int, in
 
 def gathered_layers(resolved: ResolvedRun, count: int) -> int:
     """Matrices of `count` layers, whole over fsdp as computed, and the next one's on their way."""
-    layers = 1 if resolved.mesh_shape["fsdp"] == 1 else count + 1
-    return layers * layer_elements(resolved) * jnp.dtype(resolved.dtype).itemsize
+    layers = 1 if resolved.fsdp == 1 else count + 1
+    return layers * layer_elements(resolved) * resolved.itemsize
 
 
 def head_at_work(resolved: ResolvedRun, rows: int) -> int:
@@ -365,7 +365,7 @@ def head_at_work(resolved: ResolvedRun, rows: int) -> int:
     6nD; the table, as it is stored, regrouped into blocks, and its gradient or, where it has none,
     the copy that a loop over blocks keeps."""
     cfg = resolved.cfg
-    tp = resolved.mesh_shape["tp"]
+    tp = resolved.tp
 
     # Tokens that are scored at once.
     shape = resolved.rows.shape

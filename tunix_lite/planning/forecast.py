@@ -98,7 +98,7 @@ def forecast(
         read = sum(padded_width(int(length), widths) for length in prompts)
         chunk = resolved.sampling_memory.chunk
         # A rollout for several updates has slots for all of them; a step reads the weights once.
-        slots = resolved.run.rollout.slots(completions.size, resolved.mesh_shape["fsdp"])
+        slots = resolved.run.rollout.slots(completions.size, resolved.fsdp)
         steps = decode_steps(completions, slots, chunk)
         seconds["prefill"] = share * once["prefill"] * read / (block * widest)
         seconds["decode"] = share * once["decode"] * steps / chunk

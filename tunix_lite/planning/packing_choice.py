@@ -141,14 +141,14 @@ def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndar
 
     weight = (is_new / is_new.sum()).astype(np.float32)
     zeros = np.zeros(mask.shape, np.float32)
-    values = {name: zeros for name in resolved.run.algorithm.needs.batch_fields}
+    values = {name: zeros for name in resolved.needs.batch_fields}
     return Batch(tokens, mask, weight, **values)
 
 
 def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
     """The rows of the batch, by the packing that a run uses."""
     rows = resolved.rows
-    fsdp = resolved.mesh_shape["fsdp"]
+    fsdp = resolved.fsdp
     tokens = int(batch.token_mask.sum())
     counts = batch.loss_weight != 0
     if rows.packing == "none":

@@ -204,7 +204,7 @@ def _scoring(
     names = ["frozen base"] if resolved.lora else ["parameters"]
     if is_frozen or resolved.copies_reference:
         names = [name if is_frozen else "reference"]
-    elif resolved.lora and not resolved.run.algorithm.needs.reference:
+    elif resolved.lora and not resolved.needs.reference:
         names.append("parameters")
     return COMPILED, {
         "batch": max(0, program.argument_bytes - sum(resident[name] for name in names)),

@@ -264,7 +264,7 @@ def _plan_dict(plan: Plan) -> dict:
     described = {
         "mesh": resolved.mesh_shape,
         "batch": str(resolved.batch),
-        "prompts_of_rollout": resolved.batch.prompts * resolved.run.algorithm.needs.mini_batches,
+        "prompts_of_rollout": resolved.batch.prompts * resolved.needs.mini_batches,
         "packing": resolved.rows.packing,
         "slots": resolved.slots,
         "sampling_weights": resolved.sampling_weights,

@@ -109,8 +109,8 @@ def links(
 def _ring(resolved: ResolvedRun, gathered: float, reduced: float) -> dict[str, float]:
     """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or reduce-scattered
     over fsdp, twice that of one all-reduced over tp."""
-    fsdp = resolved.mesh_shape["fsdp"]
-    tp = resolved.mesh_shape["tp"]
+    fsdp = resolved.fsdp
+    tp = resolved.tp
     return {"fsdp": gathered * (fsdp - 1) / fsdp, "tp": 2 * reduced * (tp - 1) / tp}
 
 
@@ -142,7 +142,7 @@ def _rollout(resolved: ResolvedRun) -> list[ProgramWork]:
     prompt, new = resolved.lengths
     P = resolved.batch.prompts
     B = resolved.batch.sequences
-    fsdp = resolved.mesh_shape["fsdp"]
+    fsdp = resolved.fsdp
     W = estimate.sampling_copy(resolved, is_gathered=True)
     gathered = W if resolved.sampling_weights == "sharded" else 0
 
@@ -160,8 +160,8 @@ def _rollout(resolved: ResolvedRun) -> list[ProgramWork]:
     # its share of a scale, or a number.
     steps = new * -(-B // resolved.slots)
     is_int8 = resolved.run.rollout.cache == "int8"
-    itemsize = 1 + 4 / cfg.head_dim if is_int8 else jnp.dtype(resolved.dtype).itemsize
-    shards = fsdp * min(resolved.mesh_shape["tp"], cfg.num_kv_heads)
+    itemsize = 1 + 4 / cfg.head_dim if is_int8 else resolved.itemsize
+    shards = fsdp * min(resolved.tp, cfg.num_kv_heads)
     half_done = [prompt + new // 2] * resolved.slots
     cache = flops.decode_bytes(cfg, half_done, 0, itemsize) / shards
     attention = flops.attention_flops(cfg, [prompt + new] * B)
@@ -189,7 +189,7 @@ def _batch_work(resolved: ResolvedRun) -> tuple[int, int, float, int]:
     # With shared prompts a completion at its longest takes a lane, so all rows are there.
     parts = rows.num_parts
     if rows.packing == "sequences":
-        at_once = rows.width * rows.rows_per_part * resolved.mesh_shape["fsdp"]
+        at_once = rows.width * rows.rows_per_part * resolved.fsdp
         parts = min(parts, -(-tokens // at_once))
     return tokens, B * new, flops.attention_flops(resolved.cfg, [prompt + new] * B), parts
 
@@ -201,7 +201,7 @@ def _scoring(resolved: ResolvedRun) -> ProgramWork:
     return ProgramWork(
         flops.forward_flops(resolved.cfg, tokens, scored, attention),
         once,
-        _ring(resolved, once, _streams(resolved, tokens / resolved.mesh_shape["fsdp"])),
+        _ring(resolved, once, _streams(resolved, tokens / resolved.fsdp)),
     )
 
 
@@ -212,7 +212,7 @@ def _update(resolved: ResolvedRun) -> ProgramWork:
     lora_params = num_params(resolved.tables.trained) if resolved.lora else 0
     both_ways = 2 * parts * estimate.sampling_copy(resolved, is_gathered=True)
     syncs = -(-parts // resolved.run.training.sync_gradients_every)
-    here = tokens / resolved.mesh_shape["fsdp"]
+    here = tokens / resolved.fsdp
     summed = _streams(resolved, here) + _streams(resolved, here, is_forward=False)
     resident = estimate.resident(resolved)
     state = 2 * (resident["parameters"] + resident["optimizer"])

@@ -20,12 +20,10 @@ from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.types import Params, RowBatch, TrainState
 
 # ---- shapes, placed on the current mesh
@@ -75,7 +73,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
 
     # The reference: a copy in the type of the computation, or the base.
     reference = None
-    if resolved.run.algorithm.needs.reference:
+    if resolved.needs.reference:
         reference = frozen
         if frozen is None:
             dtype = resolved.reference_dtype
@@ -202,18 +200,4 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.run.seed,
         training.sync_gradients_every,
         update_options(training.scan_layers),
-    )
-
-
-def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
-    """Builds the sampler of a run."""
-    return make_generate(
-        resolved.cfg,
-        resolved.run.generation,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        resolved.dtype,
-        resolved.rollout,
-        tokenizer,
-        jnp.dtype(resolved.run.training.tp_reduce_dtype),
     )

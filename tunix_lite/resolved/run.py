@@ -23,7 +23,14 @@ from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with
 from tunix_lite.learner.optim import Optimizer, scaled_for
 from tunix_lite.learner.policy import DTYPES, STORED
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import attention, decoder, families, hub, peft, weights
+from tunix_lite.models import (
+    attention,
+    decoder,
+    families,
+    hub,
+    peft,
+    weights,
+)
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
@@ -107,9 +114,29 @@ class ResolvedRun:
         return DTYPES[self.run.training.mixed_precision]
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the computation."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def fsdp(self) -> int:
+        """Devices along the axis of the mesh that divides batch and weights."""
+        return self.mesh_shape["fsdp"]
+
+    @property
+    def tp(self) -> int:
+        """Devices along the axis of the mesh that divides heads and features."""
+        return self.mesh_shape["tp"]
+
+    @property
+    def needs(self) -> Needs:
+        """The needs of the algorithm."""
+        return self.run.algorithm.needs
+
+    @property
     def optimizer(self) -> Optimizer:
         """The optimizer's settings, with the learning rate that this mesh gets."""
-        return scaled_for(self.run.optimizer, self.mesh_shape["fsdp"])
+        return scaled_for(self.run.optimizer, self.fsdp)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -206,12 +233,12 @@ class ResolvedRun:
     @property
     def scores(self) -> bool:
         """Returns whether collecting scores the batch, by the reference or by today's weights."""
-        return self.run.algorithm.needs.reference or self.run.algorithm.needs.rescore
+        return self.needs.reference or self.needs.rescore
 
     @property
     def teacher(self) -> Teacher | None:
         """Returns the teacher that the policy is compared with at each token; None without one."""
-        comparison = self.run.algorithm.needs.comparison
+        comparison = self.needs.comparison
         if comparison is None or comparison.model not in self.frozen_models:
             return None
         cfg = self.frozen_models[comparison.model].cfg
@@ -236,13 +263,13 @@ class ResolvedRun:
     @property
     def copies_reference(self) -> bool:
         """Returns whether the KL term has a copy of the weights; LoRA's frozen base serves, too."""
-        return self.run.algorithm.needs.reference and self.lora is None
+        return self.needs.reference and self.lora is None
 
     @property
     def reference_dtype(self) -> DTypeLike:
         """Returns the type of the reference's weights: that of the computation. One that is a mean
         of policies is kept in float32, where a small step of it is not rounded away."""
-        is_mean = self.run.algorithm.needs.reference_mix < 1
+        is_mean = self.needs.reference_mix < 1
         return jnp.promote_types(self.dtype, jnp.float32) if is_mean else self.dtype
 
     @property
@@ -250,7 +277,7 @@ class ResolvedRun:
         """Returns whether the reference has adapters of its own, as training begins."""
         has_adapter = self.run.model.lora.adapter is not None
         has_checkpoint = self.run.resume.folder not in ("auto", "none")
-        needs_them = self.run.algorithm.needs.reference and self.lora is not None
+        needs_them = self.needs.reference and self.lora is not None
         return needs_them and (has_adapter or has_checkpoint)
 
     def elements(
@@ -305,7 +332,7 @@ class ResolvedRun:
     def with_micro_batch(self, size: int) -> "ResolvedRun":
         """The same with micro-batches of `size` sequences per fsdp shard."""
         run = with_micro_batch(self.run, size)
-        batch = plan_batch(run, self.mesh_shape["fsdp"])
+        batch = plan_batch(run, self.fsdp)
         rows = plan_rows(run, batch, has_large_head(self.cfg))
         return replace(self, run=run, batch=batch, rows=rows)
 

@@ -75,6 +75,7 @@ def evaluate(
         f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
         f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN, k).mean()),
         "eval/sampled_reward": sampled.metrics["reward/mean"],
+        "eval/sampled_truncated": sampled.metrics["completions/truncated"],
     }
     return Evaluated(metrics, greedy, sampled)
 

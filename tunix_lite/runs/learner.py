@@ -19,13 +19,14 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.resolved.parts import optimizer_of, policy_of, sampler_of_run, train_step_of
+from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
 from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
+from tunix_lite.runs.sampling_apart import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed

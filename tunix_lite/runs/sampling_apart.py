@@ -1,22 +1,37 @@
-"""Sampling on devices of its own (rollout.mesh_shape): before each rollout the weights are copied
-from the mesh that learns."""
+"""The sampler of a run, and sampling on devices of its own (rollout.mesh_shape): before each
+rollout the weights are copied from the mesh that learns."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tunix_lite.models import source, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.estimate import with_sampling_weights_apart
 from tunix_lite.planning.hardware import attached_machine
-from tunix_lite.resolved.parts import sampler_of_run
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.generate import Sampling
+from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Params, Prompts, Rollout
+
+
+def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
+    """Builds the sampler of a run."""
+    return make_generate(
+        resolved.cfg,
+        resolved.run.generation,
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
+        resolved.dtype,
+        resolved.rollout,
+        tokenizer,
+        jnp.dtype(resolved.run.training.tp_reduce_dtype),
+    )
 
 
 @dataclass

@@ -21,7 +21,13 @@ from tunix_lite.planning.at_start import choose_micro_batch, is_out_of_memory, o
 from tunix_lite.report.page import write_at_end
 from tunix_lite.report.run_page import run_page
 from tunix_lite.resolved.run import ResolvedRun, learns_from
-from tunix_lite.runs.setup import Parts, prepare, run_metadata, startup_summary, write_fingerprint
+from tunix_lite.runs.setup import (
+    Parts,
+    prepare,
+    run_metadata,
+    startup_summary,
+    write_fingerprint,
+)
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console

@@ -26,13 +26,24 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
-from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules, split_devices
+from tunix_lite.parallel.mesh import (
+    as_text,
+    devices_taken,
+    make_mesh,
+    set_rules,
+    split_devices,
+)
 from tunix_lite.plain_text import device_name
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.resolved.batch_size import BatchPlan
 from tunix_lite.resolved.run import ResolvedRun, resolve_run
 from tunix_lite.rewards.fields import field_of
-from tunix_lite.runs.fingerprint import check_same_run, fingerprint, packing_of, read_fingerprint
+from tunix_lite.runs.fingerprint import (
+    check_same_run,
+    fingerprint,
+    packing_of,
+    read_fingerprint,
+)
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows

@@ -77,11 +77,12 @@ def peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class Timed:
-    """A scorer, comparer or rescorer that adds the seconds of each call to `seconds` as time/NAME.
+    """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`.
 
-    Example: Timed("reference", scorer, seconds)(batch); seconds["time/reference"] grows.
+    Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows.
     """
 
+    # of the metric
     name: str
     scorer: Scorer | Comparer | Rescorer
     seconds: Counter
@@ -89,7 +90,7 @@ class Timed:
     def __call__(self, *arguments: Params | Batch) -> np.ndarray | Batch:
         elapsed = stopwatch()
         scored = self.scorer(*arguments)
-        self.seconds[f"time/{self.name}"] += elapsed()
+        self.seconds[self.name] += elapsed()
         return scored
 
     def compiled(self, *arguments: Params | RowBatch) -> jax.stages.Compiled:
@@ -98,9 +99,11 @@ class Timed:
 
 def timed(policy: Policy, seconds: Counter) -> Policy:
     """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
-    return replace(
-        policy,
-        scorers={name: Timed(name, scorer, seconds) for name, scorer in policy.scorers.items()},
-        rescore=Timed("rescore", policy.rescore, seconds),
-        compare=policy.compare and Timed("teacher", policy.compare, seconds),
-    )
+    scorers = {}
+    for name, scorer in policy.scorers.items():
+        scorers[name] = Timed(f"time/{name}", scorer, seconds)
+    rescore = Timed("time/rescore", policy.rescore, seconds)
+    compare = policy.compare
+    if compare is not None:
+        compare = Timed("time/teacher", compare, seconds)
+    return replace(policy, scorers=scorers, rescore=rescore, compare=compare)

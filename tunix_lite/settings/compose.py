@@ -120,7 +120,10 @@ def _options_in(more_conf: str | None) -> Iterator[None]:
 
 
 # Settings of a run whose value is a text: a shell's quotes around it are enough.
-TEXTS = {"task.prompt", "task.system"}
+TEXTS = {
+    "task.prompt",
+    "task.system",
+}
 
 
 def expand_short_forms(argv: list[str]) -> list[str]:
