@@ -210,7 +210,7 @@ def digest(value: object) -> str:
         text = json.dumps(value, sort_keys=True, default=_as_json)
     except TypeError:
         # keys of several types, or keys that JSON does not have
-        text = json.dumps(_with_text_as_keys(value), default=_as_json)
+        text = json.dumps(_with_text_as_keys(value), sort_keys=True, default=_as_json)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -227,14 +227,10 @@ def _as_json(value: object) -> Any:
 
 def _with_text_as_keys(value: object) -> Any:
     if isinstance(value, Mapping):
-        pairs = (
-            (f"{type(key).__name__} {_as_json(key)}", _with_text_as_keys(item))
-            for key, item in value.items()
-        )
-        return dict(sorted(pairs, key=lambda pair: pair[0]))
-    return (
-        [_with_text_as_keys(item) for item in value] if isinstance(value, list | tuple) else value
-    )
+        pairs = ((f"{type(key).__name__} {_as_json(key)}", item) for key, item in value.items())
+        return {key: _with_text_as_keys(item) for key, item in pairs}
+    is_list = isinstance(value, list | tuple)
+    return [_with_text_as_keys(item) for item in value] if is_list else value
 
 
 # ---- sources
