@@ -187,11 +187,12 @@ def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, 
 
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
-    known = examples.known if isinstance(examples, Rows) else {}
+    known = examples.known if isinstance(examples, Rows | RowStream) else {}
     if "digest" in known:
         return known["digest"]
     if isinstance(examples, RowStream):
-        return digest_of_files(examples.files)
+        known["digest"] = digest_of_files(examples.files)
+        return known["digest"]
     num_examples = len(examples)
     places = range(num_examples)
     # made one by one, and perhaps very many
