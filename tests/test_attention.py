@@ -278,7 +278,7 @@ def test_auto_takes_the_one_made_for_the_platform():
 )  # fmt: skip
 def test_what_cannot_be_is_said(name, platform, changes, dtype, width, shares, reason):
     args = replace(FITS, **changes), platform, dtype, width, shares
-    assert obstacle(name, *args).endswith(reason) or reason in obstacle(name, *args)
+    assert reason in str(obstacle(name, *args))
     with pytest.raises(ValueError, match=rf"attention={name}: .*; use auto or xla") as error:
         choose(name, *args)
     assert reason in str(error.value)

@@ -67,14 +67,7 @@ class Architecture:
     head_dim: int
     mlp_dim: int  # hidden width of the gated feed-forward
     # Attention of each layer, repeated over the depth.
-    pattern: tuple[str, ...] = (
-        "local",
-        "local",
-        "local",
-        "local",
-        "local",
-        "global",
-    )
+    pattern: tuple[str, ...] = ("local",) * 5 + ("global",)
     # Tokens that a local layer attends to, the current one included. null has no local layers.
     window: int | None = 512
     # Attention scores are divided by the square root of this.

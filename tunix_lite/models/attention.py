@@ -502,16 +502,10 @@ def _splash_kernel(
     return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=qkv_spec, check_vma=False)
 
 
-BLOCKS = (
-    "block_q",
-    "block_kv",
-    "block_kv_compute",
-    "block_q_dkv",
-    "block_kv_dkv",
-    "block_kv_dkv_compute",
-    "block_q_dq",
-    "block_kv_dq",
-)
+BLOCKS = """
+    block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq
+    block_kv_dq
+""".split()  # noqa: SIM905
 
 # ---- which of them
 
@@ -544,14 +538,12 @@ def choose(
     if setting == "auto" and native is None:
         return "xla", f"the one for {platform}"
     name = native if setting == "auto" else setting
-    arguments = (name, cfg, platform, dtype, width, shares_prompts)
-    kind = ValueError if unsupported(*arguments) else CannotCompile
-    reason = obstacle(*arguments)
+    why = obstacle(name, cfg, platform, dtype, width, shares_prompts)
     if setting != "auto":
-        if reason:
-            raise kind(f"attention={setting}: {reason}; use auto or xla")
+        if why is not None:
+            raise type(why)(f"attention={setting}: {why}; use auto or xla")
         return setting, "as training.attention says"
-    return ("xla", f"not {name}: {reason}") if reason else (name, f"the one made for {platform}")
+    return (name, f"the one made for {platform}") if why is None else ("xla", f"not {name}: {why}")
 
 
 def obstacle(
@@ -561,14 +553,42 @@ def obstacle(
     dtype: DTypeLike,
     width: int,
     shares_prompts: bool,
-) -> str | None:
-    """Explains why the implementation `name` cannot compute this here; None: it can. Arguments as
-    of `choose`.
+) -> ValueError | None:
+    """Explains why the implementation `name` cannot compute this here, CannotCompile if only this
+    machine cannot; None: it can. Arguments as of `choose`.
 
     On an NVIDIA GPU it compiles a small kernel to find out.
     """
-    reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
-    return _cudnn_fails(cfg, dtype) if reason is None and name == "cudnn" else reason
+    if NATIVE.get(platform) != name:
+        return ValueError(f"it does not run on {platform}")
+    if name == "cudnn":
+        if cfg.attn_softcap is not None:
+            return ValueError(
+                f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}"
+            )
+        if jnp.dtype(dtype).itemsize != 2:
+            return ValueError("it computes in bfloat16 only; set training.mixed_precision=bf16")
+        if width % 2:
+            return ValueError(
+                f"it takes rows of even length, and they have {width}; change "
+                "generation.max_prompt_length by 1"
+            )
+        if cfg.head_dim > 256 or cfg.head_dim % 8:
+            return ValueError(
+                f"it takes heads of up to 256 in multiples of 8, and head_dim is {cfg.head_dim}"
+            )
+        error = _cudnn_fails(cfg, dtype)
+        return None if error is None else CannotCompile(error)
+    if shares_prompts:
+        return ValueError(
+            "it knows no branches, and training.packing=prefix makes some; set "
+            "training.packing=sequences"
+        )
+    if width % LANES:
+        return ValueError(f"it takes rows in multiples of {LANES} tokens, and they have {width}")
+    if cfg.head_dim % LANES:
+        return ValueError(f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}")
+    return None
 
 
 def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
@@ -585,42 +605,6 @@ def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
     except Exception as error:
         # Whatever the error is, it is the reason.
         return f"a small one does not compile ({str(error).strip().splitlines()[0][:120]})"
-    return None
-
-
-def unsupported(
-    name: str,
-    cfg: Architecture,
-    platform: str,
-    dtype: DTypeLike,
-    width: int,
-    shares_prompts: bool,
-) -> str | None:
-    """Explains why the implementation `name` was not made for this, on any machine, or None."""
-    if NATIVE.get(platform) != name:
-        return f"it does not run on {platform}"
-    if name == "cudnn":
-        if cfg.attn_softcap is not None:
-            return f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}"
-        if jnp.dtype(dtype).itemsize != 2:
-            return "it computes in bfloat16 only; set training.mixed_precision=bf16"
-        if width % 2:
-            return (
-                f"it takes rows of even length, and they have {width}; change "
-                "generation.max_prompt_length by 1"
-            )
-        if cfg.head_dim > 256 or cfg.head_dim % 8:
-            return f"it takes heads of up to 256 in multiples of 8, and head_dim is {cfg.head_dim}"
-        return None
-    if shares_prompts:
-        return (
-            "it knows no branches, and training.packing=prefix makes some; set "
-            "training.packing=sequences"
-        )
-    if width % LANES:
-        return f"it takes rows in multiples of {LANES} tokens, and they have {width}"
-    if cfg.head_dim % LANES:
-        return f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}"
     return None
 
 

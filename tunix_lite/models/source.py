@@ -44,10 +44,7 @@ class ModelConfig:
     # google/gemma-3-1b-it.
     weights: str = "bundled"
     # Devices along each mesh axis: [[sizes], [axes]]. -1 takes the remaining devices.
-    mesh_shape: MeshShape = (
-        (-1, 1),
-        ("fsdp", "tp"),
-    )
+    mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))
     # Model family: gemma2, gemma3, llama, qwen2, qwen3, or module.NAME. null reads it from
     # config.json.
     family: str | None = None

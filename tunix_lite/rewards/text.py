@@ -54,8 +54,9 @@ class Tags:
         if self.partial:
             return sum(right) / len(right)
         # nothing but space stands before, between and behind the tags
-        parts = [rf"\s*<{re.escape(tag)}>.*</{re.escape(tag)}>\s*" for tag in self.tags]
-        is_all = all(right) and re.fullmatch("".join(parts), completion, re.DOTALL)
+        parts = [rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in self.tags]
+        whole = r"\s*".join(["", *parts, ""])
+        is_all = all(right) and re.fullmatch(whole, completion, re.DOTALL)
         return float(bool(is_all))
 
 

@@ -64,12 +64,12 @@ def grade_metrics(
 
     # A failed reward counts 0; one that skips a completion does not count there.
     kept_B = ~graded.dropped
-    kept = graded.rewards[kept_B]
+    valid = graded.rewards[kept_B]
     metrics = {
-        "reward/mean": float(kept.mean()),
-        "reward/std": float(kept.std()),
-        "reward/min": float(kept.min()),
-        "reward/max": float(kept.max()),
+        "reward/mean": float(valid.mean()),
+        "reward/std": float(valid.std()),
+        "reward/min": float(valid.min()),
+        "reward/max": float(valid.max()),
     }
     for place, (name, values_B) in enumerate(graded.each.items()):
         counted = np.nan_to_num(values_B)[kept_B & (kinds_BN[:, place] != "skip")]

@@ -1,9 +1,9 @@
 """The common work of a run's processes in a task: they take the same examples, and each grades its
 share of the completions."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from tunix_lite.tasks.sources import digest
@@ -14,17 +14,13 @@ class SharedError(ValueError):
     examples and grades."""
 
 
-def raises_shared_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the errors of a method shared, whose examples are the same on all processes."""
-
-    @wraps(method)
-    def call(*arguments):
-        try:
-            return method(*arguments)
-        except ValueError as error:
-            raise SharedError(str(error)) from error
-
-    return call
+@contextlib.contextmanager
+def shared_errors() -> Iterator[None]:
+    """Makes the errors inside shared, where the examples are the same on all processes."""
+    try:
+        yield
+    except ValueError as error:
+        raise SharedError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,8 @@ class PromptText:
         learned: of an answer in several turns only those of the assistant. Each turn ends with the
         token that ends it."""
         with self._naming(example):
-            asked = self._asked(example)
-            history = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+            prompt = self._asked(example)
+            history = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
             turns = [self._written(turn) for turn in self.completion(example, name)]
             variables = self.variables_of(example)
             num_answered = len(history)

@@ -207,6 +207,7 @@ class RowStream:
         for file in self.files:
             check_is_file(file)
         self.buffer = buffer
+        self.known: dict = {}
         # malformed rows that were passed over, by where they stand; and why the first of them
         self.skipped: set[str] = set()
         self.first_skipped = ""

@@ -187,11 +187,12 @@ def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, 
 
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
-    known = examples.known if isinstance(examples, Rows) else {}
+    known = examples.known if isinstance(examples, Rows | RowStream) else {}
     if "digest" in known:
         return known["digest"]
     if isinstance(examples, RowStream):
-        return digest_of_files(examples.files)
+        known["digest"] = digest_of_files(examples.files)
+        return known["digest"]
     num_examples = len(examples)
     places = range(num_examples)
     # made one by one, and perhaps very many
@@ -210,7 +211,7 @@ def digest(value: object) -> str:
         text = json.dumps(value, sort_keys=True, default=_as_json)
     except TypeError:
         # keys of several types, or keys that JSON does not have
-        text = json.dumps(_with_text_as_keys(value), default=_as_json)
+        text = json.dumps(_with_text_as_keys(value), sort_keys=True, default=_as_json)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -227,14 +228,10 @@ def _as_json(value: object) -> Any:
 
 def _with_text_as_keys(value: object) -> Any:
     if isinstance(value, Mapping):
-        pairs = (
-            (f"{type(key).__name__} {_as_json(key)}", _with_text_as_keys(item))
-            for key, item in value.items()
-        )
-        return dict(sorted(pairs, key=lambda pair: pair[0]))
-    return (
-        [_with_text_as_keys(item) for item in value] if isinstance(value, list | tuple) else value
-    )
+        pairs = ((f"{type(key).__name__} {_as_json(key)}", item) for key, item in value.items())
+        return {key: _with_text_as_keys(item) for key, item in pairs}
+    is_list = isinstance(value, list | tuple)
+    return [_with_text_as_keys(item) for item in value] if is_list else value
 
 
 # ---- sources

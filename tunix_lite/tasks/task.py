@@ -29,7 +29,7 @@ from tunix_lite.tasks.conversations import (
 )
 from tunix_lite.tasks.fitting import Look, RowLimits, long_completion, long_prompt
 from tunix_lite.tasks.grading import completion_metrics, grade_metrics
-from tunix_lite.tasks.processes import ALONE, Processes, raises_shared_error, same_on_all
+from tunix_lite.tasks.processes import ALONE, Processes, same_on_all, shared_errors
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.reward_calls import (
     dropped_of,
@@ -70,17 +70,8 @@ class Reward:
 
 
 # names of metrics reward/NAME that mean something else
-TAKEN = {
-    ENVIRONMENT,
-    "mean",
-    "std",
-    "min",
-    "max",
-    "groups_that_agree",
-    "groups_all_zero",
-    "groups_all_one",
-    "groups_mixed",
-}
+TAKEN = {ENVIRONMENT, "mean", "std", "min", "max"}
+TAKEN |= {f"groups_{which}" for which in ("that_agree", "all_zero", "all_one", "mixed")}
 
 
 @dataclass(frozen=True)
@@ -365,7 +356,7 @@ class Task:
         look = partial(limits.look, self.text) if limits.leaves_out else None
         return first_fitting(self.config.source.held_out, count, look)
 
-    @raises_shared_error
+    @shared_errors()
     def prompts(self, examples: list[dict]) -> Prompts:
         """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
         its beginning, or is a ValueError naming it."""
@@ -378,7 +369,7 @@ class Task:
                 raise ValueError(long_prompt(self.text, example, len(row), width))
         return rows
 
-    @raises_shared_error
+    @shared_errors()
     def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
         """The token ids of each prompt with another message, {names} in which are fields of the
         example. Raises ValueError, naming the example, if it has no such field, or for more tokens
@@ -395,7 +386,7 @@ class Task:
             )
         return rows
 
-    @raises_shared_error
+    @shared_errors()
     def demonstrations(
         self, examples: list[dict], name: str = "completion"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -600,8 +591,8 @@ class Grader:
         if task.long_prompts == "truncate":
             # only a prompt that fills its row can have been cut
             full_P = np.asarray(rollout.token_mask)[:: self.num_generations, 0]
-            asked = self.examples[:: self.num_generations]
-            full = [example for example, is_full in zip(asked, full_P) if is_full]
+            firsts = self.examples[:: self.num_generations]
+            full = [example for example, is_full in zip(firsts, full_P) if is_full]
             metrics["prompts/truncated"] = task.truncated(full)
         graded = replace(graded, metrics=metrics)
         if task.on_graded is not None:
