@@ -23,13 +23,12 @@ import numpy as np
 
 from tunix_lite.inference import language_model
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
-from tunix_lite.learner.policy import batch_scores
+from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch
 

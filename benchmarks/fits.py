@@ -14,8 +14,7 @@ from pathlib import Path
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.errors import ConfigError
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import devices_of
+from tunix_lite.planning.hardware import GiB, devices_of
 from tunix_lite.planning.plan import Plan, with_compiled
 from tunix_lite.settings.compose import compose
 

@@ -39,7 +39,7 @@ from tunix_lite.kernels.fused_draw import fused_draw
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored
@@ -47,16 +47,15 @@ from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import flops
 from tunix_lite.planning.forecast import forecast, measured, predicted_against
-from tunix_lite.planning.hardware import HARDWARE, Hardware, of_device
+from tunix_lite.planning.hardware import HARDWARE, Hardware, attached_machine, of_device
 from tunix_lite.planning.kernels import kernels, predicted_seconds
 from tunix_lite.planning.lengths import recorded_lengths
-from tunix_lite.planning.machine import attached_machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.resolved.run import resolve_run
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.engine import make_generate, make_sampler
+from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
 from tunix_lite.settings.compose import compose
@@ -792,7 +791,7 @@ def forecast_of(compiled: jax.stages.Compiled, seconds: float, hardware: Hardwar
     found = {"planned GB": round(size / 1e9, 2)}
     if hardware is None:
         return found
-    predicted = predicted_seconds(kernels(compiled.as_text(), None, hardware.cached_bytes), hardware)
+    predicted = predicted_seconds(kernels(compiled.as_text()), hardware)
     return found | {"predicted ms": round(1e3 * predicted, 2), "predicted / measured": round(predicted / seconds, 3)}
 
 

@@ -33,12 +33,12 @@ from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optim
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import DTYPES, make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Batch, Rollout, TrainState
 

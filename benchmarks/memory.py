@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
-from tunix_lite.planning.machine import devices_of, find_machine
+from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import DoesNotFit, lowered, of_executable
 from tunix_lite.resolved.parts import abstract, mesh_of_run

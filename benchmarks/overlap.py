@@ -91,12 +91,13 @@ def lengths_of(step: int, rows: int, longest: int) -> list[int]:
 
 def force_lengths(prompts: int, generations: int, longest: int) -> None:
     """From here on every completion has the tokens of `lengths_of`: its limit, and no end token ends it earlier."""
-    from tunix_lite.rollout.carry import CarrySampler
+    from tunix_lite.rollout.partial import PartialSampler
     from tunix_lite.runs import learner, overlap
 
     rows = prompts * generations
-    make_generate = learner.make_generate_with_partner
-    make_carry_sampler = overlap.make_carry_sampler
+    make_generate = learner.make_generate
+    make_partial_sampler = overlap.make_partial_sampler
+    requests_before = PartialSampler._requests
 
     def generate_of(cfg, generation, eos_ids, *others):
         del eos_ids
@@ -108,19 +109,19 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
 
         return forced
 
-    def requests_of(self, in_order):
-        requests = [one.as_request(i, longest, self.criteria) for i, one in enumerate(in_order)]
+    def requests_of(self, in_order, prompts):
+        requests = requests_before(self, in_order, prompts)
         for one, request in zip(in_order, requests):
             request.limit = lengths_of(one.step, rows, longest)[one.prompt * generations + one.generation]
         return requests
 
     def sampler_of(cfg, generation, eos_ids, *others):
         del eos_ids
-        return make_carry_sampler(cfg, generation, (), *others)
+        return make_partial_sampler(cfg, generation, (), *others)
 
-    learner.make_generate_with_partner = generate_of
-    overlap.make_carry_sampler = sampler_of
-    CarrySampler._requests = requests_of
+    learner.make_generate = generate_of
+    overlap.make_partial_sampler = sampler_of
+    PartialSampler._requests = requests_of
 
 
 class CompileClock:

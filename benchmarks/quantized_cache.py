@@ -21,7 +21,7 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import RULES, make_mesh
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.sources import Arithmetic

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.tasks.generated import Split, check_counts
+from tunix_lite.tasks.generated import GeneratedSource
 
 
 @dataclass(frozen=True)
-class RepeatedAddition:
+class RepeatedAddition(GeneratedSource):
     """Start and count of a sum; the demonstration counts the additions or names the result.
 
     Example: {"question": "17 + 2 * 3", "answer": "23", "completion": "1:20 2:23"} or "The answer is 23.".
@@ -29,10 +29,6 @@ class RepeatedAddition:
     step: int = 3
     # Share of demonstrations that add step by step, from 0 to 1.
     worked: float = 0.45
-    # Problems in one pass of the training data.
-    num_train: int = 1_000_000
-    # Held-out problems, for evaluation.
-    num_held_out: int = 256
 
     def __post_init__(self):
         if self.max_count < 2 or self.mean_count <= 0 or self.max_start < 0 or not 0 <= self.worked <= 1:
@@ -40,15 +36,7 @@ class RepeatedAddition:
                 f"max_count={self.max_count} must be at least 2, mean_count={self.mean_count} above 0, "
                 f"max_start={self.max_start} at least 0, and worked={self.worked} is a share, from 0 to 1"
             )
-        check_counts(self)
-
-    @property
-    def train(self) -> Split:
-        return Split(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Split:
-        return Split(self, held_out=True, count=self.num_held_out)
+        super().__post_init__()
 
     def make(self, rng: np.random.Generator) -> dict:
         """See generated.Generator."""

@@ -48,7 +48,7 @@ from tunix_lite.models import decoder, families, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 MODELS = {

@@ -31,9 +31,8 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.hlo import op_name, parse
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
-from tunix_lite.planning.hardware import Hardware, compile_only_devices, find_target
+from tunix_lite.planning.hardware import Hardware, compile_only_devices, devices_of, find_machine, find_target
 from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
-from tunix_lite.planning.machine import devices_of, find_machine
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import lowered
 from tunix_lite.resolved.parts import abstract, mesh_of_run
@@ -149,8 +148,7 @@ def decode_step(target: str, model: str, slots: int, overrides: list[str] = ()) 
         "kernels_a_step": round(step["kernels"]),
         "extrapolated": compiled is None,
         "bytes_over_floor": round(step["bytes"] / step["floor"], 3),
-        "memory_over_floor": round(step["memory_bytes"] / step["floor"], 3),
-        "layer_over_floor": round(layer["memory_bytes"] / layer["floor"], 3),
+        "layer_over_floor": round(layer["bytes"] / layer["floor"], 3),
         "gigabytes": round(step["bytes"] / 1e9, 3),
         "flops_over_model": round(step["flops"] / model_flops, 3),
         "sent_megabytes": round(step["sent_bytes"] / 1e6, 3),
@@ -178,21 +176,17 @@ def step_of(text: str, resolved: ResolvedRun, hardware: Hardware) -> dict[str, f
     chunk = resolved.sampling_memory.chunk
     inside = [kernel for kernel in kernels(text, resolved.mesh_shape) if kernel.turns > 1]
     counted = count(inside, chunk)
-    near = kernels(text, resolved.mesh_shape, hardware.cached_bytes)
-    near = [kernel for kernel in near if kernel.turns > 1]
-    of_memory = count(near, chunk)
     floor = argument_bytes(text, "args[1]") + argument_bytes(text, "args[0].cache")
     if not resolved.cfg.tied:
         floor -= argument_bytes(text, "args[1]['embed']")
     return {
         "kernels": counted.kernels,
         "bytes": counted.read_bytes + counted.written_bytes,
-        "memory_bytes": of_memory.read_bytes + of_memory.written_bytes,
         "flops": counted.flops,
         "sent_bytes": counted.sent_bytes,
         "host_waits": counted.host_waits,
         "large_copies": sum(k.times for k in copies(inside, LARGE_COPY)) / chunk,
-        "seconds": predicted_seconds(near, hardware) / chunk,
+        "seconds": predicted_seconds(inside, hardware) / chunk,
         "floor": floor,
     }
 
@@ -203,12 +197,11 @@ def update(target: str, model: str, overrides: list[str] = ()) -> dict:
     resolved, text = compiled_text(target, model, "update", list(overrides))
     found = kernels(text, resolved.mesh_shape)
     counted = count(found)
-    near = kernels(text, resolved.mesh_shape, hardware.cached_bytes)
     tokens, scored = 8 * 2 * LENGTHS, 8 * LENGTHS
     attention = flops.attention_flops(resolved.cfg, [2 * LENGTHS] * 8)
     model_flops = flops.update_flops(resolved.cfg, tokens, scored, attention)
     num_devices = find_machine(target).num_devices
-    seconds = predicted_seconds(near, hardware)
+    seconds = predicted_seconds(found, hardware)
     return {
         "target": target,
         "model": model,

@@ -41,7 +41,7 @@ def one_turn(args) -> dict[str, dict[str, float]]:
     from tunix_lite.models import decoder, weights
     from tunix_lite.models.architecture import Architecture
     from tunix_lite.parallel.mesh import make_mesh
-    from tunix_lite.rollout.engine import make_sampler
+    from tunix_lite.rollout.generate import make_sampler
     from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
     jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")), jax.devices()[:1]))

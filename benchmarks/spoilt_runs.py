@@ -132,8 +132,8 @@ def wrong_groups(run: RunConfig) -> RunConfig:
 @contextlib.contextmanager
 def generating(change: Callable) -> Iterator[None]:
     """Inside, completions come from change(generate), or from a sampler of other arguments."""
-    make = learner.make_generate_with_partner
-    with mock.patch.object(learner, "make_generate_with_partner", lambda *args: change(make, *args)):
+    make = learner.make_generate
+    with mock.patch.object(learner, "make_generate", lambda *args: change(make, *args)):
         yield
 
 

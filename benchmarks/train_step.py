@@ -27,7 +27,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import init_stored

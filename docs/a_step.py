@@ -21,11 +21,11 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Reward, Task, TaskConfig

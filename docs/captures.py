@@ -151,7 +151,7 @@ def check(folder: Path) -> str:
 
 def replay(folder: Path) -> str:
     _short_run(folder)
-    asked = ["replay", "outputs/short", "step=5"]
+    asked = ["replay", "outputs/short", "step=5", "training.max_steps=5", *SHORT]
     lines = _command(folder, *asked).splitlines()
     some = [line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]]
     return "\n".join(some)
@@ -193,7 +193,7 @@ def finding(folder: Path) -> str:
 def live_region(folder: Path) -> str:
     words = ["training.max_steps=10", "evaluation.interval_steps=5", "hydra.run.dir=outputs/ten"]
     _run(folder, *words, "evaluation.num_examples=64", "evaluation.num_samples=0")
-    board = Dashboard(10, is_here=False)
+    board = Dashboard(10)
     for row in map(json.loads, (folder / "outputs/ten/metrics.jsonl").read_text().splitlines()):
         board.log(row["step"], row)
     screen = rich.console.Console(file=io.StringIO(), width=80, height=30, color_system=None)

@@ -32,12 +32,12 @@ from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.replay import Replay, ReplayOptions
+from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchOptions, WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import attempts, grid_world, guessing, open_env, text_arena, tools
+from tunix_lite.environments import attempts, guessing, open_env, text_arena, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -114,8 +114,6 @@ GROUPS = (
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
-    Group("Source: grid_world", "task.source.", grid_world.Worlds, None),
-    Group("Environment: grid_world", "task.environment.", grid_world.GridWorld, None),
     Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
     Group("Source: textarena", "task.source.", text_arena.TextArenaGames, None),
     Group("Environment: textarena", "task.environment.", text_arena.TextArena, None),
@@ -151,7 +149,6 @@ GROUPS = (
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
-    Group("How the command replay makes a step again", "replay.", ReplayOptions, None),
     Group("The command check", "", Check, None),
     Group("The command report", "", Report, None),
     Group("The command watch", "", WatchRun, None),

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from tunix_lite.algorithms import advantages as adv
-from tunix_lite.algorithms import ratios, shaping, surrogates, variants, weighting
-from tunix_lite.algorithms.pieces import function_of, settings_of
+from tunix_lite.algorithms import ratios, shaping, surrogates, weighting
+from tunix_lite.algorithms.objective import VARIANTS, function_of, settings_of
 from tunix_lite.settings.compose import compose, conf_dir
 
 PAGE = Path(__file__).parent / "references" / "objectives.md"
@@ -163,7 +163,7 @@ WORDS = {
 }
 # ---- the formula
 
-# As formula.PIECES, in TeX; @name@ is a setting of the piece.
+# As objective.PIECES, in TeX; @name@ is a setting of the piece.
 TEX = {
     adv.standardise: r"A = \frac{r - \mathrm{mean}_{group}(r)}{\mathrm{std}_{group}(r) + @eps@}",
     adv.centre: r"A = r - \mathrm{mean}_{group}(r)",
@@ -344,7 +344,7 @@ def _setting_line(name: str) -> str:
 
 def _variant_line(name: str) -> str:
     """The frameworks that `algorithm.variant` may name."""
-    offered = [f"`{by}`" for by, changes in variants.VARIANTS.get(name, {}).items() if changes]
+    offered = [f"`{by}`" for by, changes in VARIANTS.get(name, {}).items() if changes]
     return f"Variants: {', '.join(offered)}." if offered else ""
 
 

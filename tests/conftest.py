@@ -40,7 +40,7 @@ from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig
 

@@ -15,7 +15,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rollout.conversations import make_converse
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic
@@ -51,7 +51,7 @@ def draw(waiting: str = "park") -> dict:
         params = weights.init_params(decoder.weights(cfg), jax.random.key(0))
         generation = GenerationConfig(32, 120)
         rollout = RolloutConfig(4, 3, waiting=waiting)
-        converse = make_converse(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout)
+        converse = make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout)
         partner = opened.partner([example for example in examples for _ in range(2)])
         found = converse(params, opened.prompts(examples), jax.random.key(1), 2, partner=partner)
     return {

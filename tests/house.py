@@ -238,7 +238,7 @@ def local_names(node: ast.AST) -> set[str]:
 
 
 def module_of(file: Path, root: Path) -> str:
-    """tunix_lite.learner.step for tunix_lite/learner/step.py; a package for its __init__.py."""
+    """tunix_lite.learner.update for tunix_lite/learner/update.py; a package for its __init__.py."""
     parts = file.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -338,7 +338,7 @@ def arrows(root: Path = ROOT) -> tuple[set[tuple[str, str]], list[list[str]]]:
 
 
 def room_of(module: str) -> str:
-    """learner of tunix_lite.learner.step; train of tunix_lite.train."""
+    """learner of tunix_lite.learner.update; train of tunix_lite.train."""
     return [*module.split("."), ""][1]
 
 

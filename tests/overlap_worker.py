@@ -21,9 +21,8 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rollout.carry import make_carry_sampler
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout.partial import make_partial_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
 from tunix_lite.runs.overlap import Carry, OneStep
@@ -78,7 +77,7 @@ def draw() -> dict:
             session = session_of(rollout, Numbers())
             arguments = CFG, GENERATION, (1, 2, 3), 0
             if overlap == "carry":
-                sampler = make_carry_sampler(*arguments, rollout=rollout)
+                sampler = make_partial_sampler(*arguments, rollout=rollout)
                 kept = Carry(session, session.run, sampler, InFlight([], 0))
                 policy = Policy(None, None)
             else:
@@ -95,9 +94,7 @@ def conversations() -> dict:
     cfg = replace(CFG, vocab_size=512)
     rollout = RolloutConfig(4, 3, overlap="one_step", max_staleness=1)
     generation = GenerationConfig(32, 60)
-    policy = Policy(
-        make_generate_with_partner(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout), None
-    )
+    policy = Policy(make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout), None)
     with talking_task(tokenizer) as task:
         session = session_of(rollout, task)
         found = updates(OneStep(session, session.run, InFlight([], 0)), policy, task, cfg)

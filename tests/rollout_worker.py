@@ -9,7 +9,7 @@ import processes
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 CFG = Architecture(32, 1, 16, 4, 2, 8, 24, pattern=("local",), window=5, query_scale=8)

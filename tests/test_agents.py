@@ -17,11 +17,10 @@ import pytest
 from scripted_engine import ScriptedEngine
 from test_trainer import ONE, TINY
 
-from tunix_lite.agents.batch import EpisodeGroups, check_run
+from tunix_lite.agents.batch import EpisodeGroups, settings_for_agents
 from tunix_lite.agents.endpoint import Endpoint
-from tunix_lite.agents.episodes import Episode, OpenEpisodes
+from tunix_lite.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
 from tunix_lite.agents.running import AgentConfig, Ended, Runner
-from tunix_lite.agents.sequences import SampledChoice, TokenSequence, add_choice, with_tokens_as_sampled
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, correct, train_agent
@@ -46,17 +45,17 @@ def tokenizer():
 # ---- calls become sequences
 
 
-def sequences(*sampled: SampledChoice) -> list[TokenSequence]:
+def sequences(*sampled: tuple) -> list[TokenSequence]:
     found = []
     for one in sampled:
-        add_choice(found, one)
+        add_choice(found, *one)
     return found
 
 
 def test_a_conversation_is_one_sequence():
     """Prompt 2 5, sampled 7 1; the answer of a user, 8 9; sampled 6 1."""
-    first = SampledChoice((2, 5), (7, 1), (-0.1, -0.2))
-    second = SampledChoice((2, 5, 7, 1, 8, 9), (6, 1), (-0.3, -0.4))
+    first = ((2, 5), (7, 1), (-0.1, -0.2))
+    second = ((2, 5, 7, 1, 8, 9), (6, 1), (-0.3, -0.4))
     [found] = sequences(first, second)
     assert found.tokens == [2, 5, 7, 1, 8, 9, 6, 1]
     assert found.is_sampled == [False, False, True, True, False, False, True, True]
@@ -65,8 +64,8 @@ def test_a_conversation_is_one_sequence():
 
 
 def test_a_prompt_that_differs_in_one_token_begins_a_sequence_of_its_own():
-    first = SampledChoice((2, 5), (7, 1), (-0.1, -0.2))
-    other = SampledChoice((2, 5, 7, 3, 8, 9), (6,), (-0.3,))
+    first = ((2, 5), (7, 1), (-0.1, -0.2))
+    other = ((2, 5, 7, 3, 8, 9), (6,), (-0.3,))
     found = sequences(first, other)
     assert [one.tokens for one in found] == [[2, 5, 7, 1], [2, 5, 7, 3, 8, 9, 6]]
     assert [sum(one.is_sampled) for one in found] == [2, 1]
@@ -74,14 +73,14 @@ def test_a_prompt_that_differs_in_one_token_begins_a_sequence_of_its_own():
 
 def test_what_two_branches_share_is_learned_from_once():
     """Two calls go on from the same first answer: the second one reads it and does not learn it again."""
-    first = SampledChoice((2, 5), (7, 1), (-0.1, -0.2))
-    left = SampledChoice((2, 5, 7, 1, 8), (6,), (-0.3,))
-    right = SampledChoice((2, 5, 7, 1, 9), (4,), (-0.4,))
+    first = ((2, 5), (7, 1), (-0.1, -0.2))
+    left = ((2, 5, 7, 1, 8), (6,), (-0.3,))
+    right = ((2, 5, 7, 1, 9), (4,), (-0.4,))
     found = sequences(first, left, right)
     assert [one.tokens for one in found] == [[2, 5, 7, 1, 8, 6], [2, 5, 7, 1, 9, 4]]
     assert [one.is_sampled for one in found] == [[0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 1]]
     # Choices of one call are sequences, and a prompt goes on with the one that it repeats.
-    found = sequences(first, SampledChoice((2, 5), (6, 1), (-0.5, -0.6)), SampledChoice((2, 5, 6, 1, 8), (3,), (-0.7,)))
+    found = sequences(first, ((2, 5), (6, 1), (-0.5, -0.6)), ((2, 5, 6, 1, 8), (3,), (-0.7,)))
     assert [one.tokens for one in found] == [[2, 5, 7, 1], [2, 5, 6, 1, 8, 3]]
 
 
@@ -91,7 +90,7 @@ def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
     letters = [token for letter in "The" for token in tokenizer.encode(letter)]
     said = [*letters, tokenizer.eos_ids[-1]]
     assert tokenizer.encode("The") != letters
-    earlier = sequences(SampledChoice(tuple(tokenizer.prompt(asked)), tuple(said), (0.0,) * len(said)))
+    earlier = sequences((tuple(tokenizer.prompt(asked)), tuple(said), (0.0,) * len(said)))
     more = [*asked, {"role": "assistant", "content": "The"}, {"role": "user", "content": "more"}]
     prompt = tokenizer.prompt(more)
     assert not earlier[0].is_start_of(prompt)
@@ -184,7 +183,7 @@ def test_a_failed_episode_counts_as_on_error_says(on_error, mean):
 )
 def test_what_agents_do_not_follow_is_named(setting, message):
     with pytest.raises(ConfigError, match=message):
-        check_run(compose([setting]))
+        settings_for_agents(compose([setting]))
 
 
 # ---- agents at work, without a model

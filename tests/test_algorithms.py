@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from tunix_lite.algorithms.advantages import centre, leave_one_out, standardise
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.algorithms.dropped import weights_of_learned
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.kl import k3_exact
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.algorithms.weighting import per_prompt, per_token
+from tunix_lite.algorithms.weighting import per_prompt, per_token, weights_of_learned
 from tunix_lite.commands.replay import sequence_losses
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
 from tunix_lite.settings.compose import compose
@@ -48,7 +47,7 @@ def test_a_short_prompt_counts_as_much_as_a_long_one_among_those_that_are_learne
     lengths = np.array([[5, 5], [100, 100], [7, 7]])
     mask = np.arange(100) < lengths.reshape(-1, 1)
     learned = np.array([True, True, True, False, False, False])
-    weights = weights_of_learned(per_prompt, mask, learned, np.repeat(np.arange(3), 2))
+    weights = weights_of_learned(per_prompt, mask, learned, np.repeat(np.arange(3), 2), 1)
     sums = weights.sum(axis=1).reshape(3, 2)
     np.testing.assert_allclose(sums, [[1 / 4, 1 / 4], [1 / 2, 0], [0, 0]], rtol=1e-6)
     # two mini-batches, each with a prompt

@@ -35,7 +35,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "hints.py": {"distributed.command_line"},
     "files": {"files", "plain_text"},
     # Processes and arrays.
-    "distributed": {"distributed", "errors", "files.addresses", "workers.marked_processes"},
+    "distributed": {"distributed", "errors", "files.addresses"},
     "parallel": {"parallel", "distributed.join"},
     # A model, what it samples, and what it learns from that.
     "models": {"models", "errors", "files", "parallel", "plain_text", "types", "workers.confined"},
@@ -128,11 +128,12 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
     "serving": {
         "serving",
         "environments.tool_calls",
+        "files.untrusted",
         "models.chat_template",
         "models.tokenizer",
         "plain_text",
         "rollout.live",
-        "rollout.live_programs",
+        "rollout.programs",
         "rollout.settings",
         "trainer",
     },
@@ -142,7 +143,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "__init__",
         "agents",
         "algorithms.algorithm",
-        "algorithms.selection",
+        "algorithms.groups",
         "checkpoint",
         "config",
         "distributed",
@@ -198,7 +199,6 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "errors",
         "models.tokenizer",
         "plain_text",
-        "rewards.scores",
         "rollout.live",
         "seeds",
         "serving",
@@ -277,8 +277,6 @@ STARTS_AT_ONCE = {  # modules that a launcher imports: Python's own library and 
     "files/addresses.py",
     "distributed/agreement.py",
     "distributed/folder_lock.py",
-    "distributed/guard.py",
-    "workers/marked_processes.py",
     "distributed/join.py",
     "distributed/allgather.py",
     "distributed/command_line.py",
@@ -318,7 +316,7 @@ def rule_of(file: Path) -> str:
 
 
 def imports_of_ours(file: Path) -> list[str]:
-    """Modules of tunix_lite that a file imports: `learner.step`, without names inside of a module."""
+    """Modules of tunix_lite that a file imports: `learner.update`, without names inside of a module."""
     found = []
     for name in imports(file):
         if name.partition(".")[0] == "tunix_lite":

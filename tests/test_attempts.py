@@ -48,8 +48,6 @@ def test_a_score_that_fails_ends_its_conversation_alone():
     [
         ("attempts=0", "attempts=0 must be at least 1"),
         ("later=1.5", "later=1.5 must be from 0 to 1"),
-        ("feedback='{answer}'", "may name {score} and {left} alone"),
-        ("feedback='{'", "may name {score} and {left} alone"),
     ],
 )
 def test_settings_of_attempts_that_cannot_be_meant_are_refused(setting, message):

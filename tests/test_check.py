@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from tunix_lite.checks import devices, machine
-from tunix_lite.checks.lines import CheckLine, LinePrinter, look_within
+from tunix_lite.checks.lines import CheckLine, look_within
 from tunix_lite.commands import check
 from tunix_lite.distributed.process_place import LaunchConfig
 
@@ -98,7 +98,7 @@ def test_a_probe_that_a_library_ends_is_a_line_with_its_last_words(tmp_path, mon
     shown = run_probe(tmp_path, monkeypatch, "print('boom \\x1b[2J', file=sys.stderr); os.abort()", timeout=30)
     assert "ended with signal SIGABRT; its last words: boom" in shown[0].text
     stream = io.StringIO()
-    LinePrinter(stream).show(shown[0])
+    shown[0].print_to(stream)
     assert "\x1b" not in stream.getvalue() and "→ " in stream.getvalue()
 
 

@@ -12,7 +12,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, make_optimizer, opt_state_shapes
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.collectives import collectives

@@ -16,12 +16,11 @@ from conftest import set_mesh
 
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.learner.comparison import FrozenComparer, Teacher, description_program, with_divergence
-from tunix_lite.learner.policy import make_policy
-from tunix_lite.learner.scoring import on_every_device
+from tunix_lite.learner.policy import make_policy, on_every_device
 from tunix_lite.models import decoder
 from tunix_lite.models.source import TeacherConfig
 from tunix_lite.parallel.compiling import compiled_once
-from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.settings.compose import compose

@@ -9,7 +9,7 @@ from conftest import set_mesh
 
 from tunix_lite.parallel.compiler_options import FOR_DECODING, JitByPlatform, known_options
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.planning.machine import devices_of, find_machine
+from tunix_lite.planning.hardware import devices_of, find_machine
 
 KNOWN = {"xla_cpu_enable_fast_math": False}
 OF_TPU = dict(FOR_DECODING["tpu"])

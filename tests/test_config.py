@@ -31,6 +31,7 @@ from tunix_lite.config import (
     TrackingConfig,
     TrainingConfig,
     build,
+    plain,
 )
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
@@ -40,6 +41,7 @@ from tunix_lite.learner.optim import AdafactorConfig, LionConfig, MuonConfig, Op
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
 from tunix_lite.models.lora import LoraConfig
+from tunix_lite.models.source import locate
 from tunix_lite.parallel.mesh import RULES, ShardingConfig
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs import fingerprint as of_fingerprint
@@ -365,7 +367,7 @@ def test_a_target_is_obeyed_where_a_class_or_function_is_wanted_and_nowhere_else
             ):
                 compose([f"+{key}._target_={name}"])
     assert compose(["+model.lora._target_=noisy.Wide", "~model.lora.rank"]).model.lora.rank == 16
-    scaling = "{_target_: tunix_lite.models.decoder.RopeScaling, factor: 2.0}"
+    scaling = "{_target_: tunix_lite.models.architecture.RopeScaling, factor: 2.0}"
     assert (
         compose(["model=random", f"model.architecture.rope_scaling={scaling}"]).model.architecture.rope_scaling.factor
         == 2
@@ -412,7 +414,12 @@ def every_setting(tmp_path_factory):
     words += ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16", "training.tp_reduce_dtype=bfloat16"]
     run = compose([*words, f"model.chat_template={template}"])
     kept = fingerprint(run, prepare(run, RunDir(folder / "run")).model, 4)
-    return run, kept | of_fingerprint._conversation(compose(["task=guessing"]))
+    return run, kept | {"conversation": kept_of("task=guessing")["conversation"]}
+
+
+def kept_of(*overrides: str) -> dict:
+    run = compose(list(overrides))
+    return fingerprint(run, locate(run.model), 4)
 
 
 @pytest.mark.parametrize("group", FREE)
@@ -435,13 +442,9 @@ def test_every_setting_of_a_run_is_in_its_fingerprint_or_is_free_for_a_reason(gr
     ],
 )
 def test_what_may_change_in_a_run_and_changes_its_numbers_is_said_with_both_values(override, words, tmp_path):
-    def kept(*more):
-        run = compose(["optimizer.schedule=linear", *more])
-        return {"model": {}, "training": of_fingerprint._decay(run), "evaluation": of_fingerprint._evaluation(run)}
-
-    assert check_same_run(kept(override), kept(), tmp_path, force=False) == words
-    constant = compose(["training.max_steps=90"])
-    assert of_fingerprint._decay(constant) == {}, "no number depends on the last step"
+    decays = "optimizer.schedule=linear"
+    assert check_same_run(kept_of(decays, override), kept_of(decays), tmp_path, force=False) == words
+    assert "max_steps" not in kept_of("training.max_steps=90")["training"], "no number depends on the last step"
 
 
 def test_reward_code_that_has_changed_stops_a_resume_and_a_comment_does_not(tmp_path, monkeypatch):
@@ -449,14 +452,18 @@ def test_reward_code_that_has_changed_stops_a_resume_and_a_comment_does_not(tmp_
     file = tmp_path / "reward_of_a_user.py"
     file.write_text("def short(completion, example):\n    return -float(len(completion))\n")
     run = compose(["task.rewards.correct.fn=reward_of_a_user.short"])
-    theirs = {"model": {}, **of_fingerprint._code(run)}
+
+    def kept(run):
+        return {"model": {}, "code": of_fingerprint._digests_of_code(plain(run.task))}
+
+    theirs = kept(run)
     assert list(theirs["code"]) == ["reward_of_a_user"]
     file.write_text("# of lengths\n\ndef short(completion, example):\n    return -float(len(completion))\n")
-    assert check_same_run({"model": {}, **of_fingerprint._code(run)}, theirs, tmp_path, force=False) == ""
+    assert check_same_run(kept(run), theirs, tmp_path, force=False) == ""
     file.write_text("def short(completion, example):\n    return float(len(completion))\n")
     with pytest.raises(ValueError, match=r"code.reward_of_a_user: '\w+' here, '\w+' there"):
-        check_same_run({"model": {}, **of_fingerprint._code(run)}, theirs, tmp_path, force=False)
-    assert of_fingerprint._code(compose([])) == {}, "ours has the version of the package"
+        check_same_run(kept(run), theirs, tmp_path, force=False)
+    assert kept(compose([]))["code"] == {}, "ours has the version of the package"
 
 
 ADDRESSED = [

@@ -12,7 +12,7 @@ from conformance.__main__ import main
 from conformance.fixtures import Fixture
 from conftest import set_mesh
 
-from tunix_lite.algorithms.variants import VARIANTS as OF_THE_SETTING
+from tunix_lite.algorithms.objective import VARIANTS as OF_THE_SETTING
 from tunix_lite.config import plain
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
@@ -126,7 +126,7 @@ OTHERWISE = {"dapo@verl", "maxrl@prime_rl", "maxrl@skyrl", "maxrl@trl"}
 
 @pytest.mark.parametrize("name", sorted(f"{o}@{by}" for o, known in OF_THE_SETTING.items() for by in known))
 def test_a_variant_of_the_settings_is_the_row_of_the_table(name):
-    """Two readings of the same code: algorithms/variants.py and this table."""
+    """Two readings of the same code: algorithms/objective.py and this table."""
     objective, by = name.split("@")
     if name in OTHERWISE:
         pytest.skip("its preset does more")

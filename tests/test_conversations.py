@@ -18,7 +18,8 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.conversations import Patience, make_converse
+from tunix_lite.rollout.conversations import Patience
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, TurnReply
 
@@ -72,7 +73,7 @@ class Numbers:
 
 def converse(cfg, params, partner, num_prompts=4, waiting="hold", temperature=1.0, on_chunk=None, **settings):
     generation = GenerationConfig(PROMPT, NEW, repetition_penalty=settings.pop("penalty", 1.0))
-    sample = make_converse(cfg, generation, EOS, 0, rollout=RolloutConfig(waiting=waiting, chunk=4, **settings))
+    sample = make_generate(cfg, generation, EOS, 0, rollout=RolloutConfig(waiting=waiting, chunk=4, **settings))
     asked = (params, ragged_prompts(num_prompts), jax.random.key(5), G, temperature)
     return sample(*asked, partner=partner, on_chunk=on_chunk)
 
@@ -259,7 +260,7 @@ def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expe
 def stopping(cfg, params, partner, stop=("ad", "cbc"), chunk=4, waiting="park", num_slots=4, penalty=1.0):
     generation = GenerationConfig(PROMPT, NEW, stop=stop, repetition_penalty=penalty)
     rollout = RolloutConfig(waiting=waiting, chunk=chunk, num_slots=num_slots)
-    sample = make_converse(cfg, generation, EOS, 0, rollout=rollout, tokenizer=Letters())
+    sample = make_generate(cfg, generation, EOS, 0, rollout=rollout, tokenizer=Letters())
     return sample(params, ragged_prompts(4), jax.random.key(5), G, 1.0, partner=partner)
 
 
@@ -303,7 +304,7 @@ def test_the_penalty_forgets_what_was_drawn_behind_a_stop_text(cfg, params):
 
 
 def test_stop_texts_need_a_tokenizer(cfg, params):
-    sample = make_converse(cfg, GenerationConfig(PROMPT, NEW, stop=("x",)), EOS, 0)
+    sample = make_generate(cfg, GenerationConfig(PROMPT, NEW, stop=("x",)), EOS, 0)
     with pytest.raises(ValueError, match="stop texts need a tokenizer"):
         sample(params, ragged_prompts(1), jax.random.key(0), partner=Numbers())
 

@@ -7,8 +7,7 @@ import pytest
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.algorithms.credit import TurnCredit, turn_advantages
-from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.groups import Groups, TurnCredit, sample_groups, turn_advantages
 from tunix_lite.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
 
 

@@ -118,7 +118,7 @@ def rollout_of(curriculum: RunCurriculum, task: SimpleTask, step: int) -> list[i
     curriculum.before, curriculum.began = curriculum.state, step
     curriculum.groups.clear()
     curriculum.counts.clear()
-    examples, _ = curriculum.batch(task, 4, 0, step)
+    examples, _ = curriculum.batch(task, 4, 0)
     repeated = [example for example in examples for _ in range(4)]
     right = np.array([int(example["question"]) % 2 == 0 for example in repeated])
     curriculum.record(SimpleNamespace(examples=repeated, correct=right, dropped=np.zeros(16, bool), num_generations=4))
@@ -150,7 +150,7 @@ def test_processes_that_know_other_pass_rates_stop_the_run():
     assert rollout_of(curriculum, same, 0) == numbers(batch_at(ROWS, 4, 0, 0))
     other = task_of(lambda value: [value, ["another", None]])
     with pytest.raises(ValueError, match="process 1 took other examples than process 0"):
-        curriculum.batch(other, 4, 0, 1)
+        curriculum.batch(other, 4, 0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def state_of(step: int) -> TrainState:
 def whole(tmp_path_factory):
     """The folder of a run as it is after step 9, with checkpoints of steps 4 and 8; of a model of 16 weights."""
     folder = RunDir(tmp_path_factory.mktemp("whole") / "run")
-    folder.make()
+    folder.path.mkdir(parents=True, exist_ok=True)
     run = compose(RUN)
     parts = prepare(run, folder)
     jax.set_mesh(parts.mesh)
@@ -123,15 +123,15 @@ REFUSED = {  # what was done: (the damage, what is said)
     ),
     "empty": (lambda run: os.truncate(run.metrics, 0), rf"metrics.jsonl holds no step, and .* of step 8{FORCE}"),
     "gone": (lambda run: run.metrics.unlink(), rf"metrics.jsonl is not there, and the newest .* of step 8{FORCE}"),
-    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is a folder, and .*: move the folder away"),
-    "status is a folder": (folder_for("status.json"), "status.json is a folder, and .*: move the folder away"),
+    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is a folder, and .*: move it away"),
+    "status is a folder": (folder_for("status.json"), "status.json is a folder, and .*: move it away"),
     "fingerprint is a folder": (
         folder_for("fingerprint.json"),
-        "fingerprint.json is a folder, .*: move the folder away",
+        "fingerprint.json is a folder, .*: move it away",
     ),
-    "log is a folder": (folder_for("train.log"), "train.log is a folder, and .*: move the folder away"),
-    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is a file, and .*: move the file away"),
-    "checkpoints is a file": (checkpoints_as_file, "checkpoints is a file, and .*: move the file away"),
+    "log is a folder": (folder_for("train.log"), "train.log is a folder, and .*: move it away"),
+    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is a file, and .*: move it away"),
+    "checkpoints is a file": (checkpoints_as_file, "checkpoints is a file, and .*: move it away"),
     "fingerprint nested": (
         lambda run: run.fingerprint.write_text(BRACKETS),
         r"fingerprint.json is nested too deep: .*, so .* is not known; resume.force=true goes on",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_preferences import QUICK
 
-from tunix_lite.algorithms.demonstration import after_prompts
+from tunix_lite.algorithms.distill import after_prompts
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose

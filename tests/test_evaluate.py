@@ -8,15 +8,16 @@ from conftest import set_mesh
 
 from tunix_lite.inference import rollouts
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.hints import WINDOW, CutHint, GroupsHint
+from tunix_lite.runs.hints import WINDOW, RunHints
 from tunix_lite.tasks.grading import group_metrics
 
 # ---- what a run says of its groups
 
 
 def hints(agree: list[float], right: float = 0.9) -> list[str | None]:
-    hint = GroupsHint()
-    return [hint.line({"reward/groups_that_agree": share, "completions/correct": right}, 8) for share in agree]
+    hints = RunHints()
+    rows = [{"reward/groups_that_agree": share, "completions/correct": right} for share in agree]
+    return ["".join(hints.lines(row, 8, 48)) for row in rows]
 
 
 def test_a_run_says_once_that_most_groups_teach_nothing():
@@ -31,23 +32,22 @@ def test_a_run_says_once_that_most_groups_teach_nothing():
 
 
 def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
-    hint = CutHint()
-    said = [hint.line({"completions/truncated": share}, 48) for share in [0.4] * 10 + [0.6] * 30]
+    hints = RunHints()
+    said = ["".join(hints.lines({"completions/truncated": share}, 8, 48)) for share in [0.4] * 10 + [0.6] * 30]
     assert [step for step, line in enumerate(said, 1) if line] == [20]
     assert said[19] == (
         "many completions are cut off: in the last 10 steps 60% of them reached generation.max_new_tokens=48 without an "
         "end. Try generation.max_new_tokens=96"
     )
-    assert not any(CutHint().line({"train/loss": 1.0}, 48) for _ in range(3 * WINDOW)), "as in SFT"
-    answered = CutHint()
+    assert not any(RunHints().lines({"train/loss": 1.0}, 8, 48) for _ in range(3 * WINDOW)), "as in SFT"
+    answered = RunHints()
     right = {"completions/truncated": 1.0, "completions/correct": 0.6}
-    assert not any(answered.line(right, 16) for _ in range(3 * WINDOW)), "they answer, and go on until they are cut"
+    assert not any(answered.lines(right, 8, 16) for _ in range(3 * WINDOW)), "they answer, and go on until they are cut"
 
 
 def test_a_run_whose_groups_differ_says_nothing():
     assert not any(hints([0.6] * 30)) and not any(hints([0.9] * 5 + [0.3] * 25))
-    hint = GroupsHint()
-    assert not any(hint.line({"train/loss": 1.0}, 8) for _ in range(3 * WINDOW)), "as in SFT"
+    assert not any(RunHints().lines({"train/loss": 1.0}, 8, 48) for _ in range(3 * WINDOW)), "as in SFT"
 
 
 def test_groups_are_counted_by_what_their_rewards_are():
@@ -65,7 +65,7 @@ def test_groups_are_counted_by_what_their_rewards_are():
 def test_every_setting_of_rollout_reaches_the_sampler(monkeypatch):
     """Of a model on one device. Only the number of slots and where the weights stay are chosen."""
     got = []
-    monkeypatch.setattr(rollouts, "make_generate_with_partner", lambda *arguments: got.append(arguments[5]))
+    monkeypatch.setattr(rollouts, "make_generate", lambda *arguments: got.append(arguments[5]))
     monkeypatch.setattr(rollouts.memory, "choose_weights", lambda *_: ("gathered", ""))
     tokenizer = SimpleNamespace(eos_ids=(1,), pad_id=0)
     monkeypatch.setattr(rollouts, "num_params", lambda table: 135_000_000)

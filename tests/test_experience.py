@@ -15,10 +15,8 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.parallel.mesh import put
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.runs.curriculum import EveryPrompt
 from tunix_lite.runs.experience import FreshExperience
-from tunix_lite.runs.moving_reference import MovingReference
-from tunix_lite.runs.reference import find_reference
+from tunix_lite.runs.reference import MovingReference, find_reference
 from tunix_lite.settings.compose import compose
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch, Graded, Rollout
@@ -66,7 +64,7 @@ def source(algorithm, prompts=2):
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
     console = SimpleNamespace(say=print)
     session = SimpleNamespace(run=run, task=task, parts=parts, run_dir=None, console=console, stopping=None)
-    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), curriculum=EveryPrompt(), overlap=None)
+    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), curriculum=None, overlap=None)
     return FreshExperience(session, learner)
 
 

@@ -18,7 +18,7 @@ from tunix_lite.config import RunConfig
 from tunix_lite.models import attention, decoder, hf, source
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train

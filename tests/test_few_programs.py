@@ -13,7 +13,7 @@ from conftest import set_mesh
 from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
 from tunix_lite.resolved import run as resolved
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout import scheduler
+from tunix_lite.rollout import engine
 from tunix_lite.rollout.compile_ahead import results
 from tunix_lite.runs import watch
 from tunix_lite.runs.experience import FreshExperience
@@ -45,7 +45,7 @@ def rows(tmp_path):
 @pytest.fixture
 def narrow(monkeypatch):
     """Widths of real models, for a model whose prompts have up to 64 tokens."""
-    monkeypatch.setattr(scheduler, "MIN_PROMPT_WIDTH", 8)
+    monkeypatch.setattr(engine, "MIN_PROMPT_WIDTH", 8)
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     monkeypatch.setattr(resolved, "LARGE_HEAD", 1)
 
@@ -91,7 +91,7 @@ def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled
     the first two did not."""
     by_step, at = compiled
     taken = {name: {} for name in ("prompts", "columns")}
-    start_chunk, padded_width = scheduler.RolloutScheduler.start_chunk, scheduler.padded_width
+    start_chunk, padded_width = engine.Engine.start_chunk, engine.padded_width
 
     def watched_chunk(self):
         start_chunk(self)
@@ -102,8 +102,8 @@ def test_nothing_compiles_after_the_second_step(tmp_path, rows, narrow, compiled
         taken["prompts"].setdefault(width, at[0])
         return width
 
-    monkeypatch.setattr(scheduler.RolloutScheduler, "start_chunk", watched_chunk)
-    monkeypatch.setattr(scheduler, "padded_width", watched_width)
+    monkeypatch.setattr(engine.Engine, "start_chunk", watched_chunk)
+    monkeypatch.setattr(engine, "padded_width", watched_width)
     train(compose([*TINY, *rows, *settings]), tmp_path / "run")
     assert at[0] == 6 and by_step[0]
     assert {step: names for step, names in by_step.items() if step > 2} == {}
@@ -212,4 +212,4 @@ def test_a_cache_has_at_most_three_sizes(length, sizes):
     (1024, [1024, 256, 64]), (2048, [2048, 256, 64]),
 ])  # fmt: skip
 def test_prompts_have_at_most_three_widths(longest, widths):
-    assert scheduler.prompt_widths(longest) == widths
+    assert engine.prompt_widths(longest) == widths

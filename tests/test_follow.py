@@ -57,15 +57,15 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, capsys):
     (folder / "status.json").unlink(missing_ok=True)
     os.mkfifo(folder / "status.json")
     run = FollowedRun(folder)
-    assert run.new_samples() is None and run.status() == {} and not run.has_ended()
+    assert run.new_samples() == [] and run.status() == {} and not run.has_ended()
 
 
 def test_the_time_left_of_a_run_elsewhere_is_by_the_seconds_of_its_steps(folder):
-    board = Dashboard(20, is_here=False)
+    board = Dashboard(20)
     for step, metrics in FollowedRun(folder).new_rows():
         board.log(step, metrics)
     assert board.seconds_left() == pytest.approx(18 * 2.0)
-    board = Dashboard(20, is_here=False, evaluates_every=5)
+    board = Dashboard(20, evaluates_every=5)
     for step in (1, 2, 3):
         board.log(step, {"time/step": 2.0, "time/eval": 7.0} if step == 3 else {"time/step": 2.0})
     assert board.seconds_left() == pytest.approx(17 * 2.0 + 4 * 7.0)

@@ -88,34 +88,13 @@ def test_a_name_that_means_another_thing_gets_no_override():
         assert sentence == "-" or sentence in message, f"{typed}: {message}"
 
 
-REFUSED = {  # the values of other projects that a run of ours does not take
-    "--max_steps -1": "training.max_steps here, which does not take this value",
-    "--lr_scheduler_type polynomial": "optimizer.schedule here, which does not take this value",
-    "--lr_scheduler_type inverse_sqrt": "it is one of constant, linear, cosine",
-    "--warmup_steps 0.1": "optimizer.warmup_steps: expected int, got 0.1",
-    "trainer.test_freq=-1": "evaluation.interval_steps here, which does not take this value",
-    "trainer.total_training_steps=null": "training.max_steps: expected int",
-    "base_output_directory=gs://bucket/run": "addresses are not supported",
-    "rl_training_config.profiler_options.log_dir=x": "training.profile_communication=true",
-    "--do_train": "a run always trains",
-    "model.mesh_shape=[[-1,-1],[fsdp,tp]]": "'model.mesh_shape=[[4,1],[fsdp,tp]]'",
-}
-
-
 def by_the_program(words: list[str]) -> str:
-    """The message that the program ends with, which never offers what a run refuses."""
+    """The message that the program ends with."""
     known = list(composing.setting_names((), words))
     with pytest.raises(ConfigError) as error:
-        refuse_foreign(words, known, HYDRA, composing.refusal_of_a_run(words))
+        refuse_foreign(words, known, HYDRA)
         compose(words)
     return str(error.value)
-
-
-def test_a_value_that_a_run_refuses_is_never_offered():
-    for typed, sentence in REFUSED.items():
-        message = by_the_program(typed.split())
-        assert sentence in message, f"{typed}: {message}"
-        assert "mesh_shape" in typed or not offered(message), f"{typed}: {message}"
 
 
 def test_the_chosen_algorithm_decides_what_a_word_means_and_a_negative_number_is_a_value():

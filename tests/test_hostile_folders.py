@@ -5,7 +5,6 @@ would run leaves a file behind (the canary), and every test looks for it. See do
 """
 
 import base64
-import contextlib
 import json
 import math
 import os
@@ -25,7 +24,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import yaml
 from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
@@ -41,7 +39,6 @@ from tunix_lite.inference.language_model import load, run_settings
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.models import decoder, hf, peft, source
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate
 from tunix_lite.models.families import LLAMA, config_json
 from tunix_lite.models.lora import LoraConfig, adapter_weights
@@ -93,7 +90,8 @@ def good(tmp_path_factory):
 
     (folder / "run").mkdir()
     settings = ModelConfig(weights=str(folder / "model"))
-    RunDir(folder / "run").write_model(source.settings_to_keep(settings, source.locate(settings), 0))
+    run_dir = RunDir(folder / "run")
+    run_dir.write_json(run_dir.path / RunDir.MODEL, source.settings_to_keep(settings, source.locate(settings), 0))
     checkpoints = Checkpoints(folder / "run" / "checkpoints")
     optimizer = make_optimizer(OptimizerConfig(), 2)
     checkpoints.save(TrainState(put(np.int32(1)), params, init_opt_state(optimizer, params)))
@@ -265,8 +263,7 @@ WRONG_SETTINGS = {
     "layers": ("architecture.num_layers", 10**9, "num_layers=1000000000 is beyond 1,024"),
     "not finite": ("architecture.norm_eps", float("nan"), "expected a finite number"),
     "another type": ("architecture.num_layers", "2", "expected int, got '2'"),
-    "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "takes more than 1 second"),
-    "no pattern": ("lora.targets", "a{", "") ,
+    "a pattern for ever": ("lora.targets", "(.|.|.)*(.|.|.)*(.|.|.)*x", "of regular expressions it takes names"),
     "a path too long": ("weights", "x" * 5000, "is no path"),
     "a NUL": ("weights", "x\0y", "model.weights='x\\x00y'; a text of one line"),
     "seed of 33 bits": ("../seed", 2**32, "from 0 to 4294967295"),
@@ -285,9 +282,6 @@ def test_wrong_settings_in_a_runs_folder_are_refused_with_the_file(name, good, t
         (run / "model.json").write_text(json.dumps(said))
     else:
         settings_with(run, key, value, canary)
-    if name == "no pattern":  # it is one, and matches nothing; only adapters are matched
-        within_two_seconds(lambda: load(run))
-        return
     is_refused(lambda: load(run), words)
     if key != "weights":  # which is looked at when the model is opened
         is_refused(lambda: of_run(run), words, "model.json")
@@ -439,7 +433,7 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "a normalizer that grows": (tokenizer(normalizer=GROWS), ("tokenizer.json: the replacements of its normalizer",)),
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
-    "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("model.safetensors", "bytes")),
+    "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
     "a header longer than its file": (safetensors(b"{}", length=10_000), ("is damaged or cut short",)),
     "a header that is a list": (safetensors(b"[]"), ("is damaged or cut short",)),
     "no header": (lambda f: (f / hf.SINGLE).write_bytes(b"\1"), ("is damaged or cut short",)),
@@ -551,10 +545,10 @@ def precompiled(table: bytes) -> dict:
 
 
 CHARSMAPS = {
-    "beyond its units": (charsmap(offset=2**21 - 1), "its table of characters leads outside of it"),
-    "inside of a character": (charsmap(place=1, replacements="é\0".encode()), "leads into the middle of a character"),
-    "a size beyond its bytes": (charsmap(size=10**9), "its table of characters has another size than it says"),
-    "empty": (b"", "its table of characters has another size than it says"),
+    "beyond its units": charsmap(offset=2**21 - 1),
+    "inside of a character": charsmap(place=1, replacements="é\0".encode()),
+    "a size beyond its bytes": charsmap(size=10**9),
+    "empty": b"",
 }
 
 
@@ -564,17 +558,13 @@ def test_an_ordinary_precompiled_normalizer_is_taken(good, tmp_path):
     tokenizer(normalizer={"type": "Sequence", "normalizers": [precompiled(charsmap(replacements=b"xyz\0"))]})(folder)
     made = within_two_seconds(lambda: Tokenizer.load(folder))
     assert made.backend.normalizer.normalize_str("bAbA") == "bxyzbxyz"
-    assert longest_replacement(charsmap(replacements=b"xyz\0")) == 3
 
 
 @pytest.mark.parametrize("name", CHARSMAPS)
-def test_a_damaged_precompiled_normalizer_is_refused_before_the_library_panics(name, good, tmp_path, capfd):
-    table, words = CHARSMAPS[name]
+def test_a_damaged_precompiled_normalizer_is_a_value_error_and_no_panic(name, good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
-    tokenizer(normalizer=precompiled(table))(folder)
-    said = f"{folder}/tokenizer.json: its Precompiled normalizer cannot be used ("
-    is_refused(lambda: Tokenizer.load(folder), said, words)
-    assert capfd.readouterr() == ("", "")
+    tokenizer(normalizer=precompiled(CHARSMAPS[name]))(folder)
+    is_refused(lambda: Tokenizer.load(folder).encode("bAb"), "tokenizer.json")
 
 
 def test_a_strangers_template_sees_no_secrets(monkeypatch):
@@ -687,65 +677,7 @@ def test_a_batch_in_which_nothing_is_wrong_is_read(good):
     np.testing.assert_array_equal(batch.tokens, np.ones((2, 4), np.int32))
 
 
-# ---- replay step=, which takes the settings of the run
-
-
-@pytest.fixture(scope="module")
-def composed() -> tuple[dict, dict]:
-    """The settings of the run of a stranger, and those of `tunix-lite replay evil.plug step=1`."""
-    ours = ["checkpoint=evil.plug", "step=1", 'model.mesh_shape=[[4,1],["fsdp","tp"]]']
-    return composing.compose_values(["seed=3"]), composing.compose_values(ours, of=("+command=replay",))
-
-
-OURS = "tunix_lite."
-NOT_TAKEN = {  # key -> what stands there, and words of the refusal
-    "task.correct": ("hostile_plug.Plug", "'hostile_plug.Plug' is named by"),
-    "task.extract._target_": ("hostile_plug.Plug", "'hostile_plug.Plug' is named by"),
-    # the folder itself has such a name, and Python finds evil.py beside it
-    "task.correct ": ("evil.plug", "'evil.plug' is named by"),
-    "task.rewards.judge": (
-        {"fn": {"_target_": f"{OURS}rewards.judge.Judge"}, "weight": 1.0},
-        "judge.Judge' is named by",
-    ),
-    "optimizer._target_": ("subprocess.Popen", "optimizer._target_"),
-    "training": ([1], "training is [1], not a group of settings"),
-    "seed": (10**30, "seed=1000"),
-}
-
-
-def settings_of_a_stranger(composed, folder: Path, key: str, value) -> RunConfig:
-    """What `replay FOLDER step=1` builds of a config.yaml with another value at this key."""
-    theirs, ours = json.loads(json.dumps(composed))
-    place, *path = theirs, *key.removesuffix(" ").split(".")
-    for name in path[:-1]:
-        if not isinstance(place[name], dict):
-            place[name] = {"_target_": place[name]}
-        place = place[name]
-    place[path[-1]] = value
-    (folder / ".hydra").mkdir(exist_ok=True)
-    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(theirs))
-    (folder / "fingerprint.json").write_text('{"training": {"packing": "prefix"}}')
-    ours["checkpoint"] = os.path.relpath(folder)
-    with contextlib.ExitStack() as until_its_end:
-        values = replay.with_settings_of_run(until_its_end, ours, ["checkpoint", "step"])
-        return build(RunConfig, {name: item for name, item in values.items() if name not in replay.OWN})
-
-
-@pytest.mark.parametrize("key", NOT_TAKEN)
-def test_what_replay_does_not_take_from_the_settings_of_a_run(key, composed, tmp_path, canary, monkeypatch):
-    value, words = NOT_TAKEN[key]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.plug").mkdir()
-    (tmp_path / "evil.py").write_text(PLUG.format(canary=str(canary)))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    is_refused(lambda: settings_of_a_stranger(composed, tmp_path / "evil.plug", key, value), words)
-
-
-def test_what_replay_takes_is_the_runs_but_for_what_belongs_to_this_machine(composed, tmp_path):
-    run = settings_of_a_stranger(composed, tmp_path, "rewards.workers", 10**6 // 16)
-    assert run.seed == 3 and run.rewards.workers == 1 and run.evaluation.num_examples == 0
-    observers = {"mine": "hostile_plug.Plug"}
-    assert settings_of_a_stranger(composed, tmp_path, "tracking.observers", observers).tracking.observers == {}
+# ---- doctor
 
 
 YAML = {
@@ -756,23 +688,17 @@ YAML = {
 }
 
 
-@pytest.mark.parametrize("kind", YAML)
-def test_settings_that_are_none_are_refused_by_replay_and_named_by_the_doctor(kind, composed, tmp_path, canary):
-    (tmp_path / "run" / ".hydra").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
-    (tmp_path / "run" / ".hydra" / "config.yaml").write_text(YAML[kind])
-    ours = {**composed[1], "checkpoint": str(tmp_path / "run")}
-
-    def replayed():
-        with contextlib.ExitStack() as until_its_end:
-            return replay.with_settings_of_run(until_its_end, ours, ["step"])
-
-    said = within_two_seconds(replayed)
-    assert "a" not in said if isinstance(said, dict) else said.startswith("checkpoint: ") and "config.yaml" in said
-    assert all(line.isprintable() for line in within_two_seconds(lambda: doctor_says(tmp_path / "run")))
-
-
-# ---- doctor
+@pytest.mark.parametrize("kind", [*FILES_THAT_ARE_NONE, *YAML])
+def test_settings_that_are_none_are_named_by_the_doctor(kind, tmp_path, canary):
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    if kind in YAML:
+        (folder / ".hydra" / "config.yaml").write_text(YAML[kind])
+    else:
+        put_in(folder / ".hydra", "config.yaml", kind)
+    lines = within_two_seconds(lambda: doctor_says(folder))
+    assert all(line.isprintable() for line in lines)
 
 
 def doctor_says(folder: Path) -> list[str]:
@@ -1012,7 +938,7 @@ ABSURD = {  # (the file, what stands in it, what is said)
     "a reference that is infinite": (
         "reference.json",
         '{"reference": "x", "kept": Infinity}',
-        ("reference.json holds kept=inf", "the reference is not known; resume="),
+        ("kept=inf, which are not a text and a step", "the reference is not known; resume="),
     ),
     "minus one update": ("checkpoints/1/about.json", '{"skipped_in_a_row": -1}', ("skipped_in_a_row is -1, and not",)),
 }

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, Trace, foreign_flags_answer, local_processes
+from tunix_lite.distributed.launcher import LocalProcesses, local_processes
 from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
@@ -93,16 +93,14 @@ def test_one_that_is_killed_is_the_culprit_though_its_peers_abort_because_of_it(
 if rank == "1": os.kill(os.getpid(), signal.SIGKILL)
 while not (folder / "started1").exists(): time.sleep(0.01)
 time.sleep(0.02)
-print("F1121 18:20:34.295979   17452 client.h:80] Terminating process because\\n1\\nThe tasks have crashed.\\n\\nRPC: /x"
-      "\\n*** Check failure stack trace: ***\\n    @     0x7f5174a40634  absl::x()\\nmine", file=sys.stderr)
+print("mine", file=sys.stderr)
 os.abort()
 """
     code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
     assert code == 128 + signal.SIGKILL
     assert "launch: process 1 was ended by SIGKILL; perhaps the machine ran out of memory\n" in err
-    assert "Terminating" not in err and "@  " not in err and "crashed" not in err
     (log,) = tmp_path.glob("outputs/*/*/*/launch/p0.log")
-    assert ("mine" in err) == ("@     0x7f51" in log.read_text())  # unless it was ended before it came so far
+    assert ("mine" in err) == ("mine" in log.read_text())  # unless it was ended before it came so far
 
 
 def test_one_that_ends_a_moment_after_its_peer_has_lost_it_is_the_culprit(tmp_path):
@@ -117,20 +115,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
-    body = "\nbeat.write_text('step 3')\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
+    body = "\ntime.sleep(0.3 * (1 - int(rank)))\nbeat.write_text('step 3')" + WAIT
     run = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=0.5", "--grace=0.3")
     code, _, err = run.end()
     assert code == 124
-    assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s, and launch.stall_timeout=0\.5\. ", err)
+    assert re.search(r"launch: process 1 stalled for \d+ s, and launch.stall_timeout=0\.5\. ", err)
     assert re.search(r"Last signs: process 0 \d+ s ago \(step 3\); process 1 \d+ s ago \(step 3\)", err)
-
-
-def test_one_that_is_stopped_is_noticed_before_anybody_has_finished_a_step(tmp_path):
-    body = "\nif rank == '1': os.kill(os.getpid(), signal.SIGSTOP)" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=1", "--grace=0.3").end()
-    assert code == 124
-    assert re.search(r"launch: process 1 is stopped, as by SIGSTOP, for \d+ s", err)
-    assert "Last signs: process 0 none; process 1 none\n" in err
 
 
 def test_before_the_first_sign_of_life_nobody_is_too_slow(tmp_path):
@@ -247,43 +237,8 @@ def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_e
     assert lines[0] == "launch: process 1 ended with exit code 9"
     assert lines[-2:] == [
         "launch:   saving failed: the culprit",
-        "launch: process 0, still running 1 s later, was ended",
+        "launch: process 0: still running 1 s later, and ended",
     ]
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard reads /proc")
-@pytest.mark.parametrize("stopped", [False, True])
-def test_nobody_outlives_a_launcher_that_is_killed_though_it_be_stopped_or_in_a_session_of_its_own(stopped, tmp_path):
-    """Two processes, of which one is stopped; what each has started, which does not stop when asked; what that has put
-    into another session; and the temporary folder."""
-    (tmp_path / "worker.py").write_text(
-        "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "child = subprocess.Popen(['sleep', '120'], start_new_session=True)\n"
-        "print(os.getpid(), child.pid, flush=True)\ntime.sleep(120)\n"
-    )
-    body = """
-import subprocess
-worker = subprocess.Popen([sys.executable, folder / "worker.py"], stdout=subprocess.PIPE, start_new_session=True)
-pids = worker.stdout.readline().decode().split()
-(folder / "beats").write_text(str(beat.parent))
-(folder / f"{rank}.tmp").write_text(" ".join([str(os.getpid()), *pids]))
-(folder / f"{rank}.tmp").rename(folder / f"pids{rank}")
-if rank == "1" and sys.argv[2] == "True": os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    run = Launched(tmp_path, body + WAIT, "--nprocs=2", words=(str(stopped),))
-    until = time.monotonic() + SOON
-    while len(list(tmp_path.glob("pids?"))) < 2 and time.monotonic() < until:
-        time.sleep(0.02)
-    time.sleep(0.3)
-    run.process.kill()
-    run.process.wait()
-    pids = [pid for file in tmp_path.glob("pids?") for pid in file.read_text().split()]
-    beats = Path((tmp_path / "beats").read_text())
-    assert len(pids) == 6 and beats.name.startswith("tunix_lite_")
-    until = time.monotonic() + SOON
-    while any(is_running(pid) for pid in pids) or beats.exists():
-        assert time.monotonic() < until, [pid for pid in pids if is_running(pid)]
-        time.sleep(0.05)
 
 
 def is_running(pid: str) -> bool:
@@ -294,22 +249,15 @@ def is_running(pid: str) -> bool:
 # ---- logs
 
 
-def test_a_folder_that_cannot_be_made_costs_the_logs_and_not_the_run(tmp_path):
-    (tmp_path / "outputs").touch()
-    body = "\nif rank == '1': print('no more'); sys.exit(7)\nprint('mine', file=sys.stderr)" + WAIT
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--grace=1").end()
-    lines = [line for line in err.splitlines() if line != "mine"]
-    assert code == 7
-    assert re.fullmatch(
-        r"launch: outputs/tunix_lite/\S+/launch cannot be written \(Not a directory\): what the processes say is not kept",
-        lines[0],
-    )
-    assert lines[1:5] == [
-        "launch: process 1 ended with exit code 7",
-        "launch: its last lines:",
-        "launch:   here is 1",
-        "launch:   no more",
-    ]
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full, on Linux")
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
+    logs = tmp_path / "run" / "launch"
+    logs.mkdir(parents=True)
+    (logs / "p0.log").symlink_to("/dev/full")
+    body = "\nfor i in range(3): print('line', i, file=sys.stderr, flush=True); time.sleep(0.2)"
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", words=("hydra.run.dir=run",)).end()
+    assert code == 0
+    assert err.splitlines() == ["line 0", "line 1", "line 2"]
 
 
 # ---- who is started
@@ -377,32 +325,6 @@ def test_what_cannot_be_is_said(nprocs, environ, message):
     assert str(caught.value) == message
 
 
-def test_on_one_machine_a_port_that_kubernetes_makes_of_a_service_does_not_count():
-    service = {"MASTER_PORT": "tcp://10.96.3.7:29500"}
-    assert local_processes(2, service) == LocalProcesses(2, 2)
-    assert local_processes(2, {"MASTER_PORT": ""}).environments()[0]["MASTER_PORT"].isdecimal()
-    service["MASTER_ADDR"] = "tcp://10.96.3.7:29500"
-    assert local_processes(2, service | {"WORLD_SIZE": "2"}) == LocalProcesses(2, 2)
-    one_task = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    assert local_processes(2, SLURM | service | one_task) == LocalProcesses(2, 2)
-
-
-def refused(*arguments: str) -> str:
-    """The one line with which the launcher refuses a command."""
-    done = subprocess.run([sys.executable, "-m", "tunix_lite.launch", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    return done.stderr.removeprefix("error: ").strip()
-
-
-@pytest.mark.parametrize("word", ["launch.coordinator=a:1", "launch.process_id='1'"])
-def test_who_is_who_comes_from_the_launcher_alone(word):
-    said = refused("--nprocs=2", "child.py", word)
-    assert said == (
-        f"{word.lstrip('+')}: the launcher numbers the processes; for several machines it reads MASTER_ADDR, "
-        "MASTER_PORT, WORLD_SIZE and RANK"
-    ).replace("'", "")
-
-
 def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     with pytest.raises(SystemExit) as ended:
         launcher.main(["run_training.py", "--nprocs=4"])
@@ -411,39 +333,20 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     assert capsys.readouterr().err == said
 
 
-NAMES = "the flags of other launchers have other names here; type: "
-
-
 @pytest.mark.parametrize(
-    "typed, line",
+    "words, message",
     [
-        ("--nproc_per_node=2 run_training.py seed=1", "tunix-lite launch --nprocs=2 run_training.py seed=1"),
-        ("--standalone --nnodes=1 --nproc-per-node 2 run_training.py", "tunix-lite launch --nprocs=2 run_training.py"),
-        ("--num_processes 8 --num_machines 1 --multi_gpu run_training.py", "tunix-lite launch --nprocs=8 run_training.py"),
-        # who is who on several machines is in the environment
-        ("--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=a --master_port=29500 run_training.py",
-         f"tunix-lite launch --nprocs=4 run_training.py{launcher.MANY}"),
-    ],
-)  # fmt: skip
-def test_a_flag_of_another_launcher_is_answered_with_the_line_to_type(typed, line):
-    assert foreign_flags_answer(typed.split()).partition(NAMES)[2] == line
-    # the line is one that the launcher takes
-    words = line.partition(" (")[0].split()
-    assert foreign_flags_answer(words[2:]) is None
-    launcher.parsed(words[2:])
-
-
-def test_a_wrong_flag_is_one_line_without_the_usage(capsys):
-    assert refused("--nproc_per_node=2", "x.py") == f"--nproc_per_node=2: {NAMES}tunix-lite launch --nprocs=2 x.py"
-    for words, message in (
-        (["--frobnicate", "x.py"], "--frobnicate: the launcher has no such flag; it has --nprocs, --max-restarts, "),
+        (["--nproc_per_node=2", "x.py"], "--nproc_per_node=2: the launcher has no such flag; it has --nprocs, "),
+        (["--nnodes", "2", "--nprocs=4", "x.py"], "--nnodes: the launcher has no such flag; it has --nprocs, "),
         (["--nprocs=auto", "x.py"], "argument --nprocs: auto: it is a number; one process uses all devices"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            launcher.parsed(words)
-        assert ended.value.code == 2
-        err = capsys.readouterr().err
-        assert err.startswith(f"error: {message}") and err.count("\n") == 1
+    ],
+)
+def test_a_wrong_flag_is_one_line_without_the_usage(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        launcher.main(words)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 def test_without_a_file_it_trains():
@@ -451,26 +354,6 @@ def test_without_a_file_it_trains():
     assert launcher.process_command(["run_training.py", "seed=1"]) == [sys.executable, "run_training.py", "seed=1"]
     evaluate = ["-m", "tunix_lite", "evaluate", "checkpoint=RUN"]
     assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
-
-
-def test_settings_of_the_run_are_rules_of_the_launcher_and_flags_come_first():
-    program = ["run_training.py", "launch.max_restarts=3", "launch.stall_timeout=60"]
-    assert launcher.restart_policy(launcher.parsed(program), program).max_restarts == 3
-    assert launcher.restart_policy(launcher.parsed(["--max-restarts=1", *program]), program).max_restarts == 1
-    assert launcher.restart_policy(launcher.parsed(program), program).stall_timeout == 60
-    assert launcher.restart_policy(launcher.parsed(["--stall-timeout=0", *program]), program).stall_timeout == 0
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["launch.stall_timeout=null"], "launch.stall_timeout=null: it is a number of seconds; 0 sets no limit"),
-        (["launch.max_restarts=null"], "launch.max_restarts=null: it is a whole number, 0 or more"),
-        (["launch.max_restarts=-1"], "launch.max_restarts=-1: it is a whole number, 0 or more"),
-    ],
-)
-def test_settings_that_cannot_be_are_named(words, message):
-    assert refused("a.py", *words) == message
 
 
 TELLS = """
@@ -490,7 +373,7 @@ def test_what_only_files_of_settings_say_the_processes_tell_the_launcher(tmp_pat
     assert code == 1 and "restart" not in err, "flags come first"
     (tmp_path / "started0").unlink()
     code, _, err = Launched(tmp_path, body, words=("--multirun",)).end()
-    said = "launch: launch.max_restarts is for one run: with --multirun it would begin all of them again\n"
+    said = "launch: launch.max_restarts is for one run: with --multirun it would begin all again\n"
     assert code == 1 and said in err
 
 
@@ -514,15 +397,6 @@ def test_a_folder_with_odd_characters_is_one_that_hydra_reads():
     assert word == "hydra.run.dir='outputs/it\\'s, 1'" and command_line.folder_given([word]) == "outputs/it's, 1"
     override = OverridesParser.create().parse_override(word)
     assert override.value() == "outputs/it's, 1"
-
-
-def test_a_trace_is_taken_out_though_it_comes_in_pieces():
-    trace = Trace()
-    said = (
-        b"one\nE1121 18:20:34.2   17441 coordination_service.cc:1549] unhealthy:\n1\nThe tasks have crashed. x\ntwo\n"
-    )
-    assert b"".join(trace.without(said[i : i + 3]) for i in range(0, len(said), 3)) == b"one\ntwo\n"
-    assert Trace().without(b"E1121 18:20:34.2   17441 cuda_dnn.cc:1] no memory\n") != b""
 
 
 # ---- examples/launch

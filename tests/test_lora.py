@@ -12,14 +12,14 @@ from conftest import ragged_prompts, random_params, set_mesh
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, merge, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Batch, TrainState
 

@@ -6,7 +6,7 @@ import sys
 # A small process starts a program faster than the kernel loads it.
 START_AND_LOOK = """
 import os, subprocess
-from tunix_lite.workers.marked_processes import find_marked
+from tunix_lite.workers.process import find_marked
 missed = 0
 for number in range(100):
     value = f"{os.getpid()}.{number}"

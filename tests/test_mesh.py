@@ -12,11 +12,11 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import check_mesh_shape, make_mesh, put, resolve_mesh_shape, spec
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Graded, TrainState
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.algorithms.formula import PIECES
+from tunix_lite.algorithms.objective import PIECES
 from tunix_lite.settings.compose import conf_dir
 
 DOCS = Path(__file__).parent.parent / "docs"

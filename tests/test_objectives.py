@@ -22,9 +22,7 @@ from tunix_lite.algorithms import corrections, distill, kl, ratios, shaping, sur
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.grpo import GRPO
-from tunix_lite.algorithms.scoring import scored
-from tunix_lite.algorithms.selection import selected
-from tunix_lite.algorithms.variants import VARIANTS, apply_variant, objective_of
+from tunix_lite.algorithms.objective import VARIANTS
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.settings.compose import compose
@@ -598,7 +596,7 @@ def expected_slope(algorithm, is_stale):
 
 @cache
 def found_slope(algorithm, is_stale):
-    """The same by what the run computes: `scored`, then the loss, with each completion once and its frequency as its
+    """The same by what the run computes: `GRPO.scored`, then the loss, with each completion once and its frequency as its
     weight."""
     log_now, log_before, log_ref, rewards, finished = one_token()
     drew = log_before if is_stale else log_now
@@ -609,7 +607,7 @@ def found_slope(algorithm, is_stale):
     rewards_PG = rewards[None]
     graded = Graded([], [], rewards, rewards > 0, [], {}, np.zeros(5, bool))
     groups = Groups(rollout, graded, rewards_PG, np.ones((1, 5), bool), np.ones((1, 5), bool))
-    groups = selected(algorithm, groups)
+    groups = algorithm.selected(groups)
 
     # scorers give nothing where no token counts
     of = lambda values: lambda batch: np.where(np.asarray(batch.loss_weight) != 0, column(values), 0.0)  # noqa: E731
@@ -617,7 +615,7 @@ def found_slope(algorithm, is_stale):
     weights = column(np.exp(drew)) * groups.learned_PG.T
     batch = groups.batch(algorithm.advantages, lambda mask: mask.astype(float))
     batch = batch.replace(loss_weight=weights)
-    batch, _ = scored(algorithm, batch, groups, policy, None)
+    batch, _ = algorithm.scored(batch, groups, policy, None)
     with jax.enable_x64(True):
         rows = RowBatch(**vars(jax.tree.map(jnp.asarray, batch)))
 
@@ -787,7 +785,6 @@ def test_duplicated_prompts_are_groups_of_their_own():
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator='k1'; it is k3_exact, k3, k3_ratio, k2 or k1_reward"),
         ({"kl_coef": 0.1, "kl_estimator": "k1_reward", "advantages": adv.max_likelihood}, "rewards of 0 and 1 only"),
         ({"variant": "verll"}, "variant='verll': there is no such definition of grpo; there is paper, trl, verl"),
-        ({"variant": "tunix"}, "variant='tunix': its KL is k1 as a loss, which has no expected gradient; not offered for grpo; there is paper"),
         ({"variant": "verl", "clip_high": 0.3}, "variant=verl sets clip_high=0.2, and clip_high=0.3 is given"),
         ({"surrogate": surrogates.sapo, "variant": "trl"}, "trl defines sapo as it is here"),
     ],
@@ -963,7 +960,7 @@ def test_advantages_of_nemo_rl_and_areal_by_hand():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_composes_and_is_known_by_its_name(name):
     algorithm = compose([f"algorithm={name}"]).algorithm
-    assert objective_of(algorithm) == name
+    assert algorithm.objective == name
     assert algorithm.formula[0].startswith("loss = - sum_t w ") and all(len(line) < 160 for line in algorithm.formula)
 
 
@@ -982,7 +979,9 @@ def test_a_variant_changes_what_it_says_from_what_the_preset_is(name, framework)
     changed = {f.name for f in dataclasses.fields(GRPO) if not _same(getattr(ours, f.name), getattr(theirs, f.name))}
     assert changed == {*changes, "variant"}
     assert any(f"as {framework} defines it" in line for line in theirs.formula)
-    apply_variant(theirs)  # one that is made of its own settings again stays as it is
+    assert dataclasses.replace(theirs).formula == theirs.formula, (
+        "one that is made of its own settings again stays as it is"
+    )
 
 
 def _same(one, other):

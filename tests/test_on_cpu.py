@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from conftest import decode_random, random_params, set_mesh
 
-from tunix_lite.learner import step as learner_step
+from tunix_lite.learner import update as learner_update
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.matmul import matmul
-from tunix_lite.models.unfused import unfused, with_unfused_cotangent
+from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.planning import programs as planned_programs
 from tunix_lite.resolved.parts import abstract
@@ -114,7 +113,7 @@ def test_save_all_copies_nothing_that_it_keeps(cfg, scan_layers):
 
 def test_the_setting_reaches_the_compiler_of_an_update(monkeypatch):
     seen = []
-    monkeypatch.setattr(learner_step, "options_of_mesh", seen.append)
+    monkeypatch.setattr(learner_update, "options_of_mesh", seen.append)
     small = ["model=random", "training.prompts_per_step=1", "algorithm.num_generations=2", "training.packing=none"]
     run = compose([*small, "training.scan_layers=false"])
     case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")

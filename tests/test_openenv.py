@@ -12,9 +12,8 @@ import pytest
 
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.open_env import OpenEnv
-from tunix_lite.environments.pool import EnvironmentPool
+from tunix_lite.environments.pool import EnvironmentPool, try_environment
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose

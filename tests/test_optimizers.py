@@ -16,7 +16,6 @@ from tunix_lite.learner.optim import (
     LionConfig,
     MuonConfig,
     SGDConfig,
-    apply_update,
     describe,
     init_opt_state,
     learning_rate_at,
@@ -25,13 +24,15 @@ from tunix_lite.learner.optim import (
     opt_state_shapes,
     scaled_for,
 )
+from tunix_lite.learner.update import apply
 from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.source import locate
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning import estimate
 from tunix_lite.resolved.parts import abstract, mesh_of_run, optimizer_of
 from tunix_lite.resolved.run import find_model, resolve_run
-from tunix_lite.runs.fingerprint import _optimizer, check_same_run
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import TrainState
 
@@ -201,8 +202,7 @@ def test_a_checkpoint_of_the_state_goes_on_to_the_bit(name, tmp_path):
 
     @jax.jit
     def step(state, grads):
-        (params, opt_state), _ = apply_update(optimizer, grads, state, 0)
-        return TrainState(state.step + 1, params, opt_state)
+        return apply(optimizer, state, grads, jnp.float32(0), 0)[0]
 
     params = on_mesh(draw(0))
     born = init_opt_state(optimizer, params)
@@ -261,7 +261,12 @@ def test_the_learning_rate_is_scaled_with_the_shards_of_the_batch_only_when_aske
 
 def test_a_run_whose_rate_depends_on_the_mesh_goes_on_only_with_as_many_shards():
     scaled = compose(["optimizer.scale_lr_with_devices=true"])
-    theirs = {"optimizer": _optimizer(scaled, 2)}
-    check_same_run({"optimizer": _optimizer(scaled, 2)}, theirs, "there", force=False)
+    model = locate(scaled.model)
+
+    def kept(shards):
+        return {"optimizer": fingerprint(scaled, model, 4, shards)["optimizer"]}
+
+    theirs = kept(2)
+    check_same_run(kept(2), theirs, "there", force=False)
     with pytest.raises(ValueError, match="optimizer.shards: 4 here, 2 there"):
-        check_same_run({"optimizer": _optimizer(scaled, 4)}, theirs, "there", force=False)
+        check_same_run(kept(4), theirs, "there", force=False)

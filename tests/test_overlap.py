@@ -25,10 +25,9 @@ from tunix_lite.models import decoder
 from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import make_mesh, put, split_devices
-from tunix_lite.rollout import reread
-from tunix_lite.rollout.carry import OpenCompletion, make_carry_sampler, rollout_of
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout import engine
+from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout.partial import OpenCompletion, make_partial_sampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
 from tunix_lite.runs.overlap import Carry, OneStep
@@ -82,17 +81,17 @@ def carried_on(sampler, params, completions, chunks):
 
 @pytest.mark.parametrize(
     "mesh, widths",
-    [((1, 1), reread.FIRST_WIDTHS), ((1, 1), (4, 8)), pytest.param((2, 2), reread.FIRST_WIDTHS, marks=WIDE)],
+    [((1, 1), engine.APPEND_WIDTHS), ((1, 1), (2, 4, 8)), pytest.param((2, 2), engine.APPEND_WIDTHS, marks=WIDE)],
     ids=["whole", "in pieces", "divided"],
 )
 def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, widths, monkeypatch):
     """The weights do not change here, so the update in between must change nothing."""
-    monkeypatch.setattr(reread, "FIRST_WIDTHS", widths)
+    monkeypatch.setattr(engine, "APPEND_WIDTHS", widths)
     set_mesh(*mesh)
     params = random_params(cfg)
     generate = of_cfg(make_generate, cfg)
     whole = generate(params, ragged_prompts(GROUPS), jax.random.fold_in(KEY, 0), GENERATIONS)
-    first, after, metrics = carried_on(of_cfg(make_carry_sampler, cfg), params, begun(), chunks=3)
+    first, after, metrics = carried_on(of_cfg(make_partial_sampler, cfg), params, begun(), chunks=3)
     found = rollout_of(after, ragged_prompts(GROUPS), GenerationConfig(PROMPT, NEW), 0, {})
     np.testing.assert_array_equal(found.tokens, whole.tokens)
     np.testing.assert_array_equal(found.finish, whole.finish)
@@ -102,9 +101,9 @@ def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, wid
     for one, then in zip(after, first):
         drawn = len(then.tokens)
         assert one.versions == (0,) * drawn + (1,) * (len(one.tokens) - drawn)
-    carried = [(one, p) for one in first for p in [asked()[one.group]] if one.is_under_way]
+    carried = [one for one in first if one.is_under_way]
     assert metrics["rollout/carried"] == len(carried)
-    assert metrics["rollout/reread_tokens"] == sum(len(p) + len(one.tokens) for one, p in carried)
+    assert metrics["rollout/reread_tokens"] == sum(len(one.tokens) for one in carried)
 
 
 # ---- which groups an update takes
@@ -187,7 +186,7 @@ def session_of(overlap, staleness, prompts=3):
 
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
-    return Carry(session, session.run, sampler or of_cfg(make_carry_sampler, cfg), start or InFlight([], 0))
+    return Carry(session, session.run, sampler or of_cfg(make_partial_sampler, cfg), start or InFlight([], 0))
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
@@ -231,7 +230,7 @@ KINDS = {"carry": (carry_of, 2), "one_step": (one_step_of, 1)}
 def test_tokens_are_of_the_version_that_they_name_and_a_resumed_run_draws_the_same(cfg, kind):
     make, staleness = KINDS[kind]
     generate = of_cfg(make_generate, cfg)
-    sampler = of_cfg(make_carry_sampler, cfg)
+    sampler = of_cfg(make_partial_sampler, cfg)
     overlap = make(cfg, staleness, sampler=sampler)
     found = []
     kept = {}
@@ -301,7 +300,7 @@ def one_step_of_talks(start=None, delay=0):
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):
-    generate = of_cfg(make_generate_with_partner, cfg)
+    generate = of_cfg(make_generate, cfg)
     overlap = one_step_of_talks()
     found = []
     kept = {}
@@ -340,7 +339,7 @@ def test_an_environment_that_fails_beside_an_update_fails_the_step_that_needs_it
         def replies(self, wait, patience=0.0):
             raise SharedError("the environment is gone")
 
-    generate = of_cfg(make_generate_with_partner, cfg)
+    generate = of_cfg(make_generate, cfg)
     overlap = one_step_of_talks()
     drawn(overlap, 0, cfg, generate)
     overlap._task.partner = lambda examples: Fails(max_turns=3, max_turn_tokens=5)

@@ -19,7 +19,7 @@ from tunix_lite.models import attention, decoder, hf  # noqa: E402
 from tunix_lite.models.families import FAMILIES, config_json, read_config  # noqa: E402
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
-from tunix_lite.rollout.engine import make_generate  # noqa: E402
+from tunix_lite.rollout.generate import make_generate  # noqa: E402
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig  # noqa: E402
 
 pytestmark = pytest.mark.parity

@@ -26,23 +26,22 @@ from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
-from tunix_lite.learner.policy import DTYPES, STORED, make_policy
-from tunix_lite.learner.scoring import scoring_program
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import at_start, estimate, plan, report, speed
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.hardware import GiB, find_target
-from tunix_lite.planning.machine import Machine, devices_of, find_machine
+from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
 from tunix_lite.resolved.parts import abstract, scored_batch_shapes
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
-from tunix_lite.rollout import conversations, engine, memory
+from tunix_lite.rollout import generate as sampler
+from tunix_lite.rollout import memory
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
@@ -112,8 +111,8 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
         changed = {name: noting(name, getattr(programs, name)) for name in ("prefill", "decode")}
         return replace(programs, **changed)
 
-    make_programs = engine.make_programs
-    monkeypatch.setattr(engine, "make_programs", noted)
+    make_programs = sampler.make_programs
+    monkeypatch.setattr(sampler, "make_programs", noted)
     set_mesh(fsdp, tp)
     case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     run = case.run
@@ -121,7 +120,7 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
     frozen, params = source.load_weights(model, 0, STORED[run.training.mixed_precision])
     reference = decoder.copy_to_score(params, cfg, dtype) if frozen is None else frozen
     rollout = replace(run.rollout, num_slots=case.slots, weights=case.sampling_weights)
-    generate = engine.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
+    generate = sampler.make_generate(cfg, run.generation, model.tokenizer.eos_ids, 0, dtype, rollout)
     scoring = {"remat": run.training.remat, "attend": attention.IMPLEMENTATIONS[case.attention]}
     policy = make_policy(cfg, generate, 1.0, dtype, reference, case.rows, **scoring)
     optimizer = make_optimizer(run.optimizer, run.training.max_steps)
@@ -334,16 +333,13 @@ def measured_conversations(case, monkeypatch) -> dict:
     def noting(make, names):
         return lambda *args: (made := make(*args)) and replace(made, **{name: noted(made, name) for name in names})
 
-    for make, names in {
-        "make_programs": ["decode"],
-        "make_turn_programs": ["extend", "read_slot", "write_slot"],
-    }.items():
-        monkeypatch.setattr(conversations, make, noting(getattr(conversations, make), names))
+    make = noting(sampler.make_programs, ["decode", "append", "read_slot", "write_slot"])
+    monkeypatch.setattr(sampler, "make_programs", make)
     rollout = replace(run.rollout, num_slots=case.slots)
-    converse = conversations.make_converse(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
+    converse = sampler.make_generate(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
     # of the widest piece
-    partner = Numbers(delay=1, num_tokens=130)
+    partner = Numbers(delay=1, num_tokens=200)
     converse(random_params(case.cfg), prompts, jax.random.key(5), generations, partner=partner)
     return found
 
@@ -352,12 +348,12 @@ def measured_conversations(case, monkeypatch) -> dict:
 @pytest.mark.parametrize("fsdp, tp", [(1, 1), (2, 2)])
 def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, monkeypatch):
     set_mesh(fsdp, tp)
-    case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=160"], fsdp, tp)
+    case = case_of(cfg, [*GUESSING, "generation.max_new_tokens=280"], fsdp, tp)
     found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
     real = measured_conversations(case, monkeypatch)
-    assert real.keys() == {"decode", "extend", "read_slot", "write_slot"}
+    assert real.keys() == {"decode", "append", "read_slot", "write_slot"}
     for name, sizes in real.items():
-        program = found.programs[name]
+        program = found.programs["extend" if name == "append" else name]
         assert program.argument_bytes == pytest.approx(sizes.argument_size_in_bytes, rel=0.01), name
         assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
         peak = program.argument_bytes + program.temp_bytes
@@ -395,8 +391,8 @@ def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
     cases = {
         ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are parked"),
         ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are parked"),
-        ("auto", 4 * one - 4): (0, 0, "hold their slots, as no host has room"),
-        ("auto", None): (None, None, "are parked, if a host has room"),
+        ("auto", 4 * one - 4): (0, 0, "those that wait hold their slots"),
+        ("auto", None): (None, None, "up to 6 that wait are parked"),
         ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are parked"),
         ("hold", 4 * 3 * one): (0, 3, "those that wait hold their slots"),
     }

@@ -24,7 +24,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
 from tunix_lite.models.source import TeacherConfig
 from tunix_lite.planning import estimate
-from tunix_lite.planning.machine import find_machine
+from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.resolved.batch_size import plan_batch
 from tunix_lite.resolved.parts import policy_of
@@ -225,12 +225,12 @@ def test_a_list_of_the_teacher_leaves_tokens_out(below, is_refused):
     settings = ["algorithm=distill", "algorithm.divergence=reverse", f"algorithm.top_k={size - below}"]
     run = compose(settings)
     if not is_refused:
-        assert set(locate_frozen(run, source.locate(run.model))) == {"teacher"}
+        assert set(locate_frozen(run.algorithm, source.locate(run.model))) == {"teacher"}
         return
     with pytest.raises(
         ConfigError, match=f"top_k={size - below} leaves no token out of vocab_size={size}; algorithm.top_k=0"
     ):
-        locate_frozen(run, source.locate(run.model))
+        locate_frozen(run.algorithm, source.locate(run.model))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Compiled programs are kept for the next start, where that is safe and nobody has said otherwise."""
 
-import contextlib
-
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tunix_lite.commands import replay
 from tunix_lite.parallel import compiling
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.settings.compose import compose, compose_values
+from tunix_lite.settings.compose import compose
 
 
 @pytest.fixture
@@ -59,15 +56,3 @@ def test_programs_of_several_cpu_devices_are_compiled_afresh_and_those_of_one_ar
     assert jax.config.jax_enable_compilation_cache, "a mesh of one of four devices"
     make_mesh(((2, 1), ("fsdp", "tp")), jax.devices())
     assert not jax.config.jax_enable_compilation_cache
-
-
-def test_the_folder_of_a_run_does_not_say_where_programs_come_from(monkeypatch, tmp_path):
-    """They are code: only the command line of this machine names their folder."""
-    run = tmp_path / "run"
-    (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "config.yaml").write_text(f"runtime:\n  program_cache: {tmp_path}\nseed: 7\n")
-    values = {**compose_values([], None, ("+command=replay",)), "checkpoint": str(run), "step": 1}
-    monkeypatch.setattr(replay, "_on_this_mesh", lambda found, theirs: found)
-    with contextlib.ExitStack() as stack:
-        found = replay.with_settings_of_run(stack, values, [])
-    assert found["seed"] == 7 and found["runtime"]["program_cache"] == "auto"

@@ -1,7 +1,6 @@
 """What a program says while it works: how far it is, how long it still takes, on a terminal and on a pipe."""
 
 import fcntl
-import json
 import os
 import pty
 import re
@@ -11,93 +10,24 @@ import subprocess
 import sys
 import termios
 
-import numpy as np
-import pytest
-
-from tunix_lite.commands.generate import EndedCompletions
-from tunix_lite.inference.language_model import Completion
+from tunix_lite.commands.generate import PartialFile
 from tunix_lite.rollout.requests import Request
-from tunix_lite.rollout.time_left import LengthEstimate, SamplingClock
-
-CHUNK = 16
+from tunix_lite.runs.sampling_progress import SamplingClock
 
 
-def requests_of(lengths, limit: int) -> list[Request]:
-    return [Request(i, i, 0, limit) for i in range(len(lengths))]
-
-
-def sampled(clock, now, lengths, limit: int, slots: int, seconds: float, first: float):
-    """Samples in slots by hand, a chunk at a time; yields after each chunk. Chunks take `seconds`, the first one
-    `first` more."""
-    requests = requests_of(lengths, limit)
-    free = list(requests)
-    held: list[Request] = []
-    clock.begin()
-    now[0] += first
-    while free or held:
-        while free and len(held) < slots:
-            held.append(free.pop(0))
-        now[0] += seconds
-        for request in held:
-            count = min(CHUNK, lengths[request.prompt] - len(request.tokens))
-            request.tokens += [0] * count
-            if len(request.tokens) == lengths[request.prompt]:
-                request.reason = "length" if len(request.tokens) == limit else "eos"
-        clock.take(held)
-        held = [request for request in held if request.reason is None]
-        yield
-
-
-def lengths_of(kind: str, count: int, limit: int) -> list[int]:
-    rng = np.random.default_rng(7)
-    drawn = rng.lognormal(np.log(0.3 * limit), 0.4, count)
-    if kind == "loops":  # a third never ends
-        drawn = np.where(rng.random(count) < 1 / 3, limit, drawn)
-    if kind == "uniform":
-        drawn = rng.uniform(1, limit, count)
-    if kind == "cut":
-        drawn = np.where(rng.random(count) < 0.9, limit, drawn)
-    if kind == "alike":
-        drawn = np.full(count, limit // 3)
-    return np.clip(drawn, 1, limit).astype(int).tolist()
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "slots", "limit"),
-    [
-        ("cut", 32, 32, 96),
-        ("loops", 32, 32, 256),
-        ("loops", 160, 160, 512),
-        ("loops", 160, 32, 256),
-        ("uniform", 160, 160, 256),
-        ("uniform", 160, 32, 256),
-        ("lognormal", 160, 32, 512),
-        ("lognormal", 160, 16, 256),
-        ("alike", 160, 16, 256),
-    ],
-)
-def test_the_time_left_after_a_fifth_is_within_a_quarter_of_what_comes(kind, count, slots, limit):
-    """The first chunk waits 40 s for compilers and prompts, which is no part of the work that is estimated."""
-    now = [0.0]
-    clock = SamplingClock([count], lambda: 40.0 if now[0] else 0.0, lambda: now[0])
-    times, left = [], []
-    for _ in sampled(clock, now, lengths_of(kind, count, limit), limit, slots, 2.0, first=40.0):
-        times.append(now[0])
-        left.append(clock.seconds_left())
-    end = times[-1]
-    at = next(i for i, t in enumerate(times) if t - 40 >= 0.2 * (end - 40))
-    assert left[at] == pytest.approx(end - times[at], rel=0.25)
-    assert left[0] is None and left[-1] == 0.0, "a chunk is timed from the one before"
-
-
-def test_lengths_are_estimated_as_lifetimes():
-    """Kaplan and Meier by hand: of 4, one ends at 2 and one at 4, one still grows at 3, one was cut at 8.
-    S(2) = 3/4; at 4 two are at risk: S(4) = 3/8."""
-    lengths = LengthEstimate([(2, True), (4, True), (8, False)], [3], limit=8)
-    longer = np.exp(lengths._log_longer)
-    np.testing.assert_allclose(longer[[1, 2, 3, 4, 8]], [1, 3 / 4, 3 / 4, 3 / 8, 3 / 8])
-    assert lengths.draw(np.full(100, 5)).min() == 8, "nobody was seen to end behind 5"
-    assert sorted(lengths.draw(np.zeros(8, int)).tolist()) == [2, 2, 4, 4, 4, 8, 8, 8]
+def test_the_time_left_is_by_the_completions_that_have_ended_and_compiling_is_no_part_of_it():
+    now, compiled = [0.0], [0.0]
+    clock = SamplingClock(8, lambda: compiled[0], lambda: now[0])
+    requests = [Request(i, i, 0, 64, num_new=16) for i in range(4)]
+    now[0] = 4.0
+    clock.take(requests)
+    assert clock.tokens_per_second() == 4 * 16 / 4.0 and clock.seconds_left() is None
+    now[0], compiled[0] = 36.0, 30.0
+    requests[0].reason = requests[1].reason = "eos"
+    clock.take(requests)
+    assert clock.tokens_per_second() == 8 * 16 / 6.0 and clock.seconds_left() == 6.0 * 6 / 2
+    now[0] = 38.0
+    assert clock.seconds_left() == 16.0, "two seconds have gone by since"
 
 
 # ---- on a terminal, and on a pipe
@@ -165,12 +95,15 @@ def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results()
 # ---- results so far
 
 
-def test_completions_of_many_prompts_are_on_the_disk_as_they_end(tmp_path):
-    out = tmp_path / "said.jsonl"
-    (tmp_path / "said.jsonl.partial").write_text("of an earlier start\n")
-    with EndedCompletions(out, ["a", "b"], None) as ended:
-        ended.take([Completion(1, 0, "two", [2], [-1.0], [-1.0], "eos", (0.1, 0.2))])
-        lines = (tmp_path / "said.jsonl.partial").read_text().splitlines()
-        assert [json.loads(line)["prompt"] for line in lines] == ["b"] and not out.exists()
-    EndedCompletions(None, ["a", "b"], None)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["said.jsonl.partial"]
+def test_completions_are_on_the_disk_as_they_end(tmp_path):
+    path = tmp_path / "said.jsonl.partial"
+    path.write_text("of an earlier start\n")
+    with PartialFile(path) as file:
+        file.write("")
+        assert path.read_text() == "of an earlier start\n"
+        for text in ("one", "two"):
+            file.write(f"{text}\n")
+        assert path.read_text() == "one\ntwo\n"
+    with PartialFile(None) as file:
+        file.write("three\n")
+    assert list(tmp_path.iterdir()) == [path]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tunix_lite.checkpoint import Checkpoints
-from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.hardware import Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.resolved.run import find_model
 from tunix_lite.runs.learner import build_learner

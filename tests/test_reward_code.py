@@ -14,7 +14,7 @@ import pytest
 from tunix_lite.rewards.code import PassesTests, code_in
 from tunix_lite.rewards.scores import Score
 from tunix_lite.workers import sandbox
-from tunix_lite.workers.marked_processes import find_marked
+from tunix_lite.workers.process import find_marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 # Containers often refuse namespaces; no code runs there.

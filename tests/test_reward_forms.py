@@ -1,4 +1,4 @@
-"""Formats, length, repetition, ROUGE-L, edit distance and comparisons within a group, against values worked by hand."""
+"""Formats, length, repetition, ROUGE-L and comparisons within a group, against values worked by hand."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.groups import Diversity, LengthRank, ranks_of
 from tunix_lite.rewards.math import correct
 from tunix_lite.rewards.ported import OfTRL, OfVerl
-from tunix_lite.rewards.similarity import EditSimilarity, RougeL, common_length, edit_distance
+from tunix_lite.rewards.similarity import RougeL, common_length
 from tunix_lite.rewards.text import CosineLength, Matches, Repetition, SoftOverlong, Tags, TargetLength
 
 # ---- tags and patterns
@@ -136,7 +136,7 @@ def test_repetition_by_hand(completion, n, score):
         (lambda: Matches("a", seconds=0), "seconds=0"),
         (lambda: RougeL(split="bytes"), "split='bytes'"),
         (lambda: RougeL(measure="f2"), "measure='f2'"),
-        (lambda: EditSimilarity(most=0), "most=0"),
+        (lambda: RougeL(most=0), "most=0"),
         (lambda: LengthRank(unit="bytes"), "unit='bytes'"),
         (lambda: Diversity(0), "n=0"),
     ],
@@ -149,19 +149,16 @@ def test_wrong_settings_are_named(make, message):
 # ---- similarity
 
 
-def test_common_length_and_edit_distance_are_those_of_the_tables():
+def test_common_length_is_that_of_the_table():
     """Against the table of dynamic programming, for texts of few letters, so that much is common."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         first, second = ("".join(rng.choice(list("abc"), rng.integers(0, 80))) for _ in range(2))
         common = np.zeros((len(first) + 1, len(second) + 1), int)
-        edits = np.add.outer(np.arange(len(first) + 1), np.arange(len(second) + 1))
         for i, a in enumerate(first):
             for j, b in enumerate(second):
                 common[i + 1, j + 1] = common[i, j] + 1 if a == b else max(common[i, j + 1], common[i + 1, j])
-                edits[i + 1, j + 1] = min(edits[i, j] + (a != b), edits[i, j + 1] + 1, edits[i + 1, j] + 1)
         assert common_length(first, second) == common[-1, -1]
-        assert edit_distance(first, second) == edits[-1, -1]
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,9 @@ def test_the_last_score_of_the_answer_counts(answer, settings, score):
         ("Score (0-10)", "holds no score"),
     ],
 )
-def test_an_answer_without_a_score_is_an_error_and_not_kept(answer, message, tmp_path):
+def test_an_answer_without_a_score_is_an_error(answer, message):
     with serving(answer, "Score: 5") as server:
-        asks = judge(server, cache=str(tmp_path / "cache.jsonl"))
+        asks = judge(server)
         with pytest.raises(JudgeError, match=message):
             asks("4", EXAMPLE)
         assert asks("4", EXAMPLE) == 0.5, "it was asked again"
@@ -224,31 +224,6 @@ def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
         assert "Authorization" not in other.headers[0]
 
 
-def test_answers_are_kept_in_a_file_which_processes_share(tmp_path):
-    file = tmp_path / "new" / "cache.jsonl"
-    with serving("Score: 5") as server:
-        asks = judge(server, cache=str(file))
-        assert [asks("4", EXAMPLE), asks("4", EXAMPLE), asks("5", EXAMPLE)] == [0.5] * 3
-        assert len(server.asked) == 2
-        # another pattern reads the same answers; another model is asked anew
-        assert judge(server, cache=str(file), highest=5.0)("4", EXAMPLE) == 1 and len(server.asked) == 2
-        judge(server, cache=str(file), model="other")("4", EXAMPLE)
-        assert len(server.asked) == 3
-        # one that finds no score in what is kept asks again
-        with pytest.raises(JudgeError, match="holds no score"):
-            judge(server, cache=str(file), pattern=r"\[(\d)\]")("4", EXAMPLE)
-        assert len(server.asked) == 4
-
-        # another process: all that is in the file, but for a line that its writer did not finish
-        with open(file, "a") as more:
-            more.write('{"key": "x", "ans')
-        with contextlib.closing(Pool({"judge": asks}, RewardsConfig(timeout=20.0))) as pool:
-            found = [pool.submit(text, EXAMPLE).result()["judge"] for text in ("4", "6", "6")]
-        assert found == [("", 0.5)] * 3 and len(server.asked) == 5
-        assert asks("6", EXAMPLE) == 0.5 and len(server.asked) == 5, "it was read from what the other process wrote"
-        assert len(file.read_text().splitlines()) == 5
-
-
 def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
     with serving(503) as server, contextlib.closing(Pool({"judge": judge(server)}, ZERO)) as pool:
         kind, how = pool.submit("4", EXAMPLE).result()["judge"]
@@ -266,7 +241,6 @@ def test_a_judge_that_fails_is_an_error_of_the_reward_and_never_a_zero():
         ({"prompt": "Is it good?"}, r"prompt has no \{completion\}"),
         ({"pattern": "Score"}, "has no group"),
         ({"prompt": "{completion"}, "prompt='{completion': expected '}'"),
-        ({"cache": "/"}, "cache=/ is a folder; it is the name of a file"),
         ({"pattern": "(Score"}, r"pattern='\(Score': missing \)"),
         ({"lowest": 10.0}, "lowest=10.0 must be below highest=10.0"),
         ({"retries": -1}, "retries and backoff not negative"),

@@ -17,9 +17,8 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout import engine, memory
-from tunix_lite.rollout import scheduler as host_side
-from tunix_lite.rollout.engine import Request, make_generate, make_sampler
+from tunix_lite.rollout import engine, generate, memory
+from tunix_lite.rollout.generate import Request, make_generate, make_sampler
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
@@ -104,8 +103,8 @@ GROUP, END = 2, (1,)
 def small_blocks():
     """Prompts are read two at a time, 6 or 12 tokens wide, so that seven of them take the prompt cache's four rows twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_side, "MIN_PROMPT_WIDTH", 6)
-        patch.setattr(host_side, "TOKENS_PER_PREFILL", 2 * LONG)
+        patch.setattr(engine, "MIN_PROMPT_WIDTH", 6)
+        patch.setattr(engine, "TOKENS_PER_PREFILL", 2 * LONG)
         yield
 
 
@@ -283,13 +282,13 @@ def test_slots_chunk_mesh_and_place_of_the_weights_change_no_token(two_layers, s
 
 def widths_of(monkeypatch) -> list[int]:
     """The columns of a global layer in each chunk that is started from now on."""
-    widths, start_chunk = [], engine.RolloutScheduler.start_chunk
+    widths, start_chunk = [], engine.Engine.start_chunk
 
     def watched(scheduler):
         start_chunk(scheduler)
         widths.append(scheduler.slots.cache[-1].k.shape[2])
 
-    monkeypatch.setattr(engine.RolloutScheduler, "start_chunk", watched)
+    monkeypatch.setattr(engine.Engine, "start_chunk", watched)
     return widths
 
 
@@ -315,7 +314,7 @@ def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy
 def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     made = []
-    monkeypatch.setattr(engine, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
+    monkeypatch.setattr(generate, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
     sample = sampler(one_layer, slots=2, chunk=4, eos=())
     for seed in (0, 1):
         all_of(sample(small, prompts_of((12, 3), seed=seed), jax.random.key(seed), 2))
@@ -451,18 +450,18 @@ def test_a_slot_is_free_two_chunks_after_a_stop_text(ending, small, unstopped):
 def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypatch):
     """jax reads a host array when the program runs, which may be after the host has read the next chunk. Hosts that
     are not equally fast would then give unequal arrays to one program."""
-    given, refill = [], engine.RolloutScheduler.refill
+    given, fill = [], engine.Engine.fill
 
     def watched(scheduler):
         def recorded(*args):
-            given.extend((arg, arg.copy()) for arg in args if isinstance(arg, np.ndarray))
-            return whole.refill(*args)
+            given.extend((arg, arg.copy()) for arg in jax.tree.leaves(args) if isinstance(arg, np.ndarray))
+            return whole.admit(*args)
 
-        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, refill=recorded)
-        refill(scheduler)
+        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, admit=recorded)
+        fill(scheduler)
         scheduler.programs = whole
 
-    monkeypatch.setattr(engine.RolloutScheduler, "refill", watched)
+    monkeypatch.setattr(engine.Engine, "fill", watched)
     all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
     assert len(given) > 10 and any((array >= 0).any() for array, _ in given), "nothing was stopped"
     for array, as_given in given:
@@ -489,7 +488,7 @@ class Watched:
 def generate_with(monkeypatch, sample):
     """make_generate on a sampler that has been compiled, and the sampler, which counts."""
     watched = Watched(sample)
-    monkeypatch.setattr(engine, "make_sampler", lambda *_: watched)
+    monkeypatch.setattr(generate, "make_sampler", lambda *_: watched)
     return make_generate(None, BRIEF, (), 0), watched
 
 
@@ -657,7 +656,7 @@ def test_weights_are_gathered_if_they_the_cache_and_the_prompts_fit_into_nine_te
 @pytest.mark.parametrize("gather", [True, False])
 def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, gather):
     set_mesh(2, 2)
-    per_layer_params = engine.make_prepare(cfg, jnp.float32, gather)(random_params(cfg))
+    per_layer_params = generate.make_prepare(cfg, jnp.float32, gather)(random_params(cfg))
     places = [set(leaf.sharding.spec) for leaf in jax.tree.leaves(per_layer_params)]
     assert any("tp" in place for place in places)
     assert any("fsdp" in place for place in places) != gather
@@ -666,7 +665,7 @@ def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, 
 def test_decoding_updates_the_cache_in_place(cfg):
     programs = make_programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
     slots = programs.make_slots(2)
-    per_layer_params = engine.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
+    per_layer_params = generate.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()
     cache = kv_cache.tree_bytes(slots.cache)
     assert cache == 2 * 4 * 2 * 2 * 8 * (4096 + 2 * 5), "keys and values, float32, 2 rows, 2 heads of 8; two rings of 5"

@@ -115,14 +115,6 @@ def test_the_counts_of_a_program_are_sums_and_the_rest_of_a_loop_stands_beside_i
     assert (turn.kernels, turn.flops) == (4, 1024)
 
 
-def test_a_small_array_between_two_kernels_of_a_turn_stays_in_the_cache():
-    """The product's result, 128 bytes, is one; weights, x and the row in the buffer are none."""
-    product, stored = kernels(LOOP, cached_bytes=128)[1:3]
-    assert (product.read_bytes, product.written_bytes) == (768, 0)
-    assert (stored.read_bytes, stored.written_bytes) == (4, 128)
-    assert kernels(LOOP, cached_bytes=127) == kernels(LOOP)[:3] + kernels(LOOP, cached_bytes=127)[3:]
-
-
 def test_copies_of_weights_and_cache_are_found_inside_and_outside_of_the_loop():
     assert [k.name for k in copies(kernels(LOOP), 256)] == ["fusion.3"]
     assert [k.name for k in copies(kernels(LOOP), 256, in_loop=False)] == ["copy.1", "fusion.3"]
@@ -229,8 +221,7 @@ def test_a_decode_step_of_qwen_has_the_flops_of_the_model_and_no_more_kernels_th
 
 @pytest.mark.aot
 def test_no_logits_reach_the_memory_of_an_h100_with_the_fused_kernels(monkeypatch):
-    """As XLA of jax 0.10.2 compiles it. Without the kernel every byte is 1.161 times the floor, and what the L2 does not
-    hold 1.038 times."""
+    """As XLA of jax 0.10.2 compiles it. Without the kernel every byte is 1.161 times the floor."""
     if not any(importlib.util.find_spec(module) for module in COMPILERS["cuda"]):
         pytest.skip("the compiler for an h100 is not installed")
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
@@ -239,7 +230,6 @@ def test_no_logits_reach_the_memory_of_an_h100_with_the_fused_kernels(monkeypatc
 
     found = decode_step("h100", "qwen3_0.6b", 256, ["rollout.kernels=fused"])
     assert found["bytes_over_floor"] <= 1.14
-    assert found["memory_over_floor"] <= 1.015
     assert found["kernels_beside"] <= 10
 
 
@@ -260,6 +250,6 @@ def test_a_tpu_does_not_move_the_cache_into_its_chip_and_out_again(slots, most, 
 
 # python benchmarks/roofline.py --models qwen3_0.6b --slots 64 --programs decode
 COMMITTED = {
-    "h100": {"kernels_a_layer": 16.5, "bytes_over_floor": 1.21, "memory_over_floor": 1.03},
-    "v5e-1": {"kernels_a_layer": 29, "bytes_over_floor": 1.031, "memory_over_floor": 1.031},
+    "h100": {"kernels_a_layer": 16.5, "bytes_over_floor": 1.21},
+    "v5e-1": {"kernels_a_layer": 29, "bytes_over_floor": 1.031},
 }

@@ -12,14 +12,13 @@ import pytest
 
 from tests.conftest import ragged_prompts, random_params
 from tunix_lite.learner.packing import RowShape
-from tunix_lite.learner.policy import batch_scores
+from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.learner.rows import PACKING, RowLayout
-from tunix_lite.learner.scoring import scoring_program
 from tunix_lite.models import decoder, rounding, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, RowBatch

@@ -14,7 +14,7 @@ from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.engine import make_generate, make_prepare
+from tunix_lite.rollout.generate import make_generate, make_prepare
 from tunix_lite.rollout.programs import SamplerSpec, make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 

@@ -1,7 +1,5 @@
 """Clients that stall, send too much, or come in thousands: the server answers the others, and its memory is bounded."""
 
-import asyncio
-import contextlib
 import dataclasses
 import json
 import re
@@ -17,11 +15,9 @@ from test_serve import post, raw, until
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import TooManyRequests
-from tunix_lite.serving import connections, listen
-from tunix_lite.serving.app import Server
+from tunix_lite.serving import face
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits, read_call
-from tunix_lite.serving.listen import ServerSettings
 
 LIMITS = Limits("m", 64, 48, 112)
 
@@ -57,7 +53,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 def test_a_client_that_does_not_send_its_body_is_given_up(tokenizer, monkeypatch):
-    monkeypatch.setattr(listen, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(face, "BODY_SECONDS", 0.3)
     with listening(ScriptedEngine(tokenizer, say), LIMITS) as address:
         body = asking(1)
         with connected(address) as slow:
@@ -152,10 +148,10 @@ def test_a_prompt_that_is_far_too_long_is_refused_unread(tokenizer, where, monke
 @pytest.mark.parametrize(
     "more, field",
     [
-        ({"temperature": 10**400}, None),
+        ({"temperature": 10**400}, "temperature"),
         ({"top_p": 10**300}, "top_p"),
         ({"min_p": -(10**306)}, "min_p"),
-        ({"seed": 10**400}, None),
+        ({"seed": 10**400}, "seed"),
         ({"top_p": 1e-300}, "top_p"),
         ({"temperature": 1e-38}, "temperature"),
         ({"chat_template_kwargs": {"bos_token": "<eos>"}}, "chat_template_kwargs"),
@@ -174,7 +170,7 @@ def test_numbers_and_texts_wider_than_float_and_utf8_are_refused(tokenizer, more
         assert b"It is 7" in raw(address, post(asking(7, user="\U0001f600 and " + "1" * 400)))
 
 
-@pytest.mark.parametrize("depth", [99, 900, 30_000])
+@pytest.mark.parametrize("depth", [60, 900, 30_000])
 @pytest.mark.parametrize("where", ["messages", "tools", "metadata"])
 def test_deep_bodies_are_refused(tokenizer, depth, where):
     nested = b"[" * depth + b"]" * depth
@@ -182,7 +178,7 @@ def test_deep_bodies_are_refused(tokenizer, depth, where):
     with listening(ScriptedEngine(tokenizer, say), LIMITS) as address:
         answer = raw(address, post(body))
         # metadata is ignored, and this is no list of messages or tools
-        assert status(answer) == (200 if depth == 99 and where == "metadata" else 400), answer[:300]
+        assert status(answer) == (200 if depth == 60 and where == "metadata" else 400), answer[:300]
 
 
 def test_a_stream_whose_client_has_left_frees_its_slots_and_leaves_one_line(tokenizer, monkeypatch, capfd, caplog):
@@ -215,76 +211,6 @@ def test_an_error_of_our_own_is_json_and_its_traceback_is_in_the_log(tokenizer, 
         answer = raw(address, post(asking(1)))
     assert status(answer) == 500 and b"its log says why" in answer and b"secret" not in answer
     assert "ZeroDivisionError" in capfd.readouterr().err
-
-
-# ---- connections
-
-
-@contextlib.asynccontextmanager
-async def served(tokenizer, **settings):
-    """The port of a server that listens as `serve` does, in the loop of the test."""
-    server = Server(ScriptedEngine(tokenizer, say), tokenizer, LIMITS, ServerSettings(port=0, **settings))
-    ready = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(server.run(ready.set_result))
-    try:
-        address = await asyncio.wait_for(ready, 30)
-        yield int(address.rpartition(":")[2])
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-async def answer_of(port: int, request: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    found = await asyncio.wait_for(reader.read(), 20)
-    writer.close()
-    return found
-
-
-HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-
-
-def test_connections_without_a_whole_request_are_closed(tokenizer, monkeypatch):
-    """Half a head, nothing at all, or an answer and then nothing."""
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.6)
-    beginnings = (b"GET /healthz HT", b"", HEALTH.replace(b"Connection: close\r\n", b""))
-
-    async def main():
-        async with served(tokenizer) as port:
-            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in beginnings]
-            for (_, writer), beginning in zip(opened, beginnings):
-                writer.write(beginning)
-            found = []
-            for reader, writer in opened:
-                with contextlib.suppress(ConnectionResetError):
-                    found.append(await asyncio.wait_for(reader.read(), 10))
-                writer.close()
-            assert found[-1].startswith(b"HTTP/1.1 200") and b"It is 7" in await answer_of(port, post(asking(7)))
-
-    asyncio.run(main())
-
-
-def test_a_request_under_way_is_not_closed_for_a_new_connection(tokenizer, monkeypatch):
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.2)
-
-    async def main():
-        async with served(tokenizer) as port:
-            # The body comes late, and nothing else is there that could be closed.
-            half = post(asking(7))
-            under_way = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            for _, writer in under_way:
-                writer.write(half[:-5])
-            await asyncio.sleep(1)
-            with contextlib.suppress(ConnectionResetError):
-                assert await answer_of(port, HEALTH) == b""
-            for reader, writer in under_way:
-                writer.write(half[-5:])
-                assert b"It is 7" in await asyncio.wait_for(reader.read(), 10)
-                writer.close()
-
-    asyncio.run(main())
 
 
 def test_a_full_line_is_429_and_says_when_to_come_again(tokenizer):

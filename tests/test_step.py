@@ -16,7 +16,7 @@ from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import num_updates
 from tunix_lite.learner.policy import sequence_scores, token_logprobs
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Batch, Max, RowBatch, TokenScores, TrainState
 

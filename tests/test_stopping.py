@@ -155,8 +155,7 @@ def test_a_rollout_is_left_only_where_the_state_is_whole():
             False,
             True,
             "two updates",
-            "the update under way takes about 35 s more, longer than training.grace_seconds=30, and cannot be ended: "
-            "stopping after it, with a checkpoint, if we are given the time",
+            "stopping after the update under way, in about 35 s, longer than training.grace_seconds=30, with a checkpoint",
         ),
     ],
 )

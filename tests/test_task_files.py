@@ -15,7 +15,7 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.tasks import row_files
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
-from tunix_lite.tasks.row_files import Rows, RowsOnDisk, RowStream
+from tunix_lite.tasks.row_files import Rows, RowStream
 from tunix_lite.tasks.sources import digest_of_data
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
@@ -62,7 +62,7 @@ def test_a_file_of_ones_own_is_a_task_in_one_command(tmp_path):
     assert list(run.task.rewards) == ["near"] and run.task.correct is near
     assert run.task.rewards["near"].fn("3 ", rows[3]) == 1 and run.task.extract(" 3\n") == "3"
     parts = prepare(run, RunDir(tmp_path / "run"))
-    said = dict(startup_summary(parts.resolved.run, parts, RunDir(tmp_path / "run"))[1])["data"]
+    said = dict(startup_summary(parts, RunDir(tmp_path / "run"))[1])["data"]
     assert said == (
         "20 examples to train on, 3 held out; all 3 held-out examples are evaluated (evaluation.num_examples=256)"
     )
@@ -75,34 +75,10 @@ def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer
     file = json_lines(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(25)])
     task = words(["task=jsonl", f"task.train={file}", REWARD], tokenizer)
     assert [e["prompt"] for e in task.config.source.held_out] == ["9", "19"]
-    assert len(task.config.source.train) == 23 and task.config.source.train.where(9).endswith("line 11")
+    assert len(task.config.source.train) == 23 and task.config.source.train[9].place.endswith("line 11")
     assert held_out_in_training(task) == 0, "before it was looked for, and afterwards"
     assert check_all_rows(task, False, 2) == "23 examples to train on, 2 held out"
     assert held_out_in_training(task) == 0
-
-
-def test_a_file_that_stays_on_disk_gives_the_same_batches(tmp_path, tokenizer):
-    """In order, from the middle as a resumed run does, and again; read ahead by other threads."""
-    rows = [{"prompt": f"{i} ö\u2028", "answer": str(i)} for i in range(23)]
-    train = json_lines(tmp_path / "train.jsonl", [*rows[:9], "", "{oops", *rows[9:]])
-    held_out = json_lines(tmp_path / "held_out.jsonl", rows[:2])
-    given = ["task=jsonl", f"task.train={train}", f"task.held_out={held_out}", "task.on_error=skip", REWARD]
-    in_memory = words(given, tokenizer)
-    on_disk = words([*given, "task.in_memory=false"], tokenizer)
-    for steps in (range(12), (40, 41, 3, 3, 4)):
-        for step in steps:
-            assert on_disk.batch(4, 7, step) == in_memory.batch(4, 7, step)
-    assert on_disk.batch(4, 8, 0) == in_memory.batch(4, 8, 0) != on_disk.batch(4, 7, 0)
-    disk, memory = on_disk.config.source.train, in_memory.config.source.train
-    assert list(disk) == list(memory) and disk.where(9) == memory.where(9) == f"{train}, line 12"
-    said = check_all_rows(on_disk, False, 2)
-    assert said.startswith(f"23 examples to train on, read from disk, 2 held out; 1 malformed rows of {train} are left")
-    dropping = words([*given, "task.in_memory=false"], tokenizer, long_prompts="drop")
-    assert dropping.batch(4, 7, 2) == words(given, tokenizer, long_prompts="drop").batch(4, 7, 2)
-    with pytest.raises(ValueError, match="train.jsonl, line 11: not JSON"):
-        _ = words([*given, "task.in_memory=false", "task.on_error=raise"]).config.source.train
-    with pytest.raises(ConfigError, match="in_memory=false is for format=jsonl"):
-        words(["task=csv", f"task.train={train}", REWARD, "task.in_memory=false"])
 
 
 def stream_of(train: str, held_out: Path, *more: str, tokenizer=None, **settings) -> Task:
@@ -135,6 +111,15 @@ def test_files_read_in_order_give_each_row_once_an_epoch_and_go_on_from_any_step
         replace(task, long_prompts="drop").batch(4, 7, 0)
 
 
+def test_pairs_are_read_in_order_too(tmp_path, tokenizer):
+    pairs = [{"prompt": str(n), "chosen": f"{n}a", "rejected": f"{n}b"} for n in range(7)]
+    train = json_lines(tmp_path / "train.jsonl", pairs)
+    task = stream_of(train, train, "task=preferences", "task.shuffle_buffer=3", tokenizer=tokenizer)
+    rows = [row for step in range(2) for row in task.batch(4, 0, step)[0]][:7]
+    assert sorted(row["completion"] for row in rows) == [pair["chosen"] for pair in pairs]
+    assert check_all_rows(task, True, 1).startswith("1 files to train on, read in order")
+
+
 def test_a_malformed_row_of_a_stream_is_named_or_left_out_and_counted(tmp_path, tokenizer):
     rows = [{"prompt": str(n)} for n in range(8)]
     train = json_lines(tmp_path / "train.jsonl", [*rows[:5], "{oops", *rows[5:]])
@@ -162,8 +147,6 @@ def test_a_malformed_row_of_a_stream_is_named_or_left_out_and_counted(tmp_path, 
             ["task.shuffle_buffer=5", "task.held_out=null"],
             "shuffle_buffer takes the held-out rows from a file of their own",
         ),
-        (["task.shuffle_buffer=5", "task.in_memory=false"], "leave one of the two out"),
-        (["task=preferences", "task.shuffle_buffer=5"], "shuffle_buffer is not for preferences"),
     ],
 )
 def test_a_stream_that_cannot_be_is_named(tmp_path, settings, message):
@@ -177,7 +160,7 @@ def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
     file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())
     rows = Rows(str(file), "csv")
     assert rows == [{"question": "1 + 1, said\nhe", "answer": "2"}, {"question": "3 + 4", "answer": "7"}]
-    assert [rows.where(i)[-6:] for i in (0, 1)] == ["line 2", "line 5"]
+    assert [rows[i].place[-6:] for i in (0, 1)] == ["line 2", "line 5"]
     task = words(
         ["task=csv", f"task.train={file}", f"task.held_out={file}", "task.prompt='{question}?'", REWARD], tokenizer
     )
@@ -202,7 +185,7 @@ def test_parquet_rows_are_dicts(tmp_path):
     parquet.write_table(table, tmp_path / "rows.parquet")
     rows = Rows(str(tmp_path / "rows.parquet"), "parquet")
     assert rows[2] == {"question": "1 + 1", "messages": [{"role": "user", "content": "hi"}]}
-    assert rows.where(2).endswith("rows.parquet, row 3")
+    assert rows[2].place.endswith("rows.parquet, row 3")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(ValueError, match="bad.parquet: cannot be read as Parquet"):
         Rows(str(tmp_path / "bad.parquet"), "parquet")
@@ -217,7 +200,7 @@ def test_malformed_rows_are_left_out_and_counted_or_refused(tmp_path, tokenizer)
     held_out = json_lines(tmp_path / "held_out.jsonl", [{"question": "9", "answer": "9"}])
     given = ["task=jsonl", f"task.train={train}", f"task.held_out={held_out}", "task.prompt='{question}?'", REWARD]
     task = words([*given, "task.on_error=skip"], tokenizer)
-    assert [*task.config.source.train] == good and task.config.source.train.where(1).endswith("line 6")
+    assert [*task.config.source.train] == good and task.config.source.train[1].place.endswith("line 6")
     assert check_all_rows(task, False, 1) == (
         f"4 examples to train on, 1 held out; 4 malformed rows of {train} are left out, the first: {train}, line 2: not "
         "JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"
@@ -263,10 +246,6 @@ def test_a_wrong_task_of_files_is_named(overrides, says):
     [
         (["task=jsonl", REWARD, "task.train='{}/r*.jsonl'"], r"r\*.jsonl: only files that are read in order may be"),
         (["task=jsonl", REWARD, "task.train={}/no.jsonl"], "no.jsonl is not a file"),
-        (
-            ["task=jsonl", REWARD, "task.in_memory=false", "task.train='{}/r*'"],
-            "set task.shuffle_buffer=10000 and task",
-        ),
         (["task=jsonl", REWARD, "task.shuffle_buffer=5", "task.train='{}/no*.jsonl'"], r"no\*.jsonl: no file has such"),
         (["task=csv", REWARD, "task.train={}/empty.csv"], "line 1: there are no columns; the first line names them"),
     ],
@@ -279,11 +258,10 @@ def test_files_that_are_not_there_or_empty_are_named(tmp_path, settings, says):
         _ = source.train
 
 
-@pytest.mark.parametrize("rows_of", [lambda file: RowStream(file, 5), RowsOnDisk])
-def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tmp_path, rows_of, monkeypatch):
+def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tmp_path, monkeypatch):
     def of(rows: list, file: Path = tmp_path / "train.jsonl") -> str:
         json_lines(file, rows)
-        return digest_of_data(SimpleNamespace(train=rows_of(str(file)), held_out=[]))["train"]
+        return digest_of_data(SimpleNamespace(train=RowStream(str(file), 5), held_out=[]))["train"]
 
     rows = [{"prompt": f"{n:05}"} for n in range(2000)]
     changed = [[*rows[:n], {"prompt": "other"}, *rows[n + 1 :]] for n in (0, 1000, 1899, 1999)]
@@ -324,8 +302,7 @@ def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
     plain = b'{"q": "1"}\n{"q": "2"}\n'
     (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
     file = str(tmp_path / "marked.jsonl")
-    on_disk = RowsOnDisk(file)
-    assert list(Rows(file)) == [on_disk[0], on_disk[1]] == [{"q": "1"}, {"q": "2"}]
+    assert list(Rows(file)) == [{"q": "1"}, {"q": "2"}]
     assert RowStream(file, 1).first(2) == [{"q": "1"}, {"q": "2"}]
 
 
@@ -352,7 +329,7 @@ def test_a_reward_that_could_not_be_called_is_refused_before_anything_is_compile
     run = compose([f"+task.rewards.t={{fn: {reward}}}"])
     examples = [{"prompt": "1"}, {"prompt": "2", "answer": "3"}]
     if says is None:
-        check_fields(run, examples)
+        check_fields(run.task.rewards, examples)
         return
     with pytest.raises(ValueError, match=says):
-        check_fields(run, examples)
+        check_fields(run.task.rewards, examples)

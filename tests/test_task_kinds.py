@@ -196,7 +196,7 @@ def test_rows_that_are_too_long_to_learn_from_are_left_out_and_counted(tmp_path,
 
 
 def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing_to_learn(tmp_path):
-    """In memory, on disk and in a stream. The bundled template has no form for tools; line 3 ends with the user."""
+    """In memory and in a stream. The bundled template has no form for tools; line 3 ends with the user."""
     bad = [{**chat_of("hi", "ho"), "tools": TOOLS}, chat_of("a", "b", "c")]
     file = written(tmp_path / "rows.jsonl", [chat_of("q0", "0"), *bad, *rows_of_kind("chat", 5, {3})[1:]])
     held_out = written(tmp_path / "held_out.jsonl", rows_of_kind("chat", 2, set()))
@@ -205,7 +205,7 @@ def test_on_error_skip_leaves_out_what_the_template_refuses_and_what_has_nothing
         ConfigError, match="rows.jsonl, line 2: the row has `tools`, and the chat template of .* no form"
     ):
         prepare(compose(given), RunDir(tmp_path / "run"))
-    for more in ([], ["task.in_memory=false"], ["task.shuffle_buffer=3"]):
+    for more in ([], ["task.shuffle_buffer=3"]):
         parts = prepare(compose([*given, "task.on_error=skip", *more]), RunDir(tmp_path / "run"))
         found = [parts.task.text.ask(row) for step in range(2) for row in parts.task.batch(2, 0, step)[0]]
         assert sorted(found)[:3] == ["q0", "q1", "q2"], more

@@ -18,8 +18,9 @@ from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.runs.setup import prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows
+from tunix_lite.tasks.generated import is_held_out
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data, is_held_out
+from tunix_lite.tasks.sources import Arithmetic, Jsonl, batch_at, digest_of_data
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Rollout
@@ -485,7 +486,7 @@ def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_
     (tmp_path / "train.jsonl").write_text("\n".join([*rows, '{"question": "<bos>"}']))
     run = replace(run, task=replace(run.task, source=Jsonl(source.train_file, source.held_out_file)))
     parts = prepare(run, RunDir(tmp_path / "run"))
-    _, said = startup_summary(parts.resolved.run, parts, RunDir(tmp_path / "run"))
+    _, said = startup_summary(parts, RunDir(tmp_path / "run"))
     assert dict(said)["data"] == (
         "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
         "examples are taken as mere text (task.special_tokens_in_data)"
@@ -526,10 +527,9 @@ def test_special_tokens_of_the_prompt_setting_are_meant(tokenizer, tmp_path):
     text = "<start_of_turn>" + " " * 11 + "<bos><bos>bos'<bos>'"
     assert tokenizer.decode(ids, skip_special=False).split("user\n")[1].split("<end_of_turn>")[0] == text
     assert ids.count(ids[0]) == 1 and ids.count(tokenizer.backend.token_to_id("<start_of_turn>")) == 3
-    with pytest.raises(ValueError, match="both hold a special token, and with !r or a format it cannot be told"):
-        replace(task, config=replace(task.config, prompt="<bos>{question!r}")).text.prompt(
-            {"question": 'it\'s "<bos>"'}
-        )
+    both = replace(task, config=replace(task.config, prompt="<start_of_turn>{question!r}"))
+    ids = both.text.prompt({"question": "it's a <start_of_turn>"})
+    assert ids.count(tokenizer.backend.token_to_id("<start_of_turn>")) == 3, "that of the row is text"
 
 
 # ---- conversations

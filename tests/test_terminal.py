@@ -15,8 +15,8 @@ import time
 import pytest
 import rich.console
 
-from tunix_lite.tracking.console import Console
-from tunix_lite.tracking.dashboard import Dashboard, sample_panel
+from tunix_lite.tracking.console import Console, lines_of_sample
+from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst
 
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
 
@@ -47,8 +47,7 @@ def text_of(drawn, width: int) -> str:
 
 
 def board_after(steps: int) -> Dashboard:
-    clock = iter(range(1000))
-    board = Dashboard(20, clock=lambda: float(next(clock)))
+    board = Dashboard(20)
     for step in range(1, steps + 1):
         board.log(step, metrics(step))
     return board
@@ -62,50 +61,35 @@ def test_the_region_holds_every_number_within_the_columns(width):
         assert part in text, f"{part} at {width}"
     assert max(map(len, text.splitlines())) <= width
     assert ("best 1.200 at 12" in text) == (width >= 60)
-    wide = [line for line in text.splitlines() if "reward" in line and "s/step" in line]
-    assert bool(wide) == (width >= 110)
 
 
 def test_the_time_left_counts_the_evaluations_that_are_still_to_come():
     """Steps of 2 s and evaluations of 30 s at steps 0, 5, 10, 15 and 18: the mean of all that was would be wrong."""
-    now = [0.0]
-    board = Dashboard(18, clock=lambda: now[0], evaluates_every=5)
+    board = Dashboard(18, evaluates_every=5)
     board.log(0, {"time/eval": 40.0})
     left = {}
     for step in range(1, 19):
-        now[0] += 2.0 + (30.0 if step in (5, 10, 15, 18) else 0.0)
         board.log(step, {"time/step": 2.0} | ({"time/eval": 30.0} if step in (5, 10, 15, 18) else {}))
         left[step] = board.seconds_left()
     assert left[1] is None and left[2] == 16 * 2 + 4 * 40
     assert left[5] == 13 * 2 + 3 * 30 and left[17] == 2 + 30 and left[18] == 0
 
 
-ROWS = [
-    {"prompt": f"p{NASTY}", "completion": f"c{i}{NASTY}", "extracted": str(i), "correct": i == 3, "reward": float(i),
-     "rewards": {"right": float(i), "short": 0.5}, "advantage": i - 1.5, "group": 1, "expected": 3}
-    for i in range(4)
-]  # fmt: skip
-
-
-def test_samples_are_the_best_the_middle_and_the_worst_of_a_group():
-    same = [row | {"group": 0, "reward": 9.0} for row in ROWS]
-    text = text_of(sample_panel(10, same + ROWS, 120), 120)
-    assert [line.split()[1] for line in text.splitlines() if re.search("best|middle|worst", line)] == [
-        "best", "middle", "worst"]  # fmt: skip
-    assert "answer 3 · expected 3 · reward 3 · (right 3, short 0.5) · advantage +1.50" in text
-    assert "advantage -1.50" in text and "step 10" in text
-    assert not {"\x1b", "\x07", "\u202e"} & set(text) and "[bold]b" in text
-    assert sample_panel(1, [{"reward": 1.0}], 80) is None and sample_panel(1, [], 80) is None
+def test_a_sample_is_one_line_whatever_it_holds():
+    row = {"prompt": "p\nq", "completion": NASTY, "extracted": None, "correct": False, "reward": 0.25}
+    assert lines_of_sample(row, True) == [f"  wrong  p ⏎ q  →  {NASTY}  [no answer]  reward 0.25"]
+    assert lines_of_sample({"reward": "x"}, True) == ["  wrong  None  →  None  [no answer]"]
+    picked = best_middle_worst([[{"reward": r} for r in (1.0, None, 3.0, 2.0)], [{"reward": 9.0}] * 2])
+    assert [row["reward"] for row in picked] == [3.0, 2.0, 1.0] and best_middle_worst([]) == []
 
 
 SCRIPT = """
-import os, sys, time
+import sys, time
 from pathlib import Path
 from tunix_lite.tracking.console import Console
-console = Console(Path(sys.argv[1]), max_steps=8, mode=sys.argv[2], hides_noise=True)
+console = Console(Path(sys.argv[1]), max_steps=8, mode=sys.argv[2])
 console.panel("title", [("mesh", "fsdp=1")])
 console.busy("compiling…")
-os.write(2, b"E0000 slow_operation_alarm.cc:73] Very slow compile?\\n")
 time.sleep(float(sys.argv[3]))
 for step in range(1, 9):
     console.doing("updating")
@@ -149,10 +133,9 @@ def on_a_terminal(tmp_path, mode="auto", term="xterm-256color", pause=0.0, resiz
     return seen.decode(), "\n".join(line.split(" ", 1)[1] if line[:1].isdigit() else line for line in lines)
 
 
-def test_a_terminal_gets_a_live_region_and_noise_goes_to_the_log(tmp_path):
-    seen, log = on_a_terminal(tmp_path, pause=0.5, resize=140)
-    assert "╭─ step " in seen and "reward" in seen and "compiling… 0s" in seen
-    assert "Very slow compile?" not in seen and "Very slow compile?" in log
+def test_a_terminal_gets_a_live_region(tmp_path):
+    seen, _ = on_a_terminal(tmp_path, pause=0.5, resize=140)
+    assert "╭─ step " in seen and "reward" in seen and "compiling… 0 s" in seen
     assert "to standard error" in seen and "a hint" in seen
     columns = {len(line) for line in re.findall(r"╭─ step [^╮]*╮", seen)}
     assert max(columns) == 140 and min(columns) <= 140, "the region follows the terminal"
@@ -164,10 +147,9 @@ def test_a_dumb_terminal_and_a_pipe_get_a_plain_line_a_step(tmp_path):
     assert [line.split(" | ")[0] for line in dumb.splitlines() if line.startswith("step")] == [
         f"step {n}/8 {n / 8:.0%}" for n in range(1, 9)
     ]
-    # The files are the same whatever the screen is, but for the noise, which a live region moves to the log.
+    # The files are the same whatever the screen is.
     _, live = on_a_terminal(tmp_path, mode="rich")
-    ours = [re.sub(r" \| eta \w+", "", line) for line in live.splitlines() if "Very slow" not in line]
-    assert ours == [re.sub(r" \| eta \w+", "", line) for line in log.splitlines()]
+    assert live == log
 
 
 def test_quiet_prints_hints_and_results_only(tmp_path):

@@ -43,7 +43,6 @@ def test_without_textarena_one_line_says_what_to_install(tmp_path):
         (["task.source.games=[]"], "games is empty"),
         (["task.source.num_held_out=0"], "both must be at least 1"),
         (["task.environment.player=2", OPPONENT], "player=2 must be 0, 1 or null"),
-        (["task.environment.player=0"], "player=0 counts in a game for two alone"),
     ],
 )
 def test_settings_of_games_that_cannot_be_meant_are_refused(settings, message):

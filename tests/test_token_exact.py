@@ -20,7 +20,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
-from tunix_lite.rollout.conversations import make_converse
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.processes import ALONE
 from tunix_lite.tasks.sources import Arithmetic
@@ -113,7 +113,7 @@ def converse(name, folder):
             submit(row, tokens, ended)
 
         partner.submit = noted
-        sample = make_converse(
+        sample = make_generate(
             cfg,
             GenerationConfig(PROMPT, NEW),
             tokenizer.eos_ids,

@@ -156,7 +156,7 @@ def test_special_tokens_of_every_kind_reach_the_template(tmp_path):
         (
             "tokenizer_config.json",
             '{"chat_template": [{"name": "rag", "template": ""}]}',
-            "names the chat templates rag, no `default`",
+            "a list holds objects of name and template, one of them `default`",
         ),
         ("generation_config.json", '{"eos_token_id": []}', "names no end-of-sequence token"),
         ("chat_template.jinja", "{{ 1 }}\n{% if %}", "chat_template.jinja has an error in line 2"),

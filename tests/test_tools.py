@@ -6,13 +6,12 @@ from typing import Literal, Optional
 
 import pytest
 
-from tunix_lite.environments.bundled_tools import FolderSearch, calculator
+from tunix_lite.environments.bundled_tools import calculator
 from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.pool import EnvironmentPool
-from tunix_lite.environments.schemas import misfit, schema_of
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
-from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment
+from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment, misfit, schema_of
 
 
 def weather(
@@ -275,21 +274,6 @@ def test_tools_are_called_in_a_worker_process():
 )
 def test_the_calculator_by_hand(expression, value):
     assert calculator(expression) == value
-
-
-def test_a_folder_is_searched_by_words(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "a.txt").write_text("Water boils at 100 degrees.\n\nIce melts at 0 degrees.")
-    (tmp_path / "deep" / "b.md").write_text("Bread is baked. Bread rises.\n\n\n\nDegrees are given by universities.")
-    (tmp_path / "c.bin").write_bytes(b"boils boils")
-    search = FolderSearch(str(tmp_path), results=2)
-    assert search("when does water BOIL, boils?").startswith("[a.txt]\nWater boils at 100 degrees.")
-    # the rare word decides, and the shorter of two alike comes first
-    assert search("bread degrees").startswith("[deep/b.md]\nBread is baked.")
-    assert search("degrees").count("[") == 2
-    assert search("quantum") == "Nothing was found."
-    with pytest.raises(ValueError, match="is no folder"):
-        FolderSearch(str(tmp_path / "none"))
 
 
 def test_the_tools_of_an_environment_reach_the_chat_template(tmp_path):

@@ -1,4 +1,4 @@
-"""Trackers beside the files: TensorBoard's text and histograms read back, and the calls that other libraries get.
+"""Trackers beside the files: TensorBoard's text read back, and the calls that other libraries get.
 
 wandb, mlflow and trackio are not needed here: a stand-in of each records its calls. The tests at the end use the real
 ones where they are installed.
@@ -12,16 +12,13 @@ import time
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from tunix_lite.runs.samples import histograms
 from tunix_lite.settings import compose as composing
 from tunix_lite.tracking import plugs
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of
 from tunix_lite.tracking.tracker import TensorBoard
-from tunix_lite.types import Batch, Graded, Rollout
 
 ROW = {"prompt": "2 + 2?", "completion": "# 4 <b>\nyes", "expected": "4", "extracted": "4", "correct": True}
 ROWS = [
@@ -63,31 +60,6 @@ def test_tensorboard_gets_samples_as_text_that_is_no_markup(tmp_path):
     )
 
 
-def test_histograms_are_of_completions_and_of_their_tokens():
-    mask = np.array([[False, True, True, False], [False, True, False, False]])
-    tokens = np.array([[5, 6, 7, 0], [5, 8, 0, 0]])
-    logprobs = np.where(mask, [[0, -1.0, -2.0, 0], [0, -3.0, 0, 0]], 0).astype(np.float32)
-    rollout = Rollout(tokens, tokens > 0, mask, logprobs - 1, np.array([1, 1]), logprobs)
-    graded = Graded(
-        ["p", "p"], ["a", "b"], np.array([1.0, np.nan]), np.array([True, False]), ["a", None], {}, np.array([False, True]),
-        {"right": np.array([1.0, 0.0])}, rollout=rollout,
-    )  # fmt: skip
-    weight = mask * 0.5
-    batch = Batch(tokens, tokens > 0, weight, advantages=np.array([[2.0] * 4, [-2.0] * 4]))
-    found = {name.removeprefix("histograms/"): values.tolist() for name, values in histograms(graded, batch).items()}
-    assert found == {
-        "reward": [1.0],
-        "reward_right": [1.0, 0.0],
-        "advantage": [2.0, -2.0],
-        "completion_length": [2.0, 1.0],
-        "sampled_logprob": [-2.0, -3.0, -4.0],
-    }
-    rescored = batch.replace(old_logprobs=logprobs + np.log(2.0) * mask)
-    assert histograms(graded, rescored)["histograms/sampler_ratio"] == pytest.approx([2.0] * 3)
-    for sampled in (logprobs, rollout.logprobs):
-        assert "histograms/sampler_ratio" not in histograms(graded, batch.replace(old_logprobs=sampled))
-
-
 # ---- stand-ins of three libraries: an attribute is a function that records its call
 
 
@@ -124,7 +96,6 @@ def stand_in(monkeypatch):
 def use(tracker) -> None:
     tracker.log(3, {"train/loss": 0.5, "eval/failed_rewards": 0})
     tracker.log_samples(3, ROWS)
-    tracker.log_histograms(3, {"histograms/length": np.array([1.0, 3.0])})
     tracker.close()
 
 
@@ -132,7 +103,7 @@ def plug(name: str, *overrides: str):
     return composing.compose([f"tracking={name}", *overrides]).tracking.trackers[name]
 
 
-def test_wandb_gets_metrics_tables_and_histograms_and_its_id_back(stand_in, tmp_path):
+def test_wandb_gets_metrics_and_tables_and_its_id_back(stand_in, tmp_path):
     calls = stand_in("wandb", init=lambda calls: Recorder(calls, "run.", id="abc-1"))
     use(plug("wandb", "project_name=mine", "tracking.trackers.wandb.mode=offline")(tracked(tmp_path)))
     plug("wandb")(tracked(tmp_path, resume_at=3))
@@ -142,10 +113,10 @@ def test_wandb_gets_metrics_tables_and_histograms_and_its_id_back(stand_in, tmp_
         "dir": None, "config": SETTINGS,
     }  # fmt: skip
     assert second[2]["id"] == "abc-1" and second[2]["resume"] == "allow", "a run that resumes goes on there"
-    assert [(name, named) for name, _, named in logged] == [("run.log", {"step": 3})] * 3
-    metrics, samples, drawn = [arguments[0] for _, arguments, _ in logged]
+    assert [(name, named) for name, _, named in logged] == [("run.log", {"step": 3})] * 2
+    metrics, samples = [arguments[0] for _, arguments, _ in logged]
     assert metrics == {"train/loss": 0.5, "eval/failed_rewards": 0}
-    assert samples["samples"] == ("Table", *columns_of(ROWS)) and drawn["histograms/length"][0] == "Histogram"
+    assert samples["samples"] == ("Table", *columns_of(ROWS))
     assert last[0] == "run.finish"
 
 
@@ -157,14 +128,13 @@ def test_mlflow_gets_numbers_settings_and_completions_as_an_artifact(stand_in, t
     open_it(tracked(tmp_path, resume_at=3))
     names = [name for name, _, _ in calls]
     opening = ["set_tracking_uri", "set_experiment", "start_run"]
-    assert names == [*opening, "log_params", "log_metrics", "log_text", "log_metrics", "end_run", *opening]
+    assert names == [*opening, "log_params", "log_metrics", "log_text", "end_run", *opening]
     by_name = [call for call in calls if call[0] == "start_run"]
     assert by_name[0][2] == {"run_id": None, "run_name": "today/noon"} and by_name[1][2]["run_id"] == "f00"
     assert calls[3][1][0] == {"seed": "0", "algorithm._target_": "a.B", "algorithm.clip": "[0.2]"}
     assert calls[4][1:] == (({"train/loss": 0.5, "eval/failed_rewards": 0.0},), {"step": 3})
     text, name = calls[5][1]
     assert name == "samples/step_000003.jsonl" and [json.loads(line) for line in text.splitlines()] == ROWS
-    assert calls[6][1][0]["histograms/length/p50"] == 2.0
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])

@@ -79,7 +79,7 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
     status = Status(RunDir(tmp_path))
     status.start(3)
     (ended,) = status.closing_lines("hydra.sweep.dir=/sweep")
-    assert ended == (f"3 steps in 0s; everything is in {tmp_path}", "")
+    assert ended == (f"3 steps in 0 s; everything is in {tmp_path}", "")
     status.record_accuracy(0.25)
     status.record_accuracy(0.5)
     status.stopped = "SIGTERM"
@@ -96,14 +96,13 @@ def test_the_last_words_name_the_setting_that_goes_on(tmp_path):
 def test_latest_points_at_the_run_even_when_the_run_is_named_by_it(tmp_path):
     run = tmp_path / "outputs" / "project" / "day" / "run"
     latest = tmp_path / "outputs" / "latest"
-    RunDir(run).make()
+    run.mkdir(parents=True)
     assert not latest.exists()
     RunDir(run).point_latest_here()
     assert latest.resolve() == run.resolve()
-    RunDir(latest).make()
     RunDir(latest).point_latest_here()
     other = RunDir(run.parent / "other", process=1)
-    other.make()
+    other.path.mkdir()
     other.point_latest_here()
     assert latest.resolve() == run.resolve() and not run.is_symlink()
 
@@ -115,7 +114,7 @@ def test_piped_output_is_one_plain_line_a_step(tmp_path):
     for step in range(1, 5):
         console.log(step, {"reward/mean": 0.5, "time/step": 1.0})
     row = {"prompt": "1 + 1", "completion": "[bold]2[/bold]\nso 2", "extracted": "2", "correct": True, "reward": 1.0}
-    console.samples(4, [row])
+    console.samples([row])
     console.close()
     out = stream.getvalue().splitlines()
     assert out[:2] == ["title", "  mesh       fsdp=1"]
@@ -169,7 +168,7 @@ def test_text_that_acts_on_a_terminal_is_shown_as_what_it_is(tmp_path, is_termin
     console = Console(tmp_path / "train.log", max_steps=4, stream=stream)
     row = {"prompt": NASTY, "completion": NASTY, "extracted": NASTY, "correct": True, "reward": 1.0}
     console.panel(NASTY, [("data", NASTY)])
-    console.samples(4, [row])
+    console.samples([row])
     console.say(NASTY)
     console.busy(NASTY)
     console.close()

@@ -3,7 +3,6 @@
 import importlib
 import sys
 
-from tunix_lite.commands import completion
 from tunix_lite.commands import help as help_pages
 from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.commands.help import COMMANDS
@@ -42,9 +41,7 @@ def main() -> None:
     argv = sys.argv[1:]
     command = argv[0] if argv else ""
     # What shows something, and needs nothing that takes long to import.
-    if completion.asked(argv):
-        completion.answer(argv)
-    elif command == "--version":
+    if command == "--version":
         print(help_pages.versions())
     elif command == "help" or command.partition("=")[0] in help_pages.HELP:
         help_pages.show_help(["--help", *argv[1:]] if command == "help" else argv)
@@ -54,7 +51,7 @@ def main() -> None:
         sys.argv.pop(1)
         importlib.import_module(f"tunix_lite.commands.{command}").main()
     else:
-        print(_no_command(command), file=sys.stderr)
+        print(f"error: {_no_command(command)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -62,13 +59,13 @@ def _no_command(word: str) -> str:
     """Explains a first word that is no command."""
     there = f"there is {', '.join(COMMANDS)}"
     if not word:
-        return f"error: which command? {there}; tunix-lite --help says what they do"
+        return f"which command? {there}; tunix-lite --help says what they do"
     if "=" in word or word.startswith("-"):
-        return f"error: {word}: the command comes first: tunix-lite train {word}; {there}"
+        return f"{word}: the command comes first: tunix-lite train {word}; {there}"
     meant = ELSEWHERE.get(word.lower()) or near_word(word, COMMANDS)
     if meant in COMMANDS:
         meant = f"tunix-lite {meant}"
-    return f"error: there is no command {word}; {f'did you mean {meant}?' if meant else there}"
+    return f"there is no command {word}; {f'did you mean {meant}?' if meant else there}"
 
 
 if __name__ == "__main__":

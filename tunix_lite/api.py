@@ -17,11 +17,11 @@ from tunix_lite.inference.language_model import Completion, LanguageModel, load
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.source import ModelConfig, load_weights, locate
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
-from tunix_lite.rollout.engine import make_generate
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
@@ -30,10 +30,9 @@ from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
 from tunix_lite.train_agent import train_agent
-from tunix_lite.trainer.client import TrainingClient
 from tunix_lite.trainer.data import Datum
 from tunix_lite.trainer.sampling import SampleSettings
-from tunix_lite.trainer.trainer import Trainer
+from tunix_lite.trainer.trainer import Trainer, TrainingClient
 from tunix_lite.types import Batch, Graded, Rollout, TokenScores, TrainState
 
 __all__ = [

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,9 +26,8 @@ from tunix_lite.files.untrusted import check_only_files, read_object
 from tunix_lite.plain_text import shown
 from tunix_lite.types import Params, TrainState
 
-
-def _accuracy(metrics: dict) -> float:
-    return metrics["accuracy"]
+# nested arrays, or shapes of arrays
+Tree = TrainState | dict[str, Params]
 
 
 # Most arrays that a message names.
@@ -43,10 +41,7 @@ MOST_CURRICULUM = 2**30
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
 IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
-LATER = {
-    "_CHECKPOINT_METADATA",
-    "commit_success.txt",
-}
+LATER = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 # The gigabytes that a process reads at a time: host memory beside the arrays on its devices.
 HOST_GB = 4
 # Most seconds of a save. All processes wait for the first, which makes the digests of all files.
@@ -79,11 +74,9 @@ class Checkpoints:
         self._opened: ocp.CheckpointManager | None = None
         self._when_whole = when_whole
         self._is_saved = False
-        # the content of ABOUT for the step that is being saved
+        # of the step that is being saved: the contents of ABOUT, CURRICULUM and IN_FLIGHT
         self._saving: dict = {}
-        # and that of CURRICULUM; None: there is none
         self._curriculum: dict | None = None
-        # and that of IN_FLIGHT
         self._in_flight: dict[str, np.ndarray] | None = None
         # which folders these are, to notice one that was deleted and made again
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
@@ -91,14 +84,14 @@ class Checkpoints:
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
-        """The manager of orbax that saves.
-
-        Only for the run that has locked the folder: it deletes what seems unfinished.
-        """
+        """The manager of orbax that saves. Only for the run that has locked the folder: it deletes
+        what seems unfinished."""
         if self._opened is None:
             policies = ocp.checkpoint_managers
             best = policies.BestN(
-                get_metric_fn=_accuracy, n=self._keep_best, keep_checkpoints_without_metrics=False
+                get_metric_fn=lambda metrics: metrics["accuracy"],
+                n=self._keep_best,
+                keep_checkpoints_without_metrics=False,
             )
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(
@@ -117,12 +110,9 @@ class Checkpoints:
         return self._opened
 
     def _before_it_gets_its_name(self) -> None:
-        """Adds digests and ABOUT to a checkpoint, when orbax has written all files of its own.
-
-        orbax calls it on process 0, in a thread, before it renames the folder to the step. If the
-        run's folder was deleted meanwhile, and made anew by orbax, the checkpoint never gets its
-        name. Raises OSError.
-        """
+        """Adds digests and ABOUT to a checkpoint, when orbax has written all files of its own: on
+        process 0, in a thread, before it renames the folder to the step. If the run's folder was
+        deleted meanwhile, and made anew by orbax, the checkpoint never gets its name."""
         self._check_there()
         for half in self.folder.glob(f"{self._saving['step']}.*tmp*"):
             (half / ABOUT).write_text(json.dumps(self._saving) + "\n")
@@ -132,19 +122,8 @@ class Checkpoints:
                 np.savez_compressed(half / IN_FLIGHT, **self._in_flight)
             digests.write_digests(half, LATER)
 
-    @contextlib.contextmanager
-    def _reading(self, handler: ocp.CheckpointHandler) -> Iterator[ocp.CheckpointManager]:
-        """A context with a manager of orbax that only reads."""
-        _silence_orbax_errors()
-        options = ocp.CheckpointManagerOptions(create=False)
-        with ocp.CheckpointManager(self.folder, options=options, item_handlers=handler) as manager:
-            yield manager
-
     def steps(self) -> list[int]:
-        """The steps of all checkpoints in the folder, in order; [] if there is no folder.
-
-        Raises OSError.
-        """
+        """The steps of all checkpoints, in order; [] if there is no folder. Raises OSError."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         # An unfinished checkpoint has a longer name than its step.
         return sorted(int(name) for name in names if is_step(name))
@@ -154,10 +133,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def whole_steps(self) -> list[int]:
-        """The steps whose files are all there, with their sizes at the time of the save.
-
-        Does not read the files. Raises OSError.
-        """
+        """The steps whose files are all there, with the sizes that were saved. Raises OSError."""
         return [step for step in self.steps() if not self._missing(step)]
 
     def _missing(self, step: int) -> str | None:
@@ -179,37 +155,13 @@ class Checkpoints:
 
     def check_whole(self, step: int) -> None:
         """Raises ValueError, with the remedy, if files of this checkpoint are missing or cut off.
-
-        Does not read the files.
-        """
-        missing = self._missing(step)
-        if missing:
+        Does not read them."""
+        if missing := self._missing(step):
             raise ValueError(self._damaged(step, missing))
 
     def has_digests(self, step: int) -> bool:
         """Returns whether this checkpoint has digests; a copy may have lost them."""
         return (self.folder / str(step) / digests.NAME).is_file()
-
-    def _verify(self, step: int) -> None:
-        """Compares all files of a step with their digests, if it has digests.
-
-        Each process checks a part of the files, so all processes must call it. Raises ValueError on
-        all of them, with step, file and remedy.
-        """
-        folder = self.folder / str(step)
-        try:
-            check_only_files(folder)
-            recorded = digests.read_digests(folder) or {}
-            by_size = sorted(recorded, key=lambda name: recorded[name][0])
-            damage = digests.changed_files(
-                folder, recorded, by_size[jax.process_index() :: jax.process_count()]
-            )
-        except ValueError as error:
-            damage = [str(error)]
-        damage = [problem for problems in allgather_values(damage) for problem in problems]
-        if damage:
-            more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
-            raise ValueError(self._damaged(step, damage[0] + more))
 
     def save(
         self,
@@ -232,7 +184,7 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             self._own = _identity(self.folder)
         with self._as_os_error():
-            # The save before still reads self._saving.
+            # The save before still reads what is set here.
             self._manager.wait_until_finished()
             self._check_there()
             self._saving = {"step": step, SKIPPED: skipped}
@@ -261,25 +213,22 @@ class Checkpoints:
 
     def skipped_in_a_row(self, step: int) -> int:
         """Returns how many updates in a row were skipped up to this step, as `save` was given it.
-
-        Raises ValueError if the checkpoint is damaged.
-        """
+        Raises ValueError if the checkpoint is damaged."""
         file = self.folder / str(step) / ABOUT
+        # a copy may have lost it
+        if not os.path.lexists(file):
+            return 0
         try:
-            if os.path.lexists(file):
-                return _count(read_object(file).get(SKIPPED))
-            # Early versions of this package kept it in orbax's metadata.
-            with self._reading(ocp.StandardCheckpointHandler()) as manager:
-                return _count((manager.metadata(step).custom_metadata or {}).get(SKIPPED, 0))
-        except Exception as error:
-            # orbax raises what it likes
+            count = read_object(file).get(SKIPPED)
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{SKIPPED} is {shown(count)}, and not a count")
+        except (OSError, ValueError) as error:
             raise ValueError(self._damaged(step, _reason(error))) from error
+        return count
 
     def curriculum(self, step: int) -> dict | None:
         """The state of the curriculum at this step, as `save` was given it; None: there is none.
-
-        Raises ValueError if the checkpoint is damaged.
-        """
+        Raises ValueError if the checkpoint is damaged."""
         file = self.folder / str(step) / CURRICULUM
         if not os.path.lexists(file):
             return None
@@ -290,9 +239,7 @@ class Checkpoints:
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
         """The completions in flight at this step, as `save` was given them; None: there are none.
-
-        Raises ValueError if the checkpoint is damaged.
-        """
+        Raises ValueError if the checkpoint is damaged."""
         file = self.folder / str(step) / IN_FLIGHT
         if not os.path.lexists(file):
             return None
@@ -329,14 +276,39 @@ class Checkpoints:
         handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_host_gb(wanted))
         return step, self._read(step, handler, args, wanted, whole=False)["params"]
 
-    def _read(self, step: int, handler: ocp.CheckpointHandler, args, wanted, whole: bool = True):
-        """Restores the arrays of `args`. Raises ValueError that says what is wrong.
+    def _read(
+        self,
+        step: int,
+        handler: ocp.CheckpointHandler,
+        args: ocp.args.CheckpointArgs,
+        wanted: Tree,
+        whole: bool = True,
+    ) -> Tree:
+        """Restores the arrays of `args`, after comparing all files with their digests. Raises
+        ValueError that says what is wrong.
 
         wanted: the shapes that the checkpoint should hold. whole: whether it may hold nothing else.
+        Each process checks a part of the files, so all processes must call it.
         """
-        self._verify(step)
+        folder = self.folder / str(step)
         try:
-            with self._reading(handler) as manager:
+            check_only_files(folder)
+            recorded = digests.read_digests(folder) or {}
+            by_size = sorted(recorded, key=lambda name: recorded[name][0])
+            mine = by_size[jax.process_index() :: jax.process_count()]
+            damage = digests.changed_files(folder, recorded, mine)
+        except ValueError as error:
+            damage = [str(error)]
+        damage = [problem for problems in allgather_values(damage) for problem in problems]
+        if damage:
+            more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
+            raise ValueError(self._damaged(step, damage[0] + more))
+        _silence_orbax_errors()
+        options = ocp.CheckpointManagerOptions(create=False)
+        try:
+            with ocp.CheckpointManager(
+                self.folder, options=options, item_handlers=handler
+            ) as manager:
                 return manager.restore(step, args=args)
         # No memory, or trouble with the devices: the files are not at fault.
         except (jax.errors.JaxRuntimeError, MemoryError):
@@ -347,47 +319,37 @@ class Checkpoints:
                 raise
             raise ValueError(self._why_not(step, wanted, whole, error)) from error
 
-    def _why_not(self, step: int, wanted, whole: bool, error: Exception) -> str:
+    def _why_not(self, step: int, wanted: Tree, whole: bool, error: Exception) -> str:
         """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
             tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
             here = _shapes(wanted)
             there = _shapes(tree)
         except Exception as unreadable:
-            error = unreadable
-        else:
-            there = there if whole else {name: there[name] for name in here if name in there}
-            other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-            if other:
-                listed = "; ".join(
-                    f"{name}: {here.get(name)!r} here, {there.get(name)!r} there"
-                    for name in other[:SHOWN]
-                )
-                more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
-                return (
-                    f"step {step} of {self.folder} does not fit this model or optimizer: "
-                    f"{listed}{more}"
-                )
-        return self._damaged(step, _reason(error))
+            return self._damaged(step, _reason(unreadable))
+        there = there if whole else {name: there[name] for name in here if name in there}
+        other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if not other:
+            return self._damaged(step, _reason(error))
+        shapes = [f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other]
+        more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+        return (
+            f"step {step} of {self.folder} does not fit this model or optimizer: "
+            f"{'; '.join(shapes[:SHOWN])}{more}"
+        )
 
     def _damaged(self, step: int, why: str) -> str:
-        """Returns the message that a step cannot be used: the reason, and the folder to remove.
-
-        After that the checkpoint before it is the newest.
-        """
+        """Returns the message that a step cannot be used, with the folder to remove: after that the
+        checkpoint before it is the newest."""
         earlier = [s for s in self.steps() if s < step]
-        then = (
-            f"to go on from step {earlier[-1]}"
-            if earlier
-            else "to begin anew: there is no earlier one"
-        )
+        then = "to begin anew: there is no earlier one"
+        if earlier:
+            then = f"to go on from step {earlier[-1]}"
         return f"step {step} cannot be read ({why}); remove {self.folder / str(step)} {then}"
 
     def check(self) -> None:
-        """Raises OSError if the folder is gone, or if the last save has failed by now.
-
-        Does not wait for a save that is under way.
-        """
+        """Raises OSError if the folder is gone, or if the last save has failed by now. Does not
+        wait for a save that is under way."""
         self._check_there()
         if self._opened is not None and not self._opened.is_saving_in_progress():
             # Not orbax's check_for_errors: it would take the error away from orbax's own thread,
@@ -402,10 +364,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:
-        """A context that raises errors of the disk as OSError.
-
-        tensorstore raises others, which have the number of the OSError only in their text.
-        """
+        """Inside, errors of the disk become OSError: tensorstore raises others, which have the
+        number of the OSError only in their text."""
         try:
             yield
         except Exception as error:
@@ -424,42 +384,35 @@ class Checkpoints:
         if self._opened is not None:
             with self._as_os_error():
                 self._opened.wait_until_finished()
-            self._call_when_whole()
-
-    def _call_when_whole(self) -> None:
-        """Calls `when_whole`, the first time after a save."""
-        if self._is_saved and self._when_whole is not None:
-            when_whole = self._when_whole
-            self._when_whole = None
-            when_whole()
+            # The first time after a save.
+            if self._is_saved and self._when_whole is not None:
+                when_whole = self._when_whole
+                self._when_whole = None
+                when_whole()
 
     def close(self) -> None:
         """Waits until the last save is on disk, and closes orbax. Raises OSError if it failed."""
-        opened = self._opened
-        self._opened = None
-        if opened is not None:
-            with self._as_os_error():
-                try:
-                    opened.wait_until_finished()
-                finally:
+        if self._opened is not None:
+            try:
+                self.wait()
+            finally:
+                opened = self._opened
+                self._opened = None
+                with self._as_os_error():
                     opened.close()
-            self._call_when_whole()
 
 
 # ---- details
 
 
 def is_step(name: str) -> bool:
-    """Returns whether this is the name of a checkpoint's folder: 0, 7, 60; not 007 or other
-    digits."""
+    """Returns whether this is the name of a checkpoint's folder: 0, 7, 60; not 007."""
     return name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0")
 
 
-def _host_gb(wanted) -> int:
-    """The gigabytes that orbax may read at a time: HOST_GB, or twice the largest array.
-
-    Twice, because a saved chunk is read as a whole.
-    """
+def _host_gb(wanted: Tree) -> int:
+    """The gigabytes that orbax may read at a time: HOST_GB, or twice the largest array, because a
+    saved chunk is read as a whole."""
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(wanted))
     return max(HOST_GB, 1 + math.ceil(2 * largest / 1e9))
 
@@ -473,46 +426,40 @@ def _reason(error: BaseException) -> str:
     return lines[0][:300] if lines else repr(error)
 
 
-def _shapes(tree: Any) -> dict[str, tuple | str]:
+def _shapes(tree: Tree) -> dict[str, tuple | str]:
     """The shape of every array by its path, `params/layers/w`; lists count as tuples."""
 
-    def is_empty(x: Any) -> bool:
-        return x is None or (isinstance(x, (tuple, list, dict)) and not x)
+    def is_empty(x: Tree | None) -> bool:
+        return x is None or (isinstance(x, tuple | list | dict) and not x)
 
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): "nothing"
-        if is_empty(x)
-        else tuple(x.shape)
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
+        if hasattr(x, "shape")
+        else "nothing"
         for path, x in leaves
     }
 
 
-def _count(value: object) -> int:
-    """The value of SKIPPED. Raises ValueError if it is no count."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{SKIPPED} is {shown(value)}, and not a count")
-    return value
-
-
 def _identity(folder: Path) -> tuple[int, int]:
-    """Device and inode of a folder, which differ after it was deleted and made again.
-
-    orbax makes folders that are missing, even below a mount point where nothing is mounted now.
-    """
+    """Device and inode of a folder, which differ after it was deleted and made again: orbax makes
+    folders that are missing, even below a mount point where nothing is mounted now."""
     stat = folder.stat()
     return stat.st_dev, stat.st_ino
 
 
 @functools.cache
 def _silence_orbax_errors() -> None:
-    """Keeps orbax and tensorstore from printing an error that they also raise.
+    """Keeps orbax and tensorstore from printing an error that they also raise: their threads would
+    fill the screen, with pages for every array."""
 
-    Otherwise their threads would fill the screen, with pages for every array.
-    """
+    def is_of_others(record: logging.LogRecord) -> bool:
+        is_of_orbax = "orbax" in record.pathname or "orbax" in record.getMessage()
+        return record.levelno < logging.ERROR or not is_of_orbax
+
     # orbax logs to absl, and asyncio logs for its tasks that nobody waits for any more.
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_not_of_orbax)
+        logging.getLogger(name).addFilter(is_of_others)
     show = sys.unraisablehook
 
     def show_others(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -526,9 +473,3 @@ def _silence_orbax_errors() -> None:
             show(unraisable)
 
     sys.unraisablehook = show_others
-
-
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """A filter of records: drops errors of orbax."""
-    is_of_orbax = "orbax" in record.pathname or "orbax" in record.getMessage()
-    return record.levelno < logging.ERROR or not is_of_orbax

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.algorithms.algorithm import Needs
+from tunix_lite.algorithms.algorithm import Algorithm, Needs
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
@@ -45,6 +45,13 @@ CHOICES = {
     "reduce_dtype": ("float32", "bfloat16"),
     "tp_reduce_dtype": ("float32", "bfloat16"),
 }
+
+
+# settings of Training that are at least 1, or derived; and those that always are
+SIZES_OF_BATCH = ("prompts_per_step", "micro_batch_size", "gradient_accumulation_steps")
+SIZES_OF_BATCH += ("micro_batch_tokens",)
+COUNTS = ("max_steps", "log_interval_steps", "keep_checkpoints", "sync_gradients_every")
+COUNTS += ("max_skipped_in_a_row",)
 
 
 @dataclass(frozen=True)
@@ -114,43 +121,30 @@ class TrainingConfig:
                     f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or "
                     f"{choices[-1]}"
                 )
-        self._check_batch()
-        self._check_types()
-        self._check_limits()
 
-    def _check_batch(self) -> None:
-        """Raises ValueError for sizes of a batch that cannot be, alone or together."""
+        # Sizes of a batch that cannot be, alone or together: rows are filled by sequences, or by
+        # tokens.
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to "
                 "derive it"
             )
-        sizes = (
-            "prompts_per_step",
-            "micro_batch_size",
-            "gradient_accumulation_steps",
-            "micro_batch_tokens",
-        )
-        for name in sizes:
+        for name in SIZES_OF_BATCH:
             value = getattr(self, name)
             if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
-
-        # Rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
             raise ValueError(
                 f"micro_batch_tokens={self.micro_batch_tokens} is for packed rows, and packing is "
                 "none"
             )
-        is_packed = self.packing in ("sequences", "prefix")
-        if is_packed and (self.micro_batch_size or self.gradient_accumulation_steps):
+        if self.is_packed and (self.micro_batch_size or self.gradient_accumulation_steps):
             raise ValueError(
                 f"packing={self.packing} fills rows by tokens: give micro_batch_tokens and "
                 "prompts_per_step, not micro_batch_size or gradient_accumulation_steps"
             )
 
-    def _check_types(self) -> None:
-        """Raises ValueError for types of sums that the type of the computation rules out."""
+        # Types of sums that the type of the computation rules out.
         for name in ("reduce_dtype", "tp_reduce_dtype"):
             if getattr(self, name) == "bfloat16" and self.mixed_precision == "fp32":
                 raise ValueError(
@@ -163,33 +157,26 @@ class TrainingConfig:
                 "shard sends its float32 sum over the mesh; leave out one of the two"
             )
 
-    def _check_limits(self) -> None:
-        """Raises ValueError for counts and times out of range."""
-        counts = (
-            "max_steps",
-            "log_interval_steps",
-            "keep_checkpoints",
-            "sync_gradients_every",
-            "max_skipped_in_a_row",
-        )
-        for name in counts:
+        # Counts and times.
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ValueError(
-                f"max_minutes={self.max_minutes} must be above 0, or null for no limit"
-            )
+        for name in ("max_minutes", "max_sampler_gap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be above 0, or null for no limit")
         if not 0 < self.grace_seconds < math.inf:
             raise ValueError(
                 f"grace_seconds={self.grace_seconds} must be above 0; most clusters give 30"
             )
-        if self.max_sampler_gap is not None and not self.max_sampler_gap > 0:
-            raise ValueError(
-                f"max_sampler_gap={self.max_sampler_gap} must be above 0, or null for no limit"
-            )
         for name in ("save_interval_steps", "keep_best_checkpoints"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+    @property
+    def is_packed(self) -> bool:
+        """Returns whether rows are packed, and packing is not still to be chosen."""
+        return self.packing in ("sequences", "prefix")
 
 
 @dataclass(frozen=True)
@@ -231,8 +218,6 @@ class TrackingConfig:
     samples_interval_steps: int = 10
     # Completions of such a file that the console shows. 0 shows none.
     samples_shown: int = 3
-    # Updates between two sets of histograms in TensorBoard and other trackers. 0 writes none.
-    histograms_interval_steps: int = 10
     # Console output: rich (live region), plain (a line per step) or quiet (hints, errors, results).
     # auto uses rich on a terminal, else plain.
     console: str = "auto"
@@ -244,7 +229,7 @@ class TrackingConfig:
     observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("samples_interval_steps", "samples_shown", "histograms_interval_steps"):
+        for name in ("samples_interval_steps", "samples_shown"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.console not in CONSOLES:
@@ -295,7 +280,7 @@ class RunConfig:
     Example: `compose(["model=gemma3_1b"]).model.weights` is "google/gemma-3-1b-it".
     """
 
-    algorithm: Any  # an algorithms.algorithm.Algorithm: has collect and loss
+    algorithm: Any  # an algorithms.algorithm.Algorithm: has needs, collect and loss
     task: TaskConfig
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -317,9 +302,40 @@ class RunConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self):
-        check_together(self)
-        check_reference(self)
+        check_seed(self.seed)
+        check_algorithm(self)
+        check_task_settings(self)
         check_overlap(self)
+
+        # A run stops, saves and resumes between two rollouts, and beside a moved reference.
+        training = self.training
+        every = training.save_interval_steps
+        updates = self.algorithm.updates_per_rollout
+        if every % updates or training.max_steps % updates:
+            raise ValueError(
+                f"training.save_interval_steps={every} and training.max_steps={training.max_steps} "
+                f"must be multiples of algorithm.updates_per_rollout={updates}: a run stops and "
+                "resumes between two rollouts: training.save_interval_steps="
+                f"{_multiple(every, updates)} training.max_steps="
+                f"{_multiple(training.max_steps, updates)}"
+            )
+        if training.keep_best_checkpoints and not self.evaluation.num_examples:
+            raise ValueError(
+                "training.keep_best_checkpoints ranks by held-out accuracy; "
+                "evaluation.num_examples is 0"
+            )
+        follows = self.algorithm.needs.reference_every
+        if follows and every and follows % every:
+            raise ValueError(
+                f"algorithm.reference_every={follows} must be a multiple of "
+                f"training.save_interval_steps={every}: the reference is kept beside a checkpoint; "
+                f"algorithm.reference_every={_multiple(follows, every)}"
+            )
+        if follows and self.model.lora.rank:
+            raise ValueError(
+                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
+                "with adapters the reference is their base, which stays; leave out one of the two"
+            )
 
     @property
     def learning_temperature(self) -> float:
@@ -328,74 +344,85 @@ class RunConfig:
         return 1.0 if self.algorithm.needs.demonstrations else self.generation.temperature
 
 
-def check_together(run: RunConfig) -> None:
-    """Raises ValueError for settings that exclude each other."""
-    check_seed(run.seed)
-    check_needs(run.algorithm)
+LOSS_REDUCTIONS = {
+    "tokens": "a loss that is a plain sum over tokens",
+    "sequences": "one that sums within a completion by "
+    "tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
+}
+
+
+def reduction_of(algorithm: Algorithm) -> str | None:
+    """Returns what the algorithm declares that its loss sums over, a name of LOSS_REDUCTIONS; None:
+    it does not declare it.
+
+    A subclass with a loss of its own declares it itself: what it inherits is about another loss.
+    """
+    for kind in type(algorithm).__mro__:
+        if "loss_reduction" in vars(kind):
+            break
+        if "loss" in vars(kind):
+            return None
+    return getattr(algorithm, "loss_reduction", None)
+
+
+def check_algorithm(run: RunConfig) -> None:
+    """Raises ValueError for an algorithm whose needs are malformed, or whose loss does not go with
+    packed rows."""
+    algorithm = run.algorithm
+    name = type(algorithm).__name__
+    if not isinstance(getattr(algorithm, "needs", None), Needs):
+        raise ValueError(
+            f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for completions that "
+            "are sampled, write into the class: needs = Needs()"
+        )
+    packing = run.training.packing
+    choices = ", ".join(
+        f'loss_reduction = "{key}" for {LOSS_REDUCTIONS[key]}' for key in LOSS_REDUCTIONS
+    )
+    declared = reduction_of(algorithm)
+    if declared not in (None, *LOSS_REDUCTIONS):
+        raise ValueError(f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}")
+    if declared is None and run.training.is_packed:
+        raise ValueError(
+            f"training.packing={packing}: a row then holds several completions, and {name} does "
+            f"not say that its loss may be computed so; write into the class {choices}; or give "
+            "training.packing=none"
+        )
+    if run.training.is_packed and run.model.lora.dropout:
+        raise ValueError(
+            f"training.packing={packing} and model.lora.dropout={run.model.lora.dropout}: what is "
+            "dropped belongs to one sequence, and a packed row has several; leave out one of the "
+            "two"
+        )
+
+
+def check_task_settings(run: RunConfig) -> None:
+    """Raises ValueError for rewards, environments and prompts that do not go with the rest."""
+    needs = run.algorithm.needs
     with error_context("task"):
-        run.task.check_algorithm(bool(run.algorithm.needs.demonstrations))
-    if run.rewards.workers:
-        with error_context("task"):
+        run.task.check_algorithm(bool(needs.demonstrations))
+        if run.rewards.workers:
             check_portable(run.task.functions())
             check_times(run.task.functions(), run.rewards)
-    if run.task.environment is not None and run.conversation.workers:
-        check_portable({"task.environment": run.task.environment}, "conversation")
-    if run.task.environment is not None:
-        check_conversations(run)
     prompt = run.task.prompt
     if prompt is not None and not prompt.strip():
         raise ValueError(
             f"task: prompt={prompt!r} is the same for every example; write "
             "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
         )
-    if run.curriculum.is_on and run.algorithm.needs.demonstrations:
+    if run.curriculum.is_on and needs.demonstrations:
         raise ValueError(
             "curriculum: pass rates are of completions, and this algorithm learns from "
             "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
             "'curriculum.levels=[]'"
         )
-    declared = reduction_of(run.algorithm)
-    if declared not in (None, *LOSS_REDUCTIONS) or (
-        declared is None and run.training.packing in ("sequences", "prefix")
-    ):
-        raise ValueError(_undeclared(run.algorithm, declared, run.training.packing))
-    if run.training.packing in ("sequences", "prefix") and run.model.lora.dropout:
-        raise ValueError(
-            f"training.packing={run.training.packing} and "
-            f"model.lora.dropout={run.model.lora.dropout}: what is "
-            "dropped belongs to one sequence, and a packed row has several; leave out one of the "
-            "two"
-        )
-    if run.training.keep_best_checkpoints and not run.evaluation.num_examples:
-        raise ValueError(
-            "training.keep_best_checkpoints ranks by held-out accuracy; "
-            "evaluation.num_examples is 0"
-        )
-    every = run.training.save_interval_steps
-    updates = run.algorithm.updates_per_rollout
-    if every % updates or run.training.max_steps % updates:
-        raise ValueError(
-            f"training.save_interval_steps={every} and "
-            f"training.max_steps={run.training.max_steps} must be "
-            f"multiples of algorithm.updates_per_rollout={updates}: a run stops and resumes "
-            f"between two rollouts: training.save_interval_steps={_multiple(every, updates)} "
-            f"training.max_steps={_multiple(run.training.max_steps, updates)}"
-        )
 
-
-def check_needs(algorithm: Any) -> None:
-    """Raises ValueError for an algorithm whose needs are malformed."""
-    if not isinstance(getattr(algorithm, "needs", None), Needs):
-        kind = type(algorithm).__name__
-        raise ValueError(
-            f"algorithm: {kind}.needs must be an algorithms.algorithm.Needs; for completions that "
-            "are sampled, write into the class: needs = Needs()"
-        )
-
-
-def check_conversations(run: RunConfig) -> None:
-    """Raises ValueError for settings that conversations exclude."""
-    if run.algorithm.needs.demonstrations and not run.evaluation.num_examples:
+    # Conversations.
+    if run.task.environment is None:
+        return
+    if run.conversation.workers:
+        check_portable({"task.environment": run.task.environment}, "conversation")
+    if needs.demonstrations and not run.evaluation.num_examples:
         raise ValueError(
             "task.environment answers what the model samples, and here nothing is sampled: the "
             "algorithm learns from demonstrations, and evaluation.num_examples is 0; set "
@@ -413,23 +440,6 @@ def check_conversations(run: RunConfig) -> None:
 def _multiple(wanted: int, step: int) -> int:
     """The least multiple of `step` that is `wanted` or more."""
     return -(-wanted // step) * step
-
-
-def check_reference(run: RunConfig) -> None:
-    """Raises ValueError if the reference follows the policy where a run could not resume."""
-    follows = run.algorithm.needs.reference_every
-    saves = run.training.save_interval_steps
-    if follows and saves and follows % saves:
-        raise ValueError(
-            f"algorithm.reference_every={follows} must be a multiple of "
-            f"training.save_interval_steps={saves}: the reference is kept beside a checkpoint; "
-            f"algorithm.reference_every={_multiple(follows, saves)}"
-        )
-    if follows and run.model.lora.rank:
-        raise ValueError(
-            f"algorithm.reference_every={follows} and model.lora.rank={run.model.lora.rank}: "
-            "with adapters the reference is their base, which stays; leave out one of the two"
-        )
 
 
 def check_overlap(run: RunConfig) -> None:
@@ -474,46 +484,14 @@ def check_overlap(run: RunConfig) -> None:
             )
 
 
-LOSS_REDUCTIONS = {
-    "tokens": "a loss that is a plain sum over tokens",
-    "sequences": "one that sums within a completion by "
-    "tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
-}
-
-
-def reduction_of(algorithm: Any) -> str | None:
-    """Returns what the algorithm declares that its loss sums over, a name of LOSS_REDUCTIONS; None:
-    it does not declare it.
-
-    A subclass with a loss of its own declares it itself: what it inherits is about another loss.
-    """
-    for kind in type(algorithm).__mro__:
-        if "loss_reduction" in vars(kind):
-            break
-        if "loss" in vars(kind):
-            return None
-    return getattr(algorithm, "loss_reduction", None)
-
-
-def _undeclared(algorithm: Any, declared: str | None, packing: str) -> str:
-    """Says why the algorithm cannot run so, and what to write into its class."""
-    name = type(algorithm).__name__
-    choices = ", ".join(
-        f'loss_reduction = "{key}" for {LOSS_REDUCTIONS[key]}' for key in LOSS_REDUCTIONS
-    )
-    if declared is not None:
-        return f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}"
-    return (
-        f"training.packing={packing}: a row then holds several completions, and {name} does not "
-        "say that its loss may "
-        f"be computed so; write into the class {choices}; or give training.packing=none"
-    )
-
-
 # ---- values -> dataclasses
 
 
-def build(kind: Any, value: Any, where: str = "") -> Any:
+# A class, or what may stand for it in an annotation, such as `int | None`.
+Kind = type | types.UnionType
+
+
+def build(kind: Kind, value: object, where: str = "") -> Any:
     """`value`, plain as YAML gives it, as `kind`.
 
     Raises ConfigError, naming the place, for settings that are unknown (with the nearest known
@@ -566,7 +544,7 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     return _expect_type(kind, value, where)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns a setting as YAML would have it, classes and functions by their path: the input of
     `build`."""
     if dataclasses.is_dataclass(value):
@@ -586,11 +564,11 @@ def plain(value: Any) -> Any:
     return _path(value if callable(value) and hasattr(value, "__qualname__") else type(value))
 
 
-def _path(named: Any) -> str:
+def _path(named: type | Callable[..., object]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _check_mesh_form(value: Any, where: str) -> None:
+def _check_mesh_form(value: object, where: str) -> None:
     """Raises ConfigError, with the form to write, for a mesh that is no list of two lists."""
     # A run's model.json was read before, so its lists are tuples.
     is_pair = isinstance(value, list | tuple) and len(value) == 2
@@ -605,27 +583,27 @@ def _check_mesh_form(value: Any, where: str) -> None:
     raise ConfigError(f"{where}: {wrong}; write it as {form}")
 
 
-def _expect_type(kind: type, value: Any, where: str) -> Any:
+def _expect_type(kind: type, value: object, where: str) -> Any:
     """The value, if it is of this very type. Raises ConfigError."""
     if type(value) is not kind and not (kind is list and type(value) is tuple):
         raise ConfigError(f"{where}: expected {kind.__name__}, got {shown(value)}")
     return value
 
 
-def _build_dataclass(kind: type, values: Any, where: str) -> Any:
+def _build_dataclass(kind: type, values: object, where: str) -> Any:
     values = _expect_type(dict, values, where or "config")
     fields = [field for field in dataclasses.fields(kind) if field.init]
     _refuse_unknown(values, [field.name for field in fields], where)
-    missing = [field.name for field in fields if _is_required(field) and field.name not in values]
+    empty = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is empty and f.default_factory is empty]
+    missing = ", ".join(name for name in required if name not in values)
+    if missing and where:
+        raise ConfigError(f"{where}: missing {missing}")
     if missing:
-        names = ", ".join(missing)
-        if where:
-            raise ConfigError(f"{where}: missing {names}")
         raise ConfigError(
-            f"config: missing {names}; a file for --config-name begins with "
+            f"config: missing {missing}; a file for --config-name begins with "
             "`defaults: [config, _self_]`"
         )
-
     hints = get_type_hints(kind)
     with error_context(where):
         built = {
@@ -634,36 +612,30 @@ def _build_dataclass(kind: type, values: Any, where: str) -> Any:
         return kind(**built)
 
 
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _build_target(kind: Any, values: dict, where: str) -> Any:
+def _build_target(kind: Kind, values: dict, where: str) -> Any:
     """A class is built from the settings beside its name, a function gets them bound."""
     settings = {key: value for key, value in values.items() if key != TARGET}
     target = _find_target(kind, values[TARGET], where)
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
-    parameters = inspect.signature(target).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _refuse_unknown(settings, list(parameters), where)
-    if isinstance(target, type):
-        missing = [p.name for p in parameters.values() if _must_be_given(p, settings)]
-        if missing:
-            raise ConfigError(f"{where}: missing {', '.join(missing)}")
-        with error_context(where):
-            return target(**settings)
-    return partial(target, **settings) if settings else target
+    parameters = inspect.signature(target).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not takes_any:
+        _refuse_unknown(settings, [p.name for p in parameters], where)
+    if not isinstance(target, type):
+        return partial(target, **settings) if settings else target
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
+    missing = ", ".join(name for name in required if name not in settings)
+    if missing:
+        raise ConfigError(f"{where}: missing {missing}")
+    with error_context(where):
+        return target(**settings)
 
 
-def _must_be_given(parameter: inspect.Parameter, settings: dict) -> bool:
-    """Returns whether a class cannot be built without another setting, this one."""
-    has_own = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    is_given = has_own or parameter.name in settings
-    return not is_given and parameter.default is parameter.empty
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _find_target(kind: Any, path: Any, where: str) -> Any:
+def _find_target(kind: Kind, path: object, where: str) -> Any:
     """The class or function of this dotted path. Raises ConfigError if it may not stand where
     `kind` is expected."""
     path = _expect_type(str, path, f"{where}.{TARGET}")

@@ -39,28 +39,10 @@ class Hint:
         """The overrides as a shell takes them."""
         return " ".join(shell_quoted(text) for text in self.overrides)
 
-    def checked(self, refusal: "Refusal") -> "Hint":
-        """Returns this hint, or, where a run refuses its overrides, the settings and the run's
-        message about them. A hint without overrides is returned as it is."""
-        reason = refusal(self.overrides) if self.overrides else None
-        if reason is None:
-            return self
-        settings = " and ".join(text.partition("=")[0].lstrip("+~") for text in self.overrides)
-        return Hint((), f"it is {settings} here, which does not take this value ({reason})")
-
     def __str__(self) -> str:
         if not self.overrides:
             return self.note
         return f"{self.paste} ({self.note})" if self.note else self.paste
-
-
-# What a run says of overrides that it refuses; None: it takes them.
-Refusal = Callable[[tuple[str, ...]], str | None]
-
-
-def takes_all(overrides: tuple[str, ...]) -> str | None:
-    """The Refusal of who cannot ask a run: none."""
-    return None
 
 
 def shell_quoted(override: str) -> str:
@@ -68,41 +50,33 @@ def shell_quoted(override: str) -> str:
     return override if re.fullmatch(r"[\w.,:/=@+~-]*", override) else shlex.quote(override)
 
 
-def unknown_key(
-    key: str,
-    known: Iterable[str],
-    value: object = None,
-    refusal: Refusal = takes_all,
-) -> str:
+def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     """The message for a setting that does not exist, with the one that was meant, or those beside
     it.
 
-    known: the names of all settings. value: what it was to be, as text or as YAML read it. refusal:
-    what a run says of overrides, so that none is offered that it refuses.
+    known: the names of all settings. value: what it was to be, as text or as YAML read it.
     """
     known = list(known)
     # The words of others first: training.lr is the learning rate, and no misspelt setting.
     hint = translated(key, value, known)
     if hint is not None:
-        hint = hint.checked(refusal)
         link = "; write" if hint.overrides else ":"
         return f"{key}: there is no such setting{link} {hint}"
     near = nearest_settings(key, known)
     if near:
         return f"{key}: there is no such setting; did you mean {' or '.join(map(repr, near))}?"
-    return f"{key}: there is no such setting; {_beside(key, known)}"
 
-
-def _beside(key: str, known: list[str]) -> str:
-    """The settings of the section that the key names; without one, the sections."""
+    # The settings of the section that the key names; without one, the sections.
     section = key.lstrip("+~").rpartition(".")[0]
     if section and (here := [name for name in known if name.startswith(f"{section}.")]):
         # of a group inside the section only its own name
         parts = section.count(".") + 2
         names = dict.fromkeys(".".join(name.split(".")[:parts]) for name in here)
-        return f"known here: {', '.join(names)}"
-    tops = dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
-    return f"known here: {', '.join(tops)}"
+    else:
+        names = dict.fromkeys(
+            f"{name.partition('.')[0]}.*" if "." in name else name for name in known
+        )
+    return f"{key}: there is no such setting; known here: {', '.join(names)}"
 
 
 # ---- the table
@@ -135,20 +109,16 @@ def foreign_words() -> tuple[list[Word], dict[str, str]]:
     for row in table["words"]:
         ours = row.pop("write", [])
         ours = (ours,) if isinstance(ours, str) else tuple(ours)
-        note = row.pop("note", "")
-        values = row.pop("values", {})
-        rows.append(Word(row, ours, note, values))
+        rest = (row.pop("note", ""), row.pop("values", {}))
+        rows.append(Word(row, ours, *rest))
     return rows, table["families"]
 
 
 @functools.cache
 def _index() -> dict[str, tuple[Word, bool]]:
     """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
-    by_word: dict[str, tuple[Word, bool]] = {}
-    for each in foreign_words()[0]:
-        for project, name in each.all_names():
-            by_word[name.lower()] = (each, project == "ours")
-    return by_word
+    names = [(each, *pair) for each in foreign_words()[0] for pair in each.all_names()]
+    return {name.lower(): (each, project == "ours") for each, project, name in names}
 
 
 def _normal(key: str) -> str:
@@ -190,42 +160,33 @@ def _fitting(
 ) -> Hint | None:
     """The word with this value, if it can be meant in these sections."""
     text = _text(value)
-    chosen = each.values.get(text.lower())
-    if chosen is not None:
+    overrides: tuple[str, ...] = ()
+    if (chosen := each.values.get(text.lower())) is not None:
         overrides = tuple(chosen.split())
     elif each.ours and each.ours[0].startswith("<"):
         overrides = MADE_OF_VALUES[each.ours[0]](text, known)
-    else:
-        overrides = _filled(each, text, known)
+    elif known is not None or len(each.ours) == 1:
+        # The first template whose settings exist, with the value in it; the parts first, for a
+        # value may hold spaces.
+        names = None if known is None else set(known)
+        for template in each.ours:
+            if names is None or all(_exists(part, names) for part in template.split()):
+                overrides = tuple(part.replace("{}", text or "...") for part in template.split())
+                break
     # optimizer.beta is not the KL's: whoever names a section of ours means it.
     section = sections[0] if sections else ""
     in_place = all(text.lstrip("+~").startswith(f"{section}.") for text in overrides)
-    if section in STRICT and overrides and not in_place:
-        return None
-    if not overrides and not each.note:
+    is_elsewhere = section in STRICT and overrides and not in_place
+    if is_elsewhere or not (overrides or each.note):
         return None
     return Hint(overrides, each.note)
 
 
-def _filled(each: Word, text: str, known: Iterable[str] | None) -> tuple[str, ...]:
-    """Returns the first template whose settings exist, with the value in it; () without one."""
-    if not each.ours or (known is None and len(each.ours) > 1):
-        return ()
-    names = None if known is None else set(known)
-    for template in each.ours:
-        if names is None or all(_exists(part, names) for part in template.split()):
-            # the parts first: a value may hold spaces
-            return tuple(part.replace("{}", text or "...") for part in template.split())
-    return ()
-
-
 def _exists(override: str, known: set[str]) -> bool:
-    """Returns whether the setting, or what a `+` adds it to, is there. Options of groups are."""
+    """Returns whether the setting, or what a `+` adds it to, is there. Options of groups are, and
+    those of a task depend on its option."""
     key = override.partition("=")[0]
-    if "." not in key or key.startswith("hydra."):
-        return True
-    # which keys a task has depends on its option; a hint may name both
-    if key.startswith("task."):
+    if "." not in key or key.startswith(("hydra.", "task.")):
         return True
     if key.startswith("+"):
         section = key[1:].rpartition(".")[0]

@@ -32,7 +32,7 @@ def hide(secret: str, before: str = "", after: str = "") -> None:
     _SECRETS[f"{before}{secret}{after}"] = f"{before}<secret:{digest}>{after}"
 
 
-def hide_users_of_urls(value: Any) -> None:
+def hide_users_of_urls(value: object) -> None:
     """Hides the name and the password of each URL in texts of nested plain values."""
     if isinstance(value, str):
         for user in _USER_OF_URL.findall(value):
@@ -43,7 +43,7 @@ def hide_users_of_urls(value: Any) -> None:
             hide_users_of_urls(item)
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: object) -> Any:
     """Returns nested plain values, or a text, without any hidden secret."""
     if isinstance(value, str):
         # A longer one may hold a shorter one.
@@ -68,7 +68,7 @@ def encodable(text: str) -> str:
     return _NO_TEXT.sub(_escaped, without_secrets(text))
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """`repr` of a row or a text in one line, cut after SHOWN characters. If it is cut, its length
     follows."""
     is_text = type(value) is str
@@ -79,7 +79,7 @@ def shortened(value: Any) -> str:
     return f"{visible(written[:SHOWN])}… ({length:,} characters)"
 
 
-def shown(value: Any, most: int = 120) -> str:
+def shown(value: object, most: int = 120) -> str:
     """A value as a message shows it: `repr`, cut after `most` characters."""
     return _cut(repr(value), most)
 

@@ -1,8 +1,8 @@
 """The training loop: a run is opened, a learner is built, and experience becomes updates.
 
 For when completions are made read runs/experience.py, for how algorithms/groups.py and
-rollout/engine.py; for how an update is computed, learner/step.py; for what happens around a step
-(evaluation, logs, checkpoints, signals), runs/watch.py.
+rollout/generate.py; for how an update is computed, learner/update.py; for what happens around a
+step (evaluation, logs, checkpoints, signals), runs/watch.py.
 """
 
 from collections.abc import Callable

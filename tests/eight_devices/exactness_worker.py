@@ -17,7 +17,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig

@@ -13,7 +13,7 @@ from conftest import set_mesh
 from exactness_worker import MODELS, NEW, PROMPT, SEQUENCES, Way
 from processes import run_together
 
-from tunix_lite.learner.optim import round_by_chance
+from tunix_lite.learner.update import round_by_chance
 from tunix_lite.models import attention, vocabulary
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules

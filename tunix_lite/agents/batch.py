@@ -12,13 +12,9 @@ import numpy as np
 
 from tunix_lite.agents.episodes import Episode
 from tunix_lite.agents.running import Ended
-from tunix_lite.algorithms.advantages import WholeBatch
-from tunix_lite.algorithms.dropped import (
-    advantages_of_kept,
-    groups_that_agree,
-    weights_of_learned,
-)
+from tunix_lite.algorithms.advantages import WholeBatch, advantages_of_kept, groups_that_agree
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.algorithms.weighting import weights_of_learned
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.types import Batch, Metrics
@@ -79,15 +75,13 @@ class EpisodeGroups:
 
     def advantages_PG(self, algorithm: GRPO) -> np.ndarray:
         """[P, G]; 0 where dropped."""
-
-        def whole() -> WholeBatch:
-            lengths_B = np.array([one.num_tokens for one in self.episodes])
-            return WholeBatch(lengths_B.reshape(rewards_PG.shape), {"agent": rewards_PG})
-
         rewards_PG = self.rewards_PG
-        found_PG = advantages_of_kept(algorithm.advantages, rewards_PG, self.kept_PG, whole)
+        lengths_B = np.array([one.num_tokens for one in self.episodes])
+        whole = WholeBatch(lengths_B.reshape(rewards_PG.shape), {"agent": rewards_PG})
+        how = (algorithm.advantages, rewards_PG, self.kept_PG, lambda: whole)
         limit = algorithm.advantage_clip
-        return found_PG if limit is None else np.clip(found_PG, -limit, limit)
+        limit = np.inf if limit is None else limit
+        return np.clip(advantages_of_kept(*how), -limit, limit)
 
     def batch(self, algorithm: GRPO) -> Batch:
         """Makes the batch of an update: a sequence of an episode a row, [B, T], right-padded. Where
@@ -121,12 +115,14 @@ class EpisodeGroups:
             # What each token counts is made where all sequences are in view.
             prompts = np.array([prompt for *_, prompt in rows])
             all_B = np.ones(len(rows), bool)
-            weights = weights_of_learned(algorithm.weighting, sampled, all_B, prompts)
+            weights = weights_of_learned(algorithm.weighting, sampled, all_B, prompts, 1)
         return Batch(tokens, mask, weights, advantages, old_logprobs)
 
 
-def check_run(run: RunConfig) -> None:
-    """Raises ConfigError for settings that agents do not follow."""
+def settings_for_agents(run: RunConfig) -> RunConfig:
+    """Returns the run with an agent's settings: its sequences stand side by side in rows, and it
+    grades itself, so that no workers grade. Raises ConfigError for settings that agents do not
+    follow."""
     algorithm = run.algorithm
     if not isinstance(algorithm, GRPO):
         raise ConfigError(
@@ -155,12 +151,6 @@ def check_run(run: RunConfig) -> None:
         raise ConfigError("generation.temperature=0: all episodes of a group would be the same")
     if jax.process_count() > 1:
         raise ConfigError("an agent is trained in one process; run_training.py spans several")
-
-
-def settings_for_agents(run: RunConfig) -> RunConfig:
-    """Returns the run with an agent's settings: its sequences stand side by side in rows, and it
-    grades itself, so that no workers grade. Raises ConfigError as `check_run` does."""
-    check_run(run)
     training = replace(run.training, packing="sequences")
     rewards = replace(run.rewards, workers=0)
     with error_context(""):

@@ -10,7 +10,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.serving.app import Server
 from tunix_lite.serving.calls import Limits
-from tunix_lite.serving.listen import ServerSettings
+from tunix_lite.serving.face import ServerSettings
 
 # Seconds that the server may take until it listens.
 START_SECONDS = 30.0
@@ -54,28 +54,12 @@ class Endpoint:
         self._loop.close()
 
     def _run(self) -> None:
+        def ready(address: str) -> None:
+            self._address = address
+            self._is_ready.set()
+
         try:
-            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._server.run(ready, self._stop))
         except BaseException as error:
             self._failure = error
             self._is_ready.set()
-
-    async def _serve(self) -> None:
-        from aiohttp import web
-
-        # The request of a client that goes away is cancelled.
-        runner = web.AppRunner(
-            self._server.application(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=0.0,
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            self._address = f"http://{host}:{port}"
-            self._is_ready.set()
-            await self._stop.wait()
-        finally:
-            await runner.cleanup()

@@ -1,18 +1,17 @@
-"""Episodes: runs of an agent on an example, whose calls the server records."""
+"""Episodes: runs of an agent on an example, whose calls the server records as sequences of tokens.
+
+Tokens are learned from as they were sampled. A call whose prompt begins with all the tokens of an
+earlier sequence goes on with it, so that a conversation is one sequence. Any other call begins a
+sequence of its own, and what it read counts for nothing there.
+"""
 
 import contextlib
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tunix_lite.agents.sequences import (
-    SampledChoice,
-    TokenSequence,
-    add_choice,
-    with_tokens_as_sampled,
-)
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.seeds import seed_of_call
@@ -23,6 +22,68 @@ from tunix_lite.serving.calls import Call
 IS_OVER = (
     "there is no such episode, or it is over: base_url is .../episodes/ID/v1, or the API key is ID"
 )
+
+
+@dataclass
+class TokenSequence:
+    """Tokens that an agent's calls read and sampled.
+
+    Example: TokenSequence([2, 17, 9, 1], [F, F, T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    # True on tokens that the model sampled
+    is_sampled: list[bool] = field(default_factory=list)
+    # log-probabilities of sampled tokens, under softmax(logits / temperature); 0 on all others
+    logprobs: list[float] = field(default_factory=list)
+    num_calls: int = 0
+
+    def is_start_of(self, prompt: Sequence[int]) -> bool:
+        """Returns whether the prompt begins with all of these tokens."""
+        return list(prompt[: len(self.tokens)]) == self.tokens
+
+
+def add_choice(
+    sequences: list[TokenSequence],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+) -> None:
+    """Adds a choice of a call to the longest of the sequences that its prompt goes on with, or as a
+    new one. logprobs: of its tokens, in nats."""
+    beginnings = [one for one in sequences if one.is_start_of(prompt)]
+    if not beginnings:
+        beginnings = [TokenSequence()]
+        sequences += beginnings
+    longest = max(beginnings, key=lambda one: len(one.tokens))
+    read = prompt[len(longest.tokens) :]
+    longest.tokens += [*read, *tokens]
+    longest.is_sampled += [False] * len(read) + [True] * len(tokens)
+    longest.logprobs += [0.0] * len(read) + list(logprobs)
+    longest.num_calls += 1
+
+
+def with_tokens_as_sampled(
+    prompt: Sequence[int], sequences: Sequence[TokenSequence], tokenizer: Tokenizer
+) -> list[int]:
+    """Returns the tokens of a prompt, where the model's own words keep the tokens that it sampled.
+
+    A client sends texts, and a tokenizer may cut the text of a completion into other tokens than
+    were sampled. Where the text of the prompt begins with that of an earlier sequence, it gets the
+    tokens of that sequence. Its text stays the same, character by character.
+    """
+    prompt = list(prompt)
+    if not sequences or any(one.is_start_of(prompt) for one in sequences):
+        return prompt
+    text = tokenizer.decode(prompt, skip_special=False)
+    for one in sorted(sequences, key=lambda one: len(one.tokens), reverse=True):
+        said = tokenizer.decode(one.tokens, skip_special=False)
+        if not text.startswith(said) or said == text:
+            continue
+        tokens = [*one.tokens, *tokenizer.encode(text[len(said) :])]
+        if tokenizer.decode(tokens, skip_special=False) == text:
+            return tokens
+    return prompt
 
 
 @dataclass
@@ -98,12 +159,12 @@ class OpenEpisodes:
         draw = replace(how, seed=seed, top_logprobs=call.draw.top_logprobs)
         prompts = call.prompts
         if call.is_text:
-            prompts = [self._as_sampled(prompt, earlier) for prompt in prompts]
+            sampled = [
+                with_tokens_as_sampled(prompt, earlier, self.tokenizer) for prompt in prompts
+            ]
+            fits = [len(prompt) <= self.max_prompt_length for prompt in sampled]
+            prompts = [new if fit else old for new, old, fit in zip(sampled, prompts, fits)]
         return replace(call, draw=draw, prompts=prompts)
-
-    def _as_sampled(self, prompt: list[int], earlier: list[TokenSequence]) -> list[int]:
-        as_sampled = with_tokens_as_sampled(prompt, earlier, self.tokenizer)
-        return prompt if len(as_sampled) > self.max_prompt_length else as_sampled
 
     @contextlib.contextmanager
     def submitting(self, episode: str) -> Iterator[None]:
@@ -122,8 +183,7 @@ class OpenEpisodes:
                 return
             for index, choice in enumerate(choices):
                 prompt = call.prompts[index // call.choices]
-                sampled = SampledChoice(tuple(prompt), tuple(choice.tokens), tuple(choice.logprobs))
-                add_choice(opened.sequences, sampled)
+                add_choice(opened.sequences, prompt, choice.tokens, choice.logprobs)
 
     def reward(self, episode: str, value: float) -> None:
         """See Recorder.reward."""

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from tunix_lite.agents.episodes import Episode, OpenEpisodes
 from tunix_lite.errors import ConfigError
 from tunix_lite.plain_text import message_of, shown
-from tunix_lite.rewards.scores import MOST_REWARD
+from tunix_lite.serving.app import MOST_REWARD
 
 # (client, example) -> the reward, a text that is graded, or None: the reward comes by HTTP
 Agent = Callable[[Any, dict], Any]
@@ -141,69 +142,60 @@ class Runner:
                     arguments = (place, episode, ended)
                     threading.Thread(target=self._run_one, args=arguments, daemon=True).start()
                 between()
-                self._take_one(opened, began, results, ended)
+
+                # until one ends or takes too long, a second at most
+                first = min(began, key=began.get)
+                left = began[first] + self.config.timeout - time.monotonic()
+                try:
+                    place, how = ended.get(timeout=min(max(0.0, left), LOOK_SECONDS))
+                except queue.Empty:
+                    if left > LOOK_SECONDS:
+                        continue
+                    place = first
+                    message = f"the agent took more than {self.config.timeout:g} s"
+                    how = Ended(None, self.config.timeout, "timeout", message)
+                # it may have been given up before
+                if place in began:
+                    del began[place]
+                    self.episodes.close(opened[place])
+                    results[place] = how
         finally:
             for episode in opened:
                 self.episodes.close(episode)
         return [results[place] for place in range(len(opened))]
 
-    def _take_one(
-        self,
-        opened: Sequence[Episode],
-        began: dict[int, float],
-        results: dict[int, Ended],
-        ended: queue.SimpleQueue,
-    ) -> None:
-        """Waits until an episode ends or takes too long, a second at most. Removes it from
-        `began`."""
-        first = min(began, key=began.get)
-        left = began[first] + self.config.timeout - time.monotonic()
-        try:
-            place, how = ended.get(timeout=min(max(0.0, left), LOOK_SECONDS))
-        except queue.Empty:
-            if left > LOOK_SECONDS:
-                return
-            place = first
-            message = f"the agent took more than {self.config.timeout:g} s"
-            how = Ended(None, self.config.timeout, "timeout", message)
-        # it may have been given up before
-        if place in began:
-            del began[place]
-            self.episodes.close(opened[place])
-            results[place] = how
-
     def _run_one(self, place: int, episode: Episode, ended: queue.SimpleQueue) -> None:
         """Runs one episode in a thread of its own."""
+        import openai
+
         start = time.monotonic()
+        # The agent gets the client that it would use elsewhere.
+        names = {"base_url": self.base_url(episode), "api_key": episode.id}
+
+        async def finish() -> float | str | None:
+            http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+            timeout = self.config.timeout
+            async with openai.AsyncOpenAI(**names, timeout=timeout, http_client=http) as client:
+                return await self.agent(client, episode.example)
+
         try:
-            reward = self._reward_of(self._returned(episode), episode)
-            how = Ended(reward, time.monotonic() - start)
+            if self._is_async:
+                returned = asyncio.run(finish())
+            else:
+                returned = self.agent(self._client.with_options(**names), episode.example)
+            how = Ended(self._reward_of(returned, episode), time.monotonic() - start)
         except NoReward as error:
             how = Ended(None, time.monotonic() - start, "no_reward", str(error))
         except BaseException as error:
-            message = f"{type(error).__name__}: {_place_of(error)}{shown(message_of(error), 300)}"
+            # the line of the agent's file where it failed; the first frames are those of this file
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [one for one in frames if one.filename != __file__]
+            where = f"{own[0].filename}, line {own[0].lineno}: " if own else ""
+            message = f"{type(error).__name__}: {where}{shown(message_of(error), 300)}"
             how = Ended(None, time.monotonic() - start, "error", message)
         ended.put((place, how))
 
-    def _returned(self, episode: Episode) -> Any:
-        """Calls the agent and returns its value. It gets the client that it would use elsewhere."""
-        url = self.base_url(episode)
-        if self._is_async:
-            return asyncio.run(self._finish(url, episode))
-        client = self._client.with_options(base_url=url, api_key=episode.id)
-        return self.agent(client, episode.example)
-
-    async def _finish(self, url: str, episode: Episode) -> Any:
-        import openai
-
-        http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        client = openai.AsyncOpenAI(
-            base_url=url, api_key=episode.id, timeout=self.config.timeout, http_client=http
-        )
-        async with client:
-            return await self.agent(client, episode.example)
-
-    def _reward_of(self, returned: Any, episode: Episode) -> float:
+    def _reward_of(self, returned: object, episode: Episode) -> float:
         """The reward that an agent returned, or that was sent for it. Raises NoReward."""
         if isinstance(returned, str):
             if self.reward is None:
@@ -226,15 +218,3 @@ class Runner:
                 "most, a text, or None"
             )
         return reward
-
-
-def _place_of(error: BaseException) -> str:
-    """The line of the agent's file where it failed."""
-    trace = error.__traceback__
-    frames = []
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    # the first frames are those of this file
-    own = [(file, line) for file, line in frames if file != __file__]
-    return f"{own[0][0]}, line {own[0][1]}: " if own else ""

@@ -6,6 +6,8 @@ as nan, and gets a WholeBatch there. One that has none gets groups without their
 completions.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -181,3 +183,43 @@ def _centred_all(values: np.ndarray) -> np.ndarray:
     if not len(values) or values.min() == values.max():
         return np.zeros(len(values))
     return values - values.mean()
+
+
+# ---- without dropped completions: others are learned from as if these had never been there
+
+
+def takes_whole(advantages: Callable[..., np.ndarray]) -> bool:
+    """True if the function looks at the whole batch, as a WholeBatch."""
+    return "whole" in inspect.signature(advantages).parameters
+
+
+def advantages_of_kept(
+    advantages: Callable[..., np.ndarray],
+    rewards_PG: np.ndarray,
+    kept_PG: np.ndarray,
+    whole: Callable[[], WholeBatch],
+) -> np.ndarray:
+    """[P, G]; 0 for a dropped completion, and for one that is alone in its group and has nothing to
+    be compared with.
+
+    Whole groups are passed to `advantages` together, groups with a dropped completion one by one.
+    One with a parameter `whole` gets everything at once, nan where dropped.
+    """
+    if takes_whole(advantages):
+        is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
+        found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())
+        return np.where(is_compared_PG, found_PG, 0.0)
+    result_PG = np.zeros(rewards_PG.shape)
+    is_whole_P = kept_PG.all(axis=1)
+    if is_whole_P.any():
+        result_PG[is_whole_P] = advantages(rewards_PG[is_whole_P])
+    for p in np.flatnonzero(~is_whole_P & (kept_PG.sum(axis=1) >= 2)):
+        result_PG[p, kept_PG[p]] = advantages(rewards_PG[p : p + 1, kept_PG[p]])[0]
+    return result_PG
+
+
+def groups_that_agree(rewards_PG: np.ndarray, kept_PG: np.ndarray) -> np.ndarray:
+    """[P] bool: the rewards of the group are all equal, dropped completions apart."""
+    least_P = np.where(kept_PG, rewards_PG, np.inf).min(axis=1)
+    most_P = np.where(kept_PG, rewards_PG, -np.inf).max(axis=1)
+    return least_P >= most_P

@@ -35,24 +35,21 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """Log-probabilities of a batch under frozen weights, such as those of the reference."""
+    """Log-probabilities of a batch under frozen weights, such as those of the reference: [B, T]
+    float32, an array of the host; 0 where no token counts."""
 
-    def __call__(self, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
+    def __call__(self, batch: Batch) -> np.ndarray: ...
 
     def compiled(self, batch: RowBatch) -> Any:
         """Returns the compiled program for this batch in rows, or for its shapes."""
 
 
 class Rescorer(Protocol):
-    """Log-probabilities of a batch under weights that are given with it, such as today's."""
+    """The same under weights that are given with the batch, such as today's."""
 
-    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
-        """Returns [B, T] float32, an array of the host; 0 where no token counts."""
+    def __call__(self, params: Params, batch: Batch) -> np.ndarray: ...
 
-    def compiled(self, params: Params, batch: RowBatch) -> Any:
-        """Returns the compiled program for these weights and this batch in rows, or for their
-        shapes."""
+    def compiled(self, params: Params, batch: RowBatch) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,7 @@ class Comparer(Protocol):
         """seen: the same completions as the frozen model reads them, after other prompts; None: as
         they are."""
 
-    def compiled(self, batch: RowBatch) -> Any:
-        """Returns the compiled program for this batch in rows, or for its shapes."""
+    def compiled(self, batch: RowBatch) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _check_above(name: str, value: float, least: float) -> None:
 
 
 def corrected(
-    correction: Callable | None, batch: Batch, sampler_BT: np.ndarray
+    correction: Callable[..., np.ndarray] | None, batch: Batch, sampler_BT: np.ndarray
 ) -> tuple[Batch, Metrics]:
     """Adds the weights of the correction to the batch as a stream, and measures how far trainer and
     sampler are apart. Batch.old_logprobs are the trainer's; correction: None for the metrics
@@ -91,21 +91,17 @@ def corrected(
 def corrected_gain(
     off_policy_delta: float | None, terms: TokenTerms, gain: Gain
 ) -> tuple[Gain, Metrics]:
-    """Multiplies the gain by the weights of the batch, without completions that the policy has
-    left; and returns the share of the latter."""
+    """Multiplies the gain by the weights of the batch, without completions that the policy has left
+    (off-policy sequence mask, DeepSeek-V3.2, arXiv:2512.02556); and returns the share of the
+    latter."""
     batch = terms.batch
     metrics: Metrics = {}
     if STREAM_NAME in batch.streams:
         gain = gain._replace(gain=gain.gain * batch.streams[STREAM_NAME])
     if off_policy_delta is not None:
-        is_left_RW = left_behind(terms, off_policy_delta)
+        # a completion with A < 0 whose mean of old_logprob - logprob is above the limit
+        away_RW = sequence_mean(jax.lax.stop_gradient(-terms.gap), batch)
+        is_left_RW = (terms.advantages < 0) & (away_RW > off_policy_delta)
         gain = gain._replace(gain=jnp.where(is_left_RW, 0.0, gain.gain))
         metrics["train/off_policy_masked"] = jnp.sum(batch.loss_weight * is_left_RW)
     return gain, metrics
-
-
-def left_behind(terms: TokenTerms, delta: float) -> jax.Array:
-    """[R, W] bool: a completion with A < 0 whose mean of old_logprob - logprob is above `delta`
-    (off-policy sequence mask, DeepSeek-V3.2, arXiv:2512.02556)."""
-    away_RW = sequence_mean(jax.lax.stop_gradient(-terms.gap), terms.batch)
-    return (terms.advantages < 0) & (away_RW > delta)

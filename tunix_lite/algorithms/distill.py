@@ -27,10 +27,19 @@ import numpy as np
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface, TeacherComparison
-from tunix_lite.algorithms.demonstration import after_prompts
-from tunix_lite.algorithms.groups import Groups, sample_groups
+from tunix_lite.algorithms.groups import sample_groups
+from tunix_lite.algorithms.ratios import MAX_LOG_RATIO
 from tunix_lite.algorithms.weighting import per_token
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores, realigned
+from tunix_lite.types import (
+    Batch,
+    Graded,
+    Metrics,
+    Params,
+    Prompts,
+    RowBatch,
+    TokenScores,
+    realigned,
+)
 
 # comparisons: of the sampled token alone, or of two distributions
 DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
@@ -40,8 +49,6 @@ FORMULAS = {
     "forward": "KL(q || p)",
     "jensen_shannon": "{mix:g} KL(q || m) + {rest:g} KL(p || m), m = {mix:g} q + {rest:g} p",
 }
-# beyond it exp would overflow
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -75,19 +82,6 @@ class Distill:
             raise ValueError(
                 "teacher is not given: name its weights with algorithm.teacher.weights=FOLDER"
             )
-        self._check_divergence()
-        if self.teacher_coef <= 0:
-            raise ValueError(f"teacher_coef={self.teacher_coef} must be above 0")
-        if self.reward_coef < 0:
-            raise ValueError(f"reward_coef={self.reward_coef} must not be negative")
-        least = 2 if self.reward_coef else 1
-        if self.num_generations < least:
-            raise ValueError(
-                f"num_generations={self.num_generations} must be at least {least}"
-                + (": rewards are compared within a group" if least == 2 else "")
-            )
-
-    def _check_divergence(self) -> None:
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"divergence={self.divergence!r}; it is {', '.join(DIVERGENCES)}")
         if self.divergence != "jensen_shannon" and self.mix != 0.5:
@@ -106,6 +100,15 @@ class Distill:
             raise ValueError(
                 f"top_k={self.top_k} changes nothing with divergence=token, which compares the "
                 "sampled token; give divergence=reverse or forward"
+            )
+        if self.teacher_coef <= 0:
+            raise ValueError(f"teacher_coef={self.teacher_coef} must be above 0")
+        if self.reward_coef < 0:
+            raise ValueError(f"reward_coef={self.reward_coef} must not be negative")
+        if self.num_generations < (2 if self.reward_coef else 1):
+            raise ValueError(
+                f"num_generations={self.num_generations} must be at least 1, and 2 with "
+                "reward_coef: rewards are compared within a group"
             )
 
     # advantages are those of the policy that sampled, and nothing bounds a ratio
@@ -135,22 +138,18 @@ class Distill:
     @property
     def formula(self) -> list[str]:
         """Writes the loss that is minimised, in lines for the panel of a run."""
-        if self.comparison is not None:
-            return self._formula_of_distributions()
-        # the loss of the sampled token alone
-        parts = [f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"]
-        if self.reward_coef:
-            parts.append(f"{self.reward_coef:g} A of the rewards")
-        return ["loss = - sum_t w_t rho_t A_t", f"A_t = {' + '.join(parts)}"]
-
-    def _formula_of_distributions(self) -> list[str]:
-        rewards = f" - rho_t {self.reward_coef:g} A of the rewards" if self.reward_coef else ""
+        rewards = f"{self.reward_coef:g} A of the rewards" if self.reward_coef else ""
+        if self.comparison is None:
+            gap = f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"
+            more = f" + {rewards}" if rewards else ""
+            return ["loss = - sum_t w_t rho_t A_t", f"A_t = {gap}{more}"]
         text = FORMULAS[self.divergence].format(mix=self.mix, rest=1 - self.mix)
         over = "all tokens"
         if self.top_k:
             over = f"the {self.top_k} likeliest tokens of the teacher and one bin for all others"
+        more = f" - rho_t {rewards}" if rewards else ""
         return [
-            f"loss = sum_t w_t ({self.teacher_coef:g} D_t{rewards})",
+            f"loss = sum_t w_t ({self.teacher_coef:g} D_t{more})",
             f"D_t = {text} over {over}; p: the policy, q: the teacher",
         ]
 
@@ -164,16 +163,23 @@ class Distill:
     ) -> tuple[Batch, Metrics, Graded]:
         """Prompts -> completions -> what the teacher finds of them -> the batch to learn from."""
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)
-        batch = groups.batch(self.advantages if self.reward_coef else zeros, self.weighting)
+        # rewards may not count: a group of one has no others to compare with
+        batch = groups.batch(self.advantages if self.reward_coef else np.zeros_like, self.weighting)
+        # The teacher may read the completions after prompts of its own.
+        seen = None
+        settings = self.teacher
+        if getattr(settings, "prompt", None) is not None:
+            prompts = task.prompts_with(examples, settings.prompt, settings.max_prompt_length)
+            of_each = [prompt for prompt in prompts for _ in range(self.num_generations)]
+            first = int(np.asarray(groups.rollout.completion_mask).any(axis=0).argmax())
+            seen = after_prompts(batch, first, of_each)
         # the update compares the distributions; here the teacher reads the completions
         if self.comparison is not None:
             batch = batch.replace(advantages=np.float32(self.reward_coef) * batch.advantages)
-            seen = self._as_seen(batch, groups, task, examples)
             return policy.compare(batch, seen), groups.metrics, groups.graded
 
         # The teacher's share, in float64; tokens that do not count have none.
         counts_BT = np.asarray(batch.loss_weight) != 0
-        seen = self._as_seen(batch, groups, task, examples)
         teacher_BT = np.float64(policy.scorers["teacher"](batch if seen is None else seen))
         if seen is not None:
             teacher_BT = realigned(teacher_BT, seen, batch)
@@ -185,18 +191,6 @@ class Distill:
             "train/teacher_gap_max": float(np.abs(gap_BT).max()),
         }
         return batch, groups.metrics | metrics, groups.graded
-
-    def _as_seen(
-        self, batch: Batch, groups: Groups, task: TaskInterface, examples: list[dict]
-    ) -> Batch | None:
-        """The completions as the teacher reads them; None: after the prompts of the policy."""
-        if getattr(self.teacher, "prompt", None) is None:
-            return None
-        settings = self.teacher
-        prompts = task.prompts_with(examples, settings.prompt, settings.max_prompt_length)
-        of_each = [prompt for prompt in prompts for _ in range(self.num_generations)]
-        first = int(np.asarray(groups.rollout.completion_mask).any(axis=0).argmax())
-        return after_prompts(batch, first, of_each)
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics, sums. Arrays are [R, W]."""
@@ -213,6 +207,30 @@ class Distill:
         return loss, metrics
 
 
-def zeros(rewards_PG: np.ndarray) -> np.ndarray:
-    """Advantages of rewards that do not count; a group of one has no others to compare with."""
-    return np.zeros(np.shape(rewards_PG))
+def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
+    """The completions of a batch after other prompts, one for each sequence: [B, L + T - first]. A
+    prompt may have the expected answer: the same weights are a better policy with it
+    (arXiv:2601.19897).
+
+    first: the column in which completions begin. prompts: as token ids; L of them are in the
+    longest. Only tokens, their mask and their weights are in the batch.
+
+    Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights.
+    """
+    longest = max(map(len, prompts))
+    shape = (len(prompts), longest)
+    tokens = np.zeros(shape, np.int32)
+    mask = np.zeros(shape, bool)
+    for b, prompt in enumerate(prompts):
+        tokens[b, longest - len(prompt) :] = prompt
+        mask[b, longest - len(prompt) :] = True
+    weight = np.zeros(shape, np.float32)
+
+    def joined(before: np.ndarray, values: np.ndarray) -> np.ndarray:
+        return np.concatenate([before, np.asarray(values)[:, first:]], axis=1)
+
+    return Batch(
+        tokens=joined(tokens, batch.tokens),
+        token_mask=joined(mask, batch.token_mask),
+        loss_weight=joined(weight, batch.loss_weight),
+    )

@@ -93,10 +93,23 @@ class DPO:
     ) -> tuple[Batch, Metrics, Graded | None]:
         """Pairs -> their margins under today's weights and the reference -> the batch."""
         if self.pairs == "data":
-            arrays, metrics, graded = _of_data(task, examples)
-            rows = np.arange(2 * len(examples))
-            chosen = rows[0::2]
-            rejected = rows[1::2]
+            # row 2p is chosen, row 2p + 1 rejected
+            both = [task.demonstrations(examples, name) for name in FIELDS]
+            arrays = tuple(
+                np.stack(pair, axis=1).reshape(2 * len(examples), -1)
+                for pair in zip(*both, strict=True)
+            )
+            chosen = np.arange(0, 2 * len(examples), 2)
+            rejected = chosen + 1
+            lengths = arrays[2].sum(axis=1)
+            metrics = {
+                "completions/mean_length": float(lengths.mean()),
+                "completions/mean_length_chosen": float(lengths[chosen].mean()),
+                "completions/mean_length_rejected": float(lengths[rejected].mean()),
+            }
+            if task.long_prompts == "truncate":
+                metrics["prompts/truncated"] = task.truncated(examples)
+            graded = None
         else:
             groups = sample_groups(policy, task, params, examples, key, self.num_generations)
             rollout = groups.rollout
@@ -117,35 +130,29 @@ class DPO:
         today = policy.rescore(params, batch)
         reference = policy.scorers["reference"](batch)
         gap = np.float64(today) - np.float64(reference)
-        return self._with_margins(batch, gap, chosen, rejected), metrics, graded
 
-    def _with_margins(
-        self, batch: Batch, gap_BT: np.ndarray, chosen: np.ndarray, rejected: np.ndarray
-    ) -> Batch:
-        """Adds the slope of each pair's loss to the batch as advantages, and returns the
-        metrics."""
         # Each pair: its margin, its loss, and the slope of that.
-        counts_BT = np.asarray(batch.loss_weight) != 0
-        scores_B = np.where(counts_BT, gap_BT, 0.0).sum(axis=1)
+        scores_B = np.where(counts, gap, 0.0).sum(axis=1)
         margins = scores_B[chosen] - scores_B[rejected]
         # log(1 + exp(-x)), which does not overflow
         losses = np.logaddexp(0.0, -self.beta * margins)
         slopes = self.beta * np.exp(-np.logaddexp(0.0, self.beta * margins))
 
         # They go to all tokens of the two completions.
-        values = np.zeros((4, len(counts_BT)))
+        values = np.zeros((4, len(counts)))
         values[0, chosen] = slopes
         values[0, rejected] = -slopes
         # the sum over all tokens of a pair, weighted, is the pair's share of the mean
-        lengths = counts_BT.sum(axis=1)
+        lengths = counts.sum(axis=1)
         both = np.maximum(lengths[chosen] + lengths[rejected], 1)
         for row, of_pair in enumerate((losses, margins, margins > 0), start=1):
             values[row, chosen] = of_pair / both
             values[row, rejected] = of_pair / both
         advantages, *logged = (
-            np.broadcast_to(x[:, None], counts_BT.shape).astype(np.float32) for x in values
+            np.broadcast_to(x[:, None], counts.shape).astype(np.float32) for x in values
         )
-        return batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
+        batch = batch.replace(advantages=advantages, streams=dict(zip(STREAMS, logged)))
+        return batch, metrics, graded
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss at today's weights, with its gradient, and its terms: sums."""
@@ -162,23 +169,6 @@ class DPO:
             "train/pair_accuracy": is_right,
         }
         return loss - jnp.sum(batch.loss_weight * slope_RW), metrics
-
-
-def _of_data(task: TaskInterface, examples: list[dict]) -> tuple[tuple, Metrics, None]:
-    """(tokens, token_mask, completion_mask) [2P, T]: row 2p is chosen, row 2p + 1 rejected."""
-    both = [task.demonstrations(examples, name) for name in FIELDS]
-    arrays = tuple(
-        np.stack(pair, axis=1).reshape(2 * len(examples), -1) for pair in zip(*both, strict=True)
-    )
-    lengths = arrays[2].sum(axis=1)
-    metrics = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/mean_length_chosen": float(lengths[0::2].mean()),
-        "completions/mean_length_rejected": float(lengths[1::2].mean()),
-    }
-    if task.long_prompts == "truncate":
-        metrics["prompts/truncated"] = task.truncated(examples)
-    return arrays, metrics, None
 
 
 def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:

@@ -1,23 +1,64 @@
 """Groups: sample G completions per prompt, grade them, and make a batch of their advantages.
 
-An algorithm that only gives credit differently calls `sample_groups`, then `Groups.batch`.
+An algorithm that only gives credit differently calls `sample_groups`, then `Groups.batch`. Rewards
+of a conversation go to its turns by TurnCredit.kind:
+
+    end        every turn has the whole: r_1 + ... + r_n
+    turn       a turn has what followed it: r_k
+    discount   a turn has what followed it and what came later: r_k + d r_{k+1} + d^2 r_{k+2} + ...
+
+With `end` the conversations of a group are compared, one value each. With the other two all turns
+of the conversations of a group are compared, one value each, as the steps of a completion are in
+process supervision (arXiv:2402.03300, section 4.1.3).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.advantages import WholeBatch
-from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
-from tunix_lite.algorithms.credit import TurnCredit, turn_advantages, with_total
-from tunix_lite.algorithms.dropped import (
+from tunix_lite.algorithms.advantages import (
+    WholeBatch,
     advantages_of_kept,
     groups_that_agree,
-    weights_of_learned,
+    takes_whole,
 )
+from tunix_lite.algorithms.algorithm import Policy, TaskInterface, who_answers
+from tunix_lite.algorithms.weighting import weights_of_learned
 from tunix_lite.types import Batch, Graded, Metrics, Params, Rollout
+
+# folded into the key of further rounds; sampling folds the number of a prompt into the key that it
+# gets
+ROUNDS = 0xD4A90
+# rewards [P, G] -> advantages [P, G]; completion mask [B, T] -> loss weights [B, T]
+Advantages = Callable[..., np.ndarray]
+Weighting = Callable[..., np.ndarray]
+
+
+@dataclass(frozen=True)
+class TurnCredit:
+    """Assigns the rewards of a conversation to its turns.
+
+    Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0].
+    """
+
+    kind: str = "end"  # end, turn or discount
+    # factor of `discount` for each turn between a turn and a reward
+    discount: float = 1.0
+
+    def values(self, rewards: Sequence[float]) -> np.ndarray:
+        """Returns the value of each turn of a conversation, float64."""
+        rewards = np.asarray(rewards, np.float64)
+        if self.kind == "end":
+            return np.full(len(rewards), rewards.sum())
+        if self.kind == "turn":
+            return rewards
+        values = rewards.copy()
+        for k in range(len(values) - 2, -1, -1):
+            values[k] += self.discount * values[k + 1]
+        return values
 
 
 @dataclass(frozen=True)
@@ -45,8 +86,8 @@ class Groups:
 
     def batch(
         self,
-        advantages: Callable,
-        weighting: Callable,
+        advantages: Advantages,
+        weighting: Weighting,
         num_mini_batches: int = 1,
         advantage_clip: float | None = None,
     ) -> Batch:
@@ -63,7 +104,7 @@ class Groups:
             old_logprobs=self.rollout.full_logprobs,
         )
 
-    def token_weights(self, weighting: Callable, num_mini_batches: int = 1) -> np.ndarray:
+    def token_weights(self, weighting: Weighting, num_mini_batches: int = 1) -> np.ndarray:
         """[B, T] float32: the weight of each token in the loss; 0 where nothing is learned."""
         mask_BT = np.asarray(self.rollout.completion_mask)
         P, G = self.learned_PG.shape
@@ -71,30 +112,31 @@ class Groups:
         learned_B = self.learned_PG.reshape(-1)
         return weights_of_learned(weighting, mask_BT, learned_B, prompt_B, num_mini_batches)
 
-    def token_advantages(self, function: Callable, limit: float | None = None) -> np.ndarray:
+    def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
         where dropped. function: rewards [P, G] -> [P, G], as algorithms/advantages.py has them."""
-        if self.credit is not None and self.credit.kind != "end":
-            return self._turn_advantages(function, limit)
-        advantages_PG = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
-        if limit is not None:
-            advantages_PG = np.clip(advantages_PG, -limit, limit)
-        advantages_B1 = advantages_PG.reshape(-1, 1)
-        return np.broadcast_to(advantages_B1, self.rollout.tokens.shape).astype(np.float32)
+        limit = np.inf if limit is None else limit
+        shape = self.rollout.tokens.shape
+        if self.credit is None or self.credit.kind == "end":
+            how = (function, self.rewards_PG, self.kept_PG, self.whole)
+            advantages_PG = np.clip(advantages_of_kept(*how), -limit, limit)
+            return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
 
-    def _turn_advantages(self, function: Callable, limit: float | None) -> np.ndarray:
-        """[B, T] float32: the advantage of each turn at its tokens; 0 elsewhere."""
-        # What is in the rewards beside those of the environment belongs to the last turn.
+        # What is in the rewards beside those of the environment belongs to the last turn: the
+        # rewards of the turns then sum to the reward of the conversation.
         totals_B = np.nan_to_num(self.rewards_PG).reshape(-1)
-        rewards = [with_total(*one) for one in zip(self.graded.turn_rewards, totals_B)]
+        rewards = [
+            [*of_turns[:-1], of_turns[-1] + (total - sum(of_turns))]
+            for of_turns, total in zip(self.graded.turn_rewards, totals_B)
+        ]
         kept_B = self.kept_PG.reshape(-1)
         G = self.rewards_PG.shape[1]
-        advantages_BT = np.zeros(self.rollout.tokens.shape, np.float32)
+        advantages_BT = np.zeros(shape, np.float32)
         row_advantages = turn_advantages(function, self.credit, rewards, G, kept_B)
         for row, (one, values) in enumerate(zip(self.rollout.conversations, row_advantages)):
             for turn, value in zip(one.turns, values):
                 advantages_BT[row, turn.begin : turn.end] = value
-        return advantages_BT if limit is None else np.clip(advantages_BT, -limit, limit)
+        return np.clip(advantages_BT, -limit, limit)
 
     def whole(self) -> WholeBatch:
         """Facts for an advantage function beside the rewards."""
@@ -161,15 +203,146 @@ def sample_groups(
     kept_PG = ~graded.dropped.reshape(rewards_PG.shape)
     groups = Groups(rollout, graded, rewards_PG, kept_PG, learned_PG=kept_PG)
     # Not whether anybody answered here: with rollout.overlap they may have done so a step ago.
-    return groups if rollout.conversations is None else _of_conversations(groups, task)
-
-
-def _of_conversations(groups: Groups, task: TaskInterface) -> Groups:
-    """Applies the settings of conversations to groups: the credit of turns, and what is learned
-    from a conversation that reached a limit."""
+    if rollout.conversations is None:
+        return groups
     settings = task.conversation
     groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
     if settings.on_limit != "mask":
         return groups
-    is_whole_B = np.array([not one.reached_limit for one in groups.rollout.conversations])
-    return groups.learning_from(is_whole_B.reshape(groups.rewards_PG.shape))
+    is_whole_B = np.array([not one.reached_limit for one in rollout.conversations])
+    return groups.learning_from(is_whole_B.reshape(rewards_PG.shape))
+
+
+def turn_advantages(
+    function: Advantages,
+    credit: TurnCredit,
+    turn_rewards: Sequence[Sequence[float]],
+    num_generations: int,
+    kept_B: np.ndarray,
+) -> list[np.ndarray]:
+    """The advantage of each turn of each conversation; 0 where dropped, and in a group that has one
+    turn in all.
+
+    function: as in algorithms/advantages.py; a group is one row of the values of all its turns.
+    turn_rewards: of each row, those of a group side by side. Raises ValueError for a function that
+    looks at the whole batch, as it compares completions and not turns.
+    """
+    if takes_whole(function):
+        raise ValueError(
+            f"conversation.credit={credit.kind} compares turns, and the advantages of this "
+            "algorithm compare whole completions; set conversation.credit=end"
+        )
+    row_advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
+    for first in range(0, len(turn_rewards), num_generations):
+        rows = [row for row in range(first, first + num_generations) if kept_B[row]]
+        values = [credit.values(turn_rewards[row]) for row in rows]
+        together = np.concatenate(values) if values else np.zeros(0)
+        if len(together) < 2:
+            continue
+        advantages = function(together[None])[0]
+        ends = np.cumsum([len(one) for one in values])
+        for row, of_turns in zip(rows, np.split(advantages, ends[:-1])):
+            row_advantages[row] = of_turns
+    return row_advantages
+
+
+def sample_mixed_groups(
+    policy: Policy,
+    task: TaskInterface,
+    params: Params,
+    examples: list[dict],
+    key: jax.Array,
+    num_generations: int,
+    max_rounds: int,
+) -> Groups:
+    """P mixed groups. A group whose completions all have one reward teaches nothing; one of another
+    prompt replaces it (dynamic sampling, DAPO, arXiv:2503.14476). Metrics are of all completions
+    that were sampled. What a round draws depends on seed and step alone.
+
+    examples: P for each of `max_rounds` rounds, one after the other. If they hold too few mixed
+    groups, the first others fill the batch, and nothing is learned from them. A group is mixed by
+    the rewards of the task, with nothing added.
+    """
+    num_prompts = len(examples) // max_rounds
+    began = time.perf_counter()
+    seconds = []
+    rounds: list[Groups] = []
+    for r in range(max_rounds):
+        drawn = examples[r * num_prompts : (r + 1) * num_prompts]
+        round_key = jax.random.fold_in(jax.random.fold_in(key, ROUNDS), r) if r else key
+        rounds.append(sample_groups(policy, task, params, drawn, round_key, num_generations))
+        seconds.append(time.perf_counter() - began)
+        if sum((~groups.agree).sum() for groups in rounds) >= num_prompts:
+            break
+
+    # the first P that are mixed, then as many others as are missing, in the order of drawing
+    is_mixed = ~np.concatenate([groups.agree for groups in rounds])
+    first_mixed = np.flatnonzero(is_mixed)[:num_prompts]
+    fillers = np.flatnonzero(~is_mixed)[: num_prompts - len(first_mixed)]
+    chosen = np.sort(np.concatenate([first_mixed, fillers]))
+    rows = (chosen[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
+    rewards_PG = np.concatenate([groups.rewards_PG for groups in rounds])
+    kept_PG = np.concatenate([groups.kept_PG for groups in rounds])
+    learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
+
+    # Every round has as many completions, so the mean of a metric is the mean of its means; seconds
+    # and counts are summed.
+    metrics: Metrics = {}
+    by_round = [groups.metrics for groups in rounds]
+    for name in by_round[0]:
+        values = [one[name] for one in by_round if name in one]
+        part, _, rest = name.partition("/")
+        if len(values) < len(rounds):
+            continue
+        if part in ("time", "rewards", "prompts"):
+            metrics[name] = sum(values)
+        elif rest.startswith(("max", "min")):
+            metrics[name] = max(values) if rest.startswith("max") else min(values)
+        else:
+            metrics[name] = sum(values) / len(values)
+    metrics |= {
+        "reward/mean": float(rewards_PG[kept_PG].mean()),
+        "reward/std": float(rewards_PG[kept_PG].std()),
+        "prompts/drawn": len(is_mixed),
+        "prompts/mixed": int(is_mixed.sum()),
+        "prompts/kept": len(first_mixed),
+        "time/extra_rounds": seconds[-1] - seconds[0],
+    }
+    return Groups(
+        rollout=chosen_rows([groups.rollout for groups in rounds], rows),
+        graded=chosen_completions([groups.graded for groups in rounds], rows),
+        rewards_PG=rewards_PG[chosen],
+        kept_PG=kept_PG[chosen],
+        learned_PG=learned_PG[chosen] & is_mixed[chosen][:, None],
+        of_all=metrics,
+        credit=rounds[0].credit,
+    )
+
+
+def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
+    """Selects rows number `rows` of all parts together, without their metrics."""
+    bare = [part.replace(metrics={}) for part in parts]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
+
+
+def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
+    """Selects completions number `rows` of all parts together. Metrics and weights, which are no
+    values of single completions, are those of the first part."""
+
+    def chosen(values: list) -> Rollout | np.ndarray | list | dict | None:
+        first = values[0]
+        if first is None:
+            return None
+        if isinstance(first, Rollout):
+            return chosen_rows(values, rows)
+        if isinstance(first, dict):
+            return {name: chosen([value[name] for value in values]) for name in first}
+        if isinstance(first, list):
+            together = [item for value in values for item in value]
+            return [together[row] for row in rows] if together else []
+        return np.concatenate(values)[rows]
+
+    of_all = {"metrics", "weights", "num_generations"}
+    names = {field.name for field in fields(Graded)} - of_all
+    taken = {name: chosen([getattr(part, name) for part in parts]) for name in names}
+    return replace(parts[0], **taken)

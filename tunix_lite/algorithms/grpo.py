@@ -8,87 +8,30 @@ Metrics are sums with the same weights: means over tokens where the weights sum 
 per_token and per_sequence do. One is a maximum (types.Max).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tunix_lite.algorithms.advantages import standardise
-from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
-from tunix_lite.algorithms.checks import check_objective, refusal_of_stale
-from tunix_lite.algorithms.corrections import STREAM_NAME, corrected_gain
-from tunix_lite.algorithms.formula import formula_of
-from tunix_lite.algorithms.groups import sample_groups
-from tunix_lite.algorithms.kl import with_kl
-from tunix_lite.algorithms.oversampling import sample_mixed_groups
-from tunix_lite.algorithms.ratios import token_ratio, token_terms
-from tunix_lite.algorithms.scoring import scored
-from tunix_lite.algorithms.selection import selected
-from tunix_lite.algorithms.surrogates import Bounds, clip, gain_of, ratio_metrics
-from tunix_lite.algorithms.variants import apply_variant
-from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.algorithms import kl
+from tunix_lite.algorithms.algorithm import Needs, Policy, Scorer, TaskInterface
+from tunix_lite.algorithms.corrections import STREAM_NAME, corrected, corrected_gain
+from tunix_lite.algorithms.groups import Groups, sample_groups, sample_mixed_groups
+from tunix_lite.algorithms.objective import Objective
+from tunix_lite.algorithms.ratios import token_terms
+from tunix_lite.algorithms.surrogates import Bounds, ratio_metrics, takes_bounds
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScores
 
 
 @dataclass(frozen=True)
-class GRPO:
-    """The settings of the loss; its two functions are `collect` and `loss`.
+class GRPO(Objective):
+    """The two functions `collect` and `loss`; Objective has the settings.
 
     Example: GRPO(num_generations=16, clip_high=0.2, kl_coef=0.01): groups of 16, and a KL term to
     the reference.
     """
-
-    # Completions sampled for each prompt, called its group. At least 2.
-    num_generations: int = 8
-    # Optimizer updates made from one rollout, a multiple of mini_batches.
-    updates_per_rollout: int = 1
-    # Parts that a rollout is split into. Each update trains on the next part. 1 does not split it.
-    mini_batches: int = 1
-    advantages: Callable = standardise  # rewards [P, G] -> advantages [P, G]
-    # Limits every advantage to the range from -x to x. null sets no limit.
-    advantage_clip: float | None = None
-    weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
-    ratio: Callable = token_ratio  # log-ratios of tokens -> log-ratios (algorithms/ratios.py)
-    surrogate: Callable = clip  # what is maximised per token (algorithms/surrogates.py)
-    # Lower clip of the ratio, at 1 - clip_low. null does not clip it from below.
-    clip_low: float | None = 0.2
-    # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
-    clip_high: float | None = 0.28
-    # Weight of the KL divergence from the reference model. 0 loads no reference.
-    kl_coef: float = 0.0
-    # Estimator of that KL: k3_exact, k3, k3_ratio or k2 in the loss, k1_reward in the reward.
-    kl_estimator: str = "k3_exact"
-    # Steps between two updates of the reference model. 0 keeps it as it was at the start.
-    reference_every: int = 0
-    # Share of the policy in an updated reference, from 0 to 1. 1 copies the policy.
-    reference_mix: float = 1.0
-    # Weight of the entropy bonus. 0 adds none.
-    entropy_coef: float = 0.0
-    # Old log-probabilities in the ratio: whole (sampler, full softmax), sampled (sampler, after
-    # top_k, top_p and min_p) or rescored (computed again by the trainer).
-    old_logprobs: str = "whole"
-    # Function that reweights tokens where trainer and sampler differ. Needs old_logprobs=rescored.
-    correction: Callable | None = None
-    # Drops a completion with negative advantage whose mean log-probability fell by more than this,
-    # in nats per token. null drops none.
-    off_policy_delta: float | None = None
-    # What happens to a group of equal rewards: keep, drop (weight 0) or replace (draw another
-    # prompt).
-    agreeing_groups: str = "keep"
-    # Most draws of prompts for one batch, used by agreeing_groups=replace.
-    max_rounds: int = 1
-    # Function of completion lengths that is added to the rewards. null adds nothing.
-    shaping: Callable | None = None
-    # true gives no weight to completions that reached max_new_tokens without an end.
-    mask_truncated: bool = False
-    # Framework whose form of the objective is used, such as trl, verl or prime_rl. null uses ours.
-    variant: str | None = None
-
-    def __post_init__(self):
-        apply_variant(self)
-        check_objective(self)
 
     # some of its pieces sum over a completion, all of those by algorithms/sequences.py
     loss_reduction = "sequences"
@@ -103,14 +46,8 @@ class GRPO:
             streams=() if self.correction is None else (STREAM_NAME,),
             mini_batches=self.mini_batches,
             rounds=self.max_rounds,
-            fresh=refusal_of_stale(self),
+            fresh=self.refusal_of_stale(),
         )
-
-    @property
-    def formula(self) -> list[str]:
-        """Writes the loss that is minimised, with its constants, in lines for the panel of a
-        run."""
-        return formula_of(self)
 
     def collect(
         self,
@@ -130,25 +67,73 @@ class GRPO:
 
         # Settings beside the default: what is not learned from, and what is added to the rewards.
         if self.agreeing_groups == "drop" or self.shaping or self.mask_truncated:
-            groups = selected(self, groups)
+            groups = self.selected(groups)
         batch = groups.batch(
             self.advantages, self.weighting, self.mini_batches, self.advantage_clip
         )
 
         # And log-probabilities that sampling does not give.
         if self.old_logprobs != "whole" or self.kl_coef:
-            batch, of_scoring = scored(self, batch, groups, policy, params)
+            batch, of_scoring = self.scored(batch, groups, policy, params)
             metrics |= of_scoring
         return batch, metrics, groups.graded
+
+    def selected(self, groups: Groups) -> Groups:
+        """Gives no weight where nothing is learned, and adds to the rewards that are compared."""
+        if self.agreeing_groups == "drop":
+            groups = groups.learning_from(~groups.agree[:, None])
+        if self.shaping is not None:
+            groups = groups.with_reward("shaping", self.shaping(groups.lengths))
+        if self.mask_truncated:
+            finished_PG = np.asarray(groups.rollout.finished).reshape(groups.rewards_PG.shape)
+            groups = groups.learning_from(finished_PG)
+        return groups
+
+    def scored(
+        self, batch: Batch, groups: Groups, policy: Policy, params: Params
+    ) -> tuple[Batch, Metrics]:
+        """Adds the log-probabilities that sampling does not give: the trainer's own, and those of
+        the reference. params: the current weights, adapters attached."""
+
+        def in_parts(score: Scorer | partial[np.ndarray]) -> np.ndarray:
+            # mini-batch by mini-batch, as large as updates are
+            rows = np.split(np.arange(len(batch.tokens)), self.mini_batches)
+            parts = [jax.tree.map(lambda x, part=part: x[part], batch) for part in rows]
+            return np.concatenate([score(part) for part in parts])
+
+        # A KL term in the reward is of every completion that is compared, learned from or not.
+        mask_BT = np.asarray(groups.rollout.completion_mask)
+        learned_BT = batch.loss_weight
+        metrics: Metrics = {}
+        if self.is_kl_reward:
+            batch = batch.replace(loss_weight=mask_BT.astype(np.float32))
+        if self.old_logprobs == "sampled":
+            batch = batch.replace(old_logprobs=groups.rollout.logprobs)
+        sampler_BT = batch.old_logprobs
+        if self.old_logprobs == "rescored":
+            batch = batch.replace(old_logprobs=in_parts(partial(policy.rescore, params)))
+        if self.kl_coef:
+            batch = batch.replace(ref_logprobs=in_parts(policy.scorers["reference"]))
+        batch = batch.replace(loss_weight=learned_BT)
+        if self.old_logprobs == "rescored":
+            batch, metrics = corrected(self.correction, batch, sampler_BT)
+        if self.is_kl_reward:
+            penalty_B = -self.kl_coef * kl.k1_of_completions(batch, mask_BT)
+            groups = groups.with_reward("kl", penalty_B)
+            advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
+            batch = batch.replace(advantages=advantages_BT)
+        return batch, metrics
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """The loss and its metrics: sums that micro-batches may add up, and a maximum. Arrays are
         [R, W]."""
         # the gain of each token, by its ratio and its advantage
         terms = token_terms(scores, batch, self.ratio)
-        bounds = Bounds(self.clip_low, self.clip_high)
-        gain = gain_of(self.surrogate, terms, bounds)
-        metrics = ratio_metrics(self.surrogate, terms, bounds, gain)
+        bounds = None
+        if takes_bounds(self.surrogate):
+            bounds = Bounds(self.clip_low, self.clip_high)
+        gain = self.surrogate(terms) if bounds is None else self.surrogate(terms, bounds)
+        metrics = ratio_metrics(terms, gain, bounds)
         if batch.streams or self.off_policy_delta is not None:
             gain, of_correction = corrected_gain(self.off_policy_delta, terms, gain)
             metrics |= of_correction
@@ -156,7 +141,10 @@ class GRPO:
 
         # the KL term, and the entropy of what each token is drawn from
         if self.kl_coef:
-            loss, metrics["train/kl"] = with_kl(loss, terms, self.kl_estimator, self.kl_coef)
+            kl_of_tokens_RW = kl.token_kl(self.kl_estimator, terms)
+            metrics["train/kl"] = jnp.sum(batch.loss_weight * kl_of_tokens_RW)
+            if not self.is_kl_reward:
+                loss += self.kl_coef * metrics["train/kl"]
         if self.entropy_coef:
             loss -= self.entropy_coef * jnp.sum(batch.loss_weight * scores.entropy)
         return loss, metrics

@@ -50,15 +50,6 @@ ESTIMATORS = {"k3_exact": k3_exact, "k3": k3, "k3_ratio": k3_ratio, "k2": k2}
 IN_REWARD = "k1_reward"
 
 
-def with_kl(
-    loss: jax.Array, terms: TokenTerms, estimator: str, kl_coef: float
-) -> tuple[jax.Array, jax.Array]:
-    """The loss with kl_coef times the KL of its tokens, unless that is a part of the reward; and
-    the KL: a sum over tokens with the weights of the loss."""
-    kl = jnp.sum(terms.batch.loss_weight * token_kl(estimator, terms))
-    return (loss if estimator == IN_REWARD else loss + kl_coef * kl), kl
-
-
 def token_kl(estimator: str, terms: TokenTerms) -> jax.Array:
     """[R, W]: the KL of each token that counts, 0 elsewhere; under `k1_reward`, for display, that
     of k3_exact."""

@@ -50,9 +50,10 @@ class TokenTerms(NamedTuple):
     batch: RowBatch
 
 
-def token_terms(scores: TokenScores, batch: RowBatch, ratio: Callable) -> TokenTerms:
-    """The terms of a batch in rows: 0 at tokens without weight, which do not matter whatever their
-    numbers are."""
+def token_terms(
+    scores: TokenScores, batch: RowBatch, ratio: Callable[..., jax.Array]
+) -> TokenTerms:
+    """The terms of a batch in rows; 0 at tokens without weight."""
     counts_RW = batch.loss_weight != 0
     gap_RW = jnp.where(counts_RW, scores.logprobs - batch.old_logprobs, 0.0)
     log_ratio_RW = ratio(gap_RW, batch)

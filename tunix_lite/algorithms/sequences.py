@@ -23,30 +23,24 @@ def sequence_sum(x_RW: jax.Array, batch: RowBatch) -> jax.Array:
     scored -> [3, 3, 5].
     """
     counts_RW = batch.loss_weight != 0
-    return jnp.where(counts_RW, _total(jnp.where(counts_RW, x_RW, 0), batch), 0)
+    x_RW = jnp.where(counts_RW, x_RW, 0)
+    if batch.scored is None:
+        # the rows are the sequences
+        total_RW = jnp.broadcast_to(jnp.sum(x_RW, axis=1, keepdims=True), x_RW.shape)
+    else:
+        # A sequence, or what it does not share with others, stands in neighbouring columns: see
+        # packing.py.
+        starts_RW = batch.segment_ids != jnp.roll(batch.segment_ids, 1, axis=1)
+        if batch.completion_ids is not None:
+            starts_RW |= batch.completion_ids != jnp.roll(batch.completion_ids, 1, axis=1)
+        total_RW = _of_runs(x_RW, starts_RW.at[:, 0].set(True))
+    return jnp.where(counts_RW, total_RW, 0)
 
 
 def sequence_mean(x_RW: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, W] -> [R, W]: `sequence_sum`, divided by the number of scored tokens of the
-    completion."""
+    """[R, W] -> [R, W]: `sequence_sum` over the number of scored tokens of the completion."""
     ones_RW = jnp.ones_like(x_RW)
     return sequence_sum(x_RW, batch) / jnp.maximum(sequence_sum(ones_RW, batch), 1)
-
-
-# ---- small print
-
-
-def _total(x_RW, batch: RowBatch):
-    """The sum over the sequence, at each of its tokens."""
-    # the rows are the sequences
-    if batch.scored is None:
-        return jnp.broadcast_to(jnp.sum(x_RW, axis=1, keepdims=True), x_RW.shape)
-    # A sequence, or what it does not share with others, stands in neighbouring columns: see
-    # packing.py.
-    starts_RW = batch.segment_ids != jnp.roll(batch.segment_ids, 1, axis=1)
-    if batch.completion_ids is not None:
-        starts_RW |= batch.completion_ids != jnp.roll(batch.completion_ids, 1, axis=1)
-    return _of_runs(x_RW, starts_RW.at[:, 0].set(True))
 
 
 @jax.custom_vjp

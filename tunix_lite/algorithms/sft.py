@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Needs, Policy, TaskInterface
-from tunix_lite.algorithms.dropped import weights_of_learned
-from tunix_lite.algorithms.weighting import per_token
+from tunix_lite.algorithms.weighting import per_token, weights_of_learned
 from tunix_lite.types import Batch, Metrics, Params, RowBatch, TokenScores
 
 
@@ -46,7 +45,7 @@ class SFT:
         # each is of a prompt of its own
         count = len(tokens)
         weights = weights_of_learned(
-            self.weighting, completion_mask, np.ones(count, bool), np.arange(count)
+            self.weighting, completion_mask, np.ones(count, bool), np.arange(count), 1
         )
         return Batch(tokens=tokens, token_mask=token_mask, loss_weight=weights), metrics, None
 

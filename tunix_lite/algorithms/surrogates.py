@@ -55,17 +55,10 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     bounded_RW = clipped_RW * terms.advantages
     gain_RW = jnp.minimum(plain_RW, bounded_RW)
     limited_RW = plain_RW > bounded_RW
-    if dual is not None:
-        return _bounded_below(gain_RW, limited_RW, terms.advantages, dual)
-    return Gain(gain_RW, limited_RW)
-
-
-def _bounded_below(
-    gain_RW: jax.Array, limited_RW: jax.Array, advantages_RW: jax.Array, dual: float
-) -> Gain:
-    """The gain, not below dual A where A < 0."""
-    least_RW = dual * advantages_RW
-    is_beyond_RW = (advantages_RW < 0) & (gain_RW < least_RW)
+    if dual is None:
+        return Gain(gain_RW, limited_RW)
+    least_RW = dual * terms.advantages
+    is_beyond_RW = (terms.advantages < 0) & (gain_RW < least_RW)
     return Gain(jnp.where(is_beyond_RW, least_RW, gain_RW), limited_RW | is_beyond_RW)
 
 
@@ -134,30 +127,35 @@ def policy_gradient(terms: TokenTerms) -> Gain:
     return Gain(terms.ratio * terms.advantages)
 
 
-def takes_bounds(surrogate: Callable) -> bool:
+def takes_bounds(surrogate: Callable[..., Gain]) -> bool:
     """True if the surrogate uses clip_low and clip_high."""
     return "bounds" in inspect.signature(surrogate).parameters
-
-
-def gain_of(surrogate: Callable, terms: TokenTerms, bounds: Bounds) -> Gain:
-    """Calls the surrogate, with the bounds if it takes them."""
-    return surrogate(terms, bounds) if takes_bounds(surrogate) else surrogate(terms)
 
 
 # ---- what is logged of a surrogate
 
 
-def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: Gain) -> Metrics:
-    """Returns metrics of the distance between the policy and the one that sampled, and of the
-    surrogate's clipping."""
+def ratio_metrics(terms: TokenTerms, gain: Gain, bounds: Bounds | None) -> Metrics:
+    """Returns metrics of the distance between the policy and the one that sampled, also as NeMo-RL
+    and prime-rl measure it, and of the surrogate's clipping. bounds: None where it has none."""
     weight_RW = terms.batch.loss_weight
     gap_RW = jnp.abs(terms.gap)
     metrics = {
         "train/sampler_gap": jnp.sum(weight_RW * gap_RW),
         "train/sampler_gap_max": Max(jax.lax.stop_gradient(jnp.max(gap_RW))),
     }
-    metrics |= distance_metrics(terms)
-    if takes_bounds(surrogate):
+    counts_RW = weight_RW != 0
+    ratio_RW = jax.lax.stop_gradient(terms.ratio)
+    bounded_RW = jnp.clip(jax.lax.stop_gradient(terms.gap), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3_RW = jnp.expm1(bounded_RW) - bounded_RW
+    metrics |= {
+        "train/ratio_mean": jnp.sum(weight_RW * ratio_RW),
+        "train/ratio_min": smallest(jnp.min(jnp.where(counts_RW, ratio_RW, jnp.inf))),
+        "train/ratio_max": Max(jnp.max(jnp.where(counts_RW, ratio_RW, -jnp.inf))),
+        "train/sampler_mult_prob_error": jnp.sum(weight_RW * jnp.exp(jnp.abs(bounded_RW))),
+        "train/sampler_k3": jnp.sum(weight_RW * k3_RW),
+    }
+    if bounds is not None:
         is_outside_RW = terms.ratio != bounds.clip(terms.ratio)
         metrics["train/ratio_outside_clip"] = jnp.sum(weight_RW * is_outside_RW)
     if gain.limited is not None:
@@ -166,19 +164,3 @@ def ratio_metrics(surrogate: Callable, terms: TokenTerms, bounds: Bounds, gain: 
         metrics["train/clipped_low"] = jnp.sum(weight_RW * is_low_RW)
         metrics["train/clipped_high"] = jnp.sum(weight_RW * is_high_RW)
     return metrics
-
-
-def distance_metrics(terms: TokenTerms) -> Metrics:
-    """The ratio of the tokens that count, and the gap as NeMo-RL and prime-rl measure it."""
-    weight_RW = terms.batch.loss_weight
-    counts_RW = weight_RW != 0
-    ratio_RW = jax.lax.stop_gradient(terms.ratio)
-    gap_RW = jnp.clip(jax.lax.stop_gradient(terms.gap), -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3_RW = jnp.expm1(gap_RW) - gap_RW
-    return {
-        "train/ratio_mean": jnp.sum(weight_RW * ratio_RW),
-        "train/ratio_min": smallest(jnp.min(jnp.where(counts_RW, ratio_RW, jnp.inf))),
-        "train/ratio_max": Max(jnp.max(jnp.where(counts_RW, ratio_RW, -jnp.inf))),
-        "train/sampler_mult_prob_error": jnp.sum(weight_RW * jnp.exp(jnp.abs(gap_RW))),
-        "train/sampler_k3": jnp.sum(weight_RW * k3_RW),
-    }

@@ -4,6 +4,9 @@ The weights are made once, where the whole global batch is in view. Afterwards a
 sum, so that micro-batches, shards and hosts only add up and none of them can change the result.
 """
 
+import inspect
+from collections.abc import Callable
+
 import numpy as np
 
 
@@ -39,3 +42,30 @@ def constant_length(completion_mask_BT: np.ndarray, length: int) -> np.ndarray:
     if length < 1:
         raise ValueError(f"weighting.length={length} must be at least 1")
     return (completion_mask_BT / (len(completion_mask_BT) * length)).astype(np.float32)
+
+
+def takes_prompts(weighting: Callable[..., np.ndarray]) -> bool:
+    """True if the function needs to know which completions are of one prompt."""
+    return "prompt_B" in inspect.signature(weighting).parameters
+
+
+def weights_of_learned(
+    weighting: Callable[..., np.ndarray],
+    completion_mask_BT: np.ndarray,
+    learned_B: np.ndarray,
+    prompt_B: np.ndarray,
+    num_parts: int,
+) -> np.ndarray:
+    """[B, T] float32; 0 for completions that are not learned from; `weighting` does not see them.
+
+    prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets.
+    num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
+    its own.
+    """
+    weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
+    for rows in np.split(np.arange(len(learned_B)), num_parts):
+        learned = rows[learned_B[rows]]
+        if len(learned):
+            known = {"prompt_B": prompt_B[learned]} if takes_prompts(weighting) else {}
+            weights_BT[learned] = weighting(completion_mask_BT[learned], **known)
+    return weights_BT

@@ -13,9 +13,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunix_lite.checks.lines import CheckLine, fails, ok, warns
 from tunix_lite.distributed.agreement import process_info
@@ -34,41 +33,36 @@ from tunix_lite.plain_text import device_name
 from tunix_lite.planning import hardware
 from tunix_lite.workers.process import WorkerProcess
 
+if TYPE_CHECKING:
+    import jax
+
 GiB = 2**30
 # Seconds more than the time-out until the probe is ended: it may say by itself what is missing.
 GRACE = 15
 # Characters of a library's last words that are shown.
-MOST = 300
-# Bytes that each device puts into the all-reduce, and the side of the matrices of the arithmetic.
-ON_CPU = (4 * 2**20, 256)
-ON_ACCELERATOR = (64 * 2**20, 4096)
-# Times that each is measured; the fastest counts.
+LAST_WORDS = 300
+# Times that each program is measured; the fastest counts.
 REPEATS = 5
 # Below this share of what the links between devices can do, something is in the way.
 SLOW = 0.1
 
-STAGES = {
-    "start": "Python and jax start",
-    "processes": "the processes meet",
-    "devices": "jax starts on the devices",
-    "arithmetic": "each device computes",
-    "all-reduce": "all devices sum",
-    "folder": "all processes look at the folder",
-    "leaving": "the processes part",
-}
-TOGETHER = "start the same command on every machine, at one time"
 NCCL = "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries"
-# What mends a stage that hangs, or that fails with an error.
-HANGS = {
-    "start": "python -X importtime -c 'import jax'  # what takes so long",
-    "processes": TOGETHER,
-    "devices": "end the program that holds the device (fuser -v /dev/nvidia* /dev/accel*)",
-    "arithmetic": "reset the device, or leave it out: CUDA_VISIBLE_DEVICES=...",
-    "all-reduce": NCCL,
-}
-ERRORS = {
-    "devices": "python -c 'import jax; print(jax.devices())'  # prints the whole message",
-    "all-reduce": NCCL,
+TOGETHER = "start the same command on every machine, at one time"
+# stage -> what it does, and what mends it where it hangs or fails
+STAGES = {
+    "start": ("Python and jax start", "python -X importtime -c 'import jax'  # what takes so long"),
+    "processes": ("the processes meet", TOGETHER),
+    "devices": (
+        "jax starts on the devices",
+        "end the program that holds the device: fuser -v /dev/nvidia* /dev/accel*",
+    ),
+    "arithmetic": (
+        "each device computes",
+        "reset the device, or leave it out: CUDA_VISIBLE_DEVICES=...",
+    ),
+    "all-reduce": ("all devices sum", NCCL),
+    "folder": ("all processes look at the folder", "look at the lines of the other processes"),
+    "leaving": ("the processes part", "look at the lines of the other processes"),
 }
 
 
@@ -94,11 +88,10 @@ def look_at_devices(
     timeout: float,
     environment: dict[str, str],
     show: Callable[[CheckLine], None],
-    waiting: Callable[[str, float], None] = lambda what, seconds: None,
 ) -> dict[str, Any]:
     """Shows each line as it comes. Returns the facts about the devices, {} where nothing came.
 
-    timeout: seconds for each stage. waiting: (what, seconds so far), called a few times a second.
+    folder: where runs will be written. timeout: seconds for each stage.
     """
     launch = dataclasses.replace(launch, timeout=min(launch.timeout, max(1, int(timeout))))
     facts: dict[str, Any] = {}
@@ -107,12 +100,12 @@ def look_at_devices(
         worker = WorkerProcess(environment, output=noise)
         try:
             worker.send(pickle.dumps([Probe(launch, folder)]), timeout)
-            for number, (stage, doing) in enumerate(STAGES.items()):
+            for number, (stage, (doing, fix)) in enumerate(STAGES.items()):
                 call = None if stage == "start" else number
                 seconds = timeout + (GRACE if stage == "processes" else 0)
                 if call is not None:
                     worker.send(pickle.dumps([(call, 0, (stage,))]), seconds)
-                kind, answer = worker.answer(seconds, call, partial(waiting, doing))
+                kind, answer = worker.answer(seconds, call)
                 if kind not in ("", "ready"):
                     # It ended without an answer, or still hangs.
                     text = f"no answer in {timeout:.0f} s"
@@ -122,8 +115,7 @@ def look_at_devices(
                     size = noise.seek(0, os.SEEK_END)
                     noise.seek(max(0, size - 20_000))
                     printed = noise.read().decode(errors="replace").strip().splitlines()
-                    last = f"; its last words: {printed[-1][-MOST:]}" if printed else ""
-                    fix = HANGS.get(stage, "look at the lines of the other processes")
+                    last = f"; its last words: {printed[-1][-LAST_WORDS:]}" if printed else ""
                     show(fails(stage, f"{doing}: {text}{last}", fix))
                     break
                 lines, seen = answer or ([], {})
@@ -166,13 +158,11 @@ class Probe:
             lines = stages[stage]()
         except (Exception, SystemExit) as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            fix = ERRORS.get(stage, "JAX_PLATFORMS=cpu tunix-lite check  # without the accelerator")
-            if isinstance(error, NotMet):
-                fix = TOGETHER
-            elif stage == "processes" and isinstance(error, ValueError):
-                fix = "give every process the same checkout, packages, variables and settings"
-            elif is_of_a_peer(error):
+            fix = STAGES[stage][1]
+            if is_of_a_peer(error):
                 fix = "look at the lines of the process that was lost"
+            elif isinstance(error, ValueError) and not isinstance(error, NotMet):
+                fix = "give every process the same checkout, packages, variables and settings"
             lines = [fails(stage, text, fix)]
         return [vars(line) for line in lines], self._facts
 
@@ -207,21 +197,12 @@ class Probe:
             "memory_bytes": least,
             "process": jax.process_index(),
         }
-
         room = "" if least is None else f", {least / GiB:.1f} GiB each for a program"
         name = device_name(first.device_kind, first.platform)
         lines = [ok("devices", f"{len(devices)} x {name}{room}")]
         if len(seen) > 1:
             for index, ((count, _), host) in enumerate(zip(seen, hosts())):
                 lines.append(ok("process", f"{index} on {host}: {count} devices"))
-        nodes = nodes_of(devices)
-        if len(nodes) > 1:
-            sizes = ", ".join(str(len(node)) for node in nodes)
-            lines.append(ok("topology", f"{len(nodes)} nodes, with {sizes} devices"))
-        chips = [getattr(device, "coords", None) for device in devices]
-        if first.platform == "tpu" and None not in chips:
-            shape = "x".join(str(max(axis) - min(axis) + 1) for axis in zip(*chips))
-            lines.append(ok("topology", f"a slice of {shape} chips"))
         return lines
 
     def _arithmetic(self) -> list[CheckLine]:
@@ -229,7 +210,8 @@ class Probe:
         import jax
         import jax.numpy as jnp
 
-        side = _sizes(jax.devices()[0].platform)[1]
+        first = jax.devices()[0]
+        side = 256 if first.platform == "cpu" else 4096
         product = jax.jit(lambda x: x @ x)
         seconds = []
         for device in jax.local_devices():
@@ -241,7 +223,7 @@ class Probe:
                 text = f"{device} gives wrong products"
                 return [fails("arithmetic", text, "take the device out: CUDA_VISIBLE_DEVICES=...")]
         rate = 2 * side**3 / max(seconds)
-        known = hardware.of_device(jax.devices()[0])
+        known = hardware.of_device(first)
         peak = f" of {known.peak_flops / 1e12:.0f}" if known else ""
         text = f"right on each device, {rate / 1e12:.3g}{peak} TFLOP/s in bfloat16 on the slowest"
         return [ok("arithmetic", text)]
@@ -254,7 +236,7 @@ class Probe:
         count = len(devices)
         if count == 1:
             return [ok("all-reduce", "one device: nothing to send")]
-        size, _ = _sizes(devices[0].platform)
+        size = (4 if devices[0].platform == "cpu" else 64) * 2**20
         seconds, wrong = reduce_over(devices, size)
         if wrong is not None:
             return [fails("all-reduce", f"{wrong} where {count * (count + 1) // 2} is right", NCCL)]
@@ -300,19 +282,15 @@ class Probe:
         return []
 
 
-def _sizes(platform: str) -> tuple[int, int]:
-    return ON_CPU if platform == "cpu" else ON_ACCELERATOR
-
-
-def _row_of(devices: list) -> Any:
+def _row_of(devices: "list[jax.Device]") -> "jax.sharding.Mesh":
     """A mesh of these devices with one axis, `all`."""
     import jax
 
     return jax.make_mesh((len(devices),), ("all",), (jax.sharding.AxisType.Auto,), devices=devices)
 
 
-def _fastest(run: Callable[[], Any]) -> float:
-    """Seconds of the fastest of REPEATS calls, the first of which is warm."""
+def _fastest(run: "Callable[[], jax.Array]") -> float:
+    """Seconds of the fastest of REPEATS calls, after one that warms up."""
     import jax
 
     jax.block_until_ready(run())
@@ -324,31 +302,26 @@ def _fastest(run: Callable[[], Any]) -> float:
     return max(min(times), 1e-9)
 
 
-def reduce_over(devices: list, size: int) -> tuple[float, float | None]:
+def reduce_over(devices: "list[jax.Device]", size: int) -> tuple[float, float | None]:
     """Seconds of an all-reduce of `size` bytes from each device, and a wrong number that came out;
     None: all are right."""
     import jax
     import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
 
     count = len(devices)
     width = max(1, size // 4)
     disable_compilation_cache()  # with several CPUs, a program from disk may exchange wrong arrays
     mesh = _row_of(devices)
-    split = NamedSharding(mesh, PartitionSpec("all"))
 
     # Device i holds i + 1 everywhere, so every element of the sum is n (n + 1) / 2.
     def piece(index: tuple) -> np.ndarray:
         return np.full((1, width), index[0].start + 1 if count > 1 else 1, np.float32)
 
-    array = jax.make_array_from_callback((count, width), split, piece)
+    array = jax.make_array_from_callback((count, width), NamedSharding(mesh, P("all")), piece)
     total = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "all"),
-            mesh=mesh,
-            in_specs=PartitionSpec("all"),
-            out_specs=PartitionSpec(),
-        )
+        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P())
     )
     right = count * (count + 1) / 2
     with jax.set_mesh(mesh):

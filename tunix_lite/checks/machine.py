@@ -2,11 +2,9 @@
 NVIDIA GPUs as `nvidia-smi` describes them. jax is not asked: it would start on the device."""
 
 import os
-import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
@@ -20,8 +18,6 @@ GiB = 2**30
 # GiB of disk below which a run is likely to end in the middle, and below which it may.
 DISK_FAILS = 1
 DISK_WARNS = 10
-# GiB of memory below which even a small run is swapped or killed.
-MEMORY_WARNS = 2
 # The packages that let jax use a kind of accelerator, and the extra of ours that brings them.
 PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
 # Files of a machine with TPUs, and of one with NVIDIA's driver.
@@ -30,10 +26,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 # Seconds that nvidia-smi may take; on a machine with a hanging GPU it never ends.
 SMI_SECONDS = 20
-SMI_WORDS = (
-    "--query-gpu=index,name,driver_version,memory.used,memory.total",
-    "--format=csv,noheader,nounits",
-)
+SMI_QUERY = "--query-gpu=index,name,driver_version,memory.used,memory.total"
 # CUDA's major version -> the oldest driver that runs it (CUDA's release notes).
 OLDEST_DRIVER = {12: (525, 60), 13: (580, 0)}
 # MiB of a GPU in use before the check says so: a driver alone takes some.
@@ -67,20 +60,15 @@ def jax_lines(num_gpus: int, environ: Mapping[str, str] = os.environ) -> list[Ch
             lines.append(ok("plugin", f"{name} {number}"))
 
     # An accelerator that jax has no plugin for is not used. The user may want it so.
-    if wants_cpu(environ):
-        return lines
-    has_tpus = not num_gpus and any(Path(file).exists() for file in TPU_FILES)
+    missing = None
     if num_gpus and not any("cuda" in name for name in there):
-        text = f"none for the {num_gpus} NVIDIA GPUs here, so jax uses the CPU"
-        lines.append(fails("plugin", text, "pip install -e '.[cuda12]'"))
-    if has_tpus and "libtpu" not in there:
-        text = "none for the TPUs here, so jax uses the CPU"
-        lines.append(fails("plugin", text, "pip install -e '.[tpu]'"))
+        missing = f"{num_gpus} NVIDIA GPUs", "cuda12"
+    elif not num_gpus and any(Path(f).exists() for f in TPU_FILES) and "libtpu" not in there:
+        missing = "TPUs", "tpu"
+    if missing and not wants_cpu(environ):
+        text = f"none for the {missing[0]} here, so jax uses the CPU"
+        lines.append(fails("plugin", text, f"pip install -e '.[{missing[1]}]'"))
     return lines
-
-
-def python_line() -> CheckLine:
-    return ok("python", f"{platform.python_version()} at {sys.executable}")
 
 
 def wants_cpu(environ: Mapping[str, str] = os.environ) -> bool:
@@ -109,7 +97,7 @@ def host_memory_line() -> CheckLine:
     if limit.exists() and (most := limit.read_text().strip()).isdecimal() and int(most) < total:
         text += f"; this container may use {int(most) / GiB:.1f} GiB"
         free = min(free, int(most))
-    if free < MEMORY_WARNS * GiB:
+    if free < 2 * GiB:
         return warns("memory", text, "end other programs: less than 2 GiB is too little for a run")
     return ok("memory", text)
 
@@ -141,17 +129,14 @@ def token_line(hub_model: str | None, environ: Mapping[str, str] = os.environ) -
     """
     home = Path(environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     file = Path(environ.get("HF_TOKEN_PATH") or home / "token")
-    has_file = os.path.isfile(file) and os.path.getsize(file) > 0
-    where = "HF_TOKEN" if environ.get("HF_TOKEN") else str(file) if has_file else None
-    offline = "; HF_HUB_OFFLINE: only what is in the cache" if environ.get("HF_HUB_OFFLINE") else ""
     if hub_model is not None and version("huggingface_hub") is None:
         text = f"{hub_model} comes from the hub, and huggingface_hub is not installed"
         return fails("hub", text, "pip install -e '.[hub]'")
-    if where is not None:
-        return ok("hub", f"a token in {where}{offline}")
+    if environ.get("HF_TOKEN") or (file.is_file() and file.stat().st_size > 0):
+        return ok("hub", f"a token in {'HF_TOKEN' if environ.get('HF_TOKEN') else file}")
     if hub_model is None:
-        return ok("hub", f"no token, and these settings need none{offline}")
-    return warns("hub", f"no token; {hub_model} may need one{offline}", "hf auth login")
+        return ok("hub", "no token, and these settings need none")
+    return warns("hub", f"no token; {hub_model} may need one", "hf auth login")
 
 
 # ---- NVIDIA GPUs
@@ -177,7 +162,7 @@ def nvidia_gpus() -> tuple[list[GpuInUse], str | None]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "there is a driver, but no nvidia-smi" if DRIVER.exists() else None
-    words = [program, *SMI_WORDS]
+    words = [program, SMI_QUERY, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=SMI_SECONDS)
     except subprocess.TimeoutExpired:
@@ -221,16 +206,14 @@ def gpu_memory_lines(
     gpus: list[GpuInUse], environ: Mapping[str, str] = os.environ
 ) -> list[CheckLine]:
     """Which GPUs hold memory of other programs, among those that CUDA_VISIBLE_DEVICES shows."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and re.fullmatch(r"[\d, ]+", visible):
-        wanted = [index.strip() for index in visible.split(",")]
-        gpus = [gpu for gpu in gpus if gpu.index in wanted]
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"[\d, ]+", visible):
+        gpus = [gpu for gpu in gpus if gpu.index in re.split(r"[, ]+", visible)]
     if not gpus:
         return []
     taken = [gpu for gpu in gpus if gpu.used > max(MUCH, gpu.total // 20)]
     if not taken:
-        most = max(gpu.used for gpu in gpus)
-        return [ok("GPU memory", f"free on all {len(gpus)}: others use {most} MiB at most")]
+        return [ok("GPU memory", f"free on all {len(gpus)}")]
     uses = [f"{gpu.index}: {gpu.used / 1024:.1f} of {gpu.total / 1024:.1f} GiB" for gpu in taken]
     free = ",".join(gpu.index for gpu in gpus if gpu not in taken)
     who = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv  # who it is"

@@ -9,7 +9,6 @@ from tunix_lite.commands.generate import print_while_sampled
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
-from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.plain_text import visible
 
 HELP = "/reset begins anew, /system TEXT does so with a system message, exit or Ctrl-D ends"
@@ -38,7 +37,13 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
             f"{model.source.name} has no chat template; model.chat_template=FILE.jinja gives it "
             "one, and tunix-lite generate continues a text"
         )
-    print(_introduction(model, settings), file=sys.stderr)
+    if settings.checkpoint is not None:
+        of_run = f"the model of {Path(settings.checkpoint).resolve()}"
+        print(visible(of_run), file=sys.stderr)
+    print(HELP, file=sys.stderr)
+    if model.source.name == "bundled":
+        sums = "the bundled model does sums of three or four numbers, one at a time"
+        print(sums, file=sys.stderr)
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     messages = list(start)
     turn = 0
@@ -58,23 +63,15 @@ def chat(run: RunConfig, settings: ChatConfig) -> None:
         elif line.strip():
             conversation = [*messages, {"role": "user", "content": line}]
             try:
-                answer = _answer(model, conversation, run, turn)
+                # Each turn has a seed of its own, or a repeated question would get the same answer.
+                seed = (run.seed + turn) % 2**32
+                answer = print_while_sampled(model, conversation, run, seed)
             except ValueError as error:
                 # Too long, or not what the template allows: the conversation stays as it was.
                 print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
                 continue
             messages = [*conversation, {"role": "assistant", "content": answer}]
             turn += 1
-
-
-def _introduction(model: LanguageModel, settings: ChatConfig) -> str:
-    """Introduces the model that answers, and the lines that can be typed."""
-    lines = [HELP]
-    if settings.checkpoint is not None:
-        lines.insert(0, visible(f"the model of {Path(settings.checkpoint).resolve()}"))
-    if model.source.name == "bundled":
-        lines.append("the bundled model does sums of three or four numbers, one at a time")
-    return "\n".join(lines)
 
 
 def _read_line() -> str | None:
@@ -86,9 +83,3 @@ def _read_line() -> str | None:
         print("> ", end="", flush=True)
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
-
-
-def _answer(model: LanguageModel, messages: list[dict], run: RunConfig, turn: int) -> str:
-    """The model's answer to a conversation, printed while it is sampled."""
-    # Each turn has a seed of its own, or a repeated question would get the same answer.
-    return print_while_sampled(model, messages, run, (run.seed + turn) % 2**32)

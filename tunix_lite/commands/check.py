@@ -2,7 +2,9 @@
 
 import json
 import os
+import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import jax
 
 from tunix_lite.checks import machine
 from tunix_lite.checks.devices import look_at_devices, probe_environment
-from tunix_lite.checks.lines import CheckLine, LinePrinter, fails, look_within, ok
+from tunix_lite.checks.lines import CheckLine, fails, look_within, ok
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import prepare_gpu
@@ -19,8 +21,7 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.models import hub
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import hardware
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.plan import estimated
 from tunix_lite.resolved.run import find_model
 from tunix_lite.settings import compose as composing
@@ -72,39 +73,44 @@ def check_machine(run: RunConfig | None, settings: Check, error: ConfigError | N
     except ValueError as problem:
         wrong_place = fails("launch", str(problem), "tunix-lite launch --nprocs=2 check")
     is_first = place is None or place.process_id == 0
-    printer = LinePrinter(sys.stdout, is_quiet=settings.json, is_first=is_first)
+    shown: list[CheckLine] = []
+
+    def show(line: CheckLine) -> None:
+        # Of several processes only the first prints what is in order; each prints what is not.
+        shown.append(line)
+        if not settings.json and (is_first or line.state == "fails"):
+            line.print_to(sys.stdout)
 
     # The machine: no device is started. Then what the settings of a run say.
-    _check_machine(run, settings, printer)
+    _check_machine(run, settings, show)
     if run is None:
-        printer.show(fails("configuration", str(error), "tunix-lite train --help"))
+        show(fails("configuration", str(error), "tunix-lite train --help"))
     else:
         algorithm = type(run.algorithm).__name__
         lora = f", LoRA of rank {run.model.lora.rank}" if run.model.lora.rank else ""
         model = f"{run.model.weights}{lora}, {run.training.mixed_precision}"
-        printer.show(ok("configuration", f"composes: {algorithm} on {model}"))
+        show(ok("configuration", f"composes: {algorithm} on {model}"))
 
     # The devices, in another process; and the run of these settings on them.
     facts: dict = {}
     if wrong_place is not None:
-        printer.show(wrong_place)
+        show(wrong_place)
     else:
         environment = probe_environment(settings.devices, os.environ)
-        folder = Path("outputs")
-        facts = look_at_devices(
-            launch, folder, settings.timeout, environment, printer.show, printer.waiting
-        )
-        if facts:
-            printer.show(*_on_devices(run, settings, facts))
+        facts = look_at_devices(launch, Path("outputs"), settings.timeout, environment, show)
+        for line in _on_devices(run, settings, facts) if facts else ():
+            show(line)
 
-    code = int(any(line.state == "fails" for line in printer.lines))
+    code = int(any(line.state == "fails" for line in shown))
     if settings.json:
-        lines = [vars(line) for line in printer.lines]
+        lines = [vars(line) for line in shown]
         print(json.dumps({"ok": code == 0, "lines": lines, "facts": facts}, indent=2))
     leave(code)
 
 
-def _check_machine(run: RunConfig | None, settings: Check, printer: LinePrinter) -> None:
+def _check_machine(
+    run: RunConfig | None, settings: Check, show: Callable[[CheckLine], None]
+) -> None:
     """What is installed, the GPUs as their driver sees them, memory, disk and the hub's token."""
     gpus: list[machine.GpuInUse] = []
 
@@ -116,17 +122,18 @@ def _check_machine(run: RunConfig | None, settings: Check, printer: LinePrinter)
 
     weights = None if run is None else run.model.weights
     hub_model = weights if weights is not None and hub.is_hub_name(weights) else None
-    printer.show(machine.python_line())
-    driver_lines = look_within(3 * machine.SMI_SECONDS, "driver", look_at_gpus)
-    printer.show(*machine.jax_lines(0 if settings.devices is not None else len(gpus)))
-    printer.show(*driver_lines)
+    show(ok("python", f"{platform.python_version()} at {sys.executable}"))
+    lines = look_within(3 * machine.SMI_SECONDS, "driver", look_at_gpus)
+    lines = machine.jax_lines(0 if settings.devices is not None else len(gpus)) + lines
     looks = {
-        "memory": lambda: [machine.host_memory_line()],
-        "disk": lambda: [machine.disk_line(Path("outputs"))],
-        "hub": lambda: [machine.token_line(hub_model)],
+        "memory": machine.host_memory_line,
+        "disk": lambda: machine.disk_line(Path("outputs")),
+        "hub": lambda: machine.token_line(hub_model),
     }
     for name, look in looks.items():
-        printer.show(*look_within(settings.timeout, name, look))
+        lines += look_within(settings.timeout, name, lambda look=look: [look()])
+    for line in lines:
+        show(line)
 
 
 def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[CheckLine]:

@@ -62,14 +62,16 @@ def as_object(run: Evidence, findings: list[Finding]) -> dict:
     return {
         "folder": str(run.folder),
         "steps": run.num_steps,
-        "findings": [{**asdict(finding), "weight": finding.weight} for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "unread": run.unread,
     }
 
 
 def finding_lines(run: Evidence, findings: list[Finding]) -> list[str]:
     """The findings for people."""
-    lines = [f"{run.folder}: {run.num_steps} steps{_curve(run)}"]
+    courses = map(run.series, ("reward/mean", "eval/accuracy"))
+    known = [f", {one.name} {one.first:.3g} → {one.last:.3g}" for one in courses if one]
+    lines = [f"{run.folder}: {run.num_steps} steps{''.join(known)}"]
     lines += [f"not read: {text}" for text in run.unread]
     for number, finding in enumerate(findings, 1):
         lines.append(f"{number}. {finding.what} [{finding.name}]")
@@ -78,12 +80,3 @@ def finding_lines(run: Evidence, findings: list[Finding]) -> list[str]:
     if not findings:
         lines.append("no finding: these files show none of the faults that the doctor knows")
     return lines
-
-
-def _curve(run: Evidence) -> str:
-    shown = ""
-    for name in ("reward/mean", "eval/accuracy"):
-        series = run.series(name)
-        if series is not None:
-            shown += f", {name} {series.first:.3g} → {series.last:.3g}"
-    return shown

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
-from tunix_lite.commands.generate import escape_for_terminal
+from tunix_lite.commands.generate import PartialFile, escape_for_terminal
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig, build, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
@@ -133,7 +132,13 @@ def evaluate_models(
     loaded.
     """
     keep_programs(run.runtime.program_cache)
-    join_evaluation(run, settings)
+    # One evaluation of all processes that were started as one, which is mostly this one alone.
+    values = {"evaluate": plain(settings.evaluate), "step": settings.step}
+    with error_context(""):
+        try:
+            initialise(run.launch, os.environ, process_info(plain(run) | values))
+        except NotMet as error:
+            raise RunFailed(str(error)) from error
     with exit_when_a_peer_is_lost():
         options = settings.evaluate
         runs = {} if options.tasks else {type(run.task.source).__name__.lower(): run}
@@ -156,8 +161,29 @@ def evaluate_models(
             name: report.task_result(of_task, options.level, run.seed)
             for name, of_task in scores.items()
         }
-        if out is not None:
-            _write(out, run, settings, models, results, rows)
+        if out is None:
+            return
+
+        # The tables are printed, and written with their numbers and all completions.
+        facts = asdict(options) | {
+            "seed": run.seed,
+            "generation": asdict(run.generation),
+            "mixed_precision": run.training.mixed_precision,
+        }
+        text = report.as_markdown(models, facts, results)
+        print(escape_for_terminal(text), end="")
+        numbers = {"models": models, "settings": facts}
+        numbers |= {"tasks": {name: asdict(result) for name, result in results.items()}}
+        files = {f"{name}.jsonl": json_lines(completions) for name, completions in rows.items()}
+        files["results.md"] = text
+        files["results.json"] = json.dumps(json_value(numbers), indent=2) + "\n"
+        with _named_out(out):
+            out.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                _replace(out / name, content)
+            for file in out.glob(f"*{PARTIAL}"):
+                file.unlink()
+        _say(f"results.json, results.md and all completions are in {out}")
 
 
 def evaluate_model(
@@ -182,16 +208,6 @@ def evaluate_model(
     return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
-def join_evaluation(run: RunConfig, settings: EvaluateConfig) -> None:
-    """One evaluation of all processes that were started as one, which is mostly this one alone."""
-    values = {"evaluate": plain(settings.evaluate), "step": settings.step}
-    with error_context(""):
-        try:
-            initialise(run.launch, os.environ, process_info(plain(run) | values))
-        except NotMet as error:
-            raise RunFailed(str(error)) from error
-
-
 def check_models(
     run: RunConfig, options: EvaluateTaskConfig, runs: dict[str, RunConfig]
 ) -> dict[str, str]:
@@ -201,7 +217,16 @@ def check_models(
         models = {"weights": source.locate(run.model)}
     if options.against is not None:
         with _naming_against(options):
-            models["weights of evaluate.against"] = source.locate(_other_settings(options))
+            # As `load` finds it.
+            folder = as_path(options.against)
+            other = ModelConfig(weights=options.against)
+            if (folder / RunDir.MODEL).is_file():
+                if Checkpoints(RunDir(folder).checkpoints).latest_step() is None:
+                    raise ConfigError("it holds no checkpoint")
+                other = build(ModelConfig, run_settings(folder)[0], "model")
+            elif options.against_step is not None:
+                raise ConfigError("only a run has an against_step")
+            models["weights of evaluate.against"] = source.locate(other)
     examples = {
         f"data of {name}": _examples(name, each, model.tokenizer, options)
         for model in models.values()
@@ -232,8 +257,18 @@ def score_models(
     for which in ("model", "against"):
         if which == "against" and options.against is None:
             continue
-        model = open_chosen_model(run, settings) if which == "model" else _other_model(run, options)
-        models[which] = _described(model)
+        if which == "model":
+            model = open_chosen_model(run, settings)
+        else:
+            mesh_shape = run.model.mesh_shape
+            dtype = run.training.mixed_precision
+            with _naming_against(options):
+                model = load(
+                    options.against, step=options.against_step, mesh_shape=mesh_shape, dtype=dtype
+                )
+        weights = str(model.source.name if model.run is None else model.run)
+        dtype = np.dtype(model.dtype).name
+        models[which] = {"weights": weights, "step": model.step, "dtype": dtype}
         for name, each in runs.items():
             held_out = _examples(name, each, model.tokenizer, options)
             completions, scores[name][which] = _evaluate_one(
@@ -274,35 +309,9 @@ def output_folder(run: RunConfig, settings: EvaluateConfig, tasks: list[str]) ->
 def _examples(
     name: str, run: RunConfig, tokenizer: Tokenizer, options: EvaluateTaskConfig
 ) -> HeldOut:
-    """The held-out examples of a task. Raises ConfigError, which names the task if there are
-    several."""
-    if not options.tasks:
+    """The held-out examples of a task. Raises ConfigError, with its name if there are several."""
+    with error_context(name) if options.tasks else contextlib.nullcontext():
         return held_out_examples(run, tokenizer, options.num_examples, options.reference)
-    with error_context(name):
-        return held_out_examples(run, tokenizer, options.num_examples, options.reference)
-
-
-def _other_model(run: RunConfig, options: EvaluateTaskConfig) -> LanguageModel:
-    """The model that evaluate.against names."""
-    mesh_shape = run.model.mesh_shape
-    dtype = run.training.mixed_precision
-    with _naming_against(options):
-        return load(options.against, step=options.against_step, mesh_shape=mesh_shape, dtype=dtype)
-
-
-def _other_settings(options: EvaluateTaskConfig) -> ModelConfig:
-    """The `model` settings of the one that evaluate.against names, as `load` finds them.
-
-    Raises ConfigError if that is the folder of a run without a checkpoint.
-    """
-    folder = as_path(options.against)
-    if not (folder / RunDir.MODEL).is_file():
-        if options.against_step is not None:
-            raise ConfigError("only a run has an against_step")
-        return ModelConfig(weights=options.against)
-    if Checkpoints(RunDir(folder).checkpoints).latest_step() is None:
-        raise ConfigError("it holds no checkpoint")
-    return build(ModelConfig, run_settings(folder)[0], "model")
 
 
 @contextlib.contextmanager
@@ -314,12 +323,6 @@ def _naming_against(options: EvaluateTaskConfig) -> Iterator[None]:
         raise ConfigError(f"evaluate.against={options.against}: {error}") from error
 
 
-def _described(model: LanguageModel) -> dict:
-    """Describes the model, as results.json has it."""
-    weights = model.source.name if model.run is None else model.run
-    return {"weights": str(weights), "step": model.step, "dtype": np.dtype(model.dtype).name}
-
-
 def _evaluate_one(
     run: RunConfig,
     options: EvaluateTaskConfig,
@@ -329,8 +332,7 @@ def _evaluate_one(
     name: str,
     out: Path | None,
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """The rows of the completions of a model on a task, and its scores. out: as of
-    `score_models`."""
+    """The rows of the completions of a model on a task, and its scores."""
     count = len(held_out.examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     _say(f"{name}, {which}: {count} greedy completions{drawn}")
@@ -340,15 +342,18 @@ def _evaluate_one(
     processes = Processes(jax.process_index(), jax.process_count(), allgather_values)
     about = {"model": which, "task": name}
     rollouts = rollout_sizes(count, options.num_samples)
-    file = PartialFile(out, f"{which}.{name}", about)
-    if file.path is not None:
-        before = (
-            " (there are some of an evaluation that did not finish)" if file.path.exists() else ""
-        )
-        _say(f"completions are in {file.path} as they are graded{before}")
+    path = None if out is None else out / f"{which}.{name}{PARTIAL}"
+    if path is not None:
+        before = " (there are some of an evaluation that did not finish)" if path.exists() else ""
+        _say(f"completions are in {path} as they are graded{before}")
     with contextlib.ExitStack() as opened:
-        opened.callback(file.close)
-        progress = SamplingProgress(StandardError(), rollouts, file.write)
+        file = opened.enter_context(PartialFile(path))
+
+        def write(group: int, is_greedy: bool, graded: Graded) -> None:
+            with _named_out(out):
+                file.write(json_lines([about | graded_row(graded, group, is_greedy)]))
+
+        progress = SamplingProgress(StandardError(), rollouts, None if out is None else write)
         task = opened.enter_context(
             held_out.task.with_workers(run.rewards, progress.line.say, processes, run.conversation)
         )
@@ -372,67 +377,8 @@ def _say(text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
 
 
-def _write(
-    out: Path,
-    run: RunConfig,
-    settings: EvaluateConfig,
-    models: dict[str, dict],
-    results: dict[str, report.TaskResult],
-    rows: dict[str, list[dict]],
-) -> None:
-    """Prints the tables, and writes them, their numbers and all completions into the folder."""
-    facts = asdict(settings.evaluate) | {
-        "seed": run.seed,
-        "generation": asdict(run.generation),
-        "mixed_precision": run.training.mixed_precision,
-    }
-    text = report.as_markdown(models, facts, results)
-    print(escape_for_terminal(text), end="")
-    numbers = json_value(report.as_plain(models, facts, results))
-    with _told_as_out(out):
-        out.mkdir(parents=True, exist_ok=True)
-        for name, completions in rows.items():
-            _replace(out / f"{name}.jsonl", json_lines(completions))
-        _replace(out / "results.md", text)
-        _replace(out / "results.json", json.dumps(numbers, indent=2) + "\n")
-        for file in out.glob(f"*{PARTIAL}"):
-            file.unlink()
-    _say(f"results.json, results.md and all completions are in {out}")
-
-
-class PartialFile:
-    """The completions that are graded so far: the lines of the file that `_write` makes at the end,
-    in the order in which they come. A kill leaves them on the disk.
-
-    Example: `PartialFile(out, "model.gsm8k", {}).write(0, True, graded)`.
-    """
-
-    def __init__(self, out: Path | None, name: str, about: dict):
-        """out: the folder; None: nothing is written. about: of every line."""
-        self.path = None if out is None else out / f"{name}{PARTIAL}"
-        self._about = about
-        self._file: TextIO | None = None
-
-    def write(self, group: int, is_greedy: bool, graded: Graded) -> None:
-        """Writes a completion; a SamplingProgress calls it."""
-        if self.path is None:
-            return
-        with _told_as_out(self.path.parent):
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.path.unlink(missing_ok=True)
-                self._file = self.path.open("x", encoding="utf-8")
-            self._file.write(json_lines([self._about | graded_row(graded, group, is_greedy)]))
-            self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file; it stays until all results are written."""
-        if self._file is not None:
-            self._file.close()
-
-
 @contextlib.contextmanager
-def _told_as_out(out: Path) -> Iterator[None]:
+def _named_out(out: Path) -> Iterator[None]:
     """A disk that fails is an error of the setting `out`."""
     with error_context("out"):
         try:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -64,7 +63,16 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     else:
         file = Path(settings.prompts).expanduser()
         prompts, limits = read_prompts(file, run.generation.max_new_tokens)
-    out = _output_file(settings)
+    out = None if settings.out is None else Path(settings.out).expanduser()
+    if out is not None:
+        if out.is_dir():
+            file = f"{out}/completions.jsonl"
+            raise ConfigError(f"out={out} is a folder; give a file, such as {file}")
+        if out.exists() and not settings.overwrite:
+            more = "give another file, or overwrite=true to replace it"
+            raise ConfigError(f"out={out} exists; {more}")
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
     model = open_chosen_model(run, settings)
 
     with error_context("generate"):
@@ -74,12 +82,22 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
             return
         count = len(prompts) * settings.num_generations
         progress = SamplingProgress(StandardError(), [count], patience=SHORT_SECONDS)
-        with EndedCompletions(out, prompts, progress.line.hidden) as ended, progress:
+        # Beside a pipe, such as /dev/stdout, there is no place for a file.
+        is_file = out is not None and (out.is_file() or not out.exists())
+        with PartialFile(partial_file(out) if is_file else None) as ended, progress:
             progress.begin()
 
             def on_chunk(requests: list, completions: list[Completion]) -> None:
                 progress.on_chunk(requests, {})
-                ended.take(completions)
+                rows = [_row(each, prompts) for each in completions]
+                ended.write(_lines(rows))
+                with progress.line.hidden() if out is None else contextlib.nullcontext():
+                    for row in rows if out is None else ():
+                        prompt = row["prompt"]
+                        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                        cut = " [cut]" if row["finish_reason"] == "length" else ""
+                        text = f"> {question}\n{row['text']}{cut}\n"
+                        print(escape_for_terminal(text), flush=True)
 
             completions = model.generate(
                 prompts,
@@ -91,7 +109,16 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
                 rollout=run.rollout,
                 on_chunk=on_chunk,
             )
-    _finish(completions, prompts, out)
+    # All of them, in the order of their prompts.
+    dropped = len(prompts) - len({completion.prompt for completion in completions})
+    if dropped:
+        print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
+    if out is not None:
+        rows = [_row(completion, prompts) for completion in completions]
+        out.write_text(_lines(rows), encoding="utf-8")
+        partial_file(out).unlink(missing_ok=True)
+        answered = len(prompts) - dropped
+        print(f"{len(rows)} completions of {answered} prompts are in {out}", file=sys.stderr)
 
 
 def print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int) -> str:
@@ -113,70 +140,36 @@ def print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, se
     return "".join(texts)
 
 
-def _output_file(settings: GenerateConfig) -> Path | None:
-    """The file that `out` names. Raises ConfigError if it could not be written."""
-    if settings.out is None:
-        return None
-    out = Path(settings.out).expanduser()
-    if out.is_dir():
-        raise ConfigError(f"out={out} is a folder; give a file, such as {out}/completions.jsonl")
-    if out.exists() and not settings.overwrite:
-        raise ConfigError(f"out={out} exists; give another file, or overwrite=true to replace it")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
-    return out
+class PartialFile:
+    """Lines that are written as they come, so that a kill leaves them on the disk.
 
-
-class EndedCompletions:
-    """Completions as they end: printed, or written into a file beside `out` that is named
-    `out.partial`. A kill leaves them there.
-
-    Example: `with EndedCompletions(out, prompts, progress.line.hidden) as ended:`, then
-    `ended.take(completions)`.
+    Example: `with PartialFile(out.with_name("out.jsonl.partial")) as file:`, then
+    `file.write('{"text": "4"}\\n')`.
     """
 
-    def __init__(
-        self,
-        out: Path | None,
-        prompts: list[Prompt],
-        hidden: Callable[[], contextlib.AbstractContextManager],
-    ):
-        """out: None: they are printed. hidden: a context in which nothing else is on the
-        terminal."""
-        self._prompts = prompts
-        self._hidden = hidden
-        self._prints = out is None
+    def __init__(self, path: Path | None):
+        """path: None: nothing is written. What is there is replaced, once there is a line."""
+        self.path = path
         self._file: TextIO | None = None
-        # Beside a pipe, such as /dev/stdout, there is no place.
-        if out is not None and (out.is_file() or not out.exists()):
-            partial_file(out).unlink(missing_ok=True)
-            self._file = partial_file(out).open("x", encoding="utf-8")
 
-    def __enter__(self) -> "EndedCompletions":
+    def __enter__(self) -> "PartialFile":
         return self
 
     def __exit__(self, *_) -> None:
+        """Closes the file; it stays until all results are written."""
         if self._file is not None:
             self._file.close()
 
-    def take(self, completions: list[Completion]) -> None:
-        """Prints or writes them."""
-        rows = [_row(completion, self._prompts[completion.prompt]) for completion in completions]
-        if self._file is not None:
-            self._file.write(_lines(rows))
-            self._file.flush()
-        elif self._prints:
-            with self._hidden():
-                for row in rows:
-                    print(escape_for_terminal(_as_text(row)), flush=True)
-
-
-def _as_text(row: dict) -> str:
-    """A completion below its question."""
-    prompt = row["prompt"]
-    question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    cut = " [cut]" if row["finish_reason"] == "length" else ""
-    return f"> {question}\n{row['text']}{cut}\n"
+    def write(self, lines: str) -> None:
+        """Adds the lines. Raises OSError."""
+        if self.path is None or not lines:
+            return
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+            self._file = self.path.open("x", encoding="utf-8")
+        self._file.write(lines)
+        self._file.flush()
 
 
 def partial_file(out: Path) -> Path:
@@ -184,26 +177,13 @@ def partial_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def _finish(completions: list[Completion], prompts: list[Prompt], out: Path | None) -> None:
-    """Writes the completions in the order of their prompts to the file `out`, if there is one."""
-    dropped = len(prompts) - len({completion.prompt for completion in completions})
-    if dropped:
-        print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
-    if out is not None:
-        rows = [_row(completion, prompts[completion.prompt]) for completion in completions]
-        out.write_text(_lines(rows), encoding="utf-8")
-        partial_file(out).unlink(missing_ok=True)
-        answered = len(prompts) - dropped
-        print(f"{len(rows)} completions of {answered} prompts are in {out}", file=sys.stderr)
-
-
 def _lines(rows: list[dict]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _row(completion: Completion, prompt: Prompt) -> dict:
+def _row(completion: Completion, prompts: list[Prompt]) -> dict:
     """A line of the file: the fields of a completion, its prompt instead of the prompt's index."""
-    return asdict(completion) | {"prompt": prompt}
+    return asdict(completion) | {"prompt": prompts[completion.prompt]}
 
 
 def escape_for_terminal(text: str) -> str:
@@ -231,41 +211,30 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
         raise ConfigError(f"prompts={file} holds no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in lines], [most] * len(lines)
-    prompts = []
-    limits = []
-    for number, line in lines:
-        prompt, limit = _read_prompt(file, number, line, most)
-        prompts.append(prompt)
-        limits.append(limit)
-    return prompts, limits
+    read = [_read_prompt(f"prompts={file}, line {number}", line, most) for number, line in lines]
+    return [prompt for prompt, _ in read], [limit for _, limit in read]
 
 
-def _read_prompt(file: Path, number: int, line: str, most: int) -> tuple[Prompt, int]:
+def _read_prompt(where: str, line: str, most: int) -> tuple[Prompt, int]:
     """The prompt in a line of a .jsonl file, and the most tokens of its completions."""
     try:
-        row = json_of(line, f"{file}, line {number}")
+        row = json_of(line, where)
     except ValueError as error:
-        raise ConfigError(f"prompts={error}") from error
-    prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
-    is_text = isinstance(prompt, str) and prompt
-    is_conversation = (
-        isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)
-    )
-    if not is_text and not is_conversation:
+        raise ConfigError(str(error)) from error
+    row = row if isinstance(row, dict) else {"prompt": row}
+    prompt = row.get("prompt", row.get("messages"))
+    is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_messages):
+        raise ConfigError(f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
+    if row.get("tools") is not None:
         raise ConfigError(
-            f'prompts={file}, line {number}: expected {{"prompt": "..."}} or {{"messages": [...]}}'
+            f"{where}: has `tools`, which this command does not give to the chat template; leave "
+            "them out, or serve the model and send them with the messages"
         )
-
-    if isinstance(row, dict) and row.get("tools") is not None:
-        raise ConfigError(
-            f"prompts={file}, line {number}: has `tools`, which this command does not give to the "
-            "chat template; leave them out, or serve the model and send them with the messages"
-        )
-
-    limit = row.get("max_new_tokens", most) if isinstance(row, dict) else most
+    limit = row.get("max_new_tokens", most)
     if type(limit) is not int or not 1 <= limit <= most:
         raise ConfigError(
-            f"prompts={file}, line {number}: max_new_tokens={shortened(limit)}; it is 1 to "
+            f"{where}: max_new_tokens={shortened(limit)}; it is 1 to "
             f"generation.max_new_tokens={most}"
         )
     return prompt, limit

@@ -15,11 +15,12 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
-from tunix_lite.planning.advice import advice, larger_micro_batch
+from tunix_lite.planning.advice import advice
+from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
-from tunix_lite.planning.machine import Machine, devices_of, find_machine
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
+from tunix_lite.report.evidence import read_overrides
 from tunix_lite.resolved.run import find_model
 
 
@@ -36,16 +37,12 @@ class PlanConfig:
     analytic: bool = False
     # Most meshes to compile with mesh=all. The others are estimated.
     compile_most: int = 4
-    # true predicts seconds a step, hours and cost from the compiled programs.
-    predict: bool = True
     # Mean length of prompts, as a share of generation.max_prompt_length, for the prediction.
     prompt_share: float = 0.5
     # Mean length of completions, as a share of generation.max_new_tokens, for the prediction.
     completion_share: float = 0.5
     # Folder of a run whose recorded lengths are taken instead.
     lengths_of: str | None = None
-    # Price of all devices together for an hour, in any currency. null predicts no cost.
-    price_per_hour: float | None = None
     # Folder of a run made with the same settings: prints predicted against measured, and no plan.
     verify: str | None = None
     # Folder for plan.md and plan.json. null uses outputs/<project_name>/plan-<target>.
@@ -62,12 +59,10 @@ class PlanConfig:
         for name in ("prompt_share", "completion_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is a share, above 0 and up to 1")
-        if self.price_per_hour is not None and self.price_per_hour < 0:
-            raise ValueError(f"price_per_hour={self.price_per_hour} must not be negative")
-        if self.analytic and (self.price_per_hour is not None or self.verify is not None):
+        if self.analytic and self.verify is not None:
             raise ValueError(
-                "analytic=true compiles nothing, and time and price are predicted from compiled "
-                "programs; leave it out"
+                "analytic=true compiles nothing, and time is predicted from compiled programs; "
+                "leave it out"
             )
 
 
@@ -100,8 +95,10 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    if settings.predict:
-        found = predicted(found, settings)
+    lengths = Lengths(settings.prompt_share, settings.completion_share)
+    if settings.lengths_of is not None:
+        lengths = recorded_lengths(settings.lengths_of)
+    found = replace(found, plans=tuple(with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
     if all(plan.fits is False for plan in found.plans):
@@ -128,7 +125,19 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
         )
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)
-    meshes = _meshes(run, settings, machine)
+    count = machine.num_devices
+    meshes = planning.meshes(count) if settings.mesh == "all" else []
+    with error_context("model.mesh_shape"):
+        try:
+            meshes = meshes or [resolve_mesh_shape(run.model.mesh_shape, count)]
+        except ValueError as error:
+            # The message is about the devices that jax sees; a target has others.
+            text = str(error)
+            if machine.name != "attached":
+                of_target = f"target {machine.name} has {count} devices"
+                text = text.replace(f"jax sees {count}", of_target)
+            raise ValueError(text) from error
+
     # A mesh may take only some of the devices.
     machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])
 
@@ -161,46 +170,15 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
 
-def _meshes(run: RunConfig, settings: PlanConfig, machine: Machine) -> list[dict[str, int]]:
-    """The meshes to plan for, as {"fsdp": 4, "tp": 2}."""
-    count = machine.num_devices
-    if settings.mesh == "all":
-        return planning.meshes(count)
-    with error_context("model.mesh_shape"):
-        try:
-            return [resolve_mesh_shape(run.model.mesh_shape, count)]
-        except ValueError as error:
-            # The message is about the devices that jax sees; a target has others.
-            text = str(error)
-            if machine.name != "attached":
-                of_target = f"target {machine.name} has {count} devices"
-                text = text.replace(f"jax sees {count}", of_target)
-            raise ValueError(text) from error
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
-    """The plans, and if none fits, with a command that would; if the best leaves most of the memory
-    free, with a larger micro-batch.
-
-    What is advised for a run that does not fit is compiled too, unless the plan is analytic.
-    """
+    """The plans, and if none fits, with a command that would. What is advised is compiled too,
+    unless the plan is analytic."""
     if any(plan.fits is not False for plan in plans.plans):
-        larger = larger_micro_batch(plans.plans[0])
-        if larger is None:
-            return plans
-        overrides, more = larger
-        rows = more.resolved.rows
-        change = (
-            f"most of the memory is free: an update of {rows.num_parts} in place of "
-            f"{plans.plans[0].resolved.rows.num_parts} micro-batches is faster, and fits, with "
-            f"{report.gib(more.peak_bytes)} of {report.gib(more.machine.capacity)} GiB, "
-            f"{report.source(more)}:"
-        )
-        return replace(plans, command=command_that_fits(words, overrides), change=change)
+        return plans
 
     def compile_again(changed: Plan) -> Plan:
         if settings.analytic:
@@ -225,26 +203,12 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     )
 
 
-def predicted(plans: Plans, settings: PlanConfig) -> Plans:
-    """The plans with a forecast of each that is compiled and may fit."""
-    lengths = lengths_for(settings)
-    found = [with_forecast(plan, lengths, settings.price_per_hour) for plan in plans.plans]
-    return replace(plans, plans=tuple(found))
-
-
-def lengths_for(settings: PlanConfig) -> Lengths:
-    """The lengths that the settings ask for. Raises ConfigError."""
-    if settings.lengths_of is not None:
-        return recorded_lengths(settings.lengths_of)
-    return Lengths(settings.prompt_share, settings.completion_share)
-
-
-def with_forecast(plan: Plan, lengths: Lengths, price_per_hour: float | None = None) -> Plan:
+def with_forecast(plan: Plan, lengths: Lengths) -> Plan:
     """The plan with a forecast, if it is compiled and may fit."""
     if not plan.programs or plan.fits is False:
         return plan
     hardware = plan.machine.hardware or forecast.measured_hardware(plan.machine.platform)
-    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware, price_per_hour)
+    found = forecast.forecast(plan.resolved, plan.programs, lengths, hardware)
     return replace(plan, forecast=found)
 
 
@@ -253,11 +217,10 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     ConfigError if the run was started with others, or does not fit."""
     took = forecast.measured(settings.verify)
     check_same_overrides(settings.verify, sys.argv[1:])
-    lengths = (
-        recorded_lengths(settings.verify, "verify")
-        if settings.lengths_of is None
-        else recorded_lengths(settings.lengths_of)
-    )
+    if settings.lengths_of is None:
+        lengths = recorded_lengths(settings.verify, "verify")
+    else:
+        lengths = recorded_lengths(settings.lengths_of)
     best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
     found = with_forecast(best, lengths).forecast
     if found is None:
@@ -278,11 +241,9 @@ NO_MATTER += tuple(f"training.{name}" for name in ("max_", "save_", "keep_", "lo
 def check_same_overrides(folder: str, words: list[str]) -> None:
     """Raises ConfigError, with the command to paste, if these words lack settings that the run was
     started with, or have others."""
-    file = Path(folder).expanduser() / ".hydra" / "overrides.yaml"
-    if not file.is_file():
+    started = read_overrides(Path(folder).expanduser(), [])
+    if started is None:
         return
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    started = [line.removeprefix("- ").strip("'\"") for line in lines if line.startswith("- ")]
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
     asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
     missing = [one for one in started if one not in words and not one.startswith(NO_MATTER)]

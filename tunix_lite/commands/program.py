@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tunix_lite.commands import help as help_pages
@@ -38,6 +38,7 @@ from tunix_lite.files.untrusted import as_path
 from tunix_lite.hints import unknown_key
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.plain_text import visible, without_secrets
+from tunix_lite.report.evidence import read_overrides
 from tunix_lite.settings.compose import (
     as_yaml,
     compose_values,
@@ -45,7 +46,6 @@ from tunix_lite.settings.compose import (
     hydra_job,
     key_of,
     lacks_a_reference,
-    refusal_of_a_run,
     runs_of_sweep,
     setting_names,
     sweep_folder,
@@ -81,12 +81,35 @@ def main(
     checked: list[tuple[dict, RunConfig]] = []
 
     def check_all() -> None:
-        refuse_foreign(argv, setting_names((), argv), HYDRA, refusal_of_a_run(argv))
+        refuse_foreign(argv, setting_names((), argv), HYDRA)
         sys.argv[1:] = flags_first(argv, HYDRA)
         _check_on_disk({folder_key(argv): folder_given(argv)})
         with error_context(""):
             check_config_dir(config_dir(argv))
-        checked.extend(_check_runs(check, sys.argv[1:]))
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        parser.add_argument("--multirun", "-m", action="store_true")
+        parser.add_argument("--config-dir", "-cd")
+        parser.add_argument("--config-name", "-cn", default="config")
+        parser.add_argument("--cfg", "-c")
+        parser.add_argument("--resolve", action="store_true")
+        parser.add_argument("--package", "-p")
+        parser.add_argument("overrides", nargs="*")
+        known, others = parser.parse_known_intermixed_args(sys.argv[1:])
+        # Other flags of Hydra only show something; with --cfg the overrides must be right.
+        given = [] if others else [known.overrides]
+        for overrides in runs_of_sweep(known.overrides) if given and known.multirun else given:
+            try:
+                values = compose_values(overrides, known.config_dir, config_name=known.config_name)
+            except ConfigError as error:
+                # What a setting refers to may be missing where the settings are only shown.
+                if known.cfg and lacks_a_reference(error):
+                    continue
+                raise
+            if not known.cfg:
+                run = build(RunConfig, values)
+                # Without hydra.run.dir Hydra takes a new folder, named after the time.
+                check(run, Path(folder_given(overrides) or "outputs/not-made-yet"))
+                checked.append((values, run))
 
     _or_exit(check_all)
     # The check has shown what the run would be, and Hydra would make its folder.
@@ -98,32 +121,26 @@ def main(
         logging.getLogger().handlers.clear()
 
     def job(values: dict, folder: Path) -> object:
-        _hide_secrets_in(folder / ".hydra", sweep_folder())
+        # Hydra has written the command line's settings, and secrets with them.
+        sweep = sweep_folder()
+        of_sweep = [] if sweep is None else [sweep / "multirun.yaml"]
+        for file in [*(folder / ".hydra").glob("*.yaml"), *of_sweep]:
+            text = file.read_text()
+            if text != without_secrets(text):
+                file.write_text(without_secrets(text))
+
+        # None was checked where a value depends on the clock, or is nan, which equals nothing.
+        found = next((i for i, (known, _) in enumerate(checked) if known == values), None)
         results: list[object] = []
-        _or_exit(lambda: results.append(task(_run_of(values, checked), folder)), folder)
+
+        def start() -> None:
+            run = build(RunConfig, values) if found is None else checked.pop(found)[1]
+            results.append(task(run, folder))
+
+        _or_exit(start, folder)
         return results[0] if results else None
 
     hydra_job(job)
-
-
-def _hide_secrets_in(kept_by_hydra: Path, sweep: Path | None) -> None:
-    """Hides secrets that the command line gave in the files that Hydra has written."""
-    of_sweep = [] if sweep is None else [sweep / "multirun.yaml"]
-    for file in [*kept_by_hydra.glob("*.yaml"), *of_sweep]:
-        text = file.read_text()
-        if text != without_secrets(text):
-            file.write_text(without_secrets(text))
-
-
-def _run_of(values: dict, checked: list[tuple[dict, RunConfig]]) -> RunConfig:
-    """The run that was built and checked from these very values; if none was, it is built now.
-
-    None was where a value depends on the clock, or is not a number (which equals nothing).
-    """
-    for i, (known_values, _) in enumerate(checked):
-        if known_values == values:
-            return checked.pop(i)[1]
-    return build(RunConfig, values)
 
 
 def run_command(
@@ -151,7 +168,16 @@ def run_command(
     of a run are wrong, in place of ending. Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
-    known = _words_of(name)
+    _or_exit(_check_working_folder)
+    foreign = setting_names((f"+command={name}",))
+    # Flags that it does not have end the process, with what to write instead.
+    _or_exit(lambda: refuse_foreign(sys.argv[1:], foreign, OF_COMMANDS))
+    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("overrides", nargs="*")
+    known = parser.parse_intermixed_args()
     if known.help:
         place = f" [{positional.upper()}{' ...' if is_list else ''}]" if positional else ""
         with as_long_as_read():
@@ -159,7 +185,12 @@ def run_command(
             print(f"usage: tunix-lite {name}{place} {flags}\n")
             print((conf_dir() / "command" / f"{name}.yaml").read_text().partition("\n")[2])
         return
-    folders = _folders_of(known.overrides, is_list) if positional else []
+    # A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
+    first = known.overrides if is_list else known.overrides[:1]
+    folders = [word for word in first if "=" not in word or os.path.isdir(word)]
+    folders = folders if positional else []
+    for word in folders:
+        known.overrides.remove(word)
     own = [f.name for f in dataclasses.fields(kind)]
     of = (f"+command={name}",)
 
@@ -210,54 +241,23 @@ def run_command(
     _or_exit(as_long_as_read()(act_without_run if without_run else act), interrupted="")
 
 
-def _words_of(name: str) -> argparse.Namespace:
-    """The command line of a command: its flags, and `overrides`, the other words.
-
-    Flags that it does not have end the process, with what to write instead.
-    """
-    _or_exit(_check_working_folder)
-    known = setting_names((f"+command={name}",))
-    _or_exit(lambda: refuse_foreign(sys.argv[1:], known, OF_COMMANDS))
-    parser = argparse.ArgumentParser(prog=f"tunix-lite {name}", add_help=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("overrides", nargs="*")
-    return parser.parse_intermixed_args()
-
-
-def _folders_of(argv: list[str], is_list: bool) -> list[str]:
-    """Takes the first word out if it is a folder, and with is_list all that are; returns them.
-
-    A word with `=` is a folder if there is one of that name: `sweep/seed=1`.
-    """
-    looked_at = argv[:] if is_list else argv[:1]
-    taken = [word for word in looked_at if "=" not in word or os.path.isdir(word)]
-    for word in taken:
-        argv.remove(word)
-    return taken
+def missing_overrides(folder: Path, words: Sequence[str], no_matter: tuple[str, ...]) -> list[str]:
+    """The overrides that a run was started with, by its folder, and whose setting these words do
+    not name. no_matter: how those begin that are left out."""
+    named = {key_of(word) for word in words}
+    started = [text for text in read_overrides(folder, []) or [] if key_of(text) not in named]
+    return [text for text in started if not text.lstrip("+~").startswith(no_matter)]
 
 
 # Settings whose value is text for the model: Hydra does not parse it.
-LITERAL = {
-    "prompt",
-    "system",
-}
+LITERAL = {"prompt", "system"}
 # Settings of `model` that may stand beside checkpoint=: where the base is, and the machine's own.
-BESIDE_A_RUN = {
-    "weights",
-    "tokenizer",
-    "family",
-    "mesh_shape",
-}
+BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}
 
 
 def _of_run(values: dict, overrides: list[str]) -> dict:
-    """The `model` settings of the run in values["checkpoint"], with the command line's on top.
-
-    The mesh comes from the command line alone: it belongs to the machine. Raises ConfigError for a
-    setting that is not in BESIDE_A_RUN.
-    """
+    """The `model` settings of the run in values["checkpoint"], with the command line's on top; the
+    mesh belongs to the machine. Raises ConfigError for a setting not in BESIDE_A_RUN."""
     own = {}
     for text in overrides:
         key = key_of(text)
@@ -276,8 +276,7 @@ def _of_run(values: dict, overrides: list[str]) -> dict:
 
 
 def _check_on_disk(folders: dict) -> None:
-    """Raises ConfigError if a setting, by its name, is an address such as gs://bucket/run, or no
-    path, as it is too long."""
+    """Raises ConfigError for a setting, by its name, that is an address or no path."""
     for name, folder in folders.items():
         with error_context(""):
             check_on_disk(name, folder)
@@ -287,51 +286,12 @@ def _check_on_disk(folders: dict) -> None:
 
 
 def _check_working_folder() -> None:
-    """Raises ConfigError if the working folder has been deleted: neither Hydra nor Python's paths
-    work there."""
+    """Raises ConfigError if it was deleted: neither Hydra nor Python's paths work there."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"the working folder {os.environ.get('PWD', '')} is gone: cd to one that is there"
-        ) from error
-
-
-def _check_runs(
-    check: Callable[[RunConfig, Path], object], arguments: list[str]
-) -> list[tuple[dict, RunConfig]]:
-    """Builds and checks the run, or every run of a sweep: (plain values, run) of each.
-
-    If there are flags of Hydra that only show something, there is nothing to check; with --cfg the
-    overrides must be right all the same.
-    """
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--config-name", "-cn", default="config")
-    parser.add_argument("--cfg", "-c")
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("overrides", nargs="*")
-    known, others = parser.parse_known_intermixed_args(arguments)
-    if others:
-        return []
-    checked = []
-    for overrides in runs_of_sweep(known.overrides) if known.multirun else [known.overrides]:
-        try:
-            values = compose_values(overrides, known.config_dir, config_name=known.config_name)
-        except ConfigError as error:
-            # What a setting refers to may be missing where the settings are only shown.
-            if known.cfg and lacks_a_reference(error):
-                continue
-            raise
-        if known.cfg:
-            continue
-        run = build(RunConfig, values)
-        # Without hydra.run.dir Hydra takes a new folder, named after the time: it holds nothing.
-        check(run, Path(folder_given(overrides) or "outputs/not-made-yet"))
-        checked.append((values, run))
-    return checked
+        gone = os.environ.get("PWD", "")
+        raise ConfigError(f"the working folder {gone} is gone: cd to one that is there") from error
 
 
 RESUME_HINT = (
@@ -354,29 +314,25 @@ def _or_exit(
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    except FloatingPointError as error:
-        # The message says what to do; a traceback would not help.
-        print(f"error: {visible(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
-    except DiskError as error:
-        # Standard output and error may be files on that disk, too.
+    except OSError as error:
+        # Standard output and error may be files on the full disk, too. An error of a file that was
+        # open before has no name; standard output is the one here.
+        if isinstance(error, DiskError):
+            text = visible(str(error))
+        elif error.filename is None and error.errno in ANYWHERE:
+            text = f"{ANYWHERE[error.errno]}: standard output"
+        else:
+            raise
         with contextlib.suppress(OSError):
-            print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
+            print(f"error: {text}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         # A usual exit would wait for a thread that still writes a checkpoint, and print its error.
         os._exit(EXIT_FAILED)
-    except OSError as error:
-        # An error of a file that was open before has no name; standard output is the one here.
-        if error.filename is not None or error.errno not in ANYWHERE:
-            raise
-        with contextlib.suppress(OSError):
-            print(f"error: {ANYWHERE[error.errno]}: standard output", file=sys.stderr, flush=True)
-        # A usual exit would write what is left, and fail again.
-        os._exit(EXIT_FAILED)
-    except (ConfigError, RunFailed) as error:
-        # RunFailed: another run may have the folder, so it stays.
-        is_ours = made_by_hydra is not None and not isinstance(error, RunFailed)
+    except (ConfigError, RunFailed, FloatingPointError) as error:
+        # Of others than wrong settings the folder stays: another run may have it.
+        is_wrong = isinstance(error, ConfigError)
+        is_ours = made_by_hydra is not None and is_wrong
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
         print(f"error: {visible(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_FAILED if isinstance(error, RunFailed) else EXIT_WRONG_SETTINGS)
+        sys.exit(EXIT_WRONG_SETTINGS if is_wrong else EXIT_FAILED)

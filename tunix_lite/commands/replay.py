@@ -3,13 +3,11 @@
 `tunix-lite replay RUN skipped=12` says why an update was not finite, sequence by sequence.
 """
 
-import contextlib
-import dataclasses
-import re
 import shlex
+import sys
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,43 +20,23 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.imports import importing_only
-from tunix_lite.files.untrusted import read_object, read_yaml
-from tunix_lite.inference.language_model import LanguageModel, open_model, run_settings
+from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.plain_text import escaped, shown, visible
-from tunix_lite.planning.packing_choice import AUTO
+from tunix_lite.plain_text import escaped, visible
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
-from tunix_lite.runs.fingerprint import packing_of
 from tunix_lite.runs.replay import Replayed, replay_step
-from tunix_lite.settings import compose as composing
-from tunix_lite.tracking.rundir import RunDir, with_chosen_values
+from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Batch, RowBatch, TokenScores
 
 # characters of a text
 SHOWN = 80
 OTHER_WEIGHTS = " (not those that saw them, which are not kept)"
-# a class or function of ours, as a file of conf/ names it
-NAME_OF_OURS = re.compile(r"\btunix_lite(?:\.\w+)+")
-IF_YOURS = "If the run is yours: replay.trust=true"
 # of a batch, unpacked: a small file can hold very many zeros
 MOST_BYTES = 2**32
 # what numpy and zipfile raise for a file that is no batch
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError)
 UNREADABLE += (zipfile.BadZipFile, zlib.error)
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """How a step is made again.
-
-    Example: `replay.trust=true` is ReplayOptions(trust=True).
-    """
-
-    # true imports code that the run's settings name outside tunix_lite. Use it only for your own
-    # runs.
-    trust: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,6 @@ class Replay:
     step: int | None = None
     # Sequences scored together with skipped=. It changes memory use, not results.
     batch_size: int = 8
-    replay: ReplayOptions = ReplayOptions()
 
     def __post_init__(self):
         if self.checkpoint is None or (self.skipped is None and self.step is None):
@@ -90,21 +67,13 @@ class Replay:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
 
 
-# Settings of the command itself, and all that are not taken from the run: they are this machine's,
-# or were decided for the model already.
-OWN = {f.name for f in dataclasses.fields(Replay)}
-OURS = {"model", "launch", "resume", "tracking", "evaluation", "runtime", *OWN}
+# Settings that change no number of a step, or that the folder holds.
+NO_MATTER = ("model", "hydra.", "launch", "project_name", "resume", "runtime.", "tracking")
+NO_MATTER += ("evaluation.", *(f"training.{name}" for name in ("save_", "keep_", "log_", "grace_")))
 
 
 def main() -> None:
-    with contextlib.ExitStack() as until_its_end:
-        program.run_command(
-            "replay",
-            Replay,
-            replay,
-            positional="checkpoint",
-            change_settings=partial(with_settings_of_run, until_its_end),
-        )
+    program.run_command("replay", Replay, replay, positional="checkpoint")
 
 
 def replay(run: RunConfig, settings: Replay) -> None:
@@ -112,8 +81,18 @@ def replay(run: RunConfig, settings: Replay) -> None:
     if settings.skipped is not None:
         look_at_skipped(run, settings)
         return
-    keep_programs(run.runtime.program_cache)
+    # The folder may be somebody else's, so no setting is taken from it: they are to be pasted.
     folder = Path(settings.checkpoint).expanduser()
+    missing = program.missing_overrides(folder, sys.argv[1:], NO_MATTER)
+    if missing and not run.resume.force:
+        command = shlex.join(["tunix-lite", "replay", *sys.argv[1:], *missing])
+        raise ConfigError(f"checkpoint: the run was started with more settings: {command}")
+    keep_programs(run.runtime.program_cache)
+    training = run.training
+    if training.micro_batch_size == "auto":
+        training = replace(training, micro_batch_size=None)
+    evaluation = replace(run.evaluation, num_examples=0, num_samples=0)
+    run = replace(run, training=training, evaluation=evaluation)
 
     def say(text: str) -> None:
         print(visible(text), flush=True)
@@ -124,157 +103,40 @@ def replay(run: RunConfig, settings: Replay) -> None:
         say(line)
 
 
-# ---- the settings of the run
-
-
-def with_settings_of_run(
-    until_its_end: contextlib.ExitStack, values: dict, keys: list[str]
-) -> dict:
-    """The settings that the run was started with, and on top those of the command line.
-
-    values: the settings that the command line gives, composed; keys: which it names. The mesh and
-    all that belongs to this machine are the command line's, and so is everything of skipped=.
-    Without replay.trust, a name in the settings of the run is imported only if conf/ or the command
-    line has it, too, until the ExitStack closes. Raises ConfigError.
-    """
-    if values["checkpoint"] is None or values["skipped"] is not None:
-        return values
-    run_dir = RunDir(Path(values["checkpoint"]).expanduser())
-    file = run_dir.path / ".hydra" / "config.yaml"
-    if not file.is_file():
-        return values
-    with error_context("checkpoint"):
-        saved = read_object(run_dir.fingerprint) if run_dir.fingerprint.is_file() else {}
-        theirs = with_chosen_values(read_yaml(file), saved)
-        for key in theirs.keys() & values.keys():
-            if isinstance(values[key], dict) and not isinstance(theirs[key], dict):
-                raise ValueError(f"{file}: {key} is {shown(theirs[key])}, not a group of settings")
-    if not values["replay"]["trust"]:
-        refusal = f"is named by {file}, and a folder may not choose what is imported. {IF_YOURS}"
-        until_its_end.enter_context(importing_only(names_known(values), refusal))
-    changed = values | {key: theirs[key] for key in theirs.keys() & values.keys() - OURS}
-    for key in (key.lstrip("+~") for key in keys):
-        if key.partition(".")[0] not in OURS:
-            _copy_setting(values, changed, key.split("."))
-    changed["evaluation"] = {**values["evaluation"], "num_examples": 0, "num_samples": 0}
-    changed["rewards"] = {**changed["rewards"], "workers": values["rewards"]["workers"]}
-    with error_context("checkpoint"):
-        return _on_this_mesh(changed, theirs)
-
-
-def _copy_setting(source: dict, target: dict, path: list[str]) -> None:
-    """Copies a setting, or a whole group, from one tree of settings into another."""
-    *groups, name = path
-    for group in groups:
-        source = source[group]
-        there = target.get(group)
-        target[group] = dict(there) if isinstance(there, dict) else {}
-        target = target[group]
-    if name in source:
-        target[name] = source[name]
-
-
-def _on_this_mesh(values: dict, theirs: dict) -> dict:
-    """The batch as the run had it, cut for the devices that are here: a mesh of another size needs
-    micro-batches of another. The run's fingerprint says what was derived on its mesh."""
-    training = dict(values["training"])
-    model = theirs.get("model")
-    mesh = model.get("mesh_shape") if isinstance(model, dict) else None
-    is_other = mesh != values["model"]["mesh_shape"]
-    if is_other:
-        training["gradient_accumulation_steps"] = None
-    if is_other or training.get("micro_batch_size") == "auto":
-        training["micro_batch_size"] = None
-    is_derived = training.get("prompts_per_step") is None
-    if is_derived or training.get("packing") == AUTO:
-        file = RunDir(Path(values["checkpoint"]).expanduser()).fingerprint
-        saved = read_object(file)
-        derived = saved.get("training")
-        if is_derived:
-            derived = derived if isinstance(derived, dict) else {}
-            training["prompts_per_step"] = derived.get("prompts_per_step")
-        if training.get("packing") == AUTO:
-            training["packing"] = packing_of(saved, file)
-    return {**values, "training": training}
-
-
-def names_known(values: dict) -> set[str]:
-    """All texts of the command line's settings of a run, and the names of ours in conf/: no other
-    name in a run's folder is imported.
-
-    values: the settings that the command line gives. Those of the model come from the folder, but
-    for its family: a family of one's own is refused unless the command line names it.
-    """
-    known = set()
-    # The name of a folder is no name of a function: evil.plug/ would import evil.py beside it.
-    of_run = {key: value for key, value in values.items() if key not in OWN}
-    left: list = [{**of_run, "model": values["model"].get("family")}]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            known.add(value)
-        elif isinstance(value, dict | list):
-            left += value.values() if isinstance(value, dict) else value
-    for yaml_file in composing.conf_dir().rglob("*.yaml"):
-        known |= set(NAME_OF_OURS.findall(yaml_file.read_text()))
-    return known
-
-
 # ---- what is printed
 
 
 def as_lines(done: Replayed) -> list[str]:
-    """The step as a table: as it was logged, as it came out now, and how far apart they are."""
+    """The step as a table: as it was logged, as it came out now, and how far apart they are; below
+    it how the completions compare with the file of the step."""
     rows = [("metric", "logged", "replayed", "distance")]
     for name in sorted({*done.metrics, *done.logged}):
-        numbers = [each[name] for each in (done.logged, done.metrics) if name in each]
-        texts = [
-            f"{each[name]:.9g}" if name in each else "" for each in (done.logged, done.metrics)
-        ]
-        distance = f"{abs(numbers[0] - numbers[-1]):.2e}" if len(set(numbers)) > 1 else "0"
-        rows.append((name, *texts, distance if len(numbers) == 2 else ""))
-    first, *widths = (max(map(len, column)) for column in zip(*rows))
+        numbers = [each.get(name) for each in (done.logged, done.metrics)]
+        texts = ["" if number is None else f"{number:.9g}" for number in numbers]
+        apart = 0.0 if None in numbers else abs(numbers[0] - numbers[1])
+        rows.append((name, *texts, "" if None in numbers else f"{apart:.2e}" if apart else "0"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [f"step {done.step}"]
     for name, *texts in rows:
-        cells = [text.rjust(width) for text, width in zip(texts, widths)]
-        lines.append("  ".join([name.ljust(first), *cells]).rstrip())
+        cells = [text.rjust(width) for text, width in zip(texts, widths[1:])]
+        lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
     if done.logged:
         same = sum(done.metrics.get(name) == value for name, value in done.logged.items())
         lines.append(f"{same} of {len(done.logged)} logged metrics are the same to the bit")
     else:
         lines.append("metrics.jsonl has no line of this step")
-    return lines + sample_lines(done)
-
-
-def sample_lines(done: Replayed) -> list[str]:
-    """How the completions compare with the file of the step."""
     if done.samples is None:
-        return []
+        return lines
     if done.logged_samples is None:
-        return [f"completions: {len(done.samples)}, and samples/ has no file of this step"]
+        count = len(done.samples)
+        return [*lines, f"completions: {count}, and samples/ has no file of this step"]
     pairs = list(zip(done.samples, done.logged_samples))
     total = max(len(done.samples), len(done.logged_samples))
-    lines = []
-    for name in ("completion", "tokens", "reward", "correct", "extracted", "advantage"):
+    for name in ("completion", "tokens", "logprobs", "reward", "correct", "extracted", "advantage"):
         if any(name in theirs for _, theirs in pairs):
             same = sum(ours.get(name) == theirs.get(name) for ours, theirs in pairs)
             lines.append(f"samples/: {name} the same in {same} of {total} completions")
-    gaps = [gap for ours, theirs in pairs if (gap := _gap(ours, theirs)) is not None]
-    if gaps:
-        lines.append(f"samples/: logprobs apart by {max(gaps):.2e} at most")
     return lines
-
-
-def _gap(ours: dict, theirs: dict) -> float | None:
-    """The largest difference of two completions' log-probabilities; None where they are not of the
-    same tokens."""
-    here, there = ours.get("logprobs"), theirs.get("logprobs")
-    if not isinstance(here, list) or not isinstance(there, list) or len(here) != len(there):
-        return None
-    try:
-        return float(np.abs(np.subtract(here, there)).max(initial=0.0))
-    except (TypeError, ValueError):
-        return None
 
 
 # ---- an update that was skipped
@@ -291,7 +153,19 @@ def look_at_skipped(run: RunConfig, settings: Replay) -> None:
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
         raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")
-    scores = score_batch(model, batch, run.learning_temperature, settings.batch_size)
+    temperature = run.learning_temperature
+    score = jax.jit(
+        partial(sequence_scores, cfg=model.cfg, temperature=temperature, dtype=model.dtype)
+    )
+    last = len(batch.tokens) - 1
+    parts = []
+    with jax.set_mesh(model.mesh):
+        for start in range(0, last + 1, settings.batch_size):
+            # all parts have one size, so that one program is compiled
+            rows = np.minimum(np.arange(start, start + settings.batch_size), last)
+            scores = score(model.params, batch.tokens[rows], batch.token_mask[rows])
+            parts.append(jax.device_get(scores))
+    scores = TokenScores(*(np.concatenate(arrays)[: last + 1] for arrays in zip(*parts)))
     losses_B, wrong = sequence_losses(run.algorithm, batch, scores)
 
     finite_B = losses_B[np.isfinite(losses_B)]
@@ -328,15 +202,17 @@ def read_batch(folder: RunDir, settings: Replay) -> Batch:
         # no pickles: numpy refuses them unless it is asked for them
         with np.load(file) as arrays:
             batch = batch_of_arrays(dict(arrays))
+        kinds = {"tokens": "iu", "token_mask": "b"}
         for name, value in arrays_of_batch(batch).items():
-            is_number = value.dtype.kind in "biuf"
-            if value.ndim != 2 or value.shape != batch.tokens.shape or not is_number:
+            is_kind = value.dtype.kind in kinds.get(name, "biuf")
+            if (
+                not is_kind
+                or value.ndim != 2
+                or value.shape != batch.tokens.shape
+                or not value.size
+            ):
                 is_what = f"{value.dtype} {list(value.shape)}"
                 raise ValueError(f"{name} is {is_what}; it is numbers, [B, T] as tokens are")
-        if batch.tokens.dtype.kind not in "iu" or not batch.tokens.size:
-            raise ValueError(f"tokens are {batch.tokens.dtype}; they are whole numbers")
-        if batch.token_mask.dtype != bool:
-            raise ValueError(f"token_mask is {batch.token_mask.dtype}; it is true or false")
         return batch
     except UNREADABLE as error:
         why = escaped(str(error) or type(error).__name__)
@@ -354,38 +230,12 @@ def nearest(folder: RunDir, skipped: int) -> int:
     """A checkpoint of the weights that saw the batch; else the newest of those before. Raises
     ConfigError."""
     steps = Checkpoints(folder.checkpoints).steps()
-    if not steps:
-        raise ConfigError(
-            f"{folder.checkpoints} holds no checkpoint, so there are no weights to look at the "
-            "batch"
-        )
     same = [step for step in steps if saw(folder, skipped, step)]
     before = [step for step in steps if step < skipped]
-    if not same + before:
-        raise ConfigError(
-            f"{folder.checkpoints} holds no checkpoint until step {skipped}; step={steps[0]} takes "
-            "the weights of step "
-            f"{steps[0]}, which have been updated since"
-        )
-    return max(same or before)
-
-
-def score_batch(
-    model: LanguageModel, batch: Batch, temperature: float, batch_size: int
-) -> TokenScores:
-    """The scores of the batch by these weights: arrays of the host, [B, T] float32."""
-    score = jax.jit(
-        partial(sequence_scores, cfg=model.cfg, temperature=temperature, dtype=model.dtype)
-    )
-    B = len(batch.tokens)
-    parts = []
-    with jax.set_mesh(model.mesh):
-        for start in range(0, B, batch_size):
-            # all parts have one size, so that one program is compiled
-            rows = np.minimum(np.arange(start, start + batch_size), B - 1)
-            scores = score(model.params, batch.tokens[rows], batch.token_mask[rows])
-            parts.append(jax.device_get(scores))
-    return TokenScores(*(np.concatenate(arrays)[:B] for arrays in zip(*parts)))
+    if same + before:
+        return max(same or before)
+    other = f"; step={steps[0]} takes weights that have been updated since" if steps else ""
+    raise ConfigError(f"{folder.checkpoints} holds no checkpoint until step {skipped}{other}")
 
 
 def sequence_losses(

@@ -10,8 +10,8 @@ from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.report.comparison import comparison_page, runs_in
+from tunix_lite.report.page import write_page
 from tunix_lite.report.run_page import run_page
-from tunix_lite.report.write import write_page
 
 
 @dataclass(frozen=True)

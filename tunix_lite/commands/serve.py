@@ -1,6 +1,7 @@
 """`tunix-lite serve checkpoint=outputs/latest`: a model behind the OpenAI API or the Tinker API."""
 
 import asyncio
+import importlib.util
 import os
 import sqlite3
 import sys
@@ -15,12 +16,11 @@ from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.inference.live import LiveEngine, live_engine
+from tunix_lite.inference.live import live_engine
 from tunix_lite.plain_text import visible
 from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
-from tunix_lite.serving.listen import ServerSettings, check_port
+from tunix_lite.serving.face import ServerSettings, check_port
 from tunix_lite.serving.tinker.app import TinkerServer
 from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import Store, StoreDamaged
@@ -80,8 +80,13 @@ def serve_model(run: RunConfig, settings: ServeConfig) -> None:
 
     Raises ConfigError where the settings cannot be right, or the port is taken.
     """
-    _check_aiohttp()
-    key = _api_key(settings)
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("serve needs aiohttp: pip install -e '.[serve]'")
+    # The key is in the environment; on the command line everybody on the machine would see it.
+    name = settings.api_key_variable
+    key = None if name is None else os.environ.get(name)
+    if name is not None and not key:
+        raise ConfigError(f"api_key_variable={name}: this environment variable is not set")
     if jax.process_count() > 1:
         raise ConfigError("serve runs in one process; start one server on each machine")
     how = ServerSettings(
@@ -110,8 +115,9 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     with error_context("serve"):
         engine = live_engine(model, run.generation, run.rollout, settings.max_waiting)
     generation = engine.spec.generation
+    name = model.run.resolve().name if model.run is not None else model.source.name
     limits = Limits(
-        settings.served_name or _name_of(model),
+        settings.served_name or name,
         generation.max_prompt_length,
         generation.max_new_tokens,
         min(engine.spec.max_length, model.cfg.max_positions),
@@ -123,20 +129,16 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         f"completions of up to {limits.max_new_tokens}"
     ]
     try:
-        _warm_up(engine)
+        # What most requests need is compiled before the server listens.
+        _tell("compiling, before it listens: seconds for a tiny model, minutes for a large one")
+        began = time.monotonic()
+        engine.warm_up()
+        _tell(f"compiled in {time.monotonic() - began:.0f} s")
+        # Longer prompts, and the first request that cuts tokens off, need programs of their own.
+        engine.on_compile = lambda names, seconds: _tell(f"compiled {names} in {seconds:.0f} s")
         asyncio.run(server.run(partial(_say, limits.model_name, how, lines, "/v1")))
     finally:
         engine.close()
-
-
-def _warm_up(engine: LiveEngine) -> None:
-    """Compiles what most requests need, before the server listens. Raises EngineFailed."""
-    _tell("compiling, before it listens: seconds for a tiny model, minutes for a large one")
-    began = time.monotonic()
-    engine.warm_up()
-    _tell(f"compiled in {time.monotonic() - began:.0f} s")
-    # Longer prompts, and the first request that cuts tokens off, need programs of their own.
-    engine.on_compile = lambda names, seconds: _tell(f"compiled {names} in {seconds:.0f} s")
 
 
 def _tell(line: str) -> None:
@@ -153,8 +155,6 @@ def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         raise ConfigError(f"state_folder={folder}: {message}") from error
     except StoreDamaged as error:
         raise ConfigError(f"state_folder={folder}: {error}") from error
-    for line in store.differences:
-        _tell(f"state_folder={folder}: {line}")
 
     # The trainer composes settings by a room of commands, which this module is part of.
     from tunix_lite.trainer.trainer import Trainer
@@ -179,27 +179,6 @@ def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     finally:
         trainer.close()
         store.close()
-
-
-def _check_aiohttp() -> None:
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("serve needs aiohttp: pip install -e '.[serve]'") from error
-
-
-def _api_key(settings: ServeConfig) -> str | None:
-    """The key in the environment; on the command line everybody on the machine would see it."""
-    name = settings.api_key_variable
-    if name is None:
-        return None
-    if not os.environ.get(name):
-        raise ConfigError(f"api_key_variable={name}: this environment variable is not set")
-    return os.environ[name]
-
-
-def _name_of(model: LanguageModel) -> str:
-    return model.run.resolve().name if model.run is not None else model.source.name
 
 
 def _say(name: str, how: ServerSettings, lines: list[str], path: str, address: str) -> None:

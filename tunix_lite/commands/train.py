@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
-from tunix_lite.commands.dry_run import look_at
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.agreement import process_info, user_code_digests
 from tunix_lite.distributed.allgather import allgather_values
@@ -33,9 +32,21 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.imports import looking_in_working_folder
 from tunix_lite.models.source import weights_digest
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.report.write import report_of_sweep
+from tunix_lite.plain_text import visible
+from tunix_lite.planning import plan as planning
+from tunix_lite.planning.at_start import check_fits
+from tunix_lite.planning.hardware import find_machine
+from tunix_lite.planning.report import short_form
+from tunix_lite.report.comparison import comparison_page, runs_in
+from tunix_lite.report.page import write_at_end
 from tunix_lite.runs.session import Job
-from tunix_lite.runs.setup import Parts, prepare
+from tunix_lite.runs.setup import (
+    Parts,
+    find_parts,
+    prepare,
+    resume_from_folder,
+    startup_summary,
+)
 from tunix_lite.settings import compose as composing
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.train import train
@@ -56,8 +67,10 @@ def main() -> None:
             program.main(start, check)
         finally:
             # also of a sweep that a run has ended by its failure
-            for folder in SWEEPS:
-                report_of_sweep(folder, partial(print, flush=True))
+            say = partial(print, flush=True)
+            for sweep in SWEEPS:
+                if len(folders := runs_in(sweep)) > 1:
+                    write_at_end(sweep, partial(comparison_page, folders, say), say)
 
 
 def check(run: RunConfig, folder: Path) -> None:
@@ -88,6 +101,35 @@ def check(run: RunConfig, folder: Path) -> None:
         if allgather_values(folder.is_dir())[0]:
             with error_context("", RunFailed), lock_folder_for_all(folder, run.launch.timeout):
                 pass
+
+
+def look_at(run: RunConfig, folder: Path) -> Parts:
+    """Checks a run as its start would, prints its summary and its plan, and leaves nothing behind.
+
+    Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run.
+    """
+    run_dir = RunDir(folder)
+    parts = find_parts(run)
+    with error_context("hydra.run.dir"):
+        run_dir.check()
+    resume_from = resume_from_folder(run, run_dir)
+
+    # The plan by formulas: compiling would take as long as a start.
+    model = parts.model
+    sizes = dict(parts.mesh.shape)
+    machine = find_machine("attached")
+    plan = planning.estimated(run, machine, model.cfg, model.lora, sizes)
+    messages: list[str] = []
+    check_fits(plan, messages.append)
+    title, rows = startup_summary(parts, run_dir)
+    shown = [(name, text) for name, text in rows if name != "outputs"]
+    if resume_from is not None:
+        shown.append(("resume", f"from the checkpoint in {resume_from}"))
+    if is_first():
+        lines = [f"{title}: a dry run", *(f"  {name:<10}{text}" for name, text in shown)]
+        lines += [*short_form(plan)[-2:], *messages, "nothing was run, nothing was written"]
+        print("\n".join(visible(line) for line in lines), flush=True)
+    return parts
 
 
 def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:

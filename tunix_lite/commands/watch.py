@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rich.live
+import rich.text
 
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
@@ -18,9 +19,9 @@ from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import ConfigError
 from tunix_lite.files.untrusted import MOST_LINE, as_path, read_from, read_object, read_yaml
 from tunix_lite.plain_text import escaped, visible
-from tunix_lite.report.evidence import read_sample_file, sample_steps
-from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
-from tunix_lite.tracking.dashboard import Dashboard, sample_panel
+from tunix_lite.report.evidence import read_samples, sample_steps
+from tunix_lite.tracking.console import Screen, Terminal, is_live, lines_of_sample, step_line
+from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst
 from tunix_lite.tracking.rows import MOST_STEPS, is_number, row_of
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Metrics
@@ -104,7 +105,7 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
     has_region = terminal.is_terminal and is_live(mode, terminal)
     max_steps = followed.steps_setting("training", "max_steps")
     every = followed.steps_setting("evaluation", "interval_steps") or 0
-    board = Dashboard(max_steps, is_here=False, evaluates_every=every)
+    board = Dashboard(max_steps, evaluates_every=every)
     live = rich.live.Live(
         console=terminal,
         get_renderable=lambda: board.drawn(*terminal.size),
@@ -120,17 +121,15 @@ def _show(followed: "FollowedRun", mode: str, once: bool) -> None:
                 since = time.monotonic()
                 if not has_region:
                     print(step_line(step, max_steps, metrics), flush=True)
-            samples = followed.new_samples() if has_region else None
-            panel = sample_panel(*samples, terminal.width) if samples else None
-            if panel is not None:
-                terminal.print(panel)
+            # Above the region: the best, the middle and the worst of the newest completions.
+            samples = followed.new_samples() if has_region else []
+            for row in best_middle_worst([samples]):
+                for line in lines_of_sample(row | {"turns": None}, True):
+                    terminal.print(rich.text.Text(visible(line)))
             if has_ended or once:
                 return
             if time.monotonic() - since > SILENT:
                 board.busy("waiting; no new step for", since)
-                if not has_region:
-                    print(f"no new step for {SILENT} s", flush=True)
-                    since = time.monotonic()
             time.sleep(EVERY)
 
 
@@ -168,8 +167,8 @@ class FollowedRun:
         # No line of a run is as long: it is left out, as its end will be.
         self._rest = self._rest[: MOST_LINE + 1]
         rows = []
-        for row in [row_of(line) for line in lines if len(line) <= MOST_LINE]:
-            if row is not None:
+        for line in lines:
+            if len(line) <= MOST_LINE and (row := row_of(line)) is not None:
                 step = row.pop("step")
                 numbers = [(visible(name), x) for name, x in row.items() if is_number(x)]
                 rows.append((step, dict(numbers[:MOST_METRICS])))
@@ -188,21 +187,16 @@ class FollowedRun:
 
     def steps_setting(self, group: str, name: str) -> int | None:
         """A number of steps of the run's settings; None where they cannot be read."""
-        try:
+        settings: dict = {}
+        with contextlib.suppress(ValueError):
             settings = read_yaml(self.run_dir.path / ".hydra" / "config.yaml", MOST_LINE)
-        except ValueError:
-            return None
         values = settings.get(group)
         steps = values.get(name) if isinstance(values, dict) else None
         return steps if type(steps) is int and 0 < steps < MOST_STEPS else None
 
-    def new_samples(self) -> tuple[int, list[dict]] | None:
-        """(step, rows) of the newest file of samples/, where it has not been returned before."""
-        newest = max(sample_steps(self.run_dir.path), default=-1)
-        if newest == self._sample:
-            return None
-        self._sample = newest
-        # A file that cannot be read has no samples to show.
-        with contextlib.suppress(ValueError):
-            return newest, read_sample_file(self.run_dir.path, newest) or []
-        return None
+    def new_samples(self) -> list[dict]:
+        """The rows of the newest file of samples/, where they have not been returned before."""
+        before, self._sample = self._sample, max(sample_steps(self.run_dir.path), default=-1)
+        if self._sample == before:
+            return []
+        return read_samples(self.run_dir.path, self._sample, "step", [])

@@ -77,12 +77,9 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
 
     settings: those of the run, as nested plain values. folder: the folder of the run.
     """
-    values = {f"package {name}": _version(name) for name in PACKAGES}
     # Plugins are compared only between the machines that have them.
-    for name in PLUGINS:
-        version = _version(name)
-        if version != "none":
-            values[f"package {name}"] = version
+    values = {f"package {name}": _version(name) for name in (*PACKAGES, *PLUGINS)}
+    values = {name: version for name, version in values.items() if version != "none"}
 
     # Versions do not change between two commits of a checkout, so the code itself counts.
     values["tunix-lite's code"] = code_digest(Path(__file__).parents[1])
@@ -90,7 +87,7 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     values["accelerator"] = accelerator()
     values |= compiler_variables(os.environ)
     values |= flatten_settings(settings)
-    return ProcessInfo(values, folder, host_name())
+    return ProcessInfo(values, folder, socket.gethostname())
 
 
 def flatten_settings(value: object, name: str = "") -> dict[str, str]:
@@ -150,10 +147,6 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
         yield from _named(item, f"{name}.{part}" if name else str(part))
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]
-
-
 def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of jax and XLA that may change compiled programs, without those
     that may differ between processes. Each flag of XLA_FLAGS is a value of its own."""
@@ -167,13 +160,6 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
             if not OWN_FLAGS.match(flag):
                 variables[f"{VARIABLE}{name} {flag}"] = value or "true"
     return flatten_settings(variables)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def accelerator() -> str:
@@ -190,9 +176,15 @@ def accelerator() -> str:
     return "TPU" if has_tpu and _version("libtpu") != "none" else "CPU"
 
 
-def host_name() -> str:
-    """The name of this machine."""
-    return socket.gethostname()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 # ---- which processes differ
@@ -235,9 +227,6 @@ def enumerate_names(names: list[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-REMEDY = "Start all of them with the same command and the same packages"
-
-
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
     """The error message for processes that differ, with the remedy; None if they agree.
 
@@ -250,7 +239,8 @@ def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
         p: (f"process {p} ({info.host})", unset | info.values) for p, info in everyone.items()
     }
     text = describe_differences(reports)
-    return None if text is None else f"{text}. {REMEDY}"
+    remedy = "Start all of them with the same command and the same packages"
+    return None if text is None else f"{text}. {remedy}"
 
 
 # ---- after jax has started

@@ -9,15 +9,7 @@ from pathlib import Path
 from tunix_lite.files.addresses import check_on_disk
 
 # Flags of Hydra that show something, and run nothing.
-SHOWS_ONLY = {
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--cfg",
-    "-c",
-    "--info",
-    "-i",
-}
+SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 SWEEPS = {"--multirun", "-m"}
 FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 PACKAGE = Path(__file__).parents[1]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
 from tunix_lite.distributed import join
 from tunix_lite.distributed.allgather import allgather_values
@@ -34,14 +33,22 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / LOCK).is_dir():
         raise ValueError(
-            f"{folder / LOCK} is a folder, and a run keeps a file of that name: move the folder "
-            "away"
+            f"{folder / LOCK} is a folder, and a run keeps a file of that name: move it away"
         )
     with (folder / LOCK).open("a+") as file:
         # Wait for the other run, and tell the user once whom we wait for.
         deadline = time.monotonic() + timeout
         other = None
-        while not _try_lock(file):
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno in CANNOT_LOCK:
+                    break
+                raise
             if other is None:
                 other = (lock_owner(folder) or "another process").partition(",")[0]
                 print(
@@ -129,15 +136,3 @@ def is_abandoned(folder: Path) -> bool:
     """Whether a process of this machine had the lock of a folder, and no process has it now."""
     is_ours = f" of {socket.gethostname()}," in (lock_owner(folder) or "")
     return is_ours and is_held(folder) is False
-
-
-def _try_lock(file: TextIO) -> bool:
-    """Locks the open file, without waiting. False if another process has the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in CANNOT_LOCK:
-            raise
-    return True

@@ -22,11 +22,8 @@ MOST_RESERVED = 64 << 30
 
 # The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92
-# The variable that says so to jax: today's name, and the one of older versions.
-FRACTION = (
-    "XLA_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-)
+# The variable that says so to jax: today's name, and the one that all versions read.
+FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 # Without it XLA adds up gradients of an embedding in any order, and a run that was killed does not
 # go on with the same bits: 2e-6 of a weight in two steps (docs/log.md, 2026-11-26).
@@ -41,7 +38,6 @@ def prepare_gpu() -> None:
     reads the variables then.
     """
     if not any(name in os.environ for name in FRACTION):
-        # All versions of jax read the old name.
         os.environ[FRACTION[1]] = str(GPU_SHARE)
     # Other compilers may not know the flag.
     has_gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
@@ -100,27 +96,15 @@ def can_reserve_addresses() -> bool:
     try:
         huge_page = int(HUGE_PAGE_FILE.read_text())
         counts_addresses = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-    except (OSError, ValueError):
+        of_glibc = ctypes.CDLL("libc.so.6").malloc
+    except (OSError, ValueError, AttributeError):
         return False
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     # glibc then fills every block that it gives.
     is_filled = "MALLOC_PERTURB_" in os.environ or "perturb" in os.environ.get("GLIBC_TUNABLES", "")
-    return (
-        huge_page == HUGE_PAGE
-        and not counts_addresses
-        and set(limits) == {resource.RLIM_INFINITY}
-        and not is_filled
-        and _malloc_is_of_glibc()
+    # Another allocator, such as tcmalloc, may stand in for glibc's.
+    used, own = (
+        ctypes.cast(f, ctypes.c_void_p).value for f in (ctypes.CDLL(None).malloc, of_glibc)
     )
-
-
-def _malloc_is_of_glibc() -> bool:
-    """Whether no other allocator, such as tcmalloc, stands in for glibc's."""
-    try:
-        of_glibc = ctypes.CDLL("libc.so.6").malloc
-    except (OSError, AttributeError):
-        return False
-    in_use = ctypes.CDLL(None).malloc
-    return (
-        ctypes.cast(of_glibc, ctypes.c_void_p).value == ctypes.cast(in_use, ctypes.c_void_p).value
-    )
+    is_free = not counts_addresses and set(limits) == {resource.RLIM_INFINITY}
+    return huge_page == HUGE_PAGE and is_free and not is_filled and used == own

@@ -8,6 +8,7 @@ it fails or loses another one.
 import contextlib
 import json
 import os
+import socket
 import sys
 import traceback
 from collections import Counter
@@ -21,14 +22,13 @@ from tunix_lite.distributed.agreement import (
     ProcessInfo,
     agree_through_jax,
     describe_differences,
-    host_name,
 )
 from tunix_lite.distributed.meeting import is_loopback, meet
 from tunix_lite.distributed.process_place import (
+    ASK_JAX,
     IDS,
     LaunchConfig,
     ProcessPlace,
-    check_no_process_ids,
     find_place,
 )
 from tunix_lite.errors import is_of_a_peer
@@ -36,13 +36,18 @@ from tunix_lite.errors import is_of_a_peer
 if TYPE_CHECKING:
     import jax
 
+# What a process says that ends because another one of its run is gone.
+LOST_A_PEER = "this process lost another process of its run; the output of that process says why"
 # The variable with the path of the file that `heartbeat` writes and the launcher watches.
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
 # The ending of a file beside it, in which a process tells the launcher its settings of launch.
 SETTINGS = ".settings"
 # The variable with the start time of the job, in seconds since 1970; a launcher or script sets it.
 STARTED = "TUNIX_LITE_STARTED"
-
+# The variable with the number of times that our launcher has restarted this process; and the same
+# of torchrun and Slurm.
+RESTARTS = "TUNIX_LITE_RESTARTS"
+RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 # The place of this process, and what all agreed on; None: it has joined no run yet.
 _joined: tuple[ProcessPlace, Agreement] | None = None
@@ -81,7 +86,7 @@ def initialise(
         place = replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
         agreed = agree_through_jax(about)
 
-    check_devices(launch, place, environ)
+    check_devices(launch, place)
     if place.num_processes > 1:
         disable_compilation_cache()
     _joined = place, agreed
@@ -93,12 +98,18 @@ def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
     not read files of settings. Raises ValueError if they say which process this is."""
     if HEARTBEAT not in environ:
         return
-    ids = {name: getattr(launch, name) for name in IDS}
-    check_no_process_ids(ids, int(environ.get("WORLD_SIZE", "1")))
-    told = {"stall_timeout": launch.stall_timeout, "max_restarts": launch.max_restarts}
+    is_only = environ.get("WORLD_SIZE", "1") == "1"
+    for name in IDS:
+        value = getattr(launch, name)
+        if value is not None and not (value == ASK_JAX and is_only):
+            raise ValueError(
+                f"launch.{name}={value}: the launcher numbers the processes; for several machines "
+                "it reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
+            )
+    settings = {"stall_timeout": launch.stall_timeout, "max_restarts": launch.max_restarts}
     # A full disk must not end a run here.
     with contextlib.suppress(OSError):
-        Path(environ[HEARTBEAT] + SETTINGS).write_text(json.dumps(told))
+        Path(environ[HEARTBEAT] + SETTINGS).write_text(json.dumps(settings))
 
 
 def is_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
@@ -114,7 +125,7 @@ def agree(values: dict[str, str], error: str | None = None) -> None:
     process must call this, after `initialise`. A single process raises its own error, if any.
     """
     if len(hosts()) > 1:
-        agree_through_jax(ProcessInfo(values, host=host_name()), error)
+        agree_through_jax(ProcessInfo(values, host=socket.gethostname()), error)
     elif error is not None:
         raise ValueError(error)
 
@@ -141,8 +152,7 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
             # jax's message names the arguments of its function, which the user does not know.
             raise ValueError(
                 f"{place.source}: jax found no other processes here ({error}); give "
-                "launch.coordinator=HOST:PORT, "
-                "launch.num_processes and launch.process_id"
+                "launch.coordinator=HOST:PORT, launch.num_processes and launch.process_id"
             ) from error
         return
 
@@ -173,10 +183,6 @@ def disable_compilation_cache() -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         # jax reads the setting only when it compiles its first program, unless the cache is reset.
         compilation_cache.reset_cache()
-        is_asked = bool(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
-        if is_asked and _joined is None and jax.process_count() > 1 and jax.process_index() == 0:
-            text = "JAX_COMPILATION_CACHE_DIR is not used: several CPU devices need fresh programs"
-            print(text, file=sys.stderr)
 
 
 def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] | None:
@@ -189,20 +195,17 @@ def local_devices(place: ProcessPlace, environ: Mapping[str, str]) -> list[int] 
     return [place.local_id] if place.num_local > 1 and not is_chosen else None
 
 
-def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[str, str]) -> None:
-    """Raises ValueError if jax has other devices than it should.
-
-    All processes see all devices, so all of them raise; only the check of Slurm's GPUs depends on
-    the node.
-    """
+def check_devices(launch: LaunchConfig, place: ProcessPlace) -> None:
+    """Raises ValueError if jax has other devices than it should: on all processes, since all of
+    them see all devices."""
     import jax
 
     # On TPU VMs no variable names the other hosts, but libtpu shows the devices of the whole slice.
     if jax.process_count() != place.num_processes:
         raise ValueError(
             f"jax sees the devices of {jax.process_count()} processes here, as on the hosts of a "
-            "TPU slice, and this "
-            f"run was given {place.num_processes}: start every host with launch.coordinator=auto"
+            f"TPU slice, and this run was given {place.num_processes}: start every host with "
+            "launch.coordinator=auto"
         )
     if place.num_processes == 1 and launch.expect_devices is None:
         return
@@ -219,19 +222,6 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace, environ: Mapping[st
             "machine"
         )
 
-    # One process on a Slurm node that has several GPUs, but sees fewer of them.
-    on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-    if (
-        on_node.isdecimal()
-        and place.num_local == 1
-        and devices[0].platform == "gpu"
-        and counts[0] < int(on_node)
-    ):
-        raise ValueError(
-            f"Slurm allotted {on_node} GPUs on this node, but this process sees {counts[0]}: pass "
-            f"--gpus-per-task={on_node}, or start a process for each GPU with "
-            f"--ntasks-per-node={on_node}"
-        )
     if launch.expect_devices not in (None, len(devices)):
         share = "Of several processes on a machine each has one GPU: start one process for each GPU"
         raise ValueError(
@@ -254,7 +244,7 @@ def is_first() -> bool:
 
 def hosts() -> list[str]:
     """The machine name of each process of this run, in the order of process ids."""
-    return [host_name()] if _joined is None else _joined[1].hosts
+    return [socket.gethostname()] if _joined is None else _joined[1].hosts
 
 
 def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
@@ -289,7 +279,7 @@ def exit_at_once_on_failure() -> Iterator[None]:
     try:
         yield
         if _has_joined_jax():
-            _finish_on_all_devices()
+            _sum_over_all_devices()
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (0, None) or not _has_joined_jax():
@@ -299,32 +289,6 @@ def exit_at_once_on_failure() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
-
-
-def _finish_on_all_devices() -> None:
-    """Waits until each CPU device of this process has taken part in a sum over all devices.
-
-    Whoever exits while gloo sets up the connections of its second device leaves a peer waiting for
-    100 seconds.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    if jax.process_count() == 1 or jax.default_backend() != "cpu":
-        return
-    mesh = Mesh(np.array(jax.devices()), ("all",))
-    divided = NamedSharding(mesh, P("all"))
-    ones = jax.make_array_from_callback((mesh.size,), divided, lambda _: np.ones(1, np.int32))
-    whole = NamedSharding(mesh, P())
-    try:
-        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=whole)(ones))
-    except (RuntimeError, ValueError) as error:
-        # What this process had to do is done, whatever has happened to another one.
-        if not is_of_a_peer(error):
-            raise
 
 
 @contextlib.contextmanager
@@ -339,16 +303,35 @@ def exit_when_a_peer_is_lost() -> Iterator[None]:
         sys.exit(1)
 
 
-LOST_A_PEER = "this process lost another process of its run; the output of that process says why"
-# The variable with the number of times that our launcher has restarted this process.
-RESTARTS = "TUNIX_LITE_RESTARTS"
-# The same of all launchers that we know: ours, torchrun and Slurm.
-RESTART_COUNTS = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-
-
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher (ours, torchrun or Slurm) restarted this process after a failure."""
     return any(environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTS)
+
+
+def _sum_over_all_devices() -> None:
+    """Waits until each CPU device of this process has taken part in a sum over all devices.
+
+    Whoever exits while gloo sets up the connections of its second device leaves a peer waiting for
+    100 seconds.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    ones = jax.make_array_from_callback(
+        (mesh.size,), NamedSharding(mesh, P("all")), lambda _: np.ones(1, np.int32)
+    )
+    try:
+        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(ones))
+    except (RuntimeError, ValueError) as error:
+        # What this process had to do is done, whatever has happened to another one.
+        if not is_of_a_peer(error):
+            raise
 
 
 def _has_joined_jax() -> bool:

@@ -17,8 +17,6 @@ import itertools
 import json
 import math
 import os
-import re
-import shlex
 import shutil
 import signal
 import socket
@@ -26,39 +24,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tunix_lite.distributed import command_line
-from tunix_lite.distributed.command_line import folder_given, setting_given
+from tunix_lite.distributed.command_line import folder_given
 from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTINGS, STARTED
-from tunix_lite.distributed.process_place import (
-    IDS,
-    TORCH_SETS,
-    LaunchConfig,
-    check_no_process_ids,
-    find_place,
-    is_of_a_service,
-)
+from tunix_lite.distributed.process_place import TORCH_SETS, LaunchConfig, find_place
 from tunix_lite.files.addresses import check_on_disk
 
 # Flags of the launcher, each followed by a value.
 OURS = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
-# Flags of torchrun and accelerate, with underscores, and what they are here. Of several machines
-# only a person knows which variables are set where.
-ELSEWHERE = {"nproc_per_node": "--nprocs", "num_processes": "--nprocs"}
-ELSEWHERE |= {name.lstrip("-").replace("-", "_"): name for name in OURS}
-MACHINES = {"nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "num_machines"}
-MACHINES |= {"machine_rank", "main_process_ip", "main_process_port"}
-NEEDLESS = {"standalone", "multi_gpu"}
-# (name, value) of a flag -> the settings of a run that it means; (): none
-OverridesOf = Callable[[str, str], Iterable[str]]
-MANY = (
-    " (on each machine, with MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in the environment; "
-    "--nprocs counts the processes of this one)"
-)
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")
 
@@ -69,7 +48,7 @@ POLL = 0.05
 CAUSE_ENDS_WITHIN = 1.0
 # Lines of a failed process's output that are shown, and bytes of its end that are searched.
 LAST_LINES = 20
-KEPT = 1 << 16
+LAST_BYTES = 1 << 16
 # The exit codes of wrong settings, which a restart would not help; after a stall, the one of
 # timeout(1); and after Ctrl-C, 128 + SIGINT.
 WRONG_SETTINGS = 2
@@ -84,32 +63,26 @@ BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}
 # ---- the command line
 
 
-def main(
-    arguments: list[str] | None = None, overrides_of: OverridesOf = lambda name, value: ()
-) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The command `tunix-lite launch`. arguments: of the command line; None: those of this process.
-    overrides_of: as foreign_flags_answer takes it.
 
     Ends the process: with 2 after a message if the arguments or settings are wrong, else with the
     exit code of the run.
     """
-    known = parsed(sys.argv[1:] if arguments is None else arguments, overrides_of)
-    program = known.program[1:] if known.program[:1] == ["--"] else known.program
-
     # All that can be wrong is found before a process is started.
     try:
+        known = parsed(sys.argv[1:] if arguments is None else arguments)
+        program = known.program[1:] if known.program[:1] == ["--"] else known.program
         late = next((word for word in program if word.startswith(OURS)), None)
         if late is not None:
             raise ValueError(
                 f"{late} is a flag of the launcher: write it before the program and its settings"
             )
+        if not min(known.max_restarts or 0, known.stall_timeout or 0, known.grace) >= 0:
+            raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative")
         check_on_disk(command_line.folder_key(program), folder_given(program))
-        command_line.check_config_dir(command_line.config_dir(program))
         group = local_processes(known.nprocs, os.environ)
-        ids = {name: setting_given(f"launch.{name}", program) for name in IDS}
-        check_no_process_ids(ids, group.world)
-        rules = restart_policy(known, program)
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -124,9 +97,15 @@ def main(
     if program[:1] == ["check"]:
         logs = Path("outputs") / "check"
 
+    never = ""
+    if command_line.SWEEPS & set(program):
+        never = "launch.max_restarts is for one run: with --multirun it would begin all again"
+    elif "${now" in (folder or ""):
+        never = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
+    policy = RestartPolicy(known.stall_timeout, known.max_restarts, known.grace, never)
     try:
-        code = supervise(process_command(program), group.environments, logs, rules)
-    # No memory for another process, or no temporary folder.
+        code = supervise(process_command(program), group.environments, logs, policy)
+    # The logs cannot be written, or there is no memory for another process.
     except OSError as error:
         text = f"error: the launcher has stopped, and has ended its processes: {error}"
         print(text, file=sys.stderr)
@@ -134,10 +113,9 @@ def main(
     sys.exit(code)
 
 
-def parsed(
-    arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
-) -> argparse.Namespace:
-    """The launcher's own flags, and as `program` the words that follow them."""
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The launcher's own flags, and as `program` the words that follow them. Raises ValueError or
+    argparse.ArgumentError."""
     about = "Starts and watches the processes of a run here; the first one has the screen."
     parser = argparse.ArgumentParser(
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
@@ -145,26 +123,23 @@ def parsed(
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
-    parser.add_argument("--max-restarts", metavar="N", help="as launch.max_restarts=N")
-    parser.add_argument(
-        "--stall-timeout", metavar="SECONDS", help="as launch.stall_timeout=SECONDS"
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=5,
-        metavar="SECONDS",
-        help="between asking a process to end and ending it; 5",
-    )
+    for flag, kind, default, about in (
+        ("--max-restarts", int, None, "as launch.max_restarts=N"),
+        ("--stall-timeout", float, None, "as launch.stall_timeout=SECONDS"),
+        ("--grace", float, 5, "seconds between asking a process to end and ending it; 5"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
-    try:
-        if (answer := foreign_flags_answer(arguments, overrides_of)) is not None:
-            raise ValueError(answer)
-        return parser.parse_args(arguments)
-    except (ValueError, argparse.ArgumentError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]}: the launcher has no such flag; it has {', '.join(OURS)}. torchrun's "
+            "--nproc_per_node is --nprocs, for several machines set MASTER_ADDR, MASTER_PORT, "
+            "WORLD_SIZE and RANK on each, and settings of the run are written key=value, without "
+            "dashes, after the program"
+        )
+    return known
 
 
 def _count(text: str) -> int:
@@ -177,58 +152,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def foreign_flags_answer(
-    arguments: list[str], overrides_of: OverridesOf = lambda name, value: ()
-) -> str | None:
-    """The message for flags that are not the launcher's; None: there are none.
-
-    overrides_of: for flags of the run that stand before the program, such as --bf16.
-
-    Example: ["--nproc_per_node=2", "run_training.py"] -> "--nproc_per_node=2: the flags of other
-    launchers have other names here; type: tunix-lite launch --nprocs=2 run_training.py".
-    """
-    foreign = []
-    flags = []
-    overrides: list[str] = []
-    after = ""
-    rest = list(arguments)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-h", "--help", "--"):
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        follows = rest[0] if rest and not equals and name not in NEEDLESS else ""
-        if re.fullmatch(r"[\w.:]+", follows) and follows[-3:] != ".py" and follows not in COMMANDS:
-            value = rest.pop(0)
-        foreign += [] if flag in OURS else [word]
-        if name in ELSEWHERE:
-            # `auto` and `gpu`: one process uses all devices of a machine
-            flags += [f"{ELSEWHERE[name]}={value}"] if flag in OURS or value.isdecimal() else []
-        elif name in MACHINES:
-            is_one = name in ("nnodes", "num_machines") and value == "1"
-            after = after if is_one else MANY
-        elif settings := overrides_of(name, value):
-            overrides += settings
-        elif name not in NEEDLESS:
-            return (
-                f"{word}: the launcher has no such flag; it has {', '.join(OURS)}, and settings of "
-                "the run are written key=value, without dashes, after the program"
-            )
-    if not foreign:
-        return None
-    line = shlex.join(["tunix-lite", "launch", *flags, *rest, *overrides])
-    shown = " ".join(foreign)
-    return f"{shown}: the flags of other launchers have other names here; type: {line}{after}"
-
-
 def process_command(program: list[str]) -> list[str]:
     """The command that each process runs: a file, one of COMMANDS, or else `tunix-lite train`."""
     first = program[0] if program else ""
-    module = ["-m", "tunix_lite"]
     if first.endswith(".py"):
-        module = []
-    elif first not in COMMANDS:
-        module += ["train"]
-    return [sys.executable, *module, *program]
+        return [sys.executable, *program]
+    train = [] if first in COMMANDS else ["train"]
+    return [sys.executable, "-m", "tunix_lite", *train, *program]
 
 
 @dataclass(frozen=True)
@@ -275,10 +205,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
 
-    # On one machine the launcher finds a port itself; that of a Service is none.
     port = environ.get("MASTER_PORT")
-    port = None if is_of_a_service(port) else port
-
     # Slurm numbers the machines; each machine has one launcher.
     if "WORLD_SIZE" not in environ:
         node = find_place(LaunchConfig(), environ)
@@ -304,7 +231,6 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
                 "machines"
             )
         address = environ.get("MASTER_ADDR", "127.0.0.1")
-        address = "127.0.0.1" if is_of_a_service(address) else address
         return LocalProcesses(nprocs, nprocs, 0, address, port)
 
     # Several machines, with the variables of torchrun.
@@ -314,8 +240,8 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
         raise ValueError(
             f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
             f"{place.process_id + nprocs - 1}, but WORLD_SIZE={place.num_processes}: RANK is the "
-            "number of the first "
-            "process on this machine, and WORLD_SIZE counts the processes of all machines"
+            "number of the first process on this machine, and WORLD_SIZE counts the processes of "
+            "all machines"
         )
     host, _, port = place.coordinator.rpartition(":")
     return LocalProcesses(nprocs, place.num_processes, place.process_id, host, port)
@@ -323,13 +249,14 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
 
 @dataclass
 class RestartPolicy:
-    """When the launcher gives an attempt up, and how often it tries again.
+    """When the launcher gives an attempt up, and how often it tries again: by its flags, else by
+    the settings of the run, which its processes report.
 
     Example: `RestartPolicy(stall_timeout=1800, max_restarts=3)`.
     """
 
     # seconds without a heartbeat, after the first one, until the run counts as stalled; 0: never
-    # None: as the settings of the run have it, and so below
+    # None: as the settings of the run have it; the same below
     stall_timeout: float | None = None
     # how often a failed run is started again
     max_restarts: int | None = None
@@ -339,7 +266,7 @@ class RestartPolicy:
     never: str = ""
 
     def complete(self, beats: Path) -> None:
-        """Takes what the settings of the run say from the reports of its processes, in `beats`."""
+        """Takes what is not set from the reports of the processes, in `beats`."""
         if None not in (self.stall_timeout, self.max_restarts):
             return
         for file in beats.glob(f"*{SETTINGS}"):
@@ -349,85 +276,48 @@ class RestartPolicy:
                         setattr(self, name, value)
 
 
-def restart_policy(known: argparse.Namespace, program: list[str]) -> RestartPolicy:
-    """When to give up and restart: by the launcher's flags, else by the command line of the run.
-
-    What neither of them says, the processes report from the files of their settings. Raises
-    ValueError.
-    """
-    numbers: dict[str, float] = {}
-    for name, kind, meant in (
-        ("max_restarts", int, "a whole number, 0 or more"),
-        ("stall_timeout", float, "a number of seconds; 0 sets no limit"),
-    ):
-        value = getattr(known, name) or setting_given(f"launch.{name}", program)
-        if value is not None:
-            try:
-                numbers[name] = kind(value)
-            except ValueError:
-                numbers[name] = -1
-            if not 0 <= numbers[name] < math.inf:
-                flag = f"--{name.replace('_', '-')}"
-                typed = flag if getattr(known, name) else f"launch.{name}"
-                raise ValueError(f"{typed}={value}: it is {meant}")
-    if not 0 <= known.grace < math.inf:
-        raise ValueError("--grace must be finite and not negative")
-
-    # Why a run of this command line cannot be started again.
-    never = ""
-    if command_line.SWEEPS & set(program):
-        never = "is for one run: with --multirun it would begin all of them again"
-    elif "${now" in (folder_given(program) or ""):
-        never = "needs a hydra.run.dir that is the same at every start, without ${now:...}"
-    never = never and f"launch.max_restarts {never}"
-    if never and numbers.get("max_restarts"):
-        raise ValueError(never)
-    return RestartPolicy(**numbers, grace=known.grace, never=never)
-
-
 # ---- a run, from its first attempt to its end
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The end of a run that failed.
+class Failure(NamedTuple):
+    """The end of a run that failed. text: what to print; empty if a process has printed it already.
+    code: the exit code of the launcher.
 
     Example: `Failure("process 1 ended with exit code 1\\n...", 1)`.
     """
 
-    # what to print; empty if a process has printed it already
     text: str
-    # the exit code of the launcher
     code: int
 
 
 def supervise(
-    command: list[str], environments: Callable[[], list[dict]], logs: Path, rules: RestartPolicy
+    command: list[str], environments: Callable[[], list[dict]], logs: Path, policy: RestartPolicy
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
 
     environments: called for each attempt, so that each has a free port of its own. logs: the folder
     for the output. Raises OSError if a process cannot be started; then all others have been ended.
     """
-    # Folders that we make, the innermost first: `leave_nothing` removes them.
+    # Folders that we make, the innermost first. A run that never begins leaves none of them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    signals: list[int] = []
+    for number in HANDED_ON:
+        # nohup has SIGHUP ignored, and so do we.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda came, _: signals.append(came))
+
     # training.max_minutes counts from here, over all attempts, unless a job script says otherwise.
     started = os.environ.get(STARTED) or str(time.time())
-    with (
-        received_signals() as signals,
-        tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary,
-        guarded(Path(temporary)) as guard,
-    ):
+    with tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary:
         beats = Path(temporary)
         for restarts in itertools.count():
-            attempt = Attempt(rules, signals, beats)
-            kept = writable(logs)
+            attempt = Attempt(policy, signals, beats)
             try:
+                logs.mkdir(parents=True, exist_ok=True)
                 for environment in environments():
                     own = environment | {STARTED: started, RESTARTS: str(restarts)}
-                    process = Process(command, own, len(attempt.processes), kept, beats)
+                    process = Process(command, own, len(attempt.processes), logs, beats)
                     attempt.processes.append(process)
-                    guard(process.pid)
                 failure = attempt.watch()
             finally:
                 attempt.end(0.0)
@@ -437,28 +327,33 @@ def supervise(
                 say(failure.text)
             if failure is None or signals or failure.code == WRONG_SETTINGS:
                 break
-            rules.complete(beats)
-            if rules.max_restarts and rules.never:
-                say(rules.never)
+            policy.complete(beats)
+            if policy.max_restarts and policy.never:
+                say(policy.never)
                 break
-            if restarts >= (rules.max_restarts or 0):
+            if restarts >= (policy.max_restarts or 0):
                 break
-            say(f"restart {restarts + 1} of {rules.max_restarts}, from the newest checkpoint")
+            say(f"restart {restarts + 1} of {policy.max_restarts}, from the newest checkpoint")
     if failure is None:
         # All have stopped by themselves. As of a run without a launcher: commands/train.py.
         return INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
-    if failure.code == WRONG_SETTINGS:
-        leave_nothing(logs, made)
+    unused = {".hydra", LOCK, logs.name}
+    if failure.code == WRONG_SETTINGS and {path.name for path in logs.parent.iterdir()} <= unused:
+        shutil.rmtree(logs, ignore_errors=True)
+        for folder in made[1:]:
+            # rmdir fails where something else is in the folder.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
     return failure.code
 
 
 class Attempt:
     """The processes of this machine from one start to their end."""
 
-    def __init__(self, rules: RestartPolicy, signals: list[int], beats: Path):
+    def __init__(self, policy: RestartPolicy, signals: list[int], beats: Path):
         """signals: those that the launcher has received. beats: the folder of heartbeat files."""
         self.processes: list[Process] = []
-        self._rules = rules
+        self._policy = policy
         self._signals = signals
         self._beats = beats
 
@@ -468,11 +363,20 @@ class Attempt:
         If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
         """
         while not self._signals:
-            self._rules.complete(self._beats)
+            self._policy.complete(self._beats)
             running = self._running()
-            if self._failed() and running:
-                self._wait_for_the_cause()
-            failure = blamed(self._failed())
+            failed = self._failed()
+
+            # While all that failed only report a lost peer, that one is probably about to end here.
+            deadline = time.monotonic() + CAUSE_ENDS_WITHIN
+            while failed and running and time.monotonic() < deadline:
+                if not all(process.is_victim() for process in failed):
+                    break
+                time.sleep(POLL)
+                running = self._running()
+                failed = self._failed()
+
+            failure = blamed(failed)
             if not running:
                 return failure
             if failure := failure or self._stalled():
@@ -481,18 +385,16 @@ class Attempt:
         return self._stop()
 
     def end(self, grace: float) -> None:
-        """Ends all processes that still run: SIGTERM, then SIGKILL after `grace` seconds.
-
-        A new signal to the launcher ends the waiting. grace=0: SIGKILL at once.
-        """
+        """Ends all processes that still run: SIGTERM, then SIGKILL after `grace` seconds, or at a
+        new signal to the launcher. grace=0: SIGKILL at once."""
         deadline = time.monotonic() + grace
         signals_before = len(self._signals)
         if grace > 0:
             for process in self.processes:
-                process.send(signal.SIGTERM)
-        while (
-            self._running() and time.monotonic() < deadline and len(self._signals) == signals_before
-        ):
+                process.send_signal(signal.SIGTERM)
+        while self._running() and time.monotonic() < deadline:
+            if len(self._signals) > signals_before:
+                break
             time.sleep(POLL)
         for process in self.processes:
             process.kill()
@@ -503,25 +405,12 @@ class Attempt:
 
     def _failed(self) -> list["Process"]:
         """Those that had failed at the last look."""
-        return [process for process in self.processes if process.code]
-
-    def _wait_for_the_cause(self) -> None:
-        """Waits at most CAUSE_ENDS_WITHIN while all that have failed only report a lost peer.
-
-        The lost process is probably one of this machine, about to end: then it is the one to name.
-        """
-        deadline = time.monotonic() + CAUSE_ENDS_WITHIN
-        while (
-            all(process.is_victim() for process in self._failed())
-            and self._running()
-            and time.monotonic() < deadline
-        ):
-            time.sleep(POLL)
+        return [process for process in self.processes if process.returncode]
 
     def _end_others(self, failure: Failure) -> Failure:
         """Ends the other processes after a failure, and adds to its text how long that took."""
         began = time.monotonic()
-        self.end(self._rules.grace)
+        self.end(self._policy.grace)
         if len(self.processes) == 1 or not failure.text:
             return failure
         seconds = time.monotonic() - began
@@ -533,11 +422,10 @@ class Attempt:
         If one fails, the others have `grace` seconds more. A second signal ends all at once. The
         first one is not sent twice: that would stop the processes in the middle of saving.
         """
-        grace = self._rules.grace
-        number = self._signals[-1]
+        grace = self._policy.grace
         deadline = math.inf
         for process in self.processes:
-            process.send(number)
+            process.send_signal(self._signals[-1])
         while left := self._running():
             if len(self._signals) > 1 or time.monotonic() >= deadline:
                 break
@@ -548,54 +436,43 @@ class Attempt:
             time.sleep(POLL)
 
         # A process that the signal ended at once takes others with it: they lost a peer.
-        early = [process for process in self.processes if process.code in BY_SIGNAL]
+        early = [process for process in self.processes if process.returncode in BY_SIGNAL]
         failed = [process for process in self._failed() if process not in early]
         failure = blamed([p for p in failed if not (early and p.is_victim())])
         too_late = ""
         if left and len(self._signals) == 1:
             names = " and ".join(map(str, left))
-            were = "was" if len(left) == 1 else "were"
-            too_late = f"{names}, still running {grace:g} s later, {were} ended"
+            too_late = f"\n{names}: still running {grace:g} s later, and ended"
         self.end(0.0)
-
         if failure is not None:
-            return Failure(f"{failure.text}\n{too_late}", failure.code) if failure.text else failure
+            return Failure(failure.text and failure.text + too_late, failure.code)
         if not (left or early or failed):
             return None
-        text = f"stopped by {signal.Signals(self._signals[-1]).name}"
-        if too_late:
-            text += f"; {early[0]} ended at once, and {too_late}"
-        return Failure(text, 128 + self._signals[-1])
+        number = self._signals[-1]
+        return Failure(f"stopped by {signal.Signals(number).name}{too_late}", 128 + number)
 
     def _stalled(self) -> Failure | None:
         """The failure of a run whose processes have all been silent too long; None: not so.
 
-        All wait for one. To blame is one that is stopped, else one that has not made its first
-        step, else the one that has been silent the longest. Before the first step of all only a
-        stopped process counts.
+        All wait for one: for one that has not made its first step, else for the one that has been
+        silent the longest. Before the first step of all there is no limit.
         """
-        running = [process for process in self.processes if process.code is None]
-        limit = self._rules.stall_timeout
+        running = [process for process in self.processes if process.returncode is None]
+        limit = self._policy.stall_timeout
         limit = LaunchConfig.stall_timeout if limit is None else limit
-        if limit == 0 or not running:
-            return None
 
-        # Seconds since the last heartbeat of each (None: before the first), and since it stopped.
-        silent = {p: p.silence() for p in running}
-        stopped_for = {p: p.stopped_for() for p in running}
-        stopped = {p: seconds for p, seconds in stopped_for.items() if seconds is not None}
+        # Seconds since the last heartbeat of each; None: before the first.
+        silent = {process: process.silence() for process in running}
         seconds = [s for s in silent.values() if s is not None]
-        if max(stopped.values(), default=0) < limit and (not seconds or min(seconds) < limit):
+        if limit == 0 or not seconds or min(seconds) < limit:
             return None
-
-        culprit = max(stopped or silent, key=lambda p: math.inf if silent[p] is None else silent[p])
-        state = "is stopped, as by SIGSTOP," if stopped else "stalled"
-        lasted = silent[culprit] if silent[culprit] is not None else stopped.get(culprit)
+        culprit = max(silent, key=lambda p: math.inf if silent[p] is None else silent[p])
+        lasted = silent[culprit]
         since = "before its first step" if lasted is None else f"for {lasted:.0f} s"
-        doing = "; ".join(
+        signs = "; ".join(
             f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}" for p, s in silent.items()
         )
-        text = f"{culprit} {state} {since}, and launch.stall_timeout={limit:g}. Last signs: {doing}"
+        text = f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
         return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
 
 
@@ -607,9 +484,9 @@ def blamed(failed: list["Process"]) -> Failure | None:
     if not failed:
         return None
     culprit = min(
-        failed, key=lambda p: (p.lost_a_peer(), p.code == -signal.SIGABRT, p.ended, p.index)
+        failed, key=lambda p: (p.lost_a_peer(), p.returncode == -signal.SIGABRT, p.ended, p.index)
     )
-    code = culprit.code
+    code = culprit.returncode
     # Process 0 has printed on the screen what is wrong with the settings.
     if culprit.index == 0 and code == WRONG_SETTINGS:
         return Failure("", WRONG_SETTINGS)
@@ -618,8 +495,6 @@ def blamed(failed: list["Process"]) -> Failure | None:
         how = f"was ended by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
         how += "; perhaps the machine ran out of memory"
-    if code == -signal.SIGSEGV:
-        how += ", in compiled code"
     if culprit.lost_a_peer():
         how += ": it lost a process on another machine, whose own output says why"
     return Failure(f"{culprit} {how}\n{culprit.last_lines()}", code if code > 0 else 128 - code)
@@ -628,48 +503,35 @@ def blamed(failed: list["Process"]) -> Failure | None:
 # ---- one process
 
 
-class Process:
+class Process(subprocess.Popen):
     """A process of the run: started, read, and asked whether it is alive."""
 
     def __init__(
-        self,
-        command: list[str],
-        environment: dict[str, str],
-        index: int,
-        logs: Path | None,
-        beats: Path,
+        self, command: list[str], environment: dict[str, str], index: int, logs: Path, beats: Path
     ):
         """Starts it. index: among the processes of this machine; 0 has the screen.
 
-        environment: variables beside our own. logs: the folder of its log; None: the log is not
-        kept. beats: the folder of the heartbeat files. Raises OSError.
+        environment: variables beside our own. logs: the folder of its log. beats: the folder of the
+        heartbeat files. Raises OSError.
         """
         self.index = index
         self.rank = int(environment["RANK"])
-        # the exit code, None while it runs; and when we saw that it had ended
-        self.code: int | None = None
+        # when we saw that it had ended
         self.ended = math.inf
 
-        # the file that the process writes when it is alive, and since when it is stopped
+        # the file that the process writes when it is alive
         self._beat = beats / f"p{self.rank}"
         self._beat.unlink(missing_ok=True)
-        self._stopped: float | None = None
-
         # Its log, to which earlier attempts have written; this one begins at `_began`.
-        self._is_kept = logs is not None
-        self._log = (beats if logs is None else logs) / f"p{self.rank}.log"
+        self._log = logs / f"p{self.rank}.log"
         self._file = self._log.open("ab", buffering=0)
         self._began = self._file.tell()
-
-        # what process 0 has written to standard error, of which C++ traces are not shown
-        self._trace = Trace()
-        self._received = b""
 
         own = {HEARTBEAT: str(self._beat), "PYTHONUNBUFFERED": "1"}
         output = {"stdout": self._file, "stderr": subprocess.STDOUT}
         if index == 0:
             output = {"stderr": subprocess.PIPE}
-        self._started = subprocess.Popen(
+        super().__init__(
             command,
             env=os.environ | environment | own,
             stdin=subprocess.DEVNULL,
@@ -677,77 +539,47 @@ class Process:
             preexec_fn=_end_with_us,
             **output,
         )
-        if self._started.stderr is not None:
-            os.set_blocking(self._started.stderr.fileno(), False)
+        if self.stderr is not None:
+            os.set_blocking(self.stderr.fileno(), False)
 
     def __str__(self) -> str:
         return f"process {self.rank}"
 
-    @property
-    def pid(self) -> int:
-        """Its id in the operating system."""
-        return self._started.pid
-
     def look(self) -> int | None:
         """Its exit code, None while it runs. Shows what it has written to standard error."""
         # Ask for the exit code first: what it wrote before its end is then all there to read.
-        self.code = self._started.poll()
-        if self.code is not None:
+        code = self.poll()
+        if code is not None:
             self.ended = min(self.ended, time.monotonic())
-        if self._started.stderr is not None:
-            while output := self._started.stderr.read(1 << 16):
-                self._received = (self._received + output)[-KEPT:]
-                self._write_log(output)
-                show(self._trace.without(output))
-        return self.code
-
-    def _write_log(self, output: bytes) -> None:
-        """Appends to its log. The first time that this fails, a line says so."""
-        try:
-            self._file.write(output)
-        except OSError as error:
-            if self._is_kept:
-                say(
-                    f"{self._log} cannot be written ({error.strerror}): what {self} says is on the "
-                    "screen only"
-                )
-            self._is_kept = False
-
-    def send(self, number: int) -> None:
-        """Sends it a signal, if it still runs."""
-        if self._started.poll() is None:
-            self._started.send_signal(number)
+        if self.stderr is not None:
+            while output := self.stderr.read(1 << 16):
+                show(output)
+                # The disk of its log may be full.
+                with contextlib.suppress(OSError):
+                    self._file.write(output)
+        return code
 
     def kill(self) -> None:
         """Kills it, and all processes that it has started in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._started.pid, signal.SIGKILL)
-        self._started.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
         self.look()
-        show(self._trace.rest)
-        self._trace = Trace()
-        for file in (self._file, self._started.stderr):
-            if file is not None:
-                file.close()
-        self._started.stderr = None
+        self._file.close()
+        if self.stderr is not None:
+            self.stderr.close()
+            self.stderr = None
 
     def last_lines(self) -> str:
         """The last lines of its output in this attempt; of process 0, where they are."""
         if self.index == 0:
-            return "its last words are above" + (f", and in {self._log}" if self._is_kept else "")
-        output = Trace().without(self._output().rstrip(b"\n") + b"\n")
-        # Gloo prints a greeting for every new connection.
-        lines = [
-            line
-            for line in output.decode(errors="replace").splitlines()
-            if not line.startswith("[Gloo] Rank")
-        ]
-        where = "its last lines" + (f", of {self._log}:" if self._is_kept else ":")
-        return "\n".join([where, *(f"  {line}" for line in lines[-LAST_LINES:])])
+            return f"its last words are above, and in {self._log}"
+        lines = self._output().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n".join([f"its last lines, of {self._log}:", *(f"  {line}" for line in lines)])
 
     def is_victim(self) -> bool:
         """Whether it ended as a process does that has lost another one."""
-        return self.code == -signal.SIGABRT or self.lost_a_peer()
+        return self.returncode == -signal.SIGABRT or self.lost_a_peer()
 
     def lost_a_peer(self) -> bool:
         """Whether its output says that it has lost another process of the run."""
@@ -755,11 +587,9 @@ class Process:
         return LOST_A_PEER.encode() in output or b"The following tasks are unhealthy" in output
 
     def _output(self) -> bytes:
-        """The end of its output in this attempt, at most KEPT bytes."""
-        if self.index == 0:
-            return self._received
+        """The end of its output in this attempt, at most LAST_BYTES."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(self._began, self._log.stat().st_size - KEPT))
+            log.seek(max(self._began, self._log.stat().st_size - LAST_BYTES))
             return log.read()
         return b""
 
@@ -774,54 +604,6 @@ class Process:
         text = self._beat.read_text().strip() if self._beat.exists() else ""
         return f" ({text})" if text else ""
 
-    def stopped_for(self) -> float | None:
-        """Seconds since a call first found it stopped, as by SIGSTOP; None: it is not stopped."""
-        state = ""
-        with contextlib.suppress(OSError):
-            stat = Path(f"/proc/{self._started.pid}/stat").read_text()
-            # The state is the first word after the command's name, which stands in brackets.
-            state = stat.rpartition(")")[2].split()[0]
-        if state not in ("T", "t"):
-            self._stopped = None
-            return None
-        self._stopped = self._stopped or time.monotonic()
-        return time.monotonic() - self._stopped
-
-
-class Trace:
-    """Removes the C++ stack traces that jax prints when a process is lost, from a stream of output.
-
-    The traces are still in the log.
-    """
-
-    BEGINS = re.compile(
-        rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_\w+|client|distributed_runtime\w*)\.(cc|h):"
-    )
-    GOES_ON = re.compile(
-        rb"\d*\n?$|The tasks have crashed|RPC: |Additional GRPC|:UNKNOWN:|\*\*\* Check| +@ +0x"
-    )
-
-    def __init__(self):
-        self._inside = False
-        # half a line that may belong to a trace
-        self.rest = b""
-
-    def without(self, output: bytes) -> bytes:
-        """The next piece of output, without the lines of traces."""
-        *lines, rest = (self.rest + output).splitlines(keepends=True) or [b""]
-        # The last line is held back if it is not whole and may belong to a trace.
-        if rest.endswith(b"\n") or not re.match(rb"[EF]\d|[ \d*TRa]", rest):
-            lines.append(rest)
-            rest = b""
-        self.rest = rest
-        shown = []
-        for line in lines:
-            goes_on = self._inside and self.GOES_ON.match(line)
-            self._inside = bool(goes_on or self.BEGINS.match(line))
-            if not self._inside:
-                shown.append(line)
-        return b"".join(shown)
-
 
 def _end_with_us() -> None:
     """Runs in a new process: the kernel will send it SIGTERM if the launcher is killed (Linux)."""
@@ -829,87 +611,7 @@ def _end_with_us() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-# ---- signals, the guard, logs, the screen
-
-
-@contextlib.contextmanager
-def received_signals() -> Iterator[list[int]]:
-    """A context in which the numbers of the signals to the launcher are added to a list."""
-    received: list[int] = []
-    handlers_before = {}
-    for number in HANDED_ON:
-        # nohup has SIGHUP ignored, and so do we.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            handler = signal.signal(number, lambda came, _: received.append(came))
-            handlers_before[number] = handler
-    try:
-        yield received
-    finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
-
-
-# the guard is started with Python's own paths alone, and finds the package by its third argument
-START_GUARD = (
-    "import sys; sys.path.append(sys.argv[3]); "
-    "from tunix_lite.distributed.guard import main; main()"
-)
-
-
-@contextlib.contextmanager
-def guarded(folder: Path) -> Iterator[Callable[[int], None]]:
-    """A context in which distributed/guard.py ends the run if we are killed (on Linux only).
-
-    folder: our temporary folder, which all processes of the run have in their environment. Yields a
-    function: call it with the id of each process that was started.
-    """
-    if not sys.platform.startswith("linux"):
-        yield lambda _: None
-        return
-    # The guard reads a pipe. When we are gone, the pipe closes.
-    reading, writing = os.pipe()
-    package = Path(__file__).parents[2]
-    words = ["-I", "-S", "-c", START_GUARD, str(reading), str(folder), str(package)]
-    nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    guard = subprocess.Popen([sys.executable, *words], pass_fds=(reading,), cwd="/", **nothing)
-    os.close(reading)
-
-    def send_to_guard(text: str) -> None:
-        # Somebody may have ended the guard.
-        with contextlib.suppress(OSError):
-            os.write(writing, text.encode())
-
-    try:
-        yield lambda pid: send_to_guard(f"{pid}\n")
-    finally:
-        send_to_guard(".")
-        os.close(writing)
-        guard.wait()
-
-
-def writable(logs: Path) -> Path | None:
-    """Makes the folder of the logs. None, with a line that says so, if it cannot be written."""
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=logs):
-            return logs
-    except OSError as error:
-        say(f"{logs} cannot be written ({error.strerror}): what the processes say is not kept")
-        return None
-
-
-def leave_nothing(logs: Path, made: list[Path]) -> None:
-    """Removes the folders that were made for a run that never began, if nothing else is in them.
-
-    made: the folders, the innermost first; the first one is `logs`.
-    """
-    unused = {".hydra", LOCK, logs.name}
-    if logs.is_dir() and {path.name for path in logs.parent.iterdir()} <= unused:
-        shutil.rmtree(logs, ignore_errors=True)
-        for folder in made[1:]:
-            # rmdir fails where something else is in the folder.
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+# ---- the screen
 
 
 def say(text: str) -> None:

@@ -72,19 +72,11 @@ class ProcessPlace:
 IDS = ("coordinator", "num_processes", "process_id")
 
 
-def check_no_process_ids(values: Mapping[str, object], world: int) -> None:
-    """Raises ValueError if settings of launch say which process this is, under a launcher.
-
-    world: the number of processes of the run. launch.coordinator=auto is allowed for one process.
-    """
-    for name in IDS:
-        value = values.get(name)
-        if value in (None, "null") or (value == ASK_JAX and world == 1):
-            continue
-        raise ValueError(
-            f"launch.{name}={value}: the launcher numbers the processes; for several machines it "
-            "reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK"
-        )
+# Variables of torchrun that say which process this is.
+TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+# Variables of a task of srun. Those of its step come before those of the job: a shell in a job is a
+# step of one task.
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
@@ -115,8 +107,7 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     if missing:
         raise ValueError(
             f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and "
-            "launch.process_id=0 "
-            "to N-1 belong together"
+            "launch.process_id=0 to N-1 belong together"
         )
     host, _, port = launch.coordinator.rpartition(":")
     if not host:
@@ -125,16 +116,10 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
             f"192.168.1.10:{TORCH_PORT}"
         )
     address = f"{host}:{_port('launch.coordinator', port)}"
-    _check_rank(
-        "launch.process_id", launch.process_id, "launch.num_processes", launch.num_processes
-    )
-    return ProcessPlace(
-        launch.process_id, launch.num_processes, address, source="launch.coordinator"
-    )
-
-
-# Variables of torchrun that say which process this is.
-TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    rank = launch.process_id
+    count = launch.num_processes
+    _check_rank("launch.process_id", rank, "launch.num_processes", count)
+    return ProcessPlace(rank, count, address, source="launch.coordinator")
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -145,18 +130,17 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     count = _number("WORLD_SIZE", environ)
     if count == 1:
         return ProcessPlace(source="WORLD_SIZE=1")
-    needed = {
-        "MASTER_ADDR": "the address of process 0",
-        "RANK": "the number of this process, from 0",
-    }
-    for name, meaning in needed.items():
+    for name, meaning in (
+        ("MASTER_ADDR", "the address of process 0"),
+        ("RANK", "the number of this process, from 0"),
+    ):
         if not environ.get(name):
             raise ValueError(f"WORLD_SIZE={count}, but {name} is not set: it is {meaning}")
     rank = _number("RANK", environ)
     _check_rank("RANK", rank, "WORLD_SIZE", count)
 
     # torchrun itself listens at MASTER_PORT, so process 0 takes the next port.
-    host = _host(environ["MASTER_ADDR"])
+    host = environ["MASTER_ADDR"]
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT))
     source = "MASTER_ADDR and MASTER_PORT"
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -169,17 +153,13 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     return ProcessPlace(rank, count, f"{host}:{port}", local_id, num_local, source)
 
 
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-# Tasks of the step. SLURM_NTASKS may be those of the job: a shell in a job is a step of one task.
-STEP_TASKS = "SLURM_STEP_NUM_TASKS"
-
-
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     """By the variables of srun. Without MASTER_ADDR jax finds the first node, and the processes
     meet through jax."""
     if any(name not in environ for name in SLURM):
         return None
-    counter = STEP_TASKS if STEP_TASKS in environ else "SLURM_NTASKS"
+    of_step = "SLURM_STEP_NUM_TASKS"
+    counter = of_step if of_step in environ else "SLURM_NTASKS"
     count = _number(counter, environ)
     rank = _number("SLURM_PROCID", environ)
     _check_rank("SLURM_PROCID", rank, counter, count)
@@ -198,7 +178,7 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     # Without MASTER_PORT all processes derive one port from the id of the job.
     port_of_job = str(_number("SLURM_JOB_ID", environ) % 4096 + 61440)
     port = _port("MASTER_PORT", environ.get("MASTER_PORT", port_of_job))
-    address = f"{_host(environ['MASTER_ADDR'])}:{port}"
+    address = f"{environ['MASTER_ADDR']}:{port}"
     return ProcessPlace(rank, count, address, local_id, num_local, "srun")
 
 
@@ -226,42 +206,14 @@ def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
 # ---- numbers, ports, addresses
 
 
-def is_of_a_service(text: str | None) -> bool:
-    """Tells a value that Kubernetes makes of a Service's name, as in MASTER_PORT=tcp://10.0.0.1:80
-    in every pod beside a Service named master."""
-    return text is not None and text.startswith(("tcp://", "udp://", "sctp://"))
-
-
-def _who_sets_it(name: str, text: str) -> str:
-    """Returns the end of a message about a variable; "" unless Kubernetes sets such values."""
-    if not is_of_a_service(text):
-        return ""
-    return (
-        f". Kubernetes makes such variables of a Service's name: set {name} in the pod, give the "
-        "Service another name, or set enableServiceLinks: false"
-    )
-
-
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
     """A variable as a whole number; without it the default. Raises ValueError."""
     text = environ.get(name)
     if not text and default is not None:
         return default
-    if text is None:
-        raise ValueError(f"{name} is not set")
-    if not text.strip().isdecimal():
-        raise ValueError(f"{name}={text!r}: it is a whole number{_who_sets_it(name, text)}")
+    if text is None or not text.strip().isdecimal():
+        raise ValueError(f"{name}={text!r}: it is a whole number")
     return int(text)
-
-
-def _host(text: str) -> str:
-    """MASTER_ADDR as the name or the number of a host. Raises ValueError."""
-    if "/" in text:
-        raise ValueError(
-            f"MASTER_ADDR={text!r} is no host: it is a name or a number, for example 192.168.1.10"
-            f"{_who_sets_it('MASTER_ADDR', text)}"
-        )
-    return text
 
 
 def _port(name: str, text: str) -> int:
@@ -269,7 +221,7 @@ def _port(name: str, text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
             f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
-            f"{TORCH_PORT}{_who_sets_it(name, text)}"
+            f"{TORCH_PORT}"
         )
     return int(text)
 

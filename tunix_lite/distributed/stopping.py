@@ -106,49 +106,14 @@ class Stopping:
         self._asked: float | None = None
 
     def __enter__(self) -> "Stopping":
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._handlers_before[number] = signal.signal(number, self._on_signal)
-            self._start_watcher()
-        return self
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers_before[number] = signal.signal(number, self._on_signal)
 
-    def __exit__(self, *_) -> None:
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, handler)
-        if self._watcher is not None:
-            writing, thread, fd_before = self._watcher
-            signal.set_wakeup_fd(fd_before)
-            os.close(writing)
-            thread.join()
-            self._watcher = None
-
-    # ---- signals
-
-    def _on_signal(self, number: int, _) -> None:
-        if self._signal_name is not None:
-            if self._is_echo(number):
-                return
-            raise KeyboardInterrupt
-        self._signal_name = signal.Signals(number).name
-        self._signal_time = time.monotonic()
-
-    def _is_echo(self, number: int) -> bool:
-        """Whether a second signal is the first one, sent once more: by a scheduler to every process
-        of a job, or by the launcher. Two Ctrl-C without a launcher come from a person."""
-        name = signal.Signals(number).name
-        from_a_machine = name in OF_MACHINES or HEARTBEAT in os.environ
-        is_same = name == self._signal_name or (
-            name in OF_MACHINES and self._signal_name in OF_MACHINES
-        )
-        return from_a_machine and is_same and time.monotonic() < self._signal_time + ECHO
-
-    def _start_watcher(self) -> None:
-        """Starts a thread that says at once what a signal will do.
-
-        Python runs handlers only when compiled code returns, which may take minutes. Until then the
-        signal is a byte in a pipe (`signal.set_wakeup_fd`).
-        """
+        # Python runs handlers only when compiled code returns, which may take minutes. Until then
+        # the signal is a byte in a pipe, and a thread says at once what it will do.
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -169,6 +134,33 @@ class Stopping:
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         self._watcher = (writing, thread, fd_before)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        if self._watcher is not None:
+            writing, thread, fd_before = self._watcher
+            signal.set_wakeup_fd(fd_before)
+            os.close(writing)
+            thread.join()
+            self._watcher = None
+
+    # ---- signals
+
+    def _on_signal(self, number: int, _) -> None:
+        name = signal.Signals(number).name
+        first = self._signal_name
+        if first is None:
+            self._signal_name = name
+            self._signal_time = time.monotonic()
+            return
+        # The same may be sent once more: by a scheduler to every process of a job, or by the
+        # launcher. Two Ctrl-C without a launcher come from a person.
+        from_a_machine = name in OF_MACHINES or HEARTBEAT in os.environ
+        is_same = name == first or (name in OF_MACHINES and first in OF_MACHINES)
+        if not (from_a_machine and is_same and time.monotonic() < self._signal_time + ECHO):
+            raise KeyboardInterrupt
 
     def _promise(self, name: str) -> str:
         """The line that says what happens after the first signal, of this name."""
@@ -178,21 +170,16 @@ class Stopping:
             kept = "with a checkpoint"
 
         # A rollout is sampled or graded, or nothing is learned yet.
-        if self._under_way is None:
+        what = self._under_way
+        if what is None:
             when = "" if self.may_stop or not self.has_learned else " before the next rollout"
             return f"{name}: stopping{when}, {kept}{once_more}"
-
-        what = self._under_way
-        left = self._likely_end - time.monotonic()
         if what == COMPILATION:
             return f"{name}: stopping after the {what} under way, {kept}{once_more}"
-        if left > self._grace:
-            return (
-                f"{name}: the {what} under way takes about {left:.0f} s more, longer than "
-                f"training.grace_seconds={self._grace:g}, and cannot be ended: stopping after it, "
-                f"with a checkpoint, if we are given the time{once_more}"
-            )
+        left = self._likely_end - time.monotonic()
         about = f", in about {left:.0f} s" if left > 1 else ""
+        if left > self._grace:
+            about += f", longer than training.grace_seconds={self._grace:g}"
         return f"{name}: stopping after the {what} under way{about}, with a checkpoint{once_more}"
 
     @contextlib.contextmanager

@@ -31,13 +31,6 @@ class Attempts:
             raise ValueError(f"attempts={self.attempts} must be at least 1")
         if not 0 <= self.later <= 1:
             raise ValueError(f"later={self.later} must be from 0 to 1")
-        try:
-            self._feedback(0.0, 1)
-        except (AttributeError, IndexError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"feedback={self.feedback!r} may name {{score}} and {{left}} alone, and a brace is "
-                f"written twice: {type(error).__name__}: {error}"
-            ) from error
 
     def reset(self, example: dict) -> None:
         """Begins with the task's own prompt."""
@@ -50,9 +43,7 @@ class Attempts:
         self.made += 1
         is_right = score >= self.full
         if not is_right and self.made < self.attempts:
-            return Turn(self._feedback(score, self.attempts - self.made))
+            left = self.attempts - self.made
+            return Turn(self.feedback.format(score=score, left=left))
         info = {"won": is_right, "attempts": self.made}
         return Turn("", score * self.later ** (self.made - 1), done=True, info=info)
-
-    def _feedback(self, score: float, left: int) -> str:
-        return self.feedback.format(score=score, left=left)

@@ -1,14 +1,10 @@
-"""Tools that come with the package: a calculator, Python with limits, and search in a folder."""
+"""Tools that come with the package: a calculator, and Python with limits."""
 
 import ast
 import math
 import operator
-import re
 import sys
-from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
 from tunix_lite.workers.sandbox import STOPPED, run_job
 
@@ -26,12 +22,6 @@ OPERATORS = {
 # characters of an expression, and bits of a number in it
 LONGEST = 500
 MOST_BITS = 4096
-WORD = re.compile(r"\w+")
-# constants of BM25, as in Robertson and Zaragoza (2009)
-K1 = 1.2
-B = 0.75
-# bytes of all texts in a folder that are searched
-MOST_BYTES = 64 * 2**20
 
 
 def calculator(expression: str) -> str:
@@ -124,82 +114,3 @@ class Python:
             why = verdict["why"].strip().splitlines()[-1:] or ["the code did not end by itself"]
             raise RuntimeError("\n".join([*filter(None, [printed]), why[0]]))
         return printed or "(the code printed nothing)"
-
-
-@dataclass(frozen=True)
-class FolderSearch:
-    """A tool that finds paragraphs in the texts of a folder by their words (BM25).
-
-    Example: FolderSearch("notes/")("boiling point") is the best paragraphs, each with its file.
-    """
-
-    # Folder with .txt and .md files, searched with its subfolders.
-    folder: str
-    # Paragraphs that a search returns, at most.
-    results: int = 3
-
-    name = "search"
-
-    def __post_init__(self):
-        if self.results < 1:
-            raise ValueError(f"results={self.results} must be at least 1")
-        if not Path(self.folder).is_dir():
-            raise ValueError(f"folder={self.folder!r} is no folder")
-
-    def __call__(self, query: str) -> str:
-        """Search a collection of texts and return the paragraphs that fit best.
-
-        Args:
-            query: Words to look for.
-        """
-        paragraphs = _index(self.folder).best(query, self.results)
-        if not paragraphs:
-            return "Nothing was found."
-        return "\n\n".join(f"[{where}]\n{text}" for where, text in paragraphs)
-
-
-@lru_cache(maxsize=8)
-def _index(folder: str) -> "Index":
-    """The index of a folder, made once in a process."""
-    everything = sorted(Path(folder).rglob("*"))
-    files = [path for path in everything if path.suffix in (".txt", ".md") and path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    if size > MOST_BYTES:
-        raise ValueError(f"{folder} has {size:,} bytes of text; {MOST_BYTES:,} is the most")
-    paragraphs = []
-    for path in files:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        where = str(path.relative_to(folder))
-        paragraphs += [(where, part.strip()) for part in text.split("\n\n") if part.strip()]
-    return Index(paragraphs)
-
-
-class Index:
-    """Paragraphs by their words, ranked by BM25.
-
-    Example: Index([("a.txt", "Water boils."), ("b.txt", "Ice melts.")]).best("boils", 1).
-    """
-
-    def __init__(self, paragraphs: list[tuple[str, str]]):
-        """paragraphs: (where it is from, text) each."""
-        self.paragraphs = paragraphs
-        counts = [Counter(WORD.findall(text.lower())) for _, text in paragraphs]
-        self._lengths = [sum(count.values()) for count in counts]
-        self._mean_length = sum(self._lengths) / max(1, len(counts))
-        # word -> (paragraph, how often)
-        self._places: dict[str, list[tuple[int, int]]] = {}
-        for place, count in enumerate(counts):
-            for word, times in count.items():
-                self._places.setdefault(word, []).append((place, times))
-
-    def best(self, query: str, count: int) -> list[tuple[str, str]]:
-        """The paragraphs that fit best, the best first; of those that fit alike, the first."""
-        scores: Counter = Counter()
-        for word in set(WORD.findall(query.lower())):
-            places = self._places.get(word, [])
-            rarity = math.log(1 + (len(self.paragraphs) - len(places) + 0.5) / (len(places) + 0.5))
-            for place, times in places:
-                length = 1 - B + B * self._lengths[place] / self._mean_length
-                scores[place] += rarity * times * (K1 + 1) / (times + K1 * length)
-        ranked = sorted(scores, key=lambda place: (-scores[place], place))
-        return [self.paragraphs[place] for place in ranked[:count]]

@@ -13,6 +13,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ OBSERVATION = ("observation", "observations", "obs")
 DONE = ("done", "terminated")
 # keys of a message beside its role and content
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+# characters of a name in info, which becomes the name of a metric; longer names are cut
+MOST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,16 @@ class Environment(Protocol):
         """The answer to a completion of the model."""
 
 
+# a function that makes one, or one that was not used yet
+EnvironmentSource = Callable[[], Environment] | Environment
+
+
 class NotATurn(Exception):
     """Raised for an object that is no environment, or a value that is no turn. Its text describes
     the object."""
 
 
-def fresh(make: Any) -> Any:
+def fresh(make: EnvironmentSource) -> Environment:
     """A new environment. make: a function that returns one; or one that was not used, of which this
     is a copy. Raises NotATurn if a method is missing."""
     is_one = hasattr(make, "reset") and hasattr(make, "step") and not isinstance(make, type)
@@ -81,14 +88,23 @@ def fresh(make: Any) -> Any:
     return environment
 
 
-def call_reset(environment: Any, example: dict, loop: "Loop") -> str | list[dict] | None:
+def call_reset(environment: Environment, example: dict, loop: "Loop") -> str | list[dict] | None:
     """The prompt with which the environment begins; None: that of the task.
 
     A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
     example, and the example as its options, as far as it takes them.
     """
     reset = environment.reset
-    value = loop.finish(_call_with(reset, example))
+    arguments: dict[str, Any] = {}
+    takes_example = True
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(reset)
+        arguments = {"seed": seed_of(example), "options": dict(example)}
+        arguments = {name: arguments[name] for name in signature.parameters if name in arguments}
+        takes_example = False
+        signature.bind(example)
+        takes_example = next(iter(signature.parameters), "") not in ("seed", "options")
+    value = loop.finish(reset(example) if takes_example else reset(**arguments))
     # gymnasium: observation and info
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]
@@ -97,43 +113,61 @@ def call_reset(environment: Any, example: dict, loop: "Loop") -> str | list[dict
     return _read_observation(_part(value, OBSERVATION, value), "reset")
 
 
-def call_step(environment: Any, completion: str, loop: "Loop") -> Turn:
-    """The turn that the environment answers to a completion. Raises NotATurn."""
-    return read_turn(loop.finish(environment.step(completion)))
-
-
-def read_turn(value: Any) -> Turn:
+def read_turn(value: object) -> Turn:
     """Reads the return value of `step` as a Turn. Raises NotATurn for anything that is not listed
     above."""
-    observation, reward, done, info = _parts(value)
-    done = _read_done(done)
-    if done and (observation is None or observation == []):
-        observation = ""
-    observation = _read_observation(observation, "step")
-    return Turn(observation, _read_reward(reward), done, _read_info(info))
-
-
-def _parts(value: Any) -> tuple[Any, Any, Any, Any]:
-    """Observation, reward, done and info of what `step` returned."""
-    if isinstance(value, Turn):
-        return value.observation, value.reward, value.done, value.info
-    if isinstance(value, tuple) and len(value) == 5:
-        observation, reward, terminated, truncated, info = value
-        return observation, reward, _read_done(terminated) or _read_done(truncated), info
-    if isinstance(value, tuple) and (len(value) == 3 or len(value) == 4):
-        return *value[:3], value[3] if len(value) == 4 else {}
+    # The parts of what `step` returned.
+    truncated = False
     absent = object()
-    observation = absent if isinstance(value, str | tuple) else _part(value, OBSERVATION, absent)
-    if observation is absent:
+    if isinstance(value, tuple) and len(value) == 5:
+        observation, reward, done, truncated, info = value
+    elif isinstance(value, tuple) and len(value) in (3, 4):
+        observation, reward, done, info = (*value, {})[:4]
+    elif isinstance(value, str | tuple) or _part(value, OBSERVATION, absent) is absent:
         raise NotATurn(
             f"returned {short_repr(value)} from step; it is Turn(observation, reward, done), a "
             "tuple (observation, reward, done), gymnasium's tuple of five, or a dict of these names"
         )
-    done = _read_done(_part(value, DONE, False)) or _read_done(_part(value, ("truncated",), False))
-    return observation, _part(value, ("reward",), 0.0), done, _part(value, ("info",), {})
+    else:
+        observation = _part(value, OBSERVATION, None)
+        reward = _part(value, ("reward",), 0.0)
+        done = _part(value, DONE, False)
+        truncated = _part(value, ("truncated",), False)
+        info = _part(value, ("info",), {})
+    for flag in (done, truncated):
+        if not isinstance(_plain(flag), bool):
+            raise NotATurn(f"returned done={short_repr(flag)} from step; it is True or False")
+    done = _plain(done) or _plain(truncated)
+
+    # What the model reads, and a finite number. None, which some projects have before the end, is
+    # a reward of 0.
+    if done and (observation is None or observation == []):
+        observation = ""
+    observation = _read_observation(observation, "step")
+    try:
+        number = 0.0 if reward is None else math.nan
+        if hasattr(reward, "__float__"):
+            number = float(reward)
+    except (OverflowError, TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= MOST_REWARD:
+        raise NotATurn(
+            f"returned the reward {short_repr(reward)} from step; it is a finite number, "
+            f"{MOST_REWARD:g} at most"
+        )
+
+    # The flags and finite numbers of `info`; environments keep many other things there.
+    items = info.items() if isinstance(info, Mapping) else ()
+    plain = {escaped(str(name), MOST_NAME): _plain(item) for name, item in items}
+    flags = {
+        name: item
+        for name, item in plain.items()
+        if type(item) in (bool, int, float) and abs(item) <= sys.float_info.max
+    }
+    return Turn(observation, number, done, flags)
 
 
-def _part(value: Any, names: tuple[str, ...], default: Any) -> Any:
+def _part(value: object, names: tuple[str, ...], default: object) -> Any:
     """The first entry or attribute of one of these names."""
     for name in names:
         if isinstance(value, Mapping) and name in value:
@@ -143,7 +177,7 @@ def _part(value: Any, names: tuple[str, ...], default: Any) -> Any:
     return default
 
 
-def _read_observation(value: Any, where: str) -> str | list[dict]:
+def _read_observation(value: object, where: str) -> str | list[dict]:
     if isinstance(value, str):
         _check_text(value, where)
         return str(value)
@@ -156,24 +190,21 @@ def _read_observation(value: Any, where: str) -> str | list[dict]:
         )
     if not value:
         raise NotATurn(f"returned an empty list from {where}; it is a text, or a list of messages")
-    return [_read_message(message, where) for message in value]
-
-
-def _read_message(message: Any, where: str) -> dict:
-    is_message = (
-        isinstance(message, Mapping)
-        and message.get("role") in ROLES
-        and isinstance(message.get("content"), str)
-        and set(message) <= set(MESSAGE_KEYS)
-        and all(isinstance(item, str) for item in message.values())
-    )
-    if not is_message:
-        raise NotATurn(
-            f"returned {short_repr(message)} as a message from {where}; it has a role "
-            f"({', '.join(ROLES)}) and a content, which is text"
+    for message in value:
+        is_message = (
+            isinstance(message, Mapping)
+            and message.get("role") in ROLES
+            and isinstance(message.get("content"), str)
+            and set(message) <= set(MESSAGE_KEYS)
+            and all(isinstance(item, str) for item in message.values())
         )
-    _check_text(message["content"], where)
-    return {key: str(item) for key, item in message.items()}
+        if not is_message:
+            raise NotATurn(
+                f"returned {short_repr(message)} as a message from {where}; it has a role "
+                f"({', '.join(ROLES)}) and a content, which is text"
+            )
+        _check_text(message["content"], where)
+    return [{key: str(item) for key, item in message.items()} for message in value]
 
 
 def _check_text(text: str, where: str) -> None:
@@ -190,46 +221,7 @@ def _check_text(text: str, where: str) -> None:
         ) from error
 
 
-def _read_reward(value: Any) -> float:
-    """A finite number; None, which some projects have before the end, is 0."""
-    if value is None:
-        return 0.0
-    try:
-        reward = float(value) if hasattr(value, "__float__") else math.nan
-    except (OverflowError, TypeError, ValueError):
-        reward = math.nan
-    if not abs(reward) <= MOST_REWARD:
-        raise NotATurn(
-            f"returned the reward {short_repr(value)} from step; it is a finite number, "
-            f"{MOST_REWARD:g} at most"
-        )
-    return reward
-
-
-def _read_done(value: Any) -> bool:
-    item = _plain(value)
-    if not isinstance(item, bool):
-        raise NotATurn(f"returned done={short_repr(value)} from step; it is True or False")
-    return item
-
-
-# Characters of a name in info: it becomes the name of a metric. Longer names are cut.
-MOST_NAME = 100
-
-
-def _read_info(value: Any) -> dict[str, bool | int | float]:
-    """Reads the flags and finite numbers of `info`; environments keep many other things there."""
-    if not isinstance(value, Mapping):
-        return {}
-    items = {escaped(str(name), MOST_NAME): _plain(item) for name, item in value.items()}
-    return {
-        name: item
-        for name, item in items.items()
-        if type(item) in (bool, int, float) and abs(item) <= sys.float_info.max
-    }
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A number of numpy, which environments of gymnasium often have, as one of Python."""
     return value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
 
@@ -246,7 +238,7 @@ class Loop:
     def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def finish(self, value: Any) -> Any:
+    def finish(self, value: object) -> Any:
         """Returns the value, or its result if it is awaitable."""
         if not inspect.isawaitable(value):
             return value
@@ -257,23 +249,6 @@ class Loop:
             return await value
 
         return self._loop.run_until_complete(wait())
-
-
-def _call_with(reset: Callable, example: dict) -> Any:
-    try:
-        signature = inspect.signature(reset)
-    except (TypeError, ValueError):
-        return reset(example)
-    known = signature.parameters
-    try:
-        signature.bind(example)
-        takes_example = next(iter(known), "") not in ("seed", "options")
-    except TypeError:
-        takes_example = False
-    if takes_example:
-        return reset(example)
-    arguments = {"seed": seed_of(example), "options": dict(example)}
-    return reset(**{name: value for name, value in arguments.items() if name in known})
 
 
 def seed_of(example: dict) -> int:

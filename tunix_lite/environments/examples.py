@@ -3,13 +3,13 @@ other draws, not other games."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 
 class Game(Protocol):
-    """A kind of game: what a task's source needs to know."""
+    """A kind of game."""
 
     def make(self, rng: np.random.Generator) -> dict:
         """Makes one example. It depends on nothing but the settings and the draws from rng."""
@@ -22,7 +22,7 @@ class Draws(Sequence):
     Example: Draws(Secrets(), held_out=True, count=64)[0]["secret"] is the same on every machine.
     """
 
-    game: Any
+    game: Game
     held_out: bool
     count: int
 
@@ -33,6 +33,14 @@ class Draws(Sequence):
         if not 0 <= index < self.count:
             raise IndexError(index)
         return self.game.make(np.random.default_rng((int(self.held_out), int(index))))
+
+
+def check_num_examples(num_train: int, num_held_out: int) -> None:
+    """Raises ValueError for a source that would draw no examples."""
+    if min(num_train, num_held_out) < 1:
+        raise ValueError(
+            f"num_train={num_train}, num_held_out={num_held_out}: both must be at least 1"
+        )
 
 
 def last_integer(text: str) -> int | None:

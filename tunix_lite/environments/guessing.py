@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.examples import Draws, last_integer
+from tunix_lite.environments.examples import Draws, check_num_examples, last_integer
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,7 @@ class Secrets:
     def __post_init__(self):
         if self.low >= self.high:
             raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
-        if min(self.num_train, self.num_held_out) < 1:
-            raise ValueError(
-                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
-                "least 1"
-            )
+        check_num_examples(self.num_train, self.num_held_out)
 
     @property
     def train(self) -> Draws:
@@ -52,17 +48,14 @@ class Secrets:
 class GuessingGame:
     """The last whole number of a completion is the guess. A right one gets 1 and ends the game.
 
-    When no guess is left, the game ends, and a last guess that is near gets a part of `near`: all
-    of it next to the secret, less the farther away it is. `possible` is for each guess that may be
-    right after what was said before.
+    When no guess is left, the game ends. `possible` is for each guess that may be right after what
+    was said before.
 
     Example: GuessingGame(guesses=3) answers "higher" to 4 where the secret is 7.
     """
 
     # Guesses in a game.
     guesses: int = 3
-    # Reward of a last guess right beside the secret, from 0 to 1.
-    near: float = 0.0
     # Reward of each wrong guess that the answers before it allow, from 0 to 1.
     possible: float = 0.0
 
@@ -71,8 +64,6 @@ class GuessingGame:
             raise ValueError(f"possible={self.possible} must be from 0 to 1")
         if self.guesses < 1:
             raise ValueError(f"guesses={self.guesses} must be at least 1")
-        if not 0 <= self.near <= 1:
-            raise ValueError(f"near={self.near} must be from 0 to 1")
 
     def reset(self, example: dict) -> None:
         """Begins a game about the `secret` of an example, from `low` to `high`."""
@@ -91,27 +82,19 @@ class GuessingGame:
         if guess == self.secret:
             return Turn("right", 1.0, done=True, info={"won": True})
         is_a_guess = guess is not None and self.low <= guess <= self.high
-        reward = self._learn_from(guess) if is_a_guess else 0.0
+        reward = 0.0
+        if is_a_guess:
+            # The numbers that a wrong guess rules out are no longer possible.
+            reward = self.possible if self.least <= guess <= self.most else 0.0
+            if self.secret > guess:
+                self.least = max(self.least, guess + 1)
+            else:
+                self.most = min(self.most, guess - 1)
         if self.left == 0:
-            reward += self._near(guess) if is_a_guess else 0.0
             return Turn("over", reward, True, {"won": False})
         if not is_a_guess:
             return Turn(f"Say a number from {self.low} to {self.high}.")
         return Turn("higher" if self.secret > guess else "lower", reward)
-
-    def _learn_from(self, guess: int) -> float:
-        """Returns the reward of a wrong guess; the numbers that it rules out are no longer
-        possible."""
-        reward = self.possible if self.least <= guess <= self.most else 0.0
-        if self.secret > guess:
-            self.least = max(self.least, guess + 1)
-        else:
-            self.most = min(self.most, guess - 1)
-        return reward
-
-    def _near(self, guess: int) -> float:
-        span = self.high - self.low
-        return self.near * (1 - (abs(guess - self.secret) - 1) / span)
 
 
 def is_secret(completion: str, example: dict) -> float:

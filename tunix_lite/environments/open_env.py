@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.examples import Draws
+from tunix_lite.environments.examples import Draws, check_num_examples
 
 # Imported with this module, which a run imports only for this task: the start of a worker may take
 # the seconds that it needs, a call may not.
@@ -36,11 +36,7 @@ class Episodes:
     num_held_out: int = 64
 
     def __post_init__(self):
-        if min(self.num_train, self.num_held_out) < 1:
-            raise ValueError(
-                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
-                "least 1"
-            )
+        check_num_examples(self.num_train, self.num_held_out)
 
     @property
     def train(self) -> Draws:
@@ -87,17 +83,8 @@ class OpenEnv:
     answer_timeout: float = 8.0
 
     def __post_init__(self):
-        if min(self.connect_timeout, self.answer_timeout) <= 0:
-            raise ValueError(
-                f"connect_timeout={self.connect_timeout}, answer_timeout={self.answer_timeout}: "
-                "both must be above 0"
-            )
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"url={self.url!r} must begin with http://, https://, ws:// or wss://")
-        if self.action_field in self.action:
-            raise ValueError(
-                f"action has {self.action_field!r}, which is action_field and holds the completion"
-            )
         self._client = None
 
     def reset(self, example: dict) -> str | None:
@@ -166,21 +153,20 @@ class OpenEnv:
         connected again."""
         return getattr(self._client.async_client, "_ws", None)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: object) -> str:
         """Writes an observation as the model reads it."""
         if self.show is not None:
             return str(self.show(observation))
         if not isinstance(observation, dict):
             return str(observation)
-        shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
-        value = shown
-        if self.observation_field is not None:
-            if self.observation_field not in observation:
-                raise ValueError(
-                    f"observation_field={self.observation_field!r}: the observations of {self.url} "
-                    f"have {', '.join(shown) or 'no fields'}"
-                )
-            value = observation[self.observation_field]
+        value = {name: item for name, item in observation.items() if name not in NOT_SHOWN}
+        name = self.observation_field
+        if name is not None and name not in observation:
+            raise ValueError(
+                f"observation_field={name!r}: the observations of {self.url} have "
+                f"{', '.join(value) or 'no fields'}"
+            )
+        value = value if name is None else observation[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -192,5 +178,5 @@ def check_openenv() -> None:
 
 def _line(error: BaseException) -> str:
     """An error in one line."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -9,20 +9,21 @@ completions in the same way, and its state is nowhere else.
 import itertools
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tunix_lite.environments.environment import (
+    Environment,
+    EnvironmentSource,
     Loop,
     NotATurn,
     Turn,
     call_reset,
-    call_step,
     fresh,
+    read_turn,
 )
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.workers.child import NotANumber, short_repr
@@ -60,11 +61,11 @@ class Conversations:
     3 is not in this process, or not at this turn.
     """
 
-    def __init__(self, make: Any):
+    def __init__(self, make: EnvironmentSource):
         self.make = make
         self._loop = Loop()
         # (environment, number of completions it has answered), by number of the conversation
-        self._live: dict[int, tuple[Any, int]] = {}
+        self._live: dict[int, tuple[Environment | None, int]] = {}
 
     def __reduce__(self) -> tuple:
         return Conversations, (self.make,)
@@ -89,7 +90,7 @@ class Conversations:
                     return "null"
                 # one that fails answers no more, and is still to be closed
                 self._live[number] = (environment, -1)
-                turn = call_step(environment, completion, self._loop)
+                turn = read_turn(self._loop.finish(environment.step(completion)))
                 self._live[number] = (environment, turns + 1)
                 answer = [turn.observation, turn.reward, turn.done, turn.info]
         except NotATurn as error:
@@ -121,7 +122,7 @@ class EnvironmentPool:
     pool.reset(0, example).result().turn; pool.step(0, "50").result().turn.reward
     """
 
-    def __init__(self, make: Callable | Any, settings: ConversationConfig):
+    def __init__(self, make: EnvironmentSource, settings: ConversationConfig):
         self.settings = settings
         own = RewardsConfig("drop", settings.timeout, min(settings.workers, 1))
         self._pools = [
@@ -146,7 +147,7 @@ class EnvironmentPool:
         # nobody asks this pool for them, and they would only grow
         self._pools[place].taken_seconds()
         self._rows[row] = _Conversation(next(self._numbers), place, example)
-        return self._begin(self._rows[row], None)
+        return _Call(self, self._rows[row], None).submit(0)
 
     def step(self, row: int, completion: str) -> "Future[Reply]":
         """Gives the environment of a row the next completion. The future raises ValueError if the
@@ -154,7 +155,8 @@ class EnvironmentPool:
         conversation = self._rows.get(row)
         if conversation is None or conversation.failed or not conversation.turns:
             raise ValueError(f"row {row} has no conversation to go on with: call reset first")
-        return self._begin(conversation, completion)
+        at = len(conversation.completions) + 1
+        return _Call(self, conversation, completion, last=at).submit(at)
 
     def replay(self, row: int, example: dict, completions: list[str]) -> "list[Reply]":
         """Begins a conversation and steps through recorded completions, as a run does that resumes.
@@ -173,42 +175,34 @@ class EnvironmentPool:
             call = {"do": "close", "id": conversation.number}
             self._pools[conversation.place].submit("", call)
 
-    # ---- a call, and the calls that come before it where the process is new
-
-    def _begin(self, conversation: _Conversation, completion: str | None) -> "Future[Reply]":
-        """Begins a call. completion: None resets."""
-        reply: Future = Future()
-        done = len(conversation.completions)
-        _Call(self, conversation, completion, reply).submit(0 if completion is None else done + 1)
-        return reply
-
 
 @dataclass
 class _Call:
-    """A call of an environment, on its way: place 0 is the reset, place n the n-th completion."""
+    """A call of an environment, on its way, and the calls before it where the process is new.
+
+    Place 0 is the reset, place n the n-th completion; `last` is the place of the call itself.
+    """
 
     pool: EnvironmentPool
     conversation: _Conversation
     completion: str | None
-    reply: Future
+    last: int = 0
+    reply: Future = field(default_factory=Future)
     replays: int = 0
     # when the last call was made
     began: float = 0.0
 
-    @property
-    def last(self) -> int:
-        return 0 if self.completion is None else len(self.conversation.completions) + 1
-
-    def submit(self, at: int) -> None:
+    def submit(self, at: int) -> "Future[Reply]":
         """Makes the call at this place; the next one is made when it is answered."""
         self.began = time.monotonic()
         conversation = self.conversation
-        texts = [*conversation.completions, self.completion or ""]
         call = {"do": "step", "id": conversation.number, "turn": at - 1}
         if at == 0:
             call = {"do": "reset", "id": conversation.number, "example": conversation.example}
-        called = self.pool._pools[conversation.place].submit(texts[at - 1] if at else "", call)
+        text = [*conversation.completions, self.completion or ""][at - 1] if at else ""
+        called = self.pool._pools[conversation.place].submit(text, call)
         called.add_done_callback(partial(self._answered, at))
+        return self.reply
 
     def _answered(self, at: int, called: Future) -> None:
         """Handles an answer, in the thread that feeds the worker."""
@@ -222,16 +216,14 @@ class _Call:
     def _take(self, at: int, outcome: Outcome) -> None:
         kind, value = outcome
         if kind:
-            self._fail(kind, value, at)
-            return
+            return self._fail(kind, value, at)
         answer = json.loads(value)
         if answer is None:
             self.replays += 1
             if self.replays > MOST_REPLAYS:
-                self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
-                return
+                return self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
             self.submit(0)
-            return
+            return None
 
         # a call that is made again must be answered as the first time
         observation, reward, done, info, seconds = answer
@@ -240,19 +232,18 @@ class _Call:
         if at < self.last:
             if turn != conversation.turns[at]:
                 before = short_repr(conversation.turns[at])
-                self._fail(
-                    "error",
+                how = (
                     f"answered {short_repr(turn)}, and {before} before its process was lost; what "
-                    "it answers must depend on the example and the completions alone,",
-                    at,
+                    "it answers must depend on the example and the completions alone,"
                 )
-                return
+                return self._fail("error", how, at)
             self.submit(at + 1)
-            return
+            return None
         conversation.turns.append(turn)
         if self.completion is not None:
             conversation.completions.append(self.completion)
         self.reply.set_result(Reply(turn, seconds=seconds))
+        return None
 
     def _fail(self, kind: str, how: str | None, at: int) -> None:
         settings = self.pool.settings
@@ -271,3 +262,47 @@ class _Call:
         # it may have waited behind others, and has not taken longer than it may
         seconds = min(time.monotonic() - self.began, settings.timeout)
         self.reply.set_result(Reply(None, kind, message, seconds))
+
+
+# ---- a try before a run
+
+# a made-up completion, and the seconds that a call may take here
+COMPLETION = "The answer is 7."
+TRY_SECONDS = 5.0
+
+
+class Tried(NamedTuple):
+    """Result of a try: how the environment fails, in words ("": it does not); the prompt with which
+    it begins (None: that of the task); and its answer to a made-up completion (None: nothing that
+    is read).
+
+    Example: Tried("", "Guess a number.", "Higher.").
+    """
+
+    failing: str = ""
+    prompt: str | list[dict] | None = None
+    answer: str | list[dict] | None = None
+
+
+def try_environment(
+    environment: EnvironmentSource, example: dict, settings: ConversationConfig
+) -> Tried:
+    """Tries an environment with an example and a made-up completion, in a process of its own.
+
+    A run does so before it compiles anything: what fails always is found in a second, not after the
+    first rollout. A call that takes long is not judged. Raises ValueError if the process cannot
+    start.
+
+    Example: Tried("the environment failed with KeyError: 'secret' (my_game.py, line 3) for the
+    example {'question': '2 + 2'}").
+    """
+    workers = min(settings.workers, 1)
+    timeout = min(settings.timeout, TRY_SECONDS)
+    own = replace(settings, on_error="zero", workers=workers, timeout=timeout)
+    with EnvironmentPool(environment, own) as pool:
+        first, *others = pool.replay(0, example, [COMPLETION])
+    last = others[-1] if others else first
+    if last.failure:
+        return Tried(last.message if last.failure != "timeout" else "")
+    prompt = None if first.turn is None else first.turn.observation
+    return Tried("", prompt, None if last.turn.done else last.turn.observation)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tunix_lite.workers.pool import ON_ERROR
+from tunix_lite.workers.pool import check_workers
 
 ON_LIMIT = ("keep", "penalise", "mask")
 CREDIT = ("end", "turn", "discount")
@@ -60,11 +60,4 @@ class ConversationConfig:
                 f"limit_reward={self.limit_reward} counts with on_limit=penalise alone; this is "
                 f"on_limit={self.on_limit}"
             )
-        if self.on_error not in ON_ERROR:
-            raise ValueError(f"on_error={self.on_error!r}; it is raise, zero or drop")
-        if self.timeout <= 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0")
-        if self.workers < 0:
-            raise ValueError(
-                f"workers={self.workers} must not be negative; 0: in the process that trains"
-            )
+        check_workers(self.on_error, self.timeout, self.workers)

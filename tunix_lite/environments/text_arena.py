@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from tunix_lite.environments.environment import Turn, seed_of
-from tunix_lite.environments.examples import Draws
+from tunix_lite.environments.examples import Draws, check_num_examples
 
 # Imported with this module, which a run imports only for this task: the start of a worker may take
 # the seconds that it needs, a call may not.
@@ -27,7 +26,6 @@ LISTS_MOVES = re.compile(r"(?:available|legal|possible|valid) (?:actions?|moves?
 MOVE = re.compile(r"\[[^\[\]\n]+\]")
 # stands for a number that a player chooses, as in "[bet X]"
 PLACEHOLDER = re.compile(r"\bX\b")
-YOUR_TURN = "It is your turn."
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,7 @@ class TextArenaGames:
     def __post_init__(self):
         if not self.games:
             raise ValueError("games is empty: name at least one game of TextArena")
-        if min(self.num_train, self.num_held_out) < 1:
-            raise ValueError(
-                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
-                "least 1"
-            )
+        check_num_examples(self.num_train, self.num_held_out)
         # on a machine without it settings can be composed, but no game can be played
         for game in self.games if textarena is not None else ():
             check_game(game)
@@ -98,11 +92,6 @@ class TextArena:
     def __post_init__(self):
         if self.player not in (None, 0, 1):
             raise ValueError(f"player={self.player} must be 0, 1 or null")
-        if self.player is not None and self.opponent is None:
-            raise ValueError(
-                f"player={self.player} counts in a game for two alone: name an opponent, such as "
-                "tunix_lite.environments.text_arena.random_move"
-            )
 
     def reset(self, example: dict) -> str:
         """Begins a game. Returns its rules, and what else the model sees of it."""
@@ -117,9 +106,23 @@ class TextArena:
         self.heard: list[str] = []
 
         with self._random.in_use():
-            self.game = self._made(example["game"], seed)
+            try:
+                self.game = textarena.make(example["game"], **self.settings)
+                self.game.reset(num_players=self.players, seed=seed)
+            except AssertionError as error:
+                hint = "name an opponent" if self.players == 1 else "leave out the opponent"
+                raise ValueError(
+                    f"{example['game']} is not for {self.players} player{'s'[: self.players - 1]} "
+                    f"({error}); {hint}, or take another game"
+                ) from error
+            except LookupError as error:
+                # nltk explains at length, with empty lines before and after
+                reason = " ".join(str(error).replace("*", " ").split())
+                raise ValueError(
+                    f"{example['game']} lacks data of a package of its own: {reason[:160]}"
+                ) from error
             self._let_others_move(self.game.state.done)
-            return self._seen()
+            return "\n".join(self._lines(self.me))
 
     def step(self, completion: str) -> Turn:
         """Plays a move, and then those of the opponent until the model is to move again."""
@@ -129,28 +132,13 @@ class TextArena:
             if not done:
                 done = self._play("" if move is None else str(move))
                 done = self._let_others_move(done)
-            return self._over() if done else Turn(self._seen() or YOUR_TURN)
-
-    def _made(self, game: str, seed: int) -> Any:
-        """A game that has begun. Raises ValueError if it cannot be played so."""
-        try:
-            made = textarena.make(game, **self.settings)
-            made.reset(num_players=self.players, seed=seed)
-        except AssertionError as error:
-            hint = "name an opponent" if self.players == 1 else "leave out the opponent"
-            raise ValueError(
-                f"{game} is not for {self.players} player{'s'[: self.players - 1]} ({error}); "
-                f"{hint}, or take another game"
-            ) from error
-        except LookupError as error:
-            # nltk explains at length, with empty lines before and after
-            reason = " ".join(str(error).replace("*", " ").split())
-            raise ValueError(
-                f"{game} lacks data of a package of its own: {reason[:160]}"
-            ) from error
-        return made
-
-    # ---- moves
+            if not done:
+                return Turn("\n".join(self._lines(self.me)) or "It is your turn.")
+            rewards, verdicts = self.game.close()
+        reward = float((rewards or {}).get(self.me, 0.0))
+        mine = verdicts.get(self.me, {})
+        info = {"won": reward >= 1, "invalid_move": bool(mine.get("invalid_move", False))}
+        return Turn(str(mine.get("reason") or ""), reward, done=True, info=info)
 
     def _play(self, move: str) -> bool:
         """Plays the move of the player whose turn it is, and tells if the game is over."""
@@ -165,35 +153,18 @@ class TextArena:
             done = self._play(str(self.opponent("\n".join(self.heard))))
         return done
 
-    def _over(self) -> Turn:
-        """Ends the game: its reward, and its verdict on the model's play."""
-        rewards, said = self.game.close()
-        reward = float((rewards or {}).get(self.me, 0.0))
-        mine = said.get(self.me, {})
-        info = {"won": reward >= 1, "invalid_move": bool(mine.get("invalid_move", False))}
-        return Turn(str(mine.get("reason") or ""), reward, done=True, info=info)
-
-    # ---- what players see
-
-    def _seen(self) -> str:
-        return "\n".join(self._lines(self.me))
-
     def _lines(self, player: int) -> list[str]:
         """Returns the lines that a player has not seen yet, without its own moves."""
         state = self.game.state
         new = state.observations[player]
         state.observations[player] = []
+        # games for one player name nobody as the sender of its moves
+        own = (player, textarena.GAME_ID) if self.players == 1 else (player,)
         return [
             f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}"
             for sender, text, kind in new
-            if not self._is_own_move(player, sender, text, kind)
+            if sender not in own or kind != textarena.ObservationType.PLAYER_ACTION
         ]
-
-    def _is_own_move(self, player: int, sender: int, text: str, kind: Any) -> bool:
-        if kind != textarena.ObservationType.PLAYER_ACTION:
-            return False
-        # games for one player name nobody as the sender
-        return sender == player or (self.players == 1 and sender == textarena.GAME_ID)
 
 
 def random_move(observation: str) -> str:

@@ -87,13 +87,15 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
         return [ToolCall("", problem=f"the call is no JSON: {error}")] if is_call else []
     calls = [_of_object(value) for value in values]
     if is_call:
+        problem = "a call has a name and arguments; this is "
         return [
-            call or ToolCall("", problem=_nameless(value)) for call, value in zip(calls, values)
+            call or ToolCall("", problem=f"{problem}{short_repr(value)}")
+            for call, value in zip(calls, values)
         ]
     return [call for call in calls if call] if all(calls) else []
 
 
-def _of_object(value: Any) -> ToolCall | None:
+def _of_object(value: object) -> ToolCall | None:
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):
@@ -105,7 +107,7 @@ def _of_object(value: Any) -> ToolCall | None:
     return _with_arguments(name, value[keys[0]] if keys else {})
 
 
-def _with_arguments(name: str, arguments: Any) -> ToolCall:
+def _with_arguments(name: str, arguments: object) -> ToolCall:
     """A call whose arguments may be the text of JSON."""
     if isinstance(arguments, str):
         try:
@@ -113,10 +115,6 @@ def _with_arguments(name: str, arguments: Any) -> ToolCall:
         except (ValueError, RecursionError) as error:
             return ToolCall(name, problem=f"the arguments of {name} are no JSON: {error}")
     return ToolCall(name, arguments)
-
-
-def _nameless(value: Any) -> str:
-    return f"a call has a name and arguments; this is {short_repr(value)}"
 
 
 def _of_python(text: str) -> list[ToolCall]:
@@ -132,23 +130,21 @@ def _of_python(text: str) -> list[ToolCall]:
     calls = []
     for statement in statements:
         value = getattr(statement, "value", None)
-        values = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-        calls += [_of_node(node) for node in values]
+        for node in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
+            match node:
+                case ast.Call(func=ast.Name(id="print"), args=[inner]):
+                    node = inner
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                problem = "a call is name(argument=value), with plain values"
+                calls.append(ToolCall("", problem=problem))
+                continue
+            name = node.func.id
+            call = ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
+            if not node.args and all(keyword.arg is not None for keyword in node.keywords):
+                try:
+                    arguments = {item.arg: ast.literal_eval(item.value) for item in node.keywords}
+                    call = ToolCall(name, arguments)
+                except (ValueError, TypeError, RecursionError, MemoryError):
+                    call = ToolCall(name, problem=f"{name}: an argument is no plain value")
+            calls.append(call)
     return calls
-
-
-def _of_node(node: ast.AST | None) -> ToolCall:
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if is_call and node.func.id == "print" and len(node.args) == 1:
-        node = node.args[0]
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if not is_call:
-        return ToolCall("", problem="a call is name(argument=value), with plain values")
-    name = node.func.id
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
-    try:
-        arguments = {item.arg: ast.literal_eval(item.value) for item in node.keywords}
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        return ToolCall(name, problem=f"{name}: an argument is no plain value")
-    return ToolCall(name, arguments)

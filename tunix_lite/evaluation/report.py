@@ -1,9 +1,6 @@
-"""The results of an evaluation as JSON and as Markdown.
+"""The results of an evaluation, and their tables as Markdown."""
 
-Results are nested plain values: {"models": {...}, "settings": {...}, "tasks": {name: TaskResult}}.
-"""
-
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +31,6 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
     scores: by the name of a model, "model" first, and of a score. An example whose score is nan,
     because a reward failed, does not count.
     """
-    names = list(scores)
     estimates = {
         model: {
             name: estimate(values[~np.isnan(values)], level, seed=seed)
@@ -42,31 +38,19 @@ def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: in
         }
         for model, of_model in scores.items()
     }
-    num_examples = len(next(iter(scores[names[0]].values())))
-    if len(names) == 1:
+    num_examples = len(next(iter(scores["model"].values())))
+    if len(scores) == 1:
         return TaskResult(num_examples, estimates)
-    first, second = names
+    ours, theirs = scores.values()
     comparison = {}
-    for name in scores[first].keys() & scores[second].keys():
-        differences = scores[first][name] - scores[second][name]
-        both = ~np.isnan(differences)
-        ours = scores[first][name][both]
-        comparison[name] = compare(ours, scores[second][name][both], level, seed=seed)
-    ordered = {name: comparison[name] for name in scores[first] if name in comparison}
-    return TaskResult(num_examples, estimates, ordered)
-
-
-def as_plain(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> dict:
-    """Returns the content of results.json."""
-    by_task = {name: asdict(result) for name, result in tasks.items()}
-    return {"models": models, "settings": settings, "tasks": by_task}
-
-
-# ---- Markdown
+    for name in [name for name in ours if name in theirs]:
+        both = ~np.isnan(ours[name] - theirs[name])
+        comparison[name] = compare(ours[name][both], theirs[name][both], level, seed=seed)
+    return TaskResult(num_examples, estimates, comparison)
 
 
 def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> str:
-    """The same for people: which models, and a table of each task."""
+    """The results for people: which models, and a table of each task."""
     lines = ["# Evaluation", ""]
     for name, model in models.items():
         step = f", step {model['step']}" if model.get("step") is not None else ""

@@ -6,7 +6,7 @@ what draws random numbers draws them from a seed of its own.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +87,12 @@ def maj_at_k(
     Raises ValueError unless 1 <= k <= N.
     """
     correct_EN = _checked(correct_EN, k)
-    subsets_SK = _subsets(correct_EN.shape[1], k, seed)
+    num_samples = correct_EN.shape[1]
+    if math.comb(num_samples, k) <= MOST_SUBSETS:
+        subsets_SK = np.array(list(itertools.combinations(range(num_samples), k)))
+    else:
+        every = np.tile(np.arange(num_samples), (MOST_SUBSETS, 1))
+        subsets_SK = np.random.default_rng(seed).permuted(every, axis=1)[:, :k]
     return np.array([_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)])
 
 
@@ -98,14 +103,6 @@ def _checked(correct_EN: np.ndarray, k: int) -> np.ndarray:
             f"k={k} of samples of shape {correct_EN.shape}; give [E, N], and a k from 1 to N"
         )
     return correct_EN
-
-
-def _subsets(num_samples: int, k: int, seed: int) -> np.ndarray:
-    """[S, k] int: which samples are in each subset."""
-    if math.comb(num_samples, k) <= MOST_SUBSETS:
-        return np.array(list(itertools.combinations(range(num_samples), k)))
-    rng = np.random.default_rng(seed)
-    return rng.permuted(np.tile(np.arange(num_samples), (MOST_SUBSETS, 1)), axis=1)[:, :k]
 
 
 def _majority(
@@ -141,7 +138,10 @@ def estimate(
         raise ValueError(f"an interval is of one number of each example; got {values_E.shape}")
     if not 0 < level < 1:
         raise ValueError(f"level={level} is between 0 and 1, such as 0.95")
-    means = _resampled_means(values_E, resamples, seed)
+    rng = np.random.default_rng(seed)
+    count = len(values_E)
+    drawn = (rng.integers(count, size=(rows, count)) for rows in _blocks(resamples, count))
+    means = np.concatenate([values_E[rows].mean(axis=1) for rows in drawn])
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(values_E.mean()), float(low), float(high))
 
@@ -158,16 +158,11 @@ def wilson(share: float, count: int, z: float = 1.959964) -> Estimate:
     return Estimate(share, max(middle - reach, 0.0), min(middle + reach, 1.0))
 
 
-def _resampled_means(values_E: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """[resamples] float64: means of as many examples, drawn with replacement."""
-    rng = np.random.default_rng(seed)
-    count = len(values_E)
-    at_a_time = max(1, BLOCK // count)
-    means = []
-    for begin in range(0, resamples, at_a_time):
-        rows = min(at_a_time, resamples - begin)
-        means.append(values_E[rng.integers(count, size=(rows, count))].mean(axis=1))
-    return np.concatenate(means)
+def _blocks(resamples: int, count: int) -> Iterator[int]:
+    """So many resamples of `count` numbers, in parts of at most BLOCK numbers."""
+    most = max(1, BLOCK // count)
+    for begin in range(0, resamples, most):
+        yield min(most, resamples - begin)
 
 
 def compare(
@@ -207,10 +202,8 @@ def _sign_test(differences_E: np.ndarray, resamples: int, seed: int) -> float:
         return 1.0
     rng = np.random.default_rng(seed)
     seen = abs(moved.sum())
-    at_a_time = max(1, BLOCK // len(moved))
     extreme = 0
-    for begin in range(0, resamples, at_a_time):
-        rows = min(at_a_time, resamples - begin)
+    for rows in _blocks(resamples, len(moved)):
         signs = 1 - 2 * rng.integers(2, size=(rows, len(moved)))
         # sums of the same numbers in another order differ by rounding
         extreme += int((np.abs(signs @ moved) >= seen * (1 - 1e-12)).sum())

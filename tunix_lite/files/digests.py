@@ -31,9 +31,7 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
     with ThreadPoolExecutor(num_threads) as threads:
         digests = list(threads.map(lambda name: _digest(folder / name), names))
 
-    files = {}
-    for name, (size, digest) in zip(names, digests):
-        files[name] = {"bytes": size, ALGORITHM: digest}
+    files = {n: {"bytes": size, ALGORITHM: digest} for n, (size, digest) in zip(names, digests)}
     fresh = folder / f"{NAME}.tmp"
     with fresh.open("w") as file:
         file.write(json.dumps({"files": files}, indent=1) + "\n")
@@ -54,14 +52,11 @@ def read_digests(folder: Path) -> dict[str, tuple[int, str]] | None:
         recorded = {name: (file["bytes"], file[ALGORITHM]) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME} is damaged") from error
-    if not all(map(_is_below, recorded)):
+    # Each name must be of a file inside the folder.
+    paths = map(PurePosixPath, recorded)
+    if any(path.is_absolute() or ".." in path.parts for path in paths):
         raise ValueError(f"{NAME} is damaged")
     return recorded
-
-
-def _is_below(name: str) -> bool:
-    """Returns whether a name is of a file inside the folder."""
-    return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
 
 
 def changed_files(

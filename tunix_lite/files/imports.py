@@ -1,20 +1,18 @@
-"""Imports objects that settings name by dotted path. Settings that a folder gave may name only what
-was allowed beforehand: importing a module runs it."""
+"""Imports objects that the user's settings name by dotted path. Importing a module runs it, so a
+setting that a folder gave is never imported."""
 
 import contextlib
 import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from tunix_lite.plain_text import shown
 
-# what may be imported, and what to say of anything else; None: the settings are the user's own
-_allowed: ContextVar[tuple[Set[str], str] | None] = ContextVar("allowed", default=None)
 # whether a file in the working folder may be imported, where a setting names it
 _looks_here: ContextVar[bool] = ContextVar("looks_here", default=False)
 
@@ -34,49 +32,28 @@ def looking_in_working_folder() -> Iterator[None]:
         _looks_here.reset(token)
 
 
-@contextlib.contextmanager
-def importing_only(names: Set[str], refusal: str) -> Iterator[None]:
-    """Inside, settings may name these dotted paths and no others.
-
-    refusal: the end of the sentence about any other, such as "'os.system' is named by a folder".
-    """
-    token = _allowed.set((names, refusal))
-    try:
-        yield
-    finally:
-        _allowed.reset(token)
-
-
 def import_named(path: str) -> Any:
     """Imports the object of a dotted path such as `package.module.NAME`. Raises ValueError where
-    there is no such thing, or where it may not be imported: then nothing was."""
-    allowed = _allowed.get()
-    if allowed is not None and path not in allowed[0]:
-        raise ValueError(f"{shown(path)} {allowed[1]}")
+    there is no such thing."""
     module, _, name = path.rpartition(".")
     if not module:
         name = name or "NAME"
         raise ValueError(
             f"{shown(path)} has no module; write module.{name}, as in `from module import {name}`"
         )
-    if _looks_here.get():
-        _add_working_folder(module.partition(".")[0])
+    # The working folder comes last on the import path, if the module is there alone.
+    here = Path.cwd()
+    top = module.partition(".")[0]
+    is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
+    is_known = top in sys.modules or str(here) in sys.path
+    if _looks_here.get() and is_here and not is_known and importlib.util.find_spec(top) is None:
+        sys.path.append(str(here))
+        importlib.invalidate_caches()
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         hint = _hint(error, module, name)
         raise ValueError(f"cannot import {path!r} ({error}){hint}") from error
-
-
-def _add_working_folder(top: str) -> None:
-    """Puts the working folder last on the import path if `top` is a module of it alone."""
-    here = Path.cwd()
-    is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
-    if not is_here or top in sys.modules or str(here) in sys.path:
-        return
-    if importlib.util.find_spec(top) is None:
-        sys.path.append(str(here))
-        importlib.invalidate_caches()
 
 
 def _hint(error: Exception, module: str, name: str) -> str:

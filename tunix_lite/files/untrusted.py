@@ -44,21 +44,18 @@ def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object in a text. name: where the text is from, for the message of a ValueError."""
+    deep = f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
     try:
         content = json.loads(text)
     except RecursionError:
-        raise ValueError(
-            f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
-        ) from None
+        raise ValueError(deep) from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name} does not hold an object")
     # Counting brackets is cheap, and mostly shows that the text cannot be too deep.
     if text.count("[") + text.count("{") > MOST_DEPTH and is_deeper(content, MOST_DEPTH):
-        raise ValueError(
-            f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
-        )
+        raise ValueError(deep)
     return content
 
 
@@ -85,25 +82,20 @@ def read_yaml_texts(file: Path, most: int = MOST_YAML) -> list[str]:
 def _parsed_yaml(file: Path, most: int) -> Any:
     text = read_text(file, most)
     try:
-        _check_yaml(text)
-        content = yaml.load(text, _SAFE)
+        # Looks for aliases, and goes to the first place that is nested too deep: the rest may take
+        # minutes.
+        depth = 0
+        for event in yaml.parse(text, _SAFE):
+            if isinstance(event, yaml.events.AliasEvent):
+                raise ValueError("aliases (*name) are not read")
+            depth += isinstance(event, yaml.events.CollectionStartEvent)
+            depth -= isinstance(event, yaml.events.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise ValueError(f"nested too deep: more than {MOST_DEPTH} in one another")
+        return yaml.load(text, _SAFE)
     # ValueError: a number of too many digits, a date that is none
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"{file} is not YAML ({str(error).splitlines()[0]})") from error
-    return content
-
-
-def _check_yaml(text: str) -> None:
-    """Raises ValueError for an alias, and at the first place that is nested too deep: the rest,
-    which may take minutes, is not looked at."""
-    depth = 0
-    for event in yaml.parse(text, _SAFE):
-        if isinstance(event, yaml.events.AliasEvent):
-            raise ValueError("aliases (*name) are not read")
-        depth += isinstance(event, yaml.events.CollectionStartEvent)
-        depth -= isinstance(event, yaml.events.CollectionEndEvent)
-        if depth > MOST_DEPTH:
-            raise ValueError(f"nested too deep: more than {MOST_DEPTH} in one another")
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
@@ -201,7 +193,7 @@ def as_path(name: str | Path) -> Path:
     return path
 
 
-def check_settings(values: Any, file: Path, where: str = "") -> None:
+def check_settings(values: object, file: Path, where: str = "") -> None:
     """Raises ValueError, with the file and the key, if settings from a folder hold a `_target_`.
 
     `_target_` names what to import and call, which only the user may do. Texts with control
@@ -232,7 +224,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def is_deeper(value: Any, most: int) -> bool:
+def is_deeper(value: object, most: int) -> bool:
     """Returns whether more than `most` lists and objects are in one another. Goes down level by
     level."""
     level = [value] if isinstance(value, (dict, list)) else []

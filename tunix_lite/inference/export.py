@@ -164,7 +164,7 @@ def export(
                 difference = _write_adapter(model, partial)
             else:
                 difference = _write_model(model, partial, dtype)
-        served = _finish(model, partial, out, kind, difference)
+        served = _describe(model, partial, out, kind, difference)
         if out.is_dir():
             shutil.rmtree(out)
         partial.replace(out)
@@ -178,25 +178,34 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     cfg = model.cfg
     family = model.source.family
     stored = _stored(model, dtype)
-    with _says("writing") as on_bytes:
+    with BytesProgress(StandardError(), "writing", "the model") as on_bytes:
         hf.save_params(model.params, cfg, family, folder, stored, on_bytes)
 
     # The coarsest dtype of all tensors stands in config.json, and sets the tolerance.
     dtypes = [stored[name] for name in hf.hf_weights(cfg, family)]
     coarsest = max(dtypes, key=lambda name: TOLERANCE[name])
-    config = _config(model, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest])
+    named = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest]
+    source = model.source
+    ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
+    original = {} if source.folder is None else read_object(source.folder / "config.json")
+    if original.get("model_type") == family.model_type:
+        config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
+        # model.untie_head
+        if (family.absent | original).get("tie_word_embeddings") != cfg.tied:
+            config["tie_word_embeddings"] = cfg.tied
+    else:
+        # Random weights, or the text part of a model with images or the like.
+        ids = {key: original.get(key, value) for key, value in ids.items()}
+        if "bos_token_id" in original:
+            ids["bos_token_id"] = original["bos_token_id"]
+        config = config_json(cfg, family, dtype=named, **ids)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _copy_tokenizer(model, folder)
     again, family_again = families.read_config(folder, family)
     assert family_again is family and families.as_computed(again) == families.as_computed(cfg)
-    with _says("reading back") as on_bytes:
+    with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
         read = hf.load_params(folder, cfg, family, on_bytes=on_bytes)
         return _compare(model, read, TOLERANCE[coarsest])
-
-
-def _says(verb: str) -> BytesProgress:
-    """Says to standard error what is done, once it takes longer than a second."""
-    return BytesProgress(StandardError(), verb, "the model")
 
 
 def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
@@ -229,11 +238,8 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
-    """The difference of the logits with `params` and with the model's own, relative to their size.
-
-    Computed over two rows of random tokens. Raises ConfigError if it is above `tolerance`, more
-    than rounding explains.
-    """
+    """The difference of the logits with `params` and the model's own, relative to their size, over
+    two rows of random tokens. Raises ConfigError if it is above `tolerance`."""
     cfg = model.cfg
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, min(32, cfg.max_positions)))
 
@@ -257,35 +263,8 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
     return difference
 
 
-# ---- files beside the weights
-
-
-def _config(model: LanguageModel, dtype: str) -> dict:
-    """The content of config.json: the original's if it is of a text model, else one from the
-    architecture."""
-    source = model.source
-    ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
-    if source.folder is None:
-        return config_json(model.cfg, source.family, dtype=dtype, **ids)
-    original = read_object(source.folder / "config.json")
-    # The original is a model with images or the like, of which we have the text part.
-    if original["model_type"] != source.family.model_type:
-        keep = {
-            key: original[key]
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if key in original
-        }
-        return config_json(model.cfg, source.family, dtype=dtype, **(ids | keep))
-    if (source.family.absent | original).get(
-        "tie_word_embeddings"
-    ) != model.cfg.tied:  # model.untie_head
-        original["tie_word_embeddings"] = model.cfg.tied
-    return original | ({"torch_dtype": dtype} if "torch_dtype" in original else {"dtype": dtype})
-
-
 def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
-    """Copies the files of the tokenizer, and copies or writes generation_config.json, with all
-    tokens that end a completion."""
+    """Copies the files of the tokenizer, and writes all ends of a completion beside them."""
     source = model.source
     template = source.tokenizer.template
     for name in (*tokenizer.FILES, "generation_config.json"):
@@ -308,14 +287,20 @@ def _base_name(model: LanguageModel) -> str:
     return str(model.source.folder or named) if named in ("bundled", "random") else named
 
 
-def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference: float) -> str:
+def _describe(model: LanguageModel, folder: Path, out: Path, kind: str, difference: float) -> str:
     """Writes the model card and PROVENANCE. Returns the command that serves the model."""
+    # the run's folder below `outputs`: project, date and time, without the path of a machine
+    run = None
+    if model.run is not None:
+        parts = model.run.resolve().parts
+        begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
+        run = "/".join(parts[begin:])
     lora = model.source.lora or model.was_lora
     kind = "merged" if model.was_lora else kind
     about = {
         "kind": kind,
         "base": _base_name(model),
-        "run": _run_name(model.run),
+        "run": run,
         "step": model.step,
         "difference_after_reading_back": difference,
         "metrics": _metrics(model),
@@ -340,14 +325,6 @@ def _finish(model: LanguageModel, folder: Path, out: Path, kind: str, difference
     return served
 
 
-def _run_name(run: Path | None) -> str | None:
-    """The run's folder below `outputs`: project, date and time, without the path of a machine."""
-    if run is None:
-        return None
-    parts = run.resolve().parts
-    return "/".join(parts[parts.index("outputs") + 1 :] if "outputs" in parts else parts[-1:])
-
-
 def _metrics(model: LanguageModel) -> dict:
     """From the run's status.json: algorithm, seed, steps, parameters, first and last accuracy."""
     if model.run is None or not (model.run / "status.json").is_file():
@@ -362,16 +339,14 @@ def _metrics(model: LanguageModel) -> dict:
     if not facts.get("algorithm", "").isidentifier():
         facts.pop("algorithm", None)
     evaluated = status.get("eval")
-    if not isinstance(evaluated, dict):
-        evaluated = {}
-    accuracies = {}
-    for when in ("first", "last"):
-        entry = evaluated.get(when)
-        if isinstance(entry, dict) and type(entry.get("accuracy")) in (int, float):
-            accuracies[when] = {"accuracy": float(entry["accuracy"])}
-    if accuracies:
-        facts["eval"] = accuracies
-    return facts
+    entries = evaluated if isinstance(evaluated, dict) else {}
+    accuracies = {
+        when: {"accuracy": float(entries[when]["accuracy"])}
+        for when in ("first", "last")
+        if isinstance(entries.get(when), dict)
+        and type(entries[when].get("accuracy")) in (int, float)
+    }
+    return facts | ({"eval": accuracies} if accuracies else {})
 
 
 def _card(about: dict, served: str, name: str) -> str:
@@ -389,13 +364,14 @@ def _card(about: dict, served: str, name: str) -> str:
         "full": "All weights",
         "merged": "Adapters merged into their base",
         "adapter": "LoRA adapters",
-    }
+    }[about["kind"]]
     trained = "trained with" if about["run"] else "exported, without training, by"
+    version = about["versions"]["tunix_lite"]
     lines += [
-        f"{what[about['kind']]} of a model {trained} tunix_lite {about['versions']['tunix_lite']}.",
+        f"{what} of a model {trained} tunix_lite {version}.",
         "",
+        f"- base: `{about['base']}`",
     ]
-    lines += [f"- base: `{about['base']}`"]
     if about["run"]:
         algorithm = about["metrics"].get("algorithm", "")
         lines += [f"- run: `{about['run']}`, step {about['step']}{algorithm and f', {algorithm}'}"]

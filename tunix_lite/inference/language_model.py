@@ -22,15 +22,15 @@ from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
-from tunix_lite.models.lora import LoraConfig, acting_params, check_targets, merge
+from tunix_lite.models.lora import LoraConfig, acting_params, merge
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.engine import make_sampler
+from tunix_lite.rollout.engine import next_power_of_two
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.requests import Request
-from tunix_lite.rollout.scheduler import next_power_of_two
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.progress import BytesProgress, StandardError
@@ -72,11 +72,6 @@ class Completion:
     finish_reason: str
     # seconds from the start until its first tokens were read, and until it ended
     seconds: tuple[float, float]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the model or a stop text ended it, and not the limit of its length."""
-        return self.finish_reason != "length"
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +153,20 @@ class LanguageModel:
         for requests in self._sample(
             prompts, generation, num_generations, seed, settings, max_new_tokens
         ):
-            new = [self._completion(one) for one in requests if one.reason is not None]
+            new = [
+                Completion(
+                    one.index,
+                    one.generation,
+                    self.tokenizer.decode(one.tokens),
+                    one.tokens,
+                    one.logprobs,
+                    one.full_logprobs,
+                    one.reason,
+                    (one.began, one.ended),
+                )
+                for one in requests
+                if one.reason is not None
+            ]
             ended += new
             if on_chunk is not None:
                 on_chunk(requests, new)
@@ -193,15 +201,32 @@ class LanguageModel:
         rollout: RolloutConfig,
         most: Sequence[int] | None = None,
     ) -> Iterator[list[Request]]:
-        """Yields the running requests after each chunk of decode steps.
-
-        most: for each prompt the most tokens of its completions.
-        """
+        """Yields the running requests after each chunk of decode steps. most: as max_new_tokens."""
         if num_generations < 1:
             raise ValueError(f"num_generations={num_generations} must be at least 1")
+        # The tokens of each prompt, by its index: cut, dropped or an error if it is too long.
+        tokens = {}
+        most_tokens = generation.max_prompt_length
+        for i, prompt in enumerate(prompts):
+            ids = self.tokenizer.prompt(prompt)
+            if not ids or (len(ids) > most_tokens and generation.long_prompts == "error"):
+                raise ValueError(
+                    f"prompt {i + 1} of {len(prompts)} has {len(ids)} tokens; it takes 1 to "
+                    f"generation.max_prompt_length={most_tokens}"
+                )
+            if len(ids) <= most_tokens or generation.long_prompts == "truncate":
+                tokens[i] = ids[-most_tokens:]
+        if not tokens and prompts:
+            raise ValueError(
+                f"all {len(prompts)} prompts are longer than "
+                f"generation.max_prompt_length={most_tokens}: dropped"
+            )
+        if not tokens:
+            raise ValueError("there are no prompts to continue")
+
         # Lengths: prompts are padded to a multiple of WIDTH, completions fill what is left.
-        tokens = self._tokens(prompts, generation)
         longest = max(map(len, tokens.values()))
+        self._check_length(longest + 1)
         width = -(-longest // WIDTH) * WIDTH
         new = min(generation.max_new_tokens, self.cfg.max_positions - longest)
         generation = replace(generation, max_prompt_length=width, max_new_tokens=new)
@@ -243,19 +268,6 @@ class LanguageModel:
                 return
             yield requests
 
-    def _completion(self, request: Request) -> Completion:
-        """The completion of a request that has ended."""
-        return Completion(
-            request.index,
-            request.generation,
-            self.tokenizer.decode(request.tokens),
-            request.tokens,
-            request.logprobs,
-            request.full_logprobs,
-            request.reason,
-            (request.began, request.ended),
-        )
-
     def score(
         self, prompts: Prompt | Sequence[Prompt], completions: str | Sequence[str]
     ) -> list[np.ndarray]:
@@ -280,9 +292,11 @@ class LanguageModel:
         scores = []
         with jax.set_mesh(self.mesh):
             for ids, start, count in zip(whole, map(len, before), map(len, after)):
-                tokens, mask = _padded([ids], width)
+                padding = width - len(ids)
+                tokens = put(np.array([[0] * padding + ids], np.int32), "batch", "seq")
+                mask = put(np.arange(width)[None] >= padding, "batch", "seq")
                 logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[0]
-                scores.append(logprobs[width - len(ids) :][start : start + count])
+                scores.append(logprobs[padding:][start : start + count])
         return scores
 
     def merged(self) -> "LanguageModel":
@@ -295,32 +309,6 @@ class LanguageModel:
         return replace(
             self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
         )
-
-    def _tokens(self, prompts: list[Prompt], generation: GenerationConfig) -> dict[int, list[int]]:
-        """The tokens of each prompt, by its index.
-
-        Prompts that are too long are cut, dropped or an error, as generation.long_prompts says.
-        """
-        tokens = {}
-        longest = generation.max_prompt_length
-        for i, prompt in enumerate(prompts):
-            ids = self.tokenizer.prompt(prompt)
-            if not ids or (len(ids) > longest and generation.long_prompts == "error"):
-                raise ValueError(
-                    f"prompt {i + 1} of {len(prompts)} has {len(ids)} tokens; it takes 1 to "
-                    f"generation.max_prompt_length={longest}"
-                )
-            if len(ids) <= longest or generation.long_prompts == "truncate":
-                tokens[i] = ids[-longest:]
-        if not tokens and prompts:
-            raise ValueError(
-                f"all {len(prompts)} prompts are longer than "
-                f"generation.max_prompt_length={longest}: dropped"
-            )
-        if not tokens:
-            raise ValueError("there are no prompts to continue")
-        self._check_length(max(map(len, tokens.values())) + 1)
-        return tokens
 
     def _check_length(self, tokens: int) -> None:
         """Raises ValueError if the model has fewer positions than this number of tokens."""
@@ -345,16 +333,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A conversation, which is a list of dicts, is one prompt."""
     is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], dict))
     return [prompts] if is_one else list(prompts)
-
-
-def _padded(rows: list[list[int]], width: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens and their mask, [B, width], each row padded on the left, on the mesh."""
-    tokens = np.zeros((len(rows), width), np.int32)
-    mask = np.zeros((len(rows), width), bool)
-    for i, ids in enumerate(rows):
-        tokens[i, width - len(ids) :] = ids
-        mask[i, width - len(ids) :] = True
-    return put(tokens, "batch", "seq"), put(mask, "batch", "seq")
 
 
 # ---- loading
@@ -424,7 +402,18 @@ def open_model(
         mesh = make_mesh(model.mesh_shape)
         source.check_mesh(located, mesh)
     with error_context("model"):
-        check_memory(located, mesh)
+        # A folder may claim any size, so this is checked before anything is allocated.
+        tables = [table for table in source.weight_tables(located) if table is not None]
+        devices = mesh.local_devices
+        needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        if devices[0].platform == "cpu":
+            limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        if None not in limits and needed > sum(limits):
+            raise ValueError(
+                f"its weights take {needed / 1e9:,.1f} GB here, more than the "
+                f"{sum(limits) / 1e9:,.1f} GB that there are"
+            )
     num_params = weights.num_params(decoder.weights(located.cfg))
     dtype = precision(dtype, num_params, mesh.devices.flat[0].platform)
 
@@ -460,26 +449,6 @@ def loading(what: str) -> BytesProgress:
     return BytesProgress(StandardError(), "loading", what)
 
 
-def check_memory(model: FoundModel, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if this process has less memory than its share of the weights.
-
-    A folder may claim any size, so this is checked before anything is allocated.
-    """
-    tables = [table for table in source.weight_tables(model) if table is not None]
-    devices = mesh.local_devices
-    needed = sum(map(weights.num_bytes, tables)) * len(devices) // mesh.size
-    if devices[0].platform == "cpu":
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-        there = None if None in limits else sum(limits)
-    if there is not None and needed > there:
-        raise ValueError(
-            f"its weights take {needed / 1e9:,.1f} GB here, more than the {there / 1e9:,.1f} GB "
-            "that there are"
-        )
-
-
 def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
     """The `model` settings of the run in this folder, and its seed.
 
@@ -503,10 +472,6 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
                 f"If it is yours, give it yourself: model.family={shown(named)[1:-1]} (in Python "
                 "load(..., family=...))"
             )
-        lora = settings.get("lora")
-        if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
-            with error_context(f"{file}: model.lora"):
-                check_targets(lora["targets"])
         try:
             build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(saved["seed"])

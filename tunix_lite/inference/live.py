@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.engine import check_kernels, make_prepare, sampler_spec
+from tunix_lite.rollout.generate import check_kernels, make_prepare, sampler_spec
 from tunix_lite.rollout.live import LiveEngine
-from tunix_lite.rollout.live_programs import make_live_programs
+from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params
 
@@ -27,7 +27,7 @@ def live_engine(
 
     generation: the most tokens of prompts and completions; what is drawn is for each request to
     say. rollout: slots, chunk, and where the weights stay. max_waiting: sequences that may wait for
-    a slot. prepared: the weights as rollout.engine.make_prepare makes them; None: made of the
+    a slot. prepared: the weights as rollout.generate.make_prepare makes them; None: made of the
     model's. Raises ValueError for a setting that it does not have.
     """
     if generation.repetition_penalty != 1:
@@ -65,5 +65,5 @@ def live_engine(
         if prepared is None:
             prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
             prepared = prepare(model.params)
-        programs = make_live_programs(spec)
+        programs = make_programs(replace(spec, per_request=True))
     return LiveEngine(programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids)

@@ -3,7 +3,6 @@ that are refilled."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,13 @@ from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.conversations import make_generate_with_partner
+from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params, Prompts, Rollout
 
 # On a CPU: slots of any model, and weights times slots of a small one.
 CPU_SLOTS = 16
 CPU_WORK = 2_000_000_000
-
-
-def slots_of_cpu(model: LanguageModel) -> int:
-    """Slots that keep the cores of a CPU busy. More of them make a step longer and take memory, and
-    all completions end late and together: few would be graded when an evaluation is killed."""
-    busy = CPU_WORK // num_params(decoder.weights(model.cfg))
-    return round_up_to_shards(max(CPU_SLOTS, busy), model.mesh.shape["fsdp"])
 
 
 def generate_of(
@@ -36,7 +28,7 @@ def generate_of(
     tp_reduce_dtype: str = "float32",
 ) -> Callable[..., Rollout]:
     """generate(params, prompts, key, num_generations=1, ...) -> Rollout, as
-    make_generate_with_partner makes it.
+    make_generate makes it.
 
     counts: (prompts, completions of each) of the largest calls to come; where the weights stay
     while sampling is chosen by them and by the memory that is free.
@@ -45,11 +37,15 @@ def generate_of(
         largest = max(prompts * completions for prompts, completions in counts)
         slots = rollout.slots(largest, model.mesh.shape["fsdp"])
         if rollout.num_slots is None and model.mesh.devices.flat[0].platform == "cpu":
-            slots = min(slots, slots_of_cpu(model))
+            # More slots than keep the cores busy make a step longer and take memory, and all
+            # completions end late and together: few would be graded when an evaluation is killed.
+            busy = CPU_WORK // num_params(decoder.weights(model.cfg))
+            busy = round_up_to_shards(max(CPU_SLOTS, busy), model.mesh.shape["fsdp"])
+            slots = min(slots, busy)
         weights, _ = memory.choose_weights(
             model.params, model.cfg, model.dtype, generation, rollout, slots, counts
         )
-    generate = make_generate_with_partner(
+    generate = make_generate(
         model.cfg,
         generation,
         model.tokenizer.eos_ids,
@@ -60,7 +56,7 @@ def generate_of(
         jnp.dtype(tp_reduce_dtype),
     )
 
-    def on_the_mesh(params: Params, prompts: Prompts, *args: Any, **settings: Any) -> Rollout:
+    def on_the_mesh(params: Params, prompts: Prompts, *args: object, **settings: object) -> Rollout:
         with jax.set_mesh(model.mesh):
             return generate(params, prompts, *args, **settings)
 

@@ -43,17 +43,17 @@ class Teacher:
     vocabulary: int  # tokens of the policy; a larger teacher's other tokens are left out
 
     def streams(self, dtype: DTypeLike) -> dict[str, tuple[int, DTypeLike]]:
-        """Returns the length and the type of the vector that is stored for each token, by name."""
+        """Length and type of the vector that is stored for each token, by name."""
         k = self.comparison.top_k
         if not k:
             return {HIDDEN: (self.embed_dim, dtype)}
         return {TOKENS: (k, jnp.int32), LOGPROBS: (k + 1, jnp.float32)}
 
-    def vocabulary_of(self, table: Any) -> Any:
+    def vocabulary_of(self, table: jax.Array) -> jax.Array:
         """Returns the rows of the teacher's output embedding that the policy has tokens for."""
         return table if len(table) == self.vocabulary else table[: self.vocabulary]
 
-    def shapes(self, rows: RowBatch, table: Any, dtype: DTypeLike) -> RowBatch:
+    def shapes(self, rows: RowBatch, table: jax.ShapeDtypeStruct, dtype: DTypeLike) -> RowBatch:
         """Returns the shapes of rows with the arrays that a comparison adds to them; table: the
         shape of the teacher's output embedding."""
 
@@ -83,7 +83,7 @@ class FrozenComparer:
     table: jax.Array | None  # its output embedding, where the whole vocabulary is compared
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
-    program: Callable
+    program: Callable[..., Any]
 
     def __call__(self, batch: Batch, seen: Batch | None = None) -> Batch:
         """The batch with streams and constants of the comparison.
@@ -100,12 +100,13 @@ class FrozenComparer:
         constants = None if self.table is None else {TABLE: self.table}
         return batch.replace(streams=batch.streams | streams, constants=constants)
 
-    def compiled(self, batch: RowBatch) -> Callable:
-        """Returns the compiled program for this batch in rows, or for its shapes."""
+    def compiled(self, batch: RowBatch) -> Callable[..., dict[str, jax.Array]]:
         return self.program(self.params, batch)
 
 
-def description_program(scores: Callable, teacher: Teacher) -> Callable:
+def description_program(
+    scores: Callable[..., Any], teacher: Teacher
+) -> Callable[..., dict[str, jax.Array]]:
     """(params, batch in rows) -> the streams of a comparison, [R, W, K] each, of one micro-batch.
     scores: those of the teacher, as policy.batch_scores with its settings."""
 
@@ -126,50 +127,41 @@ def description_program(scores: Callable, teacher: Teacher) -> Callable:
 def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
 ) -> Callable[..., ComparedScores]:
-    """Returns the scores of the policy, and how far it is from the teacher at each token that
-    counts.
+    """The scores of the policy, and how far it is from the teacher at each token that counts.
 
     scores: policy.batch_scores with its settings. A batch needs the streams of a comparison.
     """
 
-    def compared(params: Params, batch: RowBatch) -> ComparedScores:
-        return scores(params, batch, head=partial(_compared_head, teacher, batch))
-
-    return compared
-
-
-def _compared_head(
-    teacher: Teacher,
-    batch: RowBatch,
-    before_RMD: jax.Array,
-    table_VD: jax.Array,
-    targets_RM: jax.Array,
-    softcap: float | None,
-    temperature: float,
-) -> ComparedScores:
-    """The scores [R, M] of hidden states, and the divergence of each."""
-    # the scores of the sampled tokens, as without a comparison
-    scores = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
-    spec = head_spec(len(table_VD), softcap, temperature)
-    # the teacher's streams at the same tokens
-    of_teacher = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
-    if comparison.top_k:
-        divergence = list_divergence(
-            kind, spec, before_RMD, table_VD, of_teacher[TOKENS], of_teacher[LOGPROBS]
-        )
-    else:
-        theirs = head_spec(len(table_VD), teacher.softcap, temperature)
-        table_VE = batch.constants[TABLE]
-        divergence = head_divergence(
-            kind, spec, before_RMD, table_VD, theirs, of_teacher[HIDDEN], table_VE
-        )
-    return ComparedScores(*scores, divergence)
 
+    def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:
+        # the teacher's streams at the same tokens, [R, M, K]
+        if batch.scored is None:
+            return x_RWK[:, -batch.is_scored.shape[1] :]
+        return jnp.take_along_axis(x_RWK, batch.scored[..., None], axis=1)
 
-def at_scored(x_RWK: jax.Array, batch: RowBatch) -> jax.Array:
-    """Vectors at the scored tokens, [R, M, K]."""
-    if batch.scored is None:
-        return x_RWK[:, -batch.is_scored.shape[1] :]
-    return jnp.take_along_axis(x_RWK, batch.scored[..., None], axis=1)
+    def compared(params: Params, batch: RowBatch) -> ComparedScores:
+        def head(
+            before_RMD: jax.Array,
+            table_VD: jax.Array,
+            targets_RM: jax.Array,
+            softcap: float | None,
+            temperature: float,
+        ) -> ComparedScores:
+            # the scores of the sampled tokens, as without a comparison
+            sampled = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
+            spec = head_spec(len(table_VD), softcap, temperature)
+            ours = (kind, spec, before_RMD, table_VD)
+            theirs = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
+            if comparison.top_k:
+                divergence = list_divergence(*ours, theirs[TOKENS], theirs[LOGPROBS])
+            else:
+                spec_of_teacher = head_spec(len(table_VD), teacher.softcap, temperature)
+                table_VE = batch.constants[TABLE]
+                divergence = head_divergence(*ours, spec_of_teacher, theirs[HIDDEN], table_VE)
+            return ComparedScores(*sampled, divergence)
+
+        return scores(params, batch, head=head)
+
+    return compared

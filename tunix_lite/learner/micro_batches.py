@@ -7,21 +7,23 @@ so does the number of parts that run. That number travels with the batch: nothin
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tunix_lite.parallel.mesh import axis_size, constrain, use_rules
 from tunix_lite.types import Max, Metrics
 
+# a pytree of arrays
+Tree = Any
 # gradients, a pytree like the parameters, and metrics
-Sums = tuple[Any, Metrics]
+Sums = tuple[Tree, Metrics]
 
 
-def cut(batch: Any, parts: int) -> Any:
+def cut(batch: Tree, parts: int) -> Tree:
     """Arrays of rows [R, ...] as parts [parts, rows, ...]; each part has an equal share of the rows
     of every shard.
 
@@ -40,11 +42,11 @@ def cut(batch: Any, parts: int) -> Any:
 
 
 def accumulate(
-    fn: Callable[[Any], Sums],
-    batch: Any,
+    fn: Callable[[Tree], Sums],
+    batch: Tree,
     parts: int,
     num_used: jax.Array | None = None,
-    grad_shardings: Any = None,
+    grad_shardings: Tree | None = None,
     sync_every: int = 1,
 ) -> Sums:
     """The sums of fn over the parts of a batch: (grads, metrics). They are exact, because both are
@@ -54,83 +56,40 @@ def accumulate(
     all. grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients
     cross the mesh once in `sync_every` parts.
     """
-    place = partial(_constrain_grads, grad_shardings=grad_shardings)
-    if sync_every > 1 and axis_size("fsdp") > 1:
-        fn, batch, parts, num_used = _by_shard(
-            fn, batch, parts, num_used, grad_shardings, sync_every
-        )
-    elif parts == 1:
-        return _values_of(place(fn(batch)))
-    else:
+
+    def place(sums: Sums) -> Sums:
+        # Gradients lie as the parameters do, so that each device only ever reduces its share.
+        grads, metrics = sums
+        if grad_shardings is not None:
+            grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
+        return grads, metrics
+
+    shards = axis_size("fsdp")
+    if sync_every > 1 and shards > 1:
+        # Larger parts, each of which every shard adds up by itself.
+        parts = parts // sync_every
+        num_used = None if num_used is None else -(-num_used // sync_every)
+        fn = _sum_per_shard(fn, sync_every, grad_shardings)
+
+        def split(x: jax.Array) -> jax.Array:
+            # [R, ...] -> [parts, sync_every, shards, rows, ...]
+            x = x.reshape(shards, parts, sync_every, -1, *x.shape[1:])
+            x = jnp.moveaxis(x, 0, 2)
+            spec = P(None, None, "fsdp", *[None] * (x.ndim - 3))
+            return jax.lax.with_sharding_constraint(x, spec)
+
+        batch = jax.tree.map(split, batch)
+    elif parts > 1:
         batch = cut(batch, parts)
+    else:
+        return _values_of(place(fn(batch)))
     return _values_of(_sum_parts(fn, batch, parts if num_used is None else num_used, place))
-
-
-def _by_shard(
-    fn: Callable[[Any], Sums],
-    batch: Any,
-    parts: int,
-    num_used: jax.Array | None,
-    grad_shardings: Any,
-    sync_every: int,
-) -> tuple[Callable[[Any], Sums], Any, int, jax.Array | None]:
-    """Groups the parts into larger ones, which each shard adds up by itself: (fn, batch, parts,
-    num_used)."""
-    parts = parts // sync_every
-    num_used = None if num_used is None else -(-num_used // sync_every)
-    batch = jax.tree.map(lambda x: _split_by_shard(x, parts, sync_every), batch)
-    return _sum_per_shard(fn, sync_every, grad_shardings), batch, parts, num_used
-
-
-def _sum_parts(
-    fn: Callable[[Any], Sums], batch: Any, num_parts: int | jax.Array, place: Callable[[Sums], Sums]
-) -> Sums:
-    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
-    `place` keeps gradients on the devices where they belong."""
-    like = jax.eval_shape(fn, part_of(batch, 0))
-
-    def add(i: jax.Array, total: Sums) -> Sums:
-        return _add_up(total, place(fn(part_of(batch, i))))
-
-    # a traced number of parts: a loop of XLA, and not a scan
-    return jax.lax.fori_loop(0, num_parts, add, place(_empty_sums(like)))
-
-
-def part_of(batch: Any, i: int | jax.Array) -> Any:
-    """Part i of arrays [parts, ...]."""
-    return jax.tree.map(lambda x: x[i], batch)
-
-
-def _is_max(leaf: Any) -> bool:
-    return isinstance(leaf, Max)
-
-
-def _empty_sums(like: Sums) -> Sums:
-    """Returns the start values of sums and maxima of these shapes."""
-
-    def start_of(x: Any) -> Any:
-        if _is_max(x):
-            return x.replace(value=jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
-        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-
-    return jax.tree.map(start_of, like, is_leaf=_is_max)
-
-
-def _add_up(total: Sums, part: Sums) -> Sums:
-    """Sums of both; of a `Max`, the larger."""
-
-    def both(x: Any, y: Any) -> Any:
-        if _is_max(x):
-            return x.replace(value=jnp.maximum(x.value, y.value))
-        return x + y
-
-    return jax.tree.map(both, total, part, is_leaf=_is_max)
 
 
 def _values_of(sums: Sums) -> Sums:
     """The same with a number for each `Max`."""
 
-    def value_of(x: Any) -> Any:
+    def value_of(x: jax.Array | Max) -> jax.Array:
         if not _is_max(x):
             return x
         return -x.value if x.of_negative else x.value
@@ -138,45 +97,59 @@ def _values_of(sums: Sums) -> Sums:
     return jax.tree.map(value_of, sums, is_leaf=_is_max)
 
 
-def _reduce_shards(x: Any) -> Any:
-    """A gradient or a metric of each shard, [shards, ...], as that of all shards."""
-    if _is_max(x):
-        return x.replace(value=jnp.max(x.value, axis=0))
-    return jnp.sum(x, axis=0)
+def _sum_parts(
+    fn: Callable[[Tree], Sums],
+    batch: Tree,
+    num_parts: int | jax.Array,
+    place: Callable[[Sums], Sums],
+) -> Sums:
+    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
+    `place` keeps gradients on the devices where they belong."""
+
+    def start_of(x: jax.Array | Max) -> jax.Array | Max:
+        if _is_max(x):
+            return x.replace(value=jnp.full(x.value.shape, -jnp.inf, x.value.dtype))
+        return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    def both(x: jax.Array | Max, y: jax.Array | Max) -> jax.Array | Max:
+        if _is_max(x):
+            return x.replace(value=jnp.maximum(x.value, y.value))
+        return x + y
+
+    def add(i: jax.Array, total: Sums) -> Sums:
+        return jax.tree.map(both, total, place(fn(part_of(batch, i))), is_leaf=_is_max)
+
+    # a traced number of parts: a loop of XLA, and not a scan
+    like = jax.eval_shape(fn, part_of(batch, 0))
+    start = place(jax.tree.map(start_of, like, is_leaf=_is_max))
+    return jax.lax.fori_loop(0, num_parts, add, start)
 
 
-def _constrain_grads(sums: Sums, grad_shardings: Any) -> Sums:
-    """Gradients lie as the parameters do, so that each device only ever reduces its share."""
-    grads, metrics = sums
-    if grad_shardings is not None:
-        grads = jax.tree.map(jax.lax.with_sharding_constraint, grads, grad_shardings)
-    return grads, metrics
+def part_of(batch: Tree, i: int | jax.Array) -> Tree:
+    """Part i of arrays [parts, ...]."""
+    return jax.tree.map(lambda x: x[i], batch)
 
 
-def _split_by_shard(x: jax.Array, syncs: int, sync_every: int) -> jax.Array:
-    """[R, ...] -> [syncs, sync_every, shards, rows, ...]"""
-    shards = axis_size("fsdp")
-    x = x.reshape(shards, syncs, sync_every, -1, *x.shape[1:])
-    x = jnp.moveaxis(x, 0, 2)
-    return jax.lax.with_sharding_constraint(x, P(None, None, "fsdp", *[None] * (x.ndim - 3)))
+def _is_max(leaf: object) -> bool:
+    return isinstance(leaf, Max)
 
 
 def _sum_per_shard(
-    fn: Callable[[Any], Sums], sync_every: int, grad_shardings: Any
-) -> Callable[[Any], Sums]:
+    fn: Callable[[Tree], Sums], sync_every: int, grad_shardings: Tree | None
+) -> Callable[[Tree], Sums]:
     """fn over `sync_every` parts, summed on each shard first, and over the shards only then.
 
     While this lasts, each device holds the sum of its own gradient, not divided over fsdp.
     """
 
-    def of_one_shard(part: Any) -> Sums:
+    def of_one_shard(part: Tree) -> Sums:
         # all rows of a shard are its own
         with use_rules("train", batch=None):
             return fn(part)
 
     of_shards = jax.vmap(of_one_shard, spmd_axis_name="fsdp")
 
-    def keep_on_shard(x: jax.Array, sharding: Any) -> jax.Array:
+    def keep_on_shard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         # a gradient of each shard: its first dim over fsdp, the others as tp divides them
         others = (None if entry == "fsdp" else entry for entry in sharding.spec)
         return jax.lax.with_sharding_constraint(x, P("fsdp", *others))
@@ -187,8 +160,14 @@ def _sum_per_shard(
             grads = jax.tree.map(keep_on_shard, grads, grad_shardings)
         return grads, metrics
 
-    def sum_of_parts(parts: Any) -> Sums:
+    def reduce(x: jax.Array | Max) -> jax.Array | Max:
+        # [shards, ...] -> that of all shards
+        if _is_max(x):
+            return x.replace(value=jnp.max(x.value, axis=0))
+        return jnp.sum(x, axis=0)
+
+    def sum_of_parts(parts: Tree) -> Sums:
         total = _sum_parts(of_shards, parts, sync_every, keep_on_shards)
-        return jax.tree.map(_reduce_shards, total, is_leaf=_is_max)
+        return jax.tree.map(reduce, total, is_leaf=_is_max)
 
     return sum_of_parts

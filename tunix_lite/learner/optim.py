@@ -7,22 +7,20 @@ Weights are stored as stacks of layers, and an optimizer sees each layer as a we
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import traverse_util
-from jax.typing import DTypeLike
 
 from tunix_lite.models.weights import Table, Weight, is_weight
-from tunix_lite.types import Params, TrainState
+from tunix_lite.types import Params
 
 SCHEDULES = ("constant", "linear", "cosine")
-# folded into the seed, so that rounding and sampling share no numbers
-ROUNDING = 0x70D
+# dims of a weight that are inputs and outputs of a matrix; or, as optax.partition marks it, none
+Matrix = optax.contrib.MuonDimensionNumbers
+DIMS = (Matrix, optax.MaskedNode)
 # the least root mean square of weights that Adafactor multiplies an update by, as optax has it
 LEAST_RMS = 1e-3
 
@@ -32,6 +30,7 @@ class LearningRateConfig:
     """Settings that all optimizers share: the learning rate over the run, and the clipping of
     gradients."""
 
+    NAME: ClassVar[str] = "adamw"
     # The usual rate of this optimizer as a multiple of AdamW's.
     TIMES_ADAMW: ClassVar[float] = 1.0
 
@@ -52,19 +51,20 @@ class LearningRateConfig:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
-        limits = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps")
-        names = [name for name in limits if hasattr(self, name)]
         rate = self.learning_rate
         if isinstance(rate, str) and rate != "auto":
             raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")
-        numbers = [getattr(self, name) for name in names]
-        if any(number < 0 for number in numbers if number != "auto"):
-            raise ValueError(f"{', '.join(names[:-1])} and {names[-1]} must not be negative")
-        if getattr(self, "eps", 1.0) <= 0:
-            raise ValueError(f"eps={self.eps} must be above 0")
-        shares = [name for name in ("beta1", "beta2", "momentum") if hasattr(self, name)]
-        if not all(0 <= getattr(self, name) < 1 for name in shares):
-            raise ValueError(f"{' and '.join(shares)} must lie in [0, 1)")
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "clip_rms"):
+            value = getattr(self, name, 0)
+            if value != "auto" and value < 0:
+                raise ValueError(f"{name}={value} must not be negative")
+        for name in ("eps", "rms"):
+            value = getattr(self, name, None)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be above 0")
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name, 0) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
         if not 0 <= self.end_fraction <= 1:
             raise ValueError(f"end_fraction={self.end_fraction} must lie in [0, 1]")
 
@@ -96,16 +96,13 @@ class OptimizerConfig(LearningRateConfig):
             mask=decay_mask,
         )
 
-    def describe(self, rate: str) -> str:
-        """Describes the optimizer."""
-        return f"adamw({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
-
 
 @dataclass(frozen=True)
 class AdafactorConfig(LearningRateConfig):
     """Adafactor (arXiv:1804.04235): the mean of squared gradients as one row and one column of a
     matrix, so that it takes next to no memory. Norms and scales are those of a layer's matrix."""
 
+    NAME: ClassVar[str] = "adafactor"
     TIMES_ADAMW: ClassVar[float] = 25.0
 
     # At step t, the mean of squared gradients decays by 1 - t^-decay_rate.
@@ -123,8 +120,6 @@ class AdafactorConfig(LearningRateConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.clip_rms < 0:
-            raise ValueError(f"clip_rms={self.clip_rms} must not be negative")
         if self.min_dim_to_factor < 2:
             raise ValueError(f"min_dim_to_factor={self.min_dim_to_factor} must be at least 2")
         if not 0 < self.decay_rate <= 1:
@@ -132,6 +127,16 @@ class AdafactorConfig(LearningRateConfig):
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates. The parts of optax.adafactor, with norms taken layer by layer."""
+
+        def rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+            return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
+
+        def clip(u: jax.Array, p: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+            return u / jnp.maximum(1.0, rms(u, dims) / self.clip_rms)
+
+        def times_weights(u: jax.Array, p: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+            return u * jnp.maximum(rms(p, dims), LEAST_RMS)
+
         parts = [
             optax.scale_by_factored_rms(
                 decay_rate=self.decay_rate,
@@ -140,20 +145,13 @@ class AdafactorConfig(LearningRateConfig):
             )
         ]
         if self.clip_rms:
-            parts.append(_per_layer(_clipped_to_rms, table, self.clip_rms))
+            parts.append(_per_layer(clip, table))
         parts.append(optax.scale_by_learning_rate(rate, flip_sign=False))
         if self.scale_by_weights:
-            parts.append(_per_layer(_times_rms_of_weights, table, LEAST_RMS))
+            parts.append(_per_layer(times_weights, table))
         if self.momentum:
             parts.append(optax.ema(self.momentum, debias=False))
         return optax.chain(*parts, optax.scale(-1.0))
-
-    def describe(self, rate: str) -> str:
-        """Describes the optimizer."""
-        more = f", momentum {self.momentum:g}" if self.momentum else ""
-        weights = ", times the rms of the weights" if self.scale_by_weights else ""
-        clip = f", clip rms {self.clip_rms:g}" if self.clip_rms else ""
-        return f"adafactor({rate}, decay {self.decay_rate:g}{clip}{weights}{more})"
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,7 @@ class MuonConfig(LearningRateConfig):
     """Muon (Jordan 2024, arXiv:2502.16982): momentum whose matrix, of each layer, is made nearly
     orthogonal by Newton-Schulz steps. Embedding, head, norms and biases get AdamW."""
 
+    NAME: ClassVar[str] = "muon"
     TIMES_ADAMW: ClassVar[float] = 2.5
 
     # Decay of the running mean of the gradients of a matrix.
@@ -185,16 +184,37 @@ class MuonConfig(LearningRateConfig):
         super().__post_init__()
         if self.ns_steps < 1:
             raise ValueError(f"ns_steps={self.ns_steps} must be at least 1")
-        if self.rms is not None and self.rms <= 0:
-            raise ValueError(f"rms={self.rms} must be above 0, or null")
 
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates. table: the weights that train, which says which dims are inputs."""
         if table is None:
             raise ValueError("Muon must know which dims of a weight are inputs: give the table")
         # Not optax.contrib.muon: its AdamW has Nesterov momentum, and decays norms too.
-        dims = _matrix_dims(table)
-        scale_by_shape = _per_matrix(partial(_matrix_size, rms=self.rms), dims)
+
+        def dims_of(w: Weight) -> Matrix | optax.MaskedNode:
+            # A stack of layers is as many matrices. Muon is not for the embedding and the head.
+            if not w.inputs or "vocab" in w.axes:
+                return optax.MaskedNode()
+            first = int(w.is_stacked)
+            inputs = tuple(range(first, first + w.inputs))
+            return Matrix(inputs, tuple(range(first + w.inputs, len(w.shape))))
+
+        def sized(d: Matrix | optax.MaskedNode, u: jax.Array) -> jax.Array:
+            # an orthogonal matrix, with the root mean square of its setting
+            if not isinstance(d, Matrix):
+                return u
+            inputs = math.prod(u.shape[dim] for dim in d.reduction_axis)
+            outputs = math.prod(u.shape[dim] for dim in d.output_axis)
+            if self.rms is None:
+                return math.sqrt(max(1.0, outputs / inputs)) * u
+            return math.sqrt(max(inputs, outputs)) * self.rms * u
+
+        dims = jax.tree.map(dims_of, table, is_leaf=is_weight)
+        scale_by_shape = optax.stateless(
+            lambda updates, params: jax.tree.map(
+                sized, dims, updates, is_leaf=lambda x: isinstance(x, DIMS)
+            )
+        )
         parts = {
             "matrix": optax.chain(
                 optax.contrib.scale_by_muon(
@@ -209,7 +229,9 @@ class MuonConfig(LearningRateConfig):
             "rest": optax.scale_by_adam(self.beta1, self.beta2, self.eps),
         }
         names = jax.tree.map(
-            lambda d: "matrix" if _is_matrix(d) else "rest", dims, is_leaf=_is_dims
+            lambda d: "matrix" if isinstance(d, Matrix) else "rest",
+            dims,
+            is_leaf=lambda x: isinstance(x, DIMS),
         )
         return optax.chain(
             optax.partition(parts, names),
@@ -217,20 +239,13 @@ class MuonConfig(LearningRateConfig):
             optax.scale_by_learning_rate(rate),
         )
 
-    def describe(self, rate: str) -> str:
-        """Describes the optimizer."""
-        size = "" if self.rms is None else f", rms {self.rms:g}"
-        momentum = f"{'nesterov ' if self.nesterov else ''}momentum {self.momentum:g}"
-        muon = f"{momentum}, {self.ns_steps} Newton-Schulz steps{size}"
-        adam = f"adamw betas {self.beta1:g} {self.beta2:g} for the rest"
-        return f"muon({rate}, {muon}, {adam}{_decay(self.weight_decay)})"
-
 
 @dataclass(frozen=True)
 class LionConfig(LearningRateConfig):
     """Lion (arXiv:2302.06675): the sign of a mean of gradients, so each weight moves by the
     learning rate. It wants a rate 3 to 10 times smaller than AdamW's."""
 
+    NAME: ClassVar[str] = "lion"
     TIMES_ADAMW: ClassVar[float] = 0.5
 
     # Share of the running mean in the sign. The rest is the new gradient.
@@ -246,15 +261,12 @@ class LionConfig(LearningRateConfig):
             rate, b1=self.beta1, b2=self.beta2, weight_decay=self.weight_decay, mask=decay_mask
         )
 
-    def describe(self, rate: str) -> str:
-        """Describes the optimizer."""
-        return f"lion({rate}, betas {self.beta1:g} {self.beta2:g}{_decay(self.weight_decay)})"
-
 
 @dataclass(frozen=True)
 class SGDConfig(LearningRateConfig):
     """Stochastic gradient descent. Without momentum it keeps nothing."""
 
+    NAME: ClassVar[str] = "sgd"
     # An update is as large as its gradient, so the rate says little of what trains.
     TIMES_ADAMW: ClassVar[float] = 2500.0
 
@@ -272,22 +284,12 @@ class SGDConfig(LearningRateConfig):
         """Gradients to updates."""
         return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
 
-    def describe(self, rate: str) -> str:
-        """Describes the optimizer."""
-        name = "nesterov momentum" if self.nesterov else "momentum"
-        return f"sgd({rate}{f', {name} {self.momentum:g}' if self.momentum else ''})"
-
 
 Optimizer = OptimizerConfig | AdafactorConfig | MuonConfig | LionConfig | SGDConfig
 
 
-def _decay(weight_decay: float) -> str:
-    return f", decay {weight_decay:g}" if weight_decay else ""
-
-
 def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
-    """Returns the settings with the learning rate for this number of data-parallel shards
-    (fsdp)."""
+    """The settings with the learning rate for this number of data-parallel shards (fsdp)."""
     if not cfg.scale_lr_with_devices:
         return cfg
     return replace(cfg, learning_rate=cfg.learning_rate * num_shards)
@@ -349,101 +351,42 @@ def describe(cfg: Optimizer, num_shards: int = 1, max_steps: int | None = None) 
         rate += f", warm-up {cfg.warmup_steps}"
         if max_steps is not None and max_steps < cfg.warmup_steps:
             rate += f" (longer than the run, which ends at {max_steps}/{cfg.warmup_steps} of it)"
+    terms = [rate]
+    if getattr(cfg, "momentum", 0):
+        nesterov = "nesterov " if getattr(cfg, "nesterov", False) else ""
+        terms.append(f"{nesterov}momentum {cfg.momentum:g}")
+    if hasattr(cfg, "beta1"):
+        terms.append(f"betas {cfg.beta1:g} {cfg.beta2:g}")
+    if getattr(cfg, "weight_decay", 0):
+        terms.append(f"decay {cfg.weight_decay:g}")
     clip = f"clip {cfg.max_grad_norm:g} → " if cfg.max_grad_norm else ""
-    return clip + cfg.describe(rate)
-
-
-# ---- matrices of a layer
-
-
-def _matrix_dims(table: Table) -> Any:
-    """Returns the dims of each weight that are the inputs and the outputs of a matrix; MaskedNode,
-    as optax.partition marks it, where Muon has no matrix.
-
-    A stack of layers is as many matrices. The embedding and the head are not meant for Muon.
-    """
-
-    def of(w: Weight) -> Any:
-        if not w.inputs or "vocab" in w.axes:
-            return optax.MaskedNode()
-        first = int(w.is_stacked)
-        inputs = tuple(range(first, first + w.inputs))
-        outputs = tuple(range(first + w.inputs, len(w.shape)))
-        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
-
-    return jax.tree.map(of, table, is_leaf=is_weight)
-
-
-def _is_matrix(dims: Any) -> bool:
-    return isinstance(dims, optax.contrib.MuonDimensionNumbers)
-
-
-def _is_dims(x: Any) -> bool:
-    return _is_matrix(x) or isinstance(x, optax.MaskedNode)
-
-
-def _per_matrix(factor: Callable, dims: Any) -> optax.GradientTransformation:
-    """Multiplies each orthogonal matrix by factor(inputs, outputs)."""
-
-    def of(d: Any, u: Any) -> Any:
-        if not _is_matrix(d):
-            return u
-        inputs = math.prod(u.shape[dim] for dim in d.reduction_axis)
-        outputs = math.prod(u.shape[dim] for dim in d.output_axis)
-        return factor(inputs, outputs) * u
-
-    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
-        return jax.tree.map(of, dims, updates, is_leaf=_is_dims), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _matrix_size(inputs: int, outputs: int, rms: float | None) -> float:
-    """Returns the factor of an orthogonal matrix: see MuonConfig.rms."""
-    if rms is None:
-        return math.sqrt(max(1.0, outputs / inputs))
-    return math.sqrt(max(inputs, outputs)) * rms
+    return f"{clip}{cfg.NAME}({', '.join(terms)})"
 
 
 def _per_layer(
-    change: Callable, table: Table | None, limit: float
-) -> optax.GradientTransformationExtraArgs:
-    """Applies `change(update, weight, dims, limit)` to each weight, where `dims` are all its dims
-    but the one that counts layers."""
+    change: Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array], table: Table | None
+) -> optax.GradientTransformation:
+    """Applies `change(update, weight, dims)` to each weight, where `dims` are all its dims but the
+    one that counts layers."""
 
-    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+    def update(updates: Params, params: Params) -> Params:
         stacks = jax.tree.map(lambda _: False, params)
         if table is not None:
             stacks = jax.tree.map(lambda w: w.is_stacked, table, is_leaf=is_weight)
 
         def of(u: jax.Array, p: jax.Array, is_stacked: bool) -> jax.Array:
-            return change(u, p, tuple(range(int(is_stacked), u.ndim)), limit)
+            return change(u, p, tuple(range(int(is_stacked), u.ndim)))
 
-        return jax.tree.map(of, updates, params, stacks), state
+        return jax.tree.map(of, updates, params, stacks)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
-
-
-def _clipped_to_rms(u: jax.Array, p: jax.Array, dims: tuple[int, ...], most: float) -> jax.Array:
-    return u / jnp.maximum(1.0, _rms(u, dims) / most)
-
-
-def _times_rms_of_weights(
-    u: jax.Array, p: jax.Array, dims: tuple[int, ...], least: float
-) -> jax.Array:
-    return u * jnp.maximum(_rms(p, dims), least)
+    return optax.stateless(update)
 
 
 def decay_mask(params: Params) -> Params:
     """True for weights that decay: projections, adapters and the embedding, not the scales of norms
     or biases."""
-    flat = traverse_util.flatten_dict(params, sep="/")
-    return traverse_util.unflatten_dict(
-        {path: not path.endswith(("norm", "bias")) for path in flat}, sep="/"
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not _names(path)[-1].endswith(("norm", "bias")), params
     )
 
 
@@ -501,26 +444,22 @@ def state_layout(optimizer: optax.GradientTransformation, params: Params) -> Any
         names = _names(place)
         suffixes = (names[i:] for i in range(len(names)))
         weight = next((suffix for suffix in suffixes if suffix in by_path), None)
-        dims = None if weight is None else _dims_kept(by_path[weight], leaf.shape, names)
-        return StateLeaf(leaf, None) if dims is None else StateLeaf(leaf, weight, dims)
+        if weight is None:
+            return StateLeaf(leaf, None)
+        # all dims of the weight, or all but one (Adafactor)
+        whole = by_path[weight]
+        every = tuple(range(len(whole)))
+        if leaf.shape == whole:
+            return StateLeaf(leaf, weight, every)
+        left_out = [d for d in every if whole[:d] + whole[d + 1 :] == leaf.shape]
+        if not left_out:
+            return StateLeaf(leaf, None)
+        # Of two dims of one size, optax's row leaves out the last of the largest, its column the
+        # other.
+        drop = left_out[-1] if "v_row" in names else left_out[0]
+        return StateLeaf(leaf, weight, tuple(d for d in every if d != drop))
 
     return jax.tree_util.tree_map_with_path(of, state)
-
-
-def _dims_kept(
-    whole: tuple[int, ...], part: tuple[int, ...], names: tuple[str, ...]
-) -> tuple[int, ...] | None:
-    """Finds the dims of a weight that an array beside it has: all, or all but one (Adafactor);
-    None: it has none of them."""
-    every = tuple(range(len(whole)))
-    if part == whole:
-        return every
-    left_out = [d for d in every if whole[:d] + whole[d + 1 :] == part]
-    if not left_out:
-        return None
-    # Of two dims of one size, optax's row leaves out the last of the largest, its column the other.
-    drop = left_out[-1] if "v_row" in names else left_out[0]
-    return tuple(d for d in every if d != drop)
 
 
 def _by_path(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
@@ -532,67 +471,9 @@ def _names(path: tuple) -> tuple[str, ...]:
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
-def apply_update(
-    optimizer: optax.GradientTransformation, grads: Params, state: TrainState, seed: int
-) -> tuple[tuple[Params, Any], jax.Array]:
-    """(the new params, the new state of the optimizer), and the norm of the change. It is computed
-    in float32; `seed` is that of rounding to the types of the old ones."""
-    params = widen(state.params)
-    updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
-    new = optax.apply_updates(params, updates), opt_state
-    if dtypes(new) != dtypes((state.params, state.opt_state)):
-        new = round_to_kept(new, state, seed)
-    return new, optax.tree.norm(updates)
-
-
-def dtypes(tree: Any) -> list[np.dtype]:
-    """The type of each array of a tree."""
-    return [x.dtype for x in jax.tree.leaves(tree)]
-
-
-def round_to_kept(new: tuple[Params, Any], state: TrainState, seed: int) -> tuple[Params, Any]:
-    """New params and a new state of the optimizer in the types of the old ones.
-
-    What is kept in bfloat16 (training.mixed_precision=bf16_params) is rounded stochastically: up or
-    down at random, to the nearer with the higher probability. Rounded to the nearest, an update of
-    less than half a last digit would never arrive. The random numbers come from (seed, step), so
-    that they are the same on every mesh.
-    """
-    key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
-    old_leaves = jax.tree.leaves((state.params, state.opt_state))
-    leaves, form = jax.tree.flatten(new)
-    keys = [jax.random.fold_in(jax.random.fold_in(key, state.step), i) for i in range(len(leaves))]
-    rounded = [round_by_chance(x, old.dtype, k) for x, old, k in zip(leaves, old_leaves, keys)]
-    return form.unflatten(rounded)
-
-
-def widen(tree: Any) -> Any:
-    """Floating-point arrays in float32 at least."""
-
-    def in_float32(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float(x) else x
-
-    return jax.tree.map(in_float32, tree)
-
-
 def num_updates(opt_state: Any) -> int:
-    """Updates that were made: those that were skipped (step.TrainStep) do not count."""
+    """Updates that were made: those that were skipped (update.TrainStep) do not count."""
     return int(optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1])
-
-
-def is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """x as dtype. From float32 to bfloat16 it is rounded stochastically: bfloat16 is the upper half
-    of float32, and the lower half gives the probability of rounding up."""
-    if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    upper = (bits + (jax.random.bits(key, x.shape, jnp.uint16)).astype(jnp.uint32)) >> 16
-    rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(dtype))
 
 
 def learning_rate_at(cfg: LearningRateConfig, max_steps: int, step: int) -> float:

@@ -145,8 +145,7 @@ def packed(
 
     # sequences that stand in one row together, and their places
     sequences = _sequences(token_mask_BT, counts_BT, shape)
-    groups = _groups(np.asarray(tokens_BT).reshape(-1), sequences, shape)
-    units = [unit for group in groups for unit in group]
+    units = list(_units(np.asarray(tokens_BT).reshape(-1), sequences, shape))
     row_of_unit, lanes_of_unit = _first_fit_rows(units, shape)
 
     # tokens of each used row
@@ -264,32 +263,22 @@ def _sequences(
     return sequences
 
 
-def _groups(
-    tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape
-) -> Iterator[list[_Unit]]:
-    """Neighbours with the same prompt, divided so that each unit fits into an empty row; without a
-    prefix, each alone."""
+def _units(tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape) -> Iterator[_Unit]:
+    """Neighbours with the same prompt, in units that fit into an empty row each."""
     if not shape.prefix_columns:
-        yield from ([_Unit(0, [one])] for one in sequences)
+        yield from (_Unit(0, [one]) for one in sequences)
         return
 
     def prompt_of(one: _Sequence) -> bytes:
         return tokens[one.start : one.start + one.prefix].tobytes()
 
     for _, neighbours in itertools.groupby(sequences, prompt_of):
-        yield _divide_group(list(neighbours), shape)
-
-
-def _divide_group(sequences: list[_Sequence], shape: RowShape) -> list[_Unit]:
-    """Sequences with one prompt as units that fit into an empty row each."""
-    prefix = sequences[0].prefix
-    lengths = _Unit(prefix, sequences).lengths
-    lanes = _first_fit(lengths, np.zeros(0, int), shape.lane_columns)
-    rows = lanes // shape.num_lanes
-    return [
-        _Unit(prefix, [sequences[i] for i in np.flatnonzero(rows == row)])
-        for row in range(rows.max() + 1)
-    ]
+        group = list(neighbours)
+        prefix = group[0].prefix
+        lengths = _Unit(prefix, group).lengths
+        rows = _first_fit(lengths, np.zeros(0, int), shape.lane_columns) // shape.num_lanes
+        for row in range(rows.max() + 1):
+            yield _Unit(prefix, [group[i] for i in np.flatnonzero(rows == row)])
 
 
 def _first_fit(lengths: list[int], room: np.ndarray, new: int | None = None) -> np.ndarray | None:
@@ -312,8 +301,7 @@ def _first_fit(lengths: list[int], room: np.ndarray, new: int | None = None) -> 
 
 
 def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The row of each unit, first fit from the largest on, and the lane of each of its
-    sequences."""
+    """The row of each unit, first fit from the largest on, and the lanes of its sequences."""
     rows = np.zeros(len(units), int)
     lanes: list = [None] * len(units)
     # columns that are free in each row: of its prefix, and of each lane
@@ -364,13 +352,11 @@ def _fill_rows(
     num_rows: int,
     shape: RowShape,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The [R, W] arrays of Packed, and the column that predicts each: the one before, or the last
-    of its prompt."""
+    """The [R, W] arrays of Packed, and the column that predicts each."""
     width = shape.width
-    source = np.full(num_rows * width, -1, np.int32)
-    segment_ids = np.zeros(num_rows * width, np.int32)
-    positions = np.zeros(num_rows * width, np.int32)
-    completion_ids = np.zeros(num_rows * width, np.int32)
+    names = ("source", "segment_ids", "positions", "completion_ids")
+    arrays = {name: np.zeros(num_rows * width, np.int32) for name in names}
+    arrays["source"] -= 1
     previous = np.tile(np.arange(width) - 1, num_rows)
     count = np.arange(width, dtype=np.int32)
 
@@ -389,21 +375,15 @@ def _fill_rows(
         for number, (start, length, lane) in enumerate(pieces):
             first = ends[row, lane]
             here = slice(first, first + length)
-            source[here] = count[:length] + start
-            segment_ids[here] = segments[row]
-            positions[here] = count[:length] + (unit.prefix if number else 0)
-            completion_ids[here] = number
+            arrays["source"][here] = count[:length] + start
+            arrays["segment_ids"][here] = segments[row]
+            arrays["positions"][here] = count[:length] + (unit.prefix if number else 0)
+            arrays["completion_ids"][here] = number
             # the first token of a rest follows the last one of the prompt
             if number and unit.prefix:
                 previous[first] = (ends[row, 0] - 1) % width
             ends[row, lane] += length
 
-    arrays = {
-        "source": source,
-        "segment_ids": segment_ids,
-        "positions": positions,
-        "completion_ids": completion_ids,
-    }
     in_rows = {name: array.reshape(num_rows, width) for name, array in arrays.items()}
     return in_rows, previous.reshape(num_rows, width)
 

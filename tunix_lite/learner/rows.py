@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +41,7 @@ class RowLayout:
 
     @property
     def lanes(self) -> dict[str, int]:
-        """Columns of shared prompts and of each lane, by their name in RowBatch; {}: none is
-        shared."""
+        """Columns of shared prompts and of each lane; {}: none is shared."""
         if self.packing != "prefix":
             return {}
         shape = self.shape
@@ -58,8 +56,26 @@ class RowLayout:
         """
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
-        pack = self._unpacked if self.packing == "none" else self._packed
-        packed, scored_columns = pack(batch, counts_BT)
+        if self.packing == "none":
+            # a sequence a row; a slice finds the scored tokens, in the last columns
+            packed = packing.unpacked(batch.token_mask, counts_BT)
+            width = counts_BT.shape[1]
+            needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
+            last = self.num_scored
+            if last is None:
+                # in quarters of a row, so that few programs are compiled
+                quarter = -(-width // 4)
+                last = min(width - 1, -(-needed // quarter) * quarter)
+            elif needed > last:
+                raise ValueError(
+                    f"tokens count in the last {needed} columns, but num_scored={last}"
+                )
+            scored_columns = {"is_scored": counts_BT[:, width - last :]}
+        else:
+            counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
+            packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
+            names = ("scored", "previous", "is_scored", "num_parts")
+            scored_columns = {name: getattr(packed, name) for name in names}
 
         # every value about a token goes where its token goes
         placed = jax.tree.map(packed.place, batch)
@@ -73,38 +89,6 @@ class RowLayout:
             completion_ids=packed.completion_ids,
         )
         return jax.tree.map(on_mesh, rows), packed
-
-    def _unpacked(self, batch: Batch, counts_BT: np.ndarray) -> tuple[Packed, dict[str, Any]]:
-        """A sequence a row, and where the scored tokens are: in the last columns, so that a slice
-        finds them."""
-        packed = packing.unpacked(batch.token_mask, counts_BT)
-        first = counts_BT.shape[1] - self._last_columns(counts_BT)
-        return packed, {"is_scored": counts_BT[:, first:]}
-
-    def _packed(self, batch: Batch, counts_BT: np.ndarray) -> tuple[Packed, dict[str, Any]]:
-        """Several sequences a row, and the columns of the scored tokens."""
-        counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
-        packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
-        return packed, {
-            "scored": packed.scored,
-            "previous": packed.previous,
-            "is_scored": packed.is_scored,
-            "num_parts": packed.num_parts,
-        }
-
-    def _last_columns(self, counts_BT: np.ndarray) -> int:
-        """Counts the columns at the end of the rows that contain all scored tokens."""
-        width = counts_BT.shape[1]
-        needed = width - int(counts_BT.any(axis=0).argmax()) if counts_BT.any() else 1
-        if self.num_scored is None:
-            # in quarters of a row, so that few programs are compiled
-            quarter = -(-width // 4)
-            return min(width - 1, -(-needed // quarter) * quarter)
-        if needed > self.num_scored:
-            raise ValueError(
-                f"tokens count in the last {needed} columns, but num_scored={self.num_scored}"
-            )
-        return self.num_scored
 
 
 def row_shapes(
@@ -150,8 +134,7 @@ def row_shapes(
 
 
 def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
-    """The shapes of rows that `row_shapes` gives, for every M that a batch may take, the most
-    first."""
+    """The shapes that `row_shapes` gives, for every M that a batch may take, the most first."""
     if layout.packing == "none":
         return [rows]
 

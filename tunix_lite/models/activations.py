@@ -36,34 +36,25 @@ def _backward(
     activation: str, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     gate, up = residuals
-    activated, slope = SLOPES[activation](wide(gate))
+    # The same functions by another formula than ACTIVATIONS. With the same one, the compiler would
+    # see that the forward pass has computed it, and keep that for the backward pass.
+    x = wide(gate)
+    if activation == "gelu":
+        # x sigmoid(2 u), where u = sqrt(2 / pi) (x + 0.044715 x^3): tanh(u) = 2 sigmoid(2 u) - 1
+        scale = math.sqrt(2 / math.pi)
+        share = jax.nn.sigmoid(2 * scale * (x + 0.044715 * x**3))
+        twice_slope_of_u = 2 * scale * (1 + 3 * 0.044715 * x**2)
+        activated = x * share
+        slope = share + x * share * (1 - share) * twice_slope_of_u
+    else:
+        # sigmoid(x) is 1 or exp(x), over 1 + exp(-|x|)
+        small = jnp.exp(-jnp.abs(x))
+        share = jnp.where(x < 0, small, 1.0) / (1 + small)
+        activated = x * share
+        slope = share + x * share * (1 - share)
     of_gate = wide(cotangent) * wide(up) * slope
     of_up = wide(cotangent) * activated
     return stored(of_gate, gate.dtype), stored(of_up, up.dtype)
 
 
 gated.defvjp(_forward, _backward)
-
-
-# ---- activations with their derivatives
-# These compute the same functions by another formula than ACTIVATIONS. With the same one, the
-# compiler would see that the forward pass has computed it, and keep that for the backward pass.
-
-
-def _gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x sigmoid(2 u), where u = sqrt(2 / pi) (x + 0.044715 x^3), and its derivative. It is gelu,
-    because tanh(u) = 2 sigmoid(2 u) - 1."""
-    scale = math.sqrt(2 / math.pi)
-    share = jax.nn.sigmoid(2 * scale * (x + 0.044715 * x**3))
-    twice_slope_of_u = 2 * scale * (1 + 3 * 0.044715 * x**2)
-    return x * share, share + x * share * (1 - share) * twice_slope_of_u
-
-
-def _silu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x sigmoid(x) and its derivative, where sigmoid(x) is 1 or exp(x), over 1 + exp(-|x|)."""
-    small = jnp.exp(-jnp.abs(x))
-    share = jnp.where(x < 0, small, 1.0) / (1 + small)
-    return x * share, share + x * share * (1 - share)
-
-
-SLOPES = {"gelu": _gelu_and_slope, "silu": _silu_and_slope}

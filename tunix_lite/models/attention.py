@@ -38,6 +38,8 @@ SCORES_AT_ONCE = 2**24
 MOST_PIECES = 16
 # Splash attention takes lengths and heads in multiples of it.
 LANES = 128
+# Axes of a mask, and of queries, keys and values, by the number of their dims.
+ROW_AXES = {3: ("batch", "seq", "seq"), 4: ("batch", "seq", "heads", "head_dim")}
 
 
 @flax.struct.dataclass
@@ -178,7 +180,33 @@ def xla(
     is_local: whether the layer has a window. It is traced where one program serves layers of both
     kinds.
     """
-    return by_lane(partial(_xla, cfg, is_local), meta, q_BTNH, k_BTKH, v_BTKH)
+
+    def of_rows(
+        q_meta: AttentionMeta,
+        k_meta: AttentionMeta,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+    ) -> jax.Array:
+        k_BKSH = k_BSKH.swapaxes(1, 2)
+        v_BKSH = v_BSKH.swapaxes(1, 2)
+        T = q_BTNH.shape[1]
+        S = k_BSKH.shape[1]
+        if piece_length(q_BTNH, S) >= T:
+            mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
+            return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
+
+        # A window that is known while compiling saves columns. Where the kind of the layer is
+        # traced, a branch for each kind costs more than that, unless the window is short.
+        arrays = (q_meta, k_meta, q_BTNH, k_BKSH, v_BKSH)
+        is_known = isinstance(is_local, bool)
+        if is_known or 4 * cfg.window > S or k_meta.completion_ids is not None:
+            return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
+        in_global = partial(_in_pieces, cfg, window_of(cfg, False))
+        in_local = partial(_in_pieces, cfg, window_of(cfg, True))
+        return jax.lax.cond(is_local, in_local, in_global, *arrays)
+
+    return by_lane(of_rows, meta, q_BTNH, k_BTKH, v_BTKH)
 
 
 def by_lane(
@@ -225,34 +253,6 @@ def by_lane(
         prefix_and_lane_of(v_BTKH),
     )
     return jnp.concatenate([out_prefix, out_lanes.reshape(B, -1, *q_BTNH.shape[2:])], axis=1)
-
-
-def _xla(
-    cfg: Architecture,
-    is_local: bool | jax.Array,
-    q_meta: AttentionMeta,
-    k_meta: AttentionMeta,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-) -> jax.Array:
-    k_BKSH = k_BSKH.swapaxes(1, 2)
-    v_BKSH = v_BSKH.swapaxes(1, 2)
-    T = q_BTNH.shape[1]
-    S = k_BSKH.shape[1]
-    if piece_length(q_BTNH, S) >= T:
-        mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
-        return attend(cfg, q_BTNH, k_BKSH, v_BKSH, mask_BTS)
-
-    # A window that is known while compiling saves columns. Where the kind of the layer is traced,
-    # a branch for each kind costs more than that, unless the window is short.
-    arrays = (q_meta, k_meta, q_BTNH, k_BKSH, v_BKSH)
-    is_known = isinstance(is_local, bool)
-    if is_known or 4 * cfg.window > S or k_meta.completion_ids is not None:
-        return _in_pieces(cfg, window_of(cfg, is_local), *arrays)
-    in_global = partial(_in_pieces, cfg, window_of(cfg, False))
-    in_local = partial(_in_pieces, cfg, window_of(cfg, True))
-    return jax.lax.cond(is_local, in_local, in_global, *arrays)
 
 
 def window_of(cfg: Architecture, is_local: bool | jax.Array) -> int | jax.Array | None:
@@ -391,17 +391,13 @@ def _flash_vjp(
     residuals: tuple,
     cotangent_BTNH: jax.Array,
 ) -> tuple:
-    def cotangents(
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
-        mask_BTS: jax.Array,
-        cotangent_BTNH: jax.Array,
-    ) -> tuple:
+    def cotangents(*arrays: jax.Array) -> tuple:
+        *qkv, mask_BTS, cotangent_BTNH = arrays
+
         def of_qkv(*qkv: jax.Array) -> jax.Array:
             return flash_attention(scale, *qkv, mask_BTS)
 
-        _, pull_back = jax.vjp(of_qkv, q_BTNH, k_BSKH, v_BSKH)
+        _, pull_back = jax.vjp(of_qkv, *qkv)
         return pull_back(cotangent_BTNH)
 
     return *merge_vmapped_rows(cotangents)(*residuals, cotangent_BTNH), None
@@ -412,7 +408,7 @@ flash_attention_under_vmap.defvjp(
 )
 
 
-def merge_vmapped_rows(fn: Callable) -> Callable:
+def merge_vmapped_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the
     rows of all shards."""
     per_shard = jax.custom_batching.custom_vmap(fn)
@@ -426,19 +422,13 @@ def merge_vmapped_rows(fn: Callable) -> Callable:
 
         # Outside of the vmap, fsdp divides the rows again.
         with use_rules("train"):
-            rows = [_constrain_rows(x.reshape(-1, *x.shape[2:])) for x in arrays]
-            out = fn(*rows)
+            # q, k, v or an array of their shape, [B, T, heads, H]; or a mask, [B, T, S]
+            rows = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+            out = fn(*(constrain(x, *ROW_AXES[x.ndim]) for x in rows))
         out = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
     return per_shard
-
-
-def _constrain_rows(x: jax.Array) -> jax.Array:
-    """Shards q, k, v or an array of their shape, [B, T, heads, H]; or a mask, [B, T, S]."""
-    if x.ndim == 4:
-        return constrain(x, "batch", "seq", "heads", "head_dim")
-    return constrain(x, "batch", "seq", "seq")
 
 
 # ---- splash: the kernel for TPUs
@@ -478,8 +468,7 @@ def _splash_kernel(
     q_shape: tuple[int, ...],
     interpret: bool,
 ) -> Callable[..., jax.Array]:
-    """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H]. Each device computes its own
-    sequences and heads."""
+    """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H], on each device its own."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
     B, T, N, H = q_shape
@@ -505,18 +494,11 @@ def _splash_kernel(
     ) -> jax.Array:
         return kernel(q_NTH, k_KTH, v_KTH, kernels.SegmentIds(segments_T, segments_T))
 
-    def on_a_device(
-        q_BNTH: jax.Array,
-        k_BKTH: jax.Array,
-        v_BKTH: jax.Array,
-        segments_BT: jax.Array,
-    ) -> jax.Array:
-        return jax.vmap(of_sequence)(q_BNTH, k_BKTH, v_BKTH, segments_BT)
-
     # Queries, keys and values are divided alike (repeat_heads_for_tp).
     mesh = jax.sharding.get_abstract_mesh()
     qkv_spec = spec(("batch", "heads", "seq", "head_dim"), (B, N, T, H), mesh)
     in_specs = (qkv_spec, qkv_spec, qkv_spec, P(qkv_spec[0], None))
+    on_a_device = jax.vmap(of_sequence)
     return jax.shard_map(on_a_device, in_specs=in_specs, out_specs=qkv_spec, check_vma=False)
 
 
@@ -562,11 +544,9 @@ def choose(
     if setting == "auto" and native is None:
         return "xla", f"the one for {platform}"
     name = native if setting == "auto" else setting
-    reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
-    kind = ValueError
-    if reason is None and name == "cudnn":
-        reason = _cudnn_fails(cfg, dtype)
-        kind = CannotCompile
+    arguments = (name, cfg, platform, dtype, width, shares_prompts)
+    kind = ValueError if unsupported(*arguments) else CannotCompile
+    reason = obstacle(*arguments)
     if setting != "auto":
         if reason:
             raise kind(f"attention={setting}: {reason}; use auto or xla")
@@ -588,9 +568,24 @@ def obstacle(
     On an NVIDIA GPU it compiles a small kernel to find out.
     """
     reason = unsupported(name, cfg, platform, dtype, width, shares_prompts)
-    if reason is None and name == "cudnn":
-        return _cudnn_fails(cfg, dtype)
-    return reason
+    return _cudnn_fails(cfg, dtype) if reason is None and name == "cudnn" else reason
+
+
+def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
+    """The error of compiling a small kernel, in one line; None: it compiles."""
+    x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)
+    mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
+    attention = partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        return attention(q, k, v, mask=mask).sum().astype(jnp.float32)
+
+    try:
+        jax.jit(jax.grad(total)).lower(x, x, x, mask).compile()
+    except Exception as error:
+        # Whatever the error is, it is the reason.
+        return f"a small one does not compile ({str(error).strip().splitlines()[0][:120]})"
+    return None
 
 
 def unsupported(
@@ -601,8 +596,7 @@ def unsupported(
     width: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Explains why the implementation `name` was not made for this, on any machine; None: it
-    was."""
+    """Explains why the implementation `name` was not made for this, on any machine, or None."""
     if NATIVE.get(platform) != name:
         return f"it does not run on {platform}"
     if name == "cudnn":
@@ -627,29 +621,6 @@ def unsupported(
         return f"it takes rows in multiples of {LANES} tokens, and they have {width}"
     if cfg.head_dim % LANES:
         return f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}"
-    return None
-
-
-def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
-    """Compiles a small kernel, because only that shows whether the library is there and takes it.
-    Returns the error in one line; None: it compiles."""
-    x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)
-    mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
-    attention = partial(jax.nn.dot_product_attention, implementation="cudnn")
-
-    def total(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        mask: jax.Array,
-    ) -> jax.Array:
-        return attention(q, k, v, mask=mask).sum().astype(jnp.float32)
-
-    try:
-        jax.jit(jax.grad(total)).lower(x, x, x, mask).compile()
-    except Exception as error:
-        # Whatever the error is, it is the reason.
-        return f"a small one does not compile ({str(error).strip().splitlines()[0][:120]})"
     return None
 
 

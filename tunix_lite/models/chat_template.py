@@ -65,7 +65,7 @@ class ChatTemplate:
         """True if the text of the template has this name, without which it cannot read a key."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
-    def render(self, **values: Any) -> str:
+    def render(self, **values: object) -> str:
         """Renders the template with these plain values. Raises ValueError, naming the file, if it
         fails, or takes too long or too much memory."""
         now = datetime.now()
@@ -92,9 +92,8 @@ def _in_a_line(error: Exception) -> str:
 PLAIN_TYPES = ((str, str.__str__), (bool, bool), (int, int.__int__), (float, float.__float__))
 
 
-def to_plain_values(value: Any) -> Any:
-    """`value` in plain types. A template is a program that we do not trust, so it gets no object
-    with methods of its own. Raises ValueError for any other object."""
+def to_plain_values(value: object) -> Any:
+    """`value` in plain types, which have no methods of their own. Raises ValueError for others."""
     for kind, make in PLAIN_TYPES:
         if isinstance(value, kind):
             return make(value)
@@ -129,7 +128,7 @@ def as_template_reads(message: dict) -> dict:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def with_read_arguments(call: Any) -> dict:
+def with_read_arguments(call: object) -> dict:
     """A tool call with its arguments as an object. Clients of OpenAI write them as the JSON text of
     one, and templates write an object.
 

@@ -7,19 +7,8 @@ layers: "local" layers see the last `window` tokens, "global" ones see all. What
 differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 2503.19786 (Gemma 3),
 2412.15115 (Qwen 2.5), 2505.09388 (Qwen 3), 2407.21783 (Llama 3), and the published checkpoints.
 
-What calls what:
-
-    weights -> layer_weights                 the table of parameters, which everything else reads
-    forward                                  training: whole rows, a scan over stacked layers or
-                                             one layer after the other
-        embed -> block (one layer) -> norm
-    forward_by_layer                         sampling: one layer after the other, with a cache
-        embed -> block (each layer) -> norm
-    block -> norm, attention_part, gated_mlp
-        attention_part -> Products.qkv -> norm -> rope -> attend_fn -> Products.out
-        gated_mlp      -> Products.gated -> Products.down
-    Products                                 weights.project of q, k, v, o, gate, up and down
-    logits                                   from what either of the two returns
+`forward` is for training: whole rows, a scan over stacked layers or one layer after the other.
+`forward_by_layer` is for sampling, with a cache. Both are embed, `block` for each layer, norm.
 
 The layers are stacked, `layers/<name>` with a leading dim over them, and the kind of each layer is
 data beside them: training scans over single layers, so that compile time grows neither with depth
@@ -42,7 +31,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
-from tunix_lite.models.architecture import Architecture, RopeScaling
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.rounding import (
     added,
@@ -53,6 +42,7 @@ from tunix_lite.models.rounding import (
 )
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.models.weights import (
+    Leaf,
     Weight,
     are_plain,
     fan_in,
@@ -140,8 +130,7 @@ def copy_to_score(
     cfg: Architecture,
     dtype: DTypeLike,
 ) -> Params:
-    """Casts the parameters that `for_compute` would cast to the compute dtype: a copy that only
-    scores and never trains."""
+    """Copies the parameters to score with: what `for_compute` would cast is cast."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
         return weight.dtype if weight.axes[-1] == "norm" else dtype
@@ -166,7 +155,7 @@ def per_layer_params(
     layer has one weight `qkv`, [D, N + 2 K, H], in place of q, k and v, which must be plain.
     """
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Leaf) -> Leaf:
         return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
     tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
@@ -176,7 +165,7 @@ def per_layer_params(
     return tree
 
 
-def per_layer_shardings(shardings: Any, cfg: Architecture, join_qkv: bool = False) -> Any:
+def per_layer_shardings(shardings: dict, cfg: Architecture, join_qkv: bool = False) -> Any:
     """The shardings of the result of `per_layer_params`, given those of the parameters."""
 
     def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
@@ -202,12 +191,11 @@ def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
 
 
 def by_layer(
-    tree: Any,
+    tree: dict,
     cfg: Architecture,
     of_layer: Callable[[Any, int], Any],
 ) -> dict:
-    """A tree of the form of the parameters, with `layers` as a list. of_layer(leaf, i): the part of
-    a stacked leaf that is layer i's."""
+    """The tree with `layers` as a list. of_layer(leaf, i): layer i's part of a stacked leaf."""
     layers = [
         jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"])
         for i in range(cfg.num_layers)
@@ -258,72 +246,50 @@ def forward(
         def attend_fn(*qkv: jax.Array) -> tuple[jax.Array, None]:
             return attend(cfg, is_local, meta, *qkv), None
 
-        angles_of_kind = select_kind(angles, is_local)
+        if isinstance(is_local, bool):
+            angles_of_kind = angles["local" if is_local else "global"]
+        else:
+            angles_of_kind = jax.tree.map(
+                partial(jnp.where, is_local), angles["local"], angles["global"]
+            )
         x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, Products(tp_reduce_dtype))
         return x_BTD
 
     x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
-    run = _scanned if scan_layers else _unrolled
-    x_BTD = run(layer, x_BTD, params["layers"], are_local, REMAT[remat])
+    if scan_layers:
+        # Where all layers are of one kind, it is known while compiling.
+        all_alike = len(set(are_local)) == 1
+
+        def body(x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
+            w, is_local = of_layer
+            return layer(are_local[0] if all_alike else is_local, x_BTD, w), None
+
+        if REMAT[remat] is not None:
+            # prevent_cse is for code outside of loops, where the compiler could undo the
+            # repetition.
+            body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
+        x_BTD = jax.lax.scan(body, x_BTD, (params["layers"], np.array(are_local)))[0]
+    else:
+        # Each layer has a place of its own in the program, and its kind is known there.
+        of_kind = {is_local: partial(layer, is_local) for is_local in set(are_local)}
+        if REMAT[remat] is not None:
+            of_kind = {
+                kind: jax.checkpoint(fn, policy=REMAT[remat]) for kind, fn in of_kind.items()
+            }
+        leaves, structure = jax.tree.flatten(params["layers"])
+        # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each.
+        of_layers = zip(*(jax.lax.split(leaf, [1] * len(are_local)) for leaf in leaves))
+        for is_local, of_layer in zip(are_local, of_layers):
+            w = structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
+            x_BTD = of_kind[is_local](x_BTD, w)
     return norm(move(x_BTD, RESIDUAL, LAYER_INPUT), params["final_norm"], cfg)
-
-
-def _scanned(
-    layer: Callable[..., jax.Array],
-    x_BTD: jax.Array,
-    stacked: dict[str, Any],
-    are_local: list[bool],
-    policy: Callable[..., bool] | None,
-) -> jax.Array:
-    """layer(is_local, x_BTD, its weights), one after the other in a loop over stacked weights."""
-    # Where all layers are of one kind, it is known while compiling.
-    all_alike = len(set(are_local)) == 1
-
-    def body(x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
-        w, is_local = of_layer
-        return layer(are_local[0] if all_alike else is_local, x_BTD, w), None
-
-    if policy is not None:
-        # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return jax.lax.scan(body, x_BTD, (stacked, np.array(are_local)))[0]
-
-
-def _unrolled(
-    layer: Callable[..., jax.Array],
-    x_BTD: jax.Array,
-    stacked: dict[str, Any],
-    are_local: list[bool],
-    policy: Callable[..., bool] | None,
-) -> jax.Array:
-    """Like `_scanned`, but each layer has a place of its own in the program, and its kind is known
-    while compiling."""
-    of_kind = {is_local: partial(layer, is_local) for is_local in set(are_local)}
-    if policy is not None:
-        of_kind = {kind: jax.checkpoint(fn, policy=policy) for kind, fn in of_kind.items()}
-    leaves, structure = jax.tree.flatten(stacked)
-    # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each i.
-    of_layers = zip(*(jax.lax.split(leaf, [1] * len(are_local)) for leaf in leaves))
-    for is_local, of_layer in zip(are_local, of_layers):
-        w = structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
-        x_BTD = of_kind[is_local](x_BTD, w)
-    return x_BTD
-
-
-def select_kind(by_kind: dict[str, Any], is_local: bool | jax.Array) -> Any:
-    """The entry of the layer's kind: chosen at trace time if is_local is a bool, else by jnp.where
-    in the program."""
-    if isinstance(is_local, bool):
-        return by_kind["local" if is_local else "global"]
-    return jax.tree.map(partial(jnp.where, is_local), by_kind["local"], by_kind["global"])
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
 
 
 def _and_kernels(policy: Callable[..., bool]) -> Callable[..., bool]:
-    """The policy, and what cuDNN's attention keeps for its own backward pass; else its forward pass
-    would run twice."""
+    """Also keeps what cuDNN's attention needs, whose forward pass would run twice without it."""
     return jax.checkpoint_policies.save_from_both_policies(
         policy, lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd")
     )
@@ -399,8 +365,7 @@ def embed(
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least, whatever the
-    table is stored in."""
+    """The rows of the table, [B, T, D]. Their gradient is summed in float32 at least."""
     if jnp.finfo(table_VD.dtype).bits >= 32:
         return table_VD[tokens_BT]
     return _lookup(table_VD, tokens_BT)
@@ -427,8 +392,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def output_table(params: Params, cfg: Architecture) -> jax.Array:
-    """Returns the matrix that hidden states are multiplied with for logits, [V, D]: the embedding,
-    or the head."""
+    """The matrix of the logits, [V, D]: the embedding, or the head."""
     return params["embed" if cfg.tied else "head"]
 
 
@@ -609,8 +573,15 @@ def rope_angles(
     half = cfg.head_dim // 2
     theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global
     frequency = theta ** -(np.arange(half) / half)
-    if kind == "global" and cfg.rope_scaling is not None:
-        frequency = scaled_frequency(frequency, cfg.rope_scaling)
+    scaling = cfg.rope_scaling if kind == "global" else None
+    if scaling is not None and scaling.original_positions is None:
+        frequency = frequency / scaling.factor
+    elif scaling is not None:
+        # turns within the original length
+        turns = scaling.original_positions * frequency / (2 * np.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        share = np.clip((turns - low) / (high - low), 0, 1)
+        frequency = frequency * (share + (1 - share) / scaling.factor)
     positions_BT11 = positions_BT[..., None, None]
     if jnp.asarray(frequency).dtype == jnp.float64:
         return jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
@@ -642,18 +613,6 @@ def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:
     count_low = count & 0xFFFF
     carried = (count_low * (low >> 16) >> 16) + (count_high * (low & 0xFFFF) >> 16)
     return count * high + count_high * (low >> 16) + carried
-
-
-def scaled_frequency(frequency: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Frequencies (radians a token, [H/2]) for longer sequences."""
-    if scaling.original_positions is None:
-        return frequency / scaling.factor
-    # turns within the original length
-    turns = scaling.original_positions * frequency / (2 * np.pi)
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    return frequency * (share + (1 - share) / scaling.factor)
 
 
 def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:

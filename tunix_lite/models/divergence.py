@@ -17,7 +17,6 @@ gradient, and in each only a block of both models' logits exists. K is the token
 tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,15 +31,19 @@ from tunix_lite.models.vocabulary import (
     HeadSpec,
     block_products,
     block_tokens,
+    constrained,
+    numbered,
+    pulled_back,
     softcapped,
     table_in_blocks,
+    zero_sums,
 )
-from tunix_lite.parallel.mesh import constrain, constrain_gradient, gather
+from tunix_lite.parallel.mesh import gather
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of divergence.
+    """Kind of divergence: forward, reverse or jensen_shannon.
 
     Example: Kind("jensen_shannon", 0.5).
     """
@@ -49,38 +52,19 @@ class Kind:
     mix: float = 0.5  # share of the teacher in the mixture, of jensen_shannon
 
     def of(self, student: jax.Array, teacher: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The summand of each entry, and its slope by the student's log-probability, from the
-        log-probabilities of both."""
-        value, slope = TERMS[self.name](student, teacher, self.mix)
-        return value, slope
-
-
-def _forward_kl(student: jax.Array, teacher: jax.Array, _: float) -> tuple[jax.Array, jax.Array]:
-    q = jnp.exp(teacher)
-    return q * (teacher - student), -q
-
-
-def _reverse_kl(student: jax.Array, teacher: jax.Array, _: float) -> tuple[jax.Array, jax.Array]:
-    p = jnp.exp(student)
-    value = p * (student - teacher)
-    return value, value + p
-
-
-def _jensen_shannon(
-    student: jax.Array, teacher: jax.Array, mix: float
-) -> tuple[jax.Array, jax.Array]:
-    of_teacher = teacher + jnp.log(mix)
-    of_student = student + jnp.log1p(-mix)
-    mixture = jnp.logaddexp(of_teacher, of_student)
-    slope = jnp.exp(of_student) * (student - mixture)
-    return jnp.exp(of_teacher) * (teacher - mixture) + slope, slope
-
-
-TERMS: dict[str, Callable] = {
-    "forward": _forward_kl,
-    "reverse": _reverse_kl,
-    "jensen_shannon": _jensen_shannon,
-}
+        """The summand of each entry, and its slope by the student's log-probability."""
+        if self.name == "forward":
+            q = jnp.exp(teacher)
+            return q * (teacher - student), -q
+        if self.name == "reverse":
+            p = jnp.exp(student)
+            value = p * (student - teacher)
+            return value, value + p
+        of_teacher = teacher + jnp.log(self.mix)
+        of_student = student + jnp.log1p(-self.mix)
+        mixture = jnp.logaddexp(of_teacher, of_student)
+        slope = jnp.exp(of_student) * (student - mixture)
+        return jnp.exp(of_teacher) * (teacher - mixture) + slope, slope
 
 
 # ---- over the whole vocabulary
@@ -133,24 +117,11 @@ def _log_total(sums: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.log(jnp.sum(total * jnp.exp(top - highest), axis=-1)) + highest[..., 0]
 
 
-def _zeros(hidden_BMD: jax.Array, parts: int) -> jax.Array:
-    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
-    return constrain(jnp.zeros((*hidden_BMD.shape[:2], parts), wide), "batch", "seq", "vocab")
-
-
-def _placed(table_NPSD: jax.Array) -> jax.Array:
-    return constrain(table_NPSD, "layers", *AXES)
-
-
-def _numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
-    return (jnp.arange(len(tables_NPSD[0])), *tables_NPSD)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _divergence(kind: Kind, specs: tuple[HeadSpec, HeadSpec], *arrays: jax.Array) -> jax.Array:
     """[B, M] of the four arrays that _forward takes."""
     hidden, table, teacher, teacher_table = arrays
-    placed = (hidden, _placed(table), teacher, _placed(teacher_table))
+    placed = (hidden, constrained(table), teacher, constrained(teacher_table))
     return _forward(kind, specs, *placed)[0]
 
 
@@ -163,8 +134,8 @@ def _forward(
     teacher_NPSE: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The divergence; and the logarithms of both totals and the sum of slopes, all [B, M]."""
-    numbered = _numbered(table_NPSD, teacher_NPSE)
-    zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
+    blocks = numbered(table_NPSD, teacher_NPSE)
+    zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def both(index: jax.Array, ours_PSD: jax.Array, theirs_PSE: jax.Array) -> list[jax.Array]:
         return [
@@ -177,7 +148,7 @@ def _forward(
         return tuple(_grown(one, logits) for one, logits in zip(sums, both(*block))), None
 
     start = (zeros + BELOW_ALL, zeros)
-    sums, _ = jax.lax.scan(add_totals, (start, start), numbered)
+    sums, _ = jax.lax.scan(add_totals, (start, start), blocks)
     totals = [_log_total(one) for one in sums]
 
     # the second pass: log-probabilities of a block, and their terms
@@ -187,7 +158,7 @@ def _forward(
         terms = (jnp.where(is_token, x, 0.0) for x in kind.of(ours, theirs))
         return tuple(x + jnp.sum(term, axis=-1) for x, term in zip(sums, terms)), None
 
-    sums, _ = jax.lax.scan(add_terms, (zeros, zeros), numbered)
+    sums, _ = jax.lax.scan(add_terms, (zeros, zeros), blocks)
     # the parts of the vocabulary meet here
     value, slopes = (jnp.sum(x, axis=-1) for x in sums)
     return value, (*totals, slopes)
@@ -197,7 +168,7 @@ def _forward_with_residuals(
     kind: Kind, specs: tuple[HeadSpec, HeadSpec], *primals: CustomVJPPrimal
 ) -> tuple[jax.Array, tuple]:
     hidden, table, teacher, teacher_table = (primal.value for primal in primals)
-    arrays = (hidden, _placed(table), teacher, _placed(teacher_table))
+    arrays = (hidden, constrained(table), teacher, constrained(teacher_table))
     value, sums = _forward(kind, specs, *arrays)
     # whether the table trains is known while tracing
     trains = () if primals[1].perturbed else None
@@ -221,35 +192,7 @@ def _backward(
         slope = jnp.where(is_token, kind.of(ours, theirs)[1], 0.0)
         return pull(g * (slope - jnp.exp(ours) * slopes))[0]
 
-    return *_pulled_back(hidden_BMD, table_NPSD, trains, cotangent, (teacher_NPSE,)), None, None
-
-
-def _pulled_back(
-    hidden_BMD: jax.Array,
-    table_NPSD: jax.Array,
-    trains: tuple | None,
-    cotangent: Callable,
-    others: tuple[jax.Array, ...] = (),
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of hidden and table, of what cotangent(products, block) gives for the products
-    of a block, (number, table, *others)."""
-    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
-    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
-
-    def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
-        used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
-        slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
-
-        # d hidden adds up over the blocks; d table is that of this block
-        of_hidden = jnp.einsum("bmps,psd->pbmd", slope, used_PSD, preferred_element_type=wide)
-        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
-        if trains is None:
-            return total, None
-        of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
-        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
-
-    total, of_table = jax.lax.scan(one_block, zeros_PBMD, _numbered(table_NPSD, *others))
-    return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table
+    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent, (teacher_NPSE,)), None, None
 
 
 _divergence.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)
@@ -263,8 +206,8 @@ def top_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """The k likeliest tokens, [B, M, K] int32, and their log-probabilities with that of all others
     together, [B, M, K + 1] float32; without a gradient."""
-    table_NPSD = _placed(table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1]))
-    zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
+    table_NPSD = constrained(table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1]))
+    zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
     none = jnp.zeros((*zeros.shape, k), zeros.dtype)
 
     # the best so far compete with those of the next block
@@ -276,7 +219,7 @@ def top_tokens(
         return _best(k, best, jnp.concatenate([tokens, named], axis=-1)), None
 
     start = (none + BELOW_ALL, none.astype(jnp.int32) - 1)
-    candidates, _ = jax.lax.scan(add_block, start, _numbered(table_NPSD))
+    candidates, _ = jax.lax.scan(add_block, start, numbered(table_NPSD))
     # the best of each part of the vocabulary meet here
     _, tokens_BMK = _best(k, *(x.reshape(*x.shape[:2], -1) for x in candidates))
     return tokens_BMK, _list_forward(spec, hidden_BMD, table_NPSD, tokens_BMK)[0]
@@ -309,7 +252,7 @@ def _logprobs_of(
     spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, tokens_BMK: jax.Array
 ) -> jax.Array:
     """[B, M, K + 1]: the log-probability of each token of the lists, and of all others."""
-    return _list_forward(spec, hidden_BMD, _placed(table_NPSD), tokens_BMK)[0]
+    return _list_forward(spec, hidden_BMD, constrained(table_NPSD), tokens_BMK)[0]
 
 
 def _places(
@@ -339,7 +282,7 @@ def _list_forward(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The log-probabilities, and the logarithms of the total of all tokens and of those that are
     not in the list, [B, M]. One less what is in the list would have few digits."""
-    zeros = _zeros(hidden_BMD, table_NPSD.shape[1])
+    zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
     chosen = jnp.zeros((*zeros.shape, tokens_BMK.shape[-1]), zeros.dtype)
 
     def add_block(carry: tuple, block: tuple) -> tuple[tuple, None]:
@@ -354,7 +297,7 @@ def _list_forward(
         return (_grown(sums, logits), rest, chosen + jnp.where(places < S, listed, 0.0)), None
 
     empty = (zeros + BELOW_ALL, zeros)
-    totals, _ = jax.lax.scan(add_block, (empty, empty, chosen), _numbered(table_NPSD))
+    totals, _ = jax.lax.scan(add_block, (empty, empty, chosen), numbered(table_NPSD))
     log_total, log_rest = (_log_total(sums) for sums in totals[:2])
     both = jnp.concatenate([jnp.sum(totals[2], axis=2), log_rest[..., None]], axis=-1)
     return both - log_total[..., None], (log_total, log_rest)
@@ -362,7 +305,7 @@ def _list_forward(
 
 def _list_with_residuals(spec: HeadSpec, *primals: CustomVJPPrimal) -> tuple[jax.Array, tuple]:
     hidden, table, tokens = (primal.value for primal in primals)
-    arrays = (hidden, _placed(table), tokens)
+    arrays = (hidden, constrained(table), tokens)
     logprobs, totals = _list_forward(spec, *arrays)
     trains = () if primals[1].perturbed else None
     return logprobs, (arrays, totals, trains)
@@ -391,7 +334,7 @@ def _list_backward(
         slope += jnp.where(is_listed, 0.0, of_rest * jnp.exp(real - log_rest))
         return pull(slope - jnp.exp(real - log_total) * of_all)[0]
 
-    return *_pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
+    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
 
 
 _logprobs_of.defvjp(_list_with_residuals, _list_backward, symbolic_zeros=True)

@@ -75,8 +75,7 @@ def local_by_list(hf: dict) -> list[str]:
 
 
 def _listed(hf: dict, otherwise: list[str], keys: str | None) -> list[str]:
-    """The kinds of `layer_types`; `otherwise` without it. keys: what a config.json says about them
-    in other keys; None: nothing."""
+    """The kinds of `layer_types`; `otherwise` without it. keys: other keys that say it, or None."""
     count = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if not types:
@@ -246,8 +245,7 @@ FAMILIES = {family.name: family for family in (GEMMA2, GEMMA3, LLAMA, QWEN2, QWE
 
 
 def find_family(name: str) -> Family:
-    """A family by its name here, or by the dotted path of a `Family` of the user's own. Raises
-    ValueError."""
+    """A family by its name here, or the user's own by its dotted path. Raises ValueError."""
     if name in FAMILIES:
         return FAMILIES[name]
     try:
@@ -271,12 +269,20 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
     Raises ValueError naming what is missing, not supported, or not of that family.
     """
     file = Path(folder) / "config.json"
+    files = sorted(Path(folder).glob("*.gguf"))
     if Path(folder).suffix == ".gguf" and Path(folder).is_file():
-        raise ValueError(_gguf(Path(folder)))
-    if not file.parent.is_dir():
+        files = [Path(folder)]
+    elif not file.parent.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    if not file.is_file() and (files := sorted(Path(folder).glob("*.gguf"))):
-        raise ValueError(_gguf(files[0]))
+    if not file.is_file() and files:
+        named = f"'{escaped(str(files[0].parent))}', gguf_file='{escaped(files[0].name)}'"
+        raise ValueError(
+            f"{files[0]} is in GGUF format, which is not read; transformers can write it as a "
+            'folder in Hugging Face format: python -c "from transformers import '
+            "AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer; "
+            f"[kind.from_pretrained({named}).save_pretrained('FOLDER') for kind in "
+            '(Model, Tokenizer)]", then model.weights=FOLDER'
+        )
     if not file.is_file():
         raise ValueError(
             f"{folder} has no config.json; a model folder in Hugging Face format has one"
@@ -312,18 +318,6 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
         raise ValueError(f"{file}: {error}") from error
 
 
-def _gguf(file: Path) -> str:
-    """Tells what to do with a GGUF file."""
-    named = f"'{escaped(str(file.parent))}', gguf_file='{escaped(file.name)}'"
-    return (
-        f"{file} is in GGUF format, which is not read; transformers can write it as a folder in "
-        'Hugging Face format: python -c "from transformers import AutoModelForCausalLM as Model, '
-        "AutoTokenizer as Tokenizer; "
-        f"[kind.from_pretrained({named}).save_pretrained('FOLDER') for kind in (Model, Tokenizer)]"
-        '", then model.weights=FOLDER'
-    )
-
-
 def config_from(hf: dict, family: Family) -> Architecture:
     """The architecture that a config.json, `hf`, describes.
 
@@ -355,7 +349,12 @@ def config_from(hf: dict, family: Family) -> Architecture:
         hf["head_dim"] = hf["hidden_size"] // hf["num_attention_heads"]
     # Where a layer is local and needs it, Architecture raises an error.
     hf.setdefault("sliding_window", None)
-    values = {name: _field(name, key, hf[key]) for name, key in family.keys.items()}
+    types = get_type_hints(Architecture)
+    values = {}
+    for name, key in family.keys.items():
+        kinds = get_args(types[name]) or (types[name],)
+        is_absent = hf[key] is None and type(None) in kinds
+        values[name] = None if is_absent else _number(hf[key], key, kinds[0])
     values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
     values["pattern"] = shortest_pattern(kinds)
@@ -373,27 +372,8 @@ def config_from(hf: dict, family: Family) -> Architecture:
     return Architecture(**(values | family.flags))
 
 
-def _field(
-    name: str,
-    key: str,
-    value: Any,
-) -> Any:
-    """The value of a key, of the type of the field `name` of Architecture. Raises ValueError for
-    another type."""
-    wanted = get_type_hints(Architecture)[name]
-    kinds = get_args(wanted) or (wanted,)
-    if value is None and type(None) in kinds:
-        return None
-    return _number(value, key, kinds[0])
-
-
-def _number(
-    value: Any,
-    key: str,
-    kind: type,
-) -> Any:
-    """The value as an int, a finite float or a bool. Raises ValueError, naming the key, for another
-    one."""
+def _number(value: object, key: str, kind: type) -> Any:
+    """The value as an int, a finite float or a bool. Raises ValueError, naming the key."""
     if type(value) is kind and (kind is not float or math.isfinite(value)):
         return value
     # A larger one may be beyond every float.
@@ -406,7 +386,7 @@ def _number(
     raise ValueError(f"{key}={shown(value)}; it is {expected}")
 
 
-def _object(value: Any, key: str) -> dict:
+def _object(value: object, key: str) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{key}={shown(value)}; it is an object")
     return value
@@ -415,17 +395,12 @@ def _object(value: Any, key: str) -> dict:
 def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
     """The shortest pattern that, repeated, gives the kinds of all layers."""
     count = len(kinds)
-
-    def repeats(period: int) -> bool:
-        return all(kinds[i] == kinds[i % period] for i in range(count))
-
-    period = next(p for p in range(1, count + 1) if repeats(p))
-    return tuple(kinds[:period])
+    patterns = (kinds[:period] for period in range(1, count + 1))
+    return tuple(next(p for p in patterns if (p * (count // len(p) + 1))[:count] == kinds))
 
 
 def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
-    """The rope settings of local and of global layers. config: a config.json, in the newer spelling
-    (`rope_parameters`), the older one, or in both where they agree."""
+    """The rope settings of a config.json, in the newer spelling or the older one."""
     newer = _object(config.get("rope_parameters") or {}, "rope_parameters")
     scaling = _object(config.get("rope_scaling") or {}, "rope_scaling")
     of_global = _one_rope(config, family, newer, "full_attention", "rope_theta", scaling)
@@ -446,12 +421,7 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
 
 
 def _one_rope(
-    config: dict,
-    family: Family,
-    newer: dict,
-    kind: str,
-    theta_key: str,
-    scaling: dict,
+    config: dict, family: Family, newer: dict, kind: str, theta_key: str, scaling: dict
 ) -> dict:
     """The rope object of one kind of layer, out of both spellings."""
     if "full_attention" in newer:
@@ -484,8 +454,7 @@ def check_agree(spellings: dict[str, Any]) -> None:
 
 
 def _scaling(rope: dict) -> RopeScaling | None:
-    """The scaling of one rope object of config.json. Raises ValueError for a kind that is not
-    supported."""
+    """The scaling of one rope object of config.json. Raises ValueError."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return None
@@ -503,8 +472,7 @@ def _scaling(rope: dict) -> RopeScaling | None:
 
 
 def check_flags(cfg: Architecture, family: Family) -> None:
-    """Raises ValueError if `cfg` is not of the family, so that no config.json of it could describe
-    `cfg`."""
+    """Raises ValueError if `cfg` is not of the family, whose config.json could not hold it."""
     for name, value in family.flags.items():
         if getattr(cfg, name) != value:
             raise ValueError(
@@ -528,8 +496,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
 
 
 def as_computed(cfg: Architecture) -> Architecture:
-    """The same architecture with fixed values where no layer uses a field, so that two that compute
-    the same are equal."""
+    """The architecture without what no layer uses, so that two that compute the same are equal."""
     pattern = shortest_pattern(list(cfg.kinds))
     unused = {}
     if "local" not in pattern:
@@ -537,7 +504,7 @@ def as_computed(cfg: Architecture) -> Architecture:
     return replace(cfg, pattern=pattern, **unused)
 
 
-def config_json(cfg: Architecture, family: Family, **more: Any) -> dict:
+def config_json(cfg: Architecture, family: Family, **more: object) -> dict:
     """The config.json of an architecture, which `read_config` and transformers read. `more` is
     added, such as token ids. Raises ValueError if `cfg` is not of the family."""
     check_flags(cfg, family)
@@ -557,24 +524,18 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     # Rope, in the newer keys.
     of_local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
     of_global = {"rope_type": "default", "rope_theta": cfg.rope_theta_global}
-    of_global |= _scaling_json(cfg.rope_scaling)
+    if (scaling := cfg.rope_scaling) is not None:
+        of_global |= {"rope_type": "linear", "factor": scaling.factor}
+        if scaling.original_positions is not None:
+            of_global |= {
+                "rope_type": "llama3",
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_positions,
+            }
     by_kind = {"sliding_attention": of_local, "full_attention": of_global}
     hf["rope_parameters"] = by_kind if family.rope_by_kind else of_global
     return hf
-
-
-def _scaling_json(scaling: RopeScaling | None) -> dict:
-    if scaling is None:
-        return {}
-    if scaling.original_positions is None:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_positions,
-    }
 
 
 def architecture_differences(one: Architecture, other: Architecture) -> list[str]:
@@ -583,21 +544,19 @@ def architecture_differences(one: Architecture, other: Architecture) -> list[str
     Floats are compared in float32, as some files hold them: 1e-06 is 9.999999974752427e-07 there.
     """
 
-    def as_float32(value: Any) -> Any:
+    def as_float32(value: object) -> object:
         return np.float32(value) if isinstance(value, float) else value
 
-    differences = []
-    for field_ in fields(Architecture):
-        here = getattr(one, field_.name)
-        there = getattr(other, field_.name)
-        if as_float32(here) != as_float32(there):
-            differences.append(f"{field_.name}={here!r} against {there!r}")
-    return differences
+    values = ((f.name, getattr(one, f.name), getattr(other, f.name)) for f in fields(Architecture))
+    return [
+        f"{name}={here!r} against {there!r}"
+        for name, here, there in values
+        if as_float32(here) != as_float32(there)
+    ]
 
 
 def is_wrapped(folder: Path | None, family: Family | None) -> bool:
-    """True if the folder has a larger model of which ours is the text part (Gemma 3 with its vision
-    tower)."""
+    """True if the folder has a larger model of which ours is the text part, as of Gemma 3."""
     if folder is None or family is None or family.wrapper is None:
         return False
     return read_object(folder / "config.json").get("model_type") == family.wrapper

@@ -9,7 +9,6 @@ tensor that is missing, unexpected or of another shape is an error.
 import json
 import math
 import os
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +46,6 @@ SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 # At most, of one file that we write.
 SHARD_BYTES = 5_000_000_000
-# Bytes of names and shapes in one file. A tensor takes some 100.
-MOST_HEADER = 2**24
 # Problems that a message lists.
 SHOWN = 4
 # At most, bytes of two tensors that are compared at once.
@@ -64,7 +61,18 @@ class Tensors:
     def __init__(self, folder: str | Path, family: Family | None = None):
         folder = Path(folder)
         if (folder / INDEX).is_file():
-            indexed = _weight_map(folder / INDEX)
+            indexed = read_object(folder / INDEX).get("weight_map")
+            if not isinstance(indexed, dict):
+                raise ValueError(
+                    f"{folder / INDEX} is not an index of tensors: weight_map={shown(indexed)}; it "
+                    "is an object"
+                )
+            for name, file in indexed.items():
+                if not isinstance(file, str) or "\0" in file or Path(file).name != file:
+                    raise ValueError(
+                        f"{folder / INDEX}: {escaped(name)} is said to be in {shown(file)}, which "
+                        "is not the name of a file beside it"
+                    )
             files = sorted(set(indexed.values()))
             # Saving one file over several leaves the old index behind; which is newer, nobody says.
             if (folder / SINGLE).is_file() and SINGLE not in files:
@@ -86,7 +94,13 @@ class Tensors:
             if not (folder / file).is_file():
                 raise ValueError(f"{folder}: the index names {escaped(file)}, which is not there")
             for name, (shape, dtype) in header(folder / file).items():
-                self._add(_without_prefix(name, family), _Entry(folder / file, name, shape, dtype))
+                plain = _without_prefix(name, family)
+                if plain in self._entries:
+                    other = self._entries[plain].file.name
+                    raise ValueError(f"{folder}: {escaped(name)} is in {other} and in {file}")
+                # None: the tensor belongs to another part of the model
+                if plain is not None:
+                    self._entries[plain] = _Entry(folder / file, name, shape, dtype)
                 if indexed.pop(name, file) != file:
                     raise ValueError(
                         f"{folder}: {escaped(name)} is in {file}, and the index says it is in "
@@ -97,16 +111,6 @@ class Tensors:
             raise ValueError(
                 f"{folder}: the index says that {escaped(name)} is in {file}, and it is not"
             )
-
-    def _add(self, name: str | None, entry: "_Entry") -> None:
-        """name: as a text model has it; None: the tensor belongs to another part of the model."""
-        if name in self._entries:
-            raise ValueError(
-                f"{self.folder}: {escaped(entry.name)} is in {self._entries[name].file.name} and "
-                f"in {entry.file.name}"
-            )
-        if name is not None:
-            self._entries[name] = entry
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -124,8 +128,7 @@ class Tensors:
         return math.prod(self.shape(name)) * jnp.dtype(DTYPES[self.dtype(name)]).itemsize
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of a tensor. The file is opened for this read only, so that its mapped pages leave
-        the host's memory again."""
+        """Part of a tensor. The file is open for this alone, so that its pages leave the memory."""
         entry = self._entries[name]
         with safe_open(str(entry.file), framework="np") as opened:
             return opened.get_slice(entry.name)[index]
@@ -141,48 +144,16 @@ class _Entry:
     dtype: str
 
 
-def _weight_map(file: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says. Raises ValueError if it is no index, or names a file that
-    is not beside it."""
-    indexed = read_object(file).get("weight_map")
-    if not isinstance(indexed, dict):
-        raise ValueError(
-            f"{file} is not an index of tensors: weight_map={shown(indexed)}; it is an object"
-        )
-    for name, shard in indexed.items():
-        if not isinstance(shard, str) or "\0" in shard or Path(shard).name != shard:
-            raise ValueError(
-                f"{file}: {escaped(name)} is said to be in {shown(shard)}, which is not the name "
-                "of a file beside it"
-            )
-    return dict(indexed)
-
-
 def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor in a safetensors file. Raises ValueError if the file is
     damaged or cut short."""
     try:
-        with file.open("rb") as opened:
-            (size,) = struct.unpack("<Q", opened.read(8))
-            if size > MOST_HEADER:
-                raise ValueError(f"a header of {size:,} bytes, and {MOST_HEADER:,} are the most")
-            content = opened.read(size)
         # safe_open checks that the header and the length of the file agree.
-        with safe_open(str(file), framework="np"):
-            pass
-        entries = json.loads(content, object_pairs_hook=_each_once)
-    except (SafetensorError, OSError, ValueError, RecursionError, struct.error) as error:
+        with safe_open(str(file), framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: (tuple(x.get_shape()), x.get_dtype()) for name, x in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{file} is damaged or cut short ({escaped(str(error))})") from error
-    entries.pop("__metadata__", None)
-    return {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
-
-
-def _each_once(pairs: list[tuple]) -> dict:
-    """An object of a header. If a name were there twice, two readers could take different ones."""
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        raise ValueError("a name stands twice in its header")
-    return entries
 
 
 def _without_prefix(name: str, family: Family | None) -> str | None:
@@ -222,8 +193,7 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
-    """The shape on disk: projections [outputs, inputs], transposed and flat; biases flat; tables
-    [V, D]."""
+    """The shape on disk: projections [outputs, inputs], flat; biases flat; tables [V, D]."""
     if weight.inputs:
         num_outputs = int(np.prod(weight.shape[weight.inputs :]))
         num_inputs = int(np.prod(weight.shape[: weight.inputs]))
@@ -242,8 +212,7 @@ def _read_slice(
     weight: Weight,
     index: tuple[slice, ...],
 ) -> np.ndarray:
-    """weight[index], reading no more than that. Of the inputs and of the outputs, only the first
-    dim may be divided."""
+    """weight[index]. Of the inputs and of the outputs, only the first dim may be divided."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, weight.shape)]
     shape = [stop - start for start, stop in bounds]
 
@@ -278,40 +247,55 @@ def check_weights(
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
 
     # Allowed are a copy of the embedding, and the rotary constants of older files.
-    extra = names - wanted.keys() - ({TOP_NAMES["head"]} if cfg.tied else set())
-    extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
-    problems = [
-        f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in names
-    ]
-    problems += [
-        f"unexpected: {escaped(name)} {list(tensors.shape(name))}" for name in sorted(extra)
-    ]
-
-    # What is there on both sides must be alike.
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
-    for name in sorted(names & wanted.keys()):
-        shape = tensors.shape(name)
-        if shape != wanted[name]:
-            problems.append(f"shape: {name} is {list(shape)}, and should be {list(wanted[name])}")
-        if tensors.dtype(name) not in DTYPES:
-            problems.append(
-                f"dtype: {name} is {tensors.dtype(name)}, and should be one of {', '.join(DTYPES)}"
-            )
+    problems = misfits(
+        wanted,
+        {
+            name: (tensors.shape(name), tensors.dtype(name))
+            for name in names
+            if name in wanted or not name.endswith("rotary_emb.inv_freq")
+        },
+    )
     if problems:
-        raise ValueError(
-            f"the weights in {folder} do not fit its config.json: {problem_summary(problems)}"
-        )
+        raise ValueError(f"the weights in {folder} do not fit its config.json: {problems}")
 
 
-def problem_summary(problems: list[str]) -> str:
-    """Some of the problems on one line, and how many more there are. The first ones are one of each
-    kind (the text before the colon)."""
-    kinds = [problem.partition(":")[0] for problem in problems]
-    order = sorted(range(len(problems)), key=lambda i: kinds[:i].count(kinds[i]))
-    problems = [problems[i] for i in order]
-    more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return "; ".join(problems[:SHOWN] + more)
+def misfits(
+    wanted: dict[str, tuple[int, ...]], entries: dict[str, tuple[tuple[int, ...], str]]
+) -> str:
+    """Describes on one line the tensors that are missing, unexpected, or of another shape or dtype;
+    "" if there are none. wanted: shapes; entries: shapes and dtypes, as `header` reads them.
+
+    It has some of the problems, one of each kind first, and how many more there are.
+    """
+    problems = {
+        "missing": [
+            f"{name} {list(shape)}" for name, shape in wanted.items() if name not in entries
+        ],
+        "unexpected": [
+            f"{escaped(name)} {list(entries[name][0])}"
+            for name in sorted(entries.keys() - wanted.keys())
+        ],
+        "shape": [
+            f"{name} is {list(entries[name][0])}, and should be {list(wanted[name])}"
+            for name in sorted(entries.keys() & wanted.keys())
+            if entries[name][0] != wanted[name]
+        ],
+        "dtype": [
+            f"{escaped(name)} is {dtype}, and should be one of {', '.join(DTYPES)}"
+            for name, (_, dtype) in sorted(entries.items())
+            if dtype not in DTYPES and name in wanted
+        ],
+    }
+    named = [
+        (place, f"{kind}: {text}")
+        for kind, texts in problems.items()
+        for place, text in enumerate(texts)
+    ]
+    shown_first = [text for _, text in sorted(named, key=lambda one: one[0])]
+    more = [f"and {len(named) - SHOWN} more"] if len(named) > SHOWN else []
+    return "; ".join(shown_first[:SHOWN] + more)
 
 
 def load_params(
@@ -335,13 +319,22 @@ def load_params(
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
         weight = plain[path]
         to = tuple(jax.tree.leaves(shardings(leaf)))
-        stack = _zeros(leaf) if weight.is_stacked else None
+        stack = None
+        if weight.is_stacked:
+            # jnp.zeros(device=...) would make them on one device and copy them to the others, by
+            # way of temporaries as large
+            def make(leaf: Leaf = leaf) -> Leaf:
+                return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight)
+
+            stack = jax.jit(make, out_shardings=shardings(leaf))()
         for i, name in enumerate(hf_names(path, cfg, family)):
-            copies = _copies(tensors, name, cfg)
+            # a folder may hold the table of a tied model twice
+            head = TOP_NAMES["head"]
+            is_twice = cfg.tied and name == TOP_NAMES["embed"] and head in tensors
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(tensors, name, unstacked(weight), *copies),
+                _piece(tensors, name, unstacked(weight), head if is_twice else None),
                 jnp.int32(i),
                 leaf,
                 weight.inputs,
@@ -356,32 +349,9 @@ def load_params(
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
-def _zeros(leaf: Leaf) -> Leaf:
-    """Zeros with the shapes and shardings of a leaf of the table, made on each device.
-
-    jnp.zeros(device=...) would make them on one device and copy them to the others, by way of
-    temporaries as large.
-    """
-
-    def make() -> Leaf:
-        return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight)
-
-    return jax.jit(make, out_shardings=shardings(leaf))()
-
-
-def _copies(
-    tensors: Tensors,
-    name: str,
-    cfg: Architecture,
-) -> tuple[str, ...]:
-    """The names of copies of a tensor: a folder may hold the table of a tied model twice."""
-    is_tied = cfg.tied and name == TOP_NAMES["embed"] and TOP_NAMES["head"] in tensors
-    return (TOP_NAMES["head"],) if is_tied else ()
-
-
-def _piece(tensors: Tensors, name: str, weight: Weight, *copies: str) -> jax.Array:
+def _piece(tensors: Tensors, name: str, weight: Weight, copy: str | None) -> jax.Array:
     """One tensor on the mesh in its stored dtype. A slice that several devices hold is read once,
-    and compared with the tensors that should be copies of it."""
+    and compared with the tensor that should be a copy of it."""
     read = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -389,8 +359,8 @@ def _piece(tensors: Tensors, name: str, weight: Weight, *copies: str) -> jax.Arr
         if key not in read:
             # A view: jax transposes while it copies.
             read[key] = _read_slice(tensors, name, weight, index)
-            for other in copies:
-                _check_copy(tensors, name, other, weight.shape, index)
+            if copy is not None:
+                _check_copy(tensors, name, copy, weight.shape, index)
         return read[key]
 
     piece = jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
@@ -405,8 +375,7 @@ def _check_copy(
     shape: tuple[int, ...],
     index: tuple[slice, ...],
 ) -> None:
-    """Raises ValueError if this slice of the two tensors, [V, D], differs. Both are read again, a
-    few rows at a time."""
+    """Raises ValueError if this slice of the two tensors, [V, D], differs."""
     first, last, _ = index[0].indices(shape[0])
     num_rows = max(1, AT_ONCE // (8 * shape[1]))
     for start in range(first, last, num_rows):
@@ -434,8 +403,7 @@ def _write(
     inputs: int,
     to: tuple[NamedSharding, ...],
 ) -> Leaf:
-    """`stack` with a piece in one of its layers, as `leaf` of the table stores it. It is written in
-    place, so that two copies never exist."""
+    """`stack` with a piece in one of its layers, written in place as `leaf` of the table says."""
     one = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
     value = quantize(piece, one, inputs) if is_quantized(leaf) else piece.astype(leaf.dtype)
     if stack is not None:
@@ -486,24 +454,18 @@ def save_params(
         on_host = np.asarray(value.astype(DTYPES[types[name]]))
         return np.ascontiguousarray(_to_hf(on_host, as_written[name]))
 
-    sizes = {
-        name: int(np.prod(w.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
-        for name, w in as_written.items()
-    }
-    write_shards(Path(folder), _in_order(sizes), tensor, on_bytes=on_bytes)
-
-
-def _in_order(sizes: dict[str, int]) -> dict[str, int]:
-    """The embedding first, then the layers by number, then the rest, as readers of the files
-    expect."""
-
-    def key(name: str) -> tuple[int, int]:
+    def place(name: str) -> tuple[int, int]:
+        # the embedding first, then the layers by number, then the rest, as readers expect
         parts = name.split(".")
         if parts[1] == "layers":
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0
 
-    return dict(sorted(sizes.items(), key=lambda item: key(item[0])))
+    sizes = {
+        name: int(np.prod(as_written[name].shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
+        for name in sorted(where, key=place)
+    }
+    write_shards(Path(folder), sizes, tensor, on_bytes=on_bytes)
 
 
 def write_shards(
@@ -560,8 +522,7 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes a safetensors file with the permissions of any new file. safetensors itself makes it
-    readable for its owner alone."""
+    """Writes a safetensors file with the permissions of any new file."""
     save_file(
         {name: np.ascontiguousarray(x) for name, x in tensors.items()},
         str(file),

@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub: the folder of `org/name` on this machine, downloaded if it is not
 in the cache yet."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,24 +20,17 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9_./-]+))?")
 
 
 def is_hub_name(text: str) -> bool:
-    """True if `text` is written as `org/name` or `org/name@revision` and nothing on this machine
-    has that path."""
+    """True if `text` is `org/name` or `org/name@revision`, and no path of this machine."""
     match = _NAME.fullmatch(text)
-    # What the hub does not allow in a name.
-    if match is None or len(match[1]) > 96 or match[1].endswith(".git"):
+    # What the hub does not allow in a name, and what is longer than the name of a file can be.
+    if match is None or len(match[1]) > 96 or match[1].endswith(".git") or "--" in match[1]:
         return False
-    if "--" in match[1] or ".." in text:
-        return False
-    # Longer than the name of a file can be.
-    if len(text) > 255:
-        return False
-    return not Path(text).exists()
+    return ".." not in text and len(text) <= 255 and not Path(text).exists()
 
 
 def small_files(name: str) -> Path:
-    """The folder of a model with everything but its weights: enough to say whether we can run it.
-    Raises as `snapshot`."""
-    return _folder(name, _SMALL, _has_config)
+    """The folder of a model with everything but its weights. Raises as `snapshot`."""
+    return _folder(name, _SMALL, lambda folder: (folder / "config.json").is_file())
 
 
 def snapshot(name: str) -> Path:
@@ -72,8 +66,7 @@ def _folder(
     is_complete: Callable[[Path], bool],
     kind: str = "model",
 ) -> Path:
-    """The folder of a model, or of a dataset, with the files that match `patterns`, from the cache
-    if it is_complete there."""
+    """The folder with the files that match `patterns`, from the cache if it is_complete there."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
@@ -95,26 +88,19 @@ def _folder(
     if kind == "dataset":
         wanted |= {"repo_type": kind, "ignore_patterns": None}
 
-    # From the cache, without the network; else from the hub.
-    try:
+    # From the cache, without the network; else from the hub. A cache that an older version of the
+    # library filled does not record what is missing.
+    with contextlib.suppress(errors.LocalEntryNotFoundError):
         folder = Path(snapshot_download(**wanted, local_files_only=True))
-        # A cache that an older version of the library filled does not record what is missing.
         if is_complete(folder):
             return folder
-    except errors.LocalEntryNotFoundError:
-        pass
     try:
         return Path(snapshot_download(**wanted))
     except (errors.LocalEntryNotFoundError, errors.HTTPError) as error:
         raise ValueError(_explain(error, repo, revision, kind)) from None
 
 
-def _explain(
-    error: Exception,
-    repo: str,
-    revision: str | None,
-    kind: str,
-) -> str:
+def _explain(error: Exception, repo: str, revision: str | None, kind: str) -> str:
     """Explains why the download of a model or a dataset failed, and what to do about it."""
     from huggingface_hub import constants, errors
 
@@ -125,9 +111,8 @@ def _explain(
         download += " --repo-type dataset"
         place = f"datasets/{repo}"
         instead = "task.source.train_file=FILE task.source.held_out_file=FILE"
-    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(
-        error.__cause__, errors.HfHubHTTPError
-    ):
+    is_absent = isinstance(error, errors.LocalEntryNotFoundError)
+    if is_absent and isinstance(error.__cause__, errors.HfHubHTTPError):
         # What the hub answered matters more than that the cache has no copy.
         error = error.__cause__
 
@@ -150,11 +135,9 @@ def _explain(
 
     # The hub did not answer.
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = (
-            "HF_HUB_OFFLINE=1 is set"
-            if constants.HF_HUB_OFFLINE
-            else f"the hub cannot be reached: {_cause(error)}"
-        )
+        why = f"the hub cannot be reached: {_cause(error)}"
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE=1 is set"
         return (
             f"{repo} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and {why}. Run "
             f"`{download}` where there is a network and bring that cache here, or give "
@@ -168,10 +151,6 @@ def _explain(
     )
 
 
-def _has_config(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
-
-
 def _has_weights(folder: Path) -> bool:
     """True if all files of weights are there. Raises ValueError for an index that is none."""
     index = folder / "model.safetensors.index.json"
@@ -181,7 +160,8 @@ def _has_weights(folder: Path) -> bool:
             raise ValueError(f"{index} is not an index of tensors: it has no weight_map")
         shards = set(indexed.values())
         return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
-    return _has_config(folder) and any(file.is_file() for file in folder.glob("*.safetensors"))
+    is_there = (folder / "config.json").is_file()
+    return is_there and any(file.is_file() for file in folder.glob("*.safetensors"))
 
 
 def _cause(error: BaseException) -> str:

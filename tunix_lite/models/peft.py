@@ -29,28 +29,13 @@ PREFIX = "base_model.model."
 # Keys of adapter_config.json that are read, or that change nothing about finished adapters. Any
 # other key with a value that is not empty, or not one of ALLOWED, asks for something that is not
 # supported.
-HARMLESS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "loftq_config",
-    "lora_alpha",
-    "lora_dropout",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "task_type",
-    "use_rslora",
-}
+HARMLESS = set(
+    """
+    auto_mapping base_model_name_or_path corda_config eva_config exclude_modules inference_mode
+    layers_pattern loftq_config lora_alpha lora_dropout megatron_core peft_type peft_version
+    qalora_group_size r revision runtime_config target_modules task_type use_rslora
+    """.split()  # noqa: SIM905
+)
 ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
 
 
@@ -73,13 +58,32 @@ def read_adapter_config(
         if not (folder / file).is_file():
             raise ValueError(f"adapter: {folder} has no {file}; a folder in PEFT format has one")
     rank, alpha = _rank_and_alpha(folder)
+    try:
+        header = hf.header(folder / TENSORS)
+    except ValueError as error:
+        raise ValueError(f"adapter: {error}") from error
+    entries = {_without_wrapper(name, family): entry for name, entry in header.items()}
 
     # The settings may repeat what the folder says, but not contradict it.
     if lora.rank not in (0, rank):
         raise ValueError(
             f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
         )
-    targets = _targets(folder, cfg, family)
+    present = {_module(name) for name in entries}
+    paths = []
+    for path, weight in flatten(decoder.weights(cfg)).items():
+        modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
+        if weight.inputs and modules & present:
+            if missing := sorted(modules - present):
+                raise ValueError(
+                    f"adapter: {folder} covers only some layers; {missing[0]} has no adapter there"
+                )
+            paths.append(path)
+    if not paths:
+        raise ValueError(
+            f"adapter: {folder / TENSORS} has no adapter of a projection of this model"
+        )
+    targets = "|".join(paths)
     for name, own in (("alpha", alpha), ("targets", targets)):
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):
@@ -89,7 +93,14 @@ def read_adapter_config(
             )
 
     own_lora = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
-    _check_tensors(folder, cfg, family, own_lora)
+    wanted = {}
+    for path, weight in flatten(adapter_weights(decoder.weights(cfg), own_lora)).items():
+        one = unstacked(weight)
+        rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
+        shape = (int(np.prod(rows)), int(np.prod(one.shape[: one.inputs])))
+        wanted |= dict.fromkeys(_names(path, cfg, family), shape)
+    if problems := hf.misfits(wanted, entries):
+        raise ValueError(f"adapter: the tensors in {folder} do not fit: {problems}")
     return own_lora
 
 
@@ -169,14 +180,18 @@ def save_adapters(
             matrix = (-1, lora.rank) if side == "a" else (lora.rank, -1)
             for name, part in zip(names, value):
                 tensors[name] = part.reshape(matrix).T
-            modules |= {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in names}
+            modules |= set(map(_module, names))
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.
     targets = sorted({name.rsplit(".", 1)[1] for name in modules})
     if is_wrapped:
-        tensors = {_in_wrapper(name): value for name, value in tensors.items()}
-        targets = sorted(_in_wrapper(name) for name in modules)
+
+        def in_wrapper(name: str) -> str:
+            return name.replace("model.layers.", "model.language_model.layers.", 1)
+
+        tensors = {in_wrapper(name): value for name, value in tensors.items()}
+        targets = sorted(map(in_wrapper, modules))
     hf.write_tensors(folder / TENSORS, tensors)
     config = {
         "peft_type": "LORA",
@@ -197,17 +212,15 @@ def _names(
     cfg: Architecture,
     family: Family,
 ) -> list[str]:
-    """The names of the tensors of one side of an adapter: layers/q/a ->
-    base_model.model.model.layers.0.self_attn.q_proj.lora_A..."""
+    """layers/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..."""
     weight, side = path.rsplit("/", 1)
     modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
     return [f"{PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
 
 
-def _in_wrapper(name: str) -> str:
-    """model.layers.0... -> model.language_model.layers.0..., as transformers names the text part of
-    a larger model."""
-    return name.replace("model.layers.", "model.language_model.layers.", 1)
+def _module(name: str) -> str:
+    """The module that a tensor of an adapter is for."""
+    return name.removeprefix(PREFIX).rsplit(".lora_", 1)[0]
 
 
 def _without_wrapper(name: str, family: Family) -> str:
@@ -217,80 +230,3 @@ def _without_wrapper(name: str, family: Family) -> str:
         if rest.startswith(prefix):
             return f"{PREFIX}model.{rest.removeprefix(prefix)}"
     return name
-
-
-def _header(folder: Path, family: Family) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor of the adapter, by name."""
-    try:
-        entries = hf.header(folder / TENSORS)
-    except ValueError as error:
-        raise ValueError(f"adapter: {error}") from error
-    return {_without_wrapper(name, family): entry for name, entry in entries.items()}
-
-
-def _modules(folder: Path, family: Family) -> set[str]:
-    return {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in _header(folder, family)}
-
-
-def _targets(
-    folder: Path,
-    cfg: Architecture,
-    family: Family,
-) -> str:
-    """The paths of the weights that the adapter covers, as a regular expression."""
-    present = _modules(folder, family)
-    paths = []
-    for path, weight in flatten(decoder.weights(cfg)).items():
-        modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
-        if weight.inputs and modules & present:
-            missing = sorted(modules - present)
-            if missing:
-                raise ValueError(
-                    f"adapter: {folder} covers only some layers; {missing[0]} has no adapter there"
-                )
-            paths.append(path)
-    if not paths:
-        raise ValueError(
-            f"adapter: {folder / TENSORS} has no adapter of a projection of this model"
-        )
-    return "|".join(paths)
-
-
-def _check_tensors(
-    folder: Path,
-    cfg: Architecture,
-    family: Family,
-    lora: LoraConfig,
-) -> None:
-    """Raises ValueError listing every tensor that is missing, unexpected, or of another shape or
-    dtype."""
-    entries = _header(folder, family)
-    wanted = {}
-    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
-        one = unstacked(weight)
-        rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
-        columns = one.shape[: one.inputs]
-        shape = (int(np.prod(rows)), int(np.prod(columns)))
-        wanted |= dict.fromkeys(_names(path, cfg, family), shape)
-
-    problems = [
-        f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in entries
-    ]
-    problems += [
-        f"unexpected: {escaped(name)} {list(entries[name][0])}"
-        for name in sorted(entries.keys() - wanted.keys())
-    ]
-    problems += [
-        f"shape: {name} is {list(entries[name][0])}, and should be {list(wanted[name])}"
-        for name in sorted(entries.keys() & wanted.keys())
-        if entries[name][0] != wanted[name]
-    ]
-    problems += [
-        f"dtype: {escaped(name)} is {dtype}, and should be one of {', '.join(hf.DTYPES)}"
-        for name, (_, dtype) in sorted(entries.items())
-        if dtype not in hf.DTYPES
-    ]
-    if problems:
-        raise ValueError(
-            f"adapter: the tensors in {folder} do not fit: {hf.problem_summary(problems)}"
-        )

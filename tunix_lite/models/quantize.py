@@ -54,9 +54,9 @@ def _stored(w: Weight, storage: str) -> Leaf:
     if not w.inputs or storage not in BLOCKS:
         return replace(w, dtype=STORAGE[storage])
 
-    # One scale for each block of the last input dim.
+    # One scale for each block of the last input dim: the largest power of two that divides it.
     dim = w.inputs - 1 + w.is_stacked
-    block = _block(w.shape[dim], BLOCKS[storage])
+    block = min(w.shape[dim] & -w.shape[dim], BLOCKS[storage])
     scales = replace(
         w,
         shape=(*w.shape[:dim], w.shape[dim] // block, *w.shape[dim + 1 :]),
@@ -74,11 +74,6 @@ def _stored(w: Weight, storage: str) -> Leaf:
             f"{w.axes[-1]}={w.shape[-1]} is odd, and nf4 packs pairs; model.lora.base could be int8"
         )
     return Nf4(replace(w, shape=(*w.shape[:-1], w.shape[-1] // 2), dtype=jnp.uint8), scales)
-
-
-def _block(size: int, largest: int) -> int:
-    """The largest power of two that divides size, up to `largest`."""
-    return min(size & -size, largest)
 
 
 def init_stored(

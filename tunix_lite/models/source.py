@@ -160,7 +160,22 @@ def locate(model: ModelConfig) -> FoundModel:
     if model.weights != "random":
         with _setting("model.weights"):
             folder = _folder(model.weights)
-            cfg, family = _of_folder(folder, family, model)
+            cfg, family = families.read_config(folder, family)
+            if model.untie_head:
+                cfg = replace(cfg, tied=False)
+            if model.architecture is not None:
+                chosen = model.architecture
+                if model.untie_head:
+                    chosen = replace(chosen, tied=False)
+                differ = families.architecture_differences(
+                    families.as_computed(chosen), families.as_computed(cfg)
+                )
+                if differ:
+                    raise ValueError(
+                        f"the config.json of {model.weights} is not the chosen model.architecture: "
+                        f"{'; '.join(differ)} (there). Choose another model=, or "
+                        "model.architecture=null to take what is there"
+                    )
     elif family is not None:
         with _setting("model.architecture"):
             families.check_flags(cfg, family)
@@ -194,8 +209,7 @@ def locate(model: ModelConfig) -> FoundModel:
 
 
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
-    """`locate` for a model that scores the student's tokens. Raises ValueError, too, where the two
-    have other tokens."""
+    """`locate` for a model that scores the student's tokens. ValueError if it has others."""
     located = locate(teacher.as_model())
     if located.tokenizer.vocabulary != student.tokenizer.vocabulary:
         raise ValueError(
@@ -208,30 +222,6 @@ def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:
             f"model.weights={student.name} may sample any of {student.cfg.vocab_size} tokens"
         )
     return located
-
-
-def _of_folder(
-    folder: Path,
-    family: Family | None,
-    model: ModelConfig,
-) -> tuple[Architecture, Family]:
-    """Reads config.json. Raises ValueError if model.architecture computes something else."""
-    cfg, family = families.read_config(folder, family)
-    cfg = _untied(cfg, model)
-    if model.architecture is not None:
-        chosen = families.as_computed(_untied(model.architecture, model))
-        differ = families.architecture_differences(chosen, families.as_computed(cfg))
-        if differ:
-            raise ValueError(
-                f"the config.json of {model.weights} is not the chosen model.architecture: "
-                f"{'; '.join(differ)} (there). Choose another model=, or model.architecture=null "
-                "to take what is there"
-            )
-    return cfg, family
-
-
-def _untied(cfg: Architecture, model: ModelConfig) -> Architecture:
-    return replace(cfg, tied=False) if model.untie_head else cfg
 
 
 def download(located: FoundModel) -> FoundModel:
@@ -281,8 +271,7 @@ def num_adapters(located: FoundModel) -> int:
 
 
 def check_mesh(located: FoundModel, mesh: MeshSizes) -> None:
-    """Raises ValueError, naming the weight, if the mesh does not divide the model or its
-    adapters."""
+    """Raises ValueError, naming the weight, if the mesh does not divide the model."""
     for table in weight_tables(located):
         if table is not None:
             weights.check_divisible(table, mesh)
@@ -330,11 +319,7 @@ def load_base(
     return hf.load_params(located.folder, located.cfg, located.family, storage, on_bytes)
 
 
-def settings_to_keep(
-    model: ModelConfig,
-    located: FoundModel,
-    seed: int,
-) -> dict:
+def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict:
     """Plain values, enough to load what a run trains from any working directory."""
 
     def absolute(name: str) -> str:

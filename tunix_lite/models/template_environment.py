@@ -9,7 +9,6 @@ import json
 import traceback
 from datetime import datetime
 from functools import cache
-from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -84,8 +83,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the text of the model. It writes the text
-    between the two."""
+    """Writes the text of `{% generation %} ... {% endgeneration %}`, which marks the model's."""
 
     tags = {"generation"}
 
@@ -104,15 +102,14 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Stores values of templates, but not under names with an underscore in front, some of which
-    mean something to Python."""
+    """Stores values of templates, but none under a name that may mean something to Python."""
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _no_underscore(name)
         super().__setitem__(name, value)
 
 
-def _no_underscore(*names: Any) -> None:
+def _no_underscore(*names: object) -> None:
     for name in names:
         if isinstance(name, str) and name.startswith("_"):
             raise jinja2.exceptions.SecurityError(
@@ -129,7 +126,7 @@ def _environment() -> jinja2.Environment:
 
     # jinja's own filter escapes HTML.
     def tojson(
-        x: Any,
+        x: object,
         ensure_ascii: bool = False,
         indent: int | None = None,
         separators: tuple[str, str] | None = None,
@@ -139,7 +136,7 @@ def _environment() -> jinja2.Environment:
             x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    def namespace(*args: Any, **values: Any) -> _Namespace:
+    def namespace(*args: object, **values: object) -> _Namespace:
         _no_underscore(*dict(*args, **values))
         return _Namespace(*args, **values)
 

@@ -4,7 +4,6 @@ sequence."""
 import base64
 import contextlib
 import json
-import mmap
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 import tokenizers
 
 from tunix_lite.files.untrusted import read_object, read_text
-from tunix_lite.models.charsmap import longest_replacement
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, to_plain_values
 from tunix_lite.plain_text import escaped, shortened, shown
 
@@ -37,7 +35,6 @@ FILES = (
 # The replacements of a tokenizer.json may make a text so many times as long. Ten replacements of a
 # letter by ten letters would make it 10^10 times as long.
 MOST_GROWTH = 1000
-CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 # Name of a tool, or text of a turn, that no template knows, to see whether and where it is written.
 PROBE = "ProbeOfTools"
 # Flags of a token in tokenizer_config.json.
@@ -62,6 +59,10 @@ class Quoted:
         for start, end in self.parts:
             text[start:end] = character * (end - start)
         return "".join(text)
+
+
+# reads a text, of which some parts may be quoted
+Read = Callable[[str | Quoted], str]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,14 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        backend = _backend(file)
+        backend = _call_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
+        for kind in ("normalizer", "decoder"):
+            part = getattr(backend, kind)
+            if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+                raise ValueError(
+                    f"{file}: the replacements of its {kind} can make a text {MOST_GROWTH:,} times "
+                    "as long"
+                )
         # Some files carry the settings of the training that wrote them.
         backend.no_truncation()
         backend.no_padding()
@@ -102,7 +110,17 @@ class Tokenizer:
         # The special tokens, by the names that templates expect.
         config = _json(folder / "tokenizer_config.json")
         _add_tokens(backend, config, folder / "tokenizer_config.json")
-        special = _special_tokens(folder, config)
+        named = dict(config)
+        # Older folders have a file of their own for them.
+        if "added_tokens_decoder" not in config:
+            named |= _json(folder / "special_tokens_map.json")
+        extra = named.get("extra_special_tokens")
+        named |= extra if isinstance(extra, dict) else {}
+        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+        # Other keys end so, too: add_bos_token=true.
+        special = {
+            k: v for k, v in texts.items() if k.endswith("_token") and v and isinstance(v, str)
+        }
         eos_ids = _eos_ids(folder, backend, special)
 
         # What the tokenizer adds before a text shows in the encoding of one.
@@ -122,28 +140,20 @@ class Tokenizer:
             pad_id=backend.token_to_id(special.get("pad_token", "")) or 0,
             start_ids=tuple(encoded.ids[:num_before]),
         )
-        return replace(made, eos_ids=tuple(dict.fromkeys((*eos_ids, *made._ends_of_turns()))))
-
-    def _ends_of_turns(self) -> list[int]:
-        """The token with which the chat template ends a turn of the assistant.
-
-        Folders may not name it: those of Qwen's base models name <|endoftext|>, and their template
-        writes <|im_end|>.
-        """
+        # The token with which the chat template ends a turn: Qwen's base models do not name it.
         turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
-        try:
-            written = self.chat(turns, add_generation_prompt=False)
-        except ValueError:
-            # No template, or one for other conversations.
-            return []
+        written = ""
+        # No template, or one for other conversations.
+        with contextlib.suppress(ValueError):
+            written = made.chat(turns, add_generation_prompt=False)
         _, marker, after = written.rpartition(PROBE)
-        added = self.backend.get_added_tokens_decoder()
         ends = [
             (len(token.content), i)
-            for i, token in added.items()
+            for i, token in backend.get_added_tokens_decoder().items()
             if marker and token.content and after.lstrip().startswith(token.content)
         ]
-        return [i for _, i in sorted(ends)[-1:]]
+        ends_of_turns = [i for _, i in sorted(ends)[-1:]]
+        return replace(made, eos_ids=tuple(dict.fromkeys((*eos_ids, *ends_of_turns))))
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -170,11 +180,8 @@ class Tokenizer:
         """True if the chat template writes the tools that it is given."""
         if self.template is None:
             return False
-        function = {
-            "name": PROBE,
-            "description": "",
-            "parameters": {"type": "object", "properties": {}},
-        }
+        parameters = {"type": "object", "properties": {}}
+        function = {"name": PROBE, "description": "", "parameters": parameters}
         messages = [{"role": "user", "content": "Question"}]
         try:
             written = self.chat(messages, tools=[{"type": "function", "function": function}])
@@ -202,8 +209,7 @@ class Tokenizer:
         return {i: text for text, i in self.vocabulary.items() if i >= self.vocab_size}
 
     def _in_table(self, ids: list[int]) -> list[int]:
-        """Checks that the model has an embedding for each token, and returns them. Raises
-        ValueError for one that it has not: JAX would take the last one there is."""
+        """The tokens. ValueError for one without an embedding: JAX would take the last one."""
         if self.beyond and (lost := [i for i in ids if i in self.beyond]):
             raise ValueError(
                 f"a text holds {shown(self.beyond[lost[0]])}, token {lost[0]} of the tokenizer, "
@@ -212,8 +218,7 @@ class Tokenizer:
         return ids
 
     def special_in(self, text: str) -> list[tuple[int, int]]:
-        """Finds the special tokens that a text spells, [start, end) in characters each: the tokens
-        that the tokenizer calls special, and those that end a turn."""
+        """Finds the special tokens and ends of turns that a text spells, [start, end) each."""
         if self._has_normalized:
             with _panics_named():
                 encoded = self.backend.encode(text, add_special_tokens=False)
@@ -268,11 +273,11 @@ class Tokenizer:
         a second BOS.
         """
 
-        def write(read: Callable) -> str:
-            messages = _read(conversation, read)
+        def write(read: Read) -> str:
+            messages = read_quoted(conversation, read)
             if isinstance(messages, str) and not self.has_chat_template:
                 return messages
-            return self.chat(_conversation(messages), **_read(variables, read))
+            return self.chat(_conversation(messages), **read_quoted(variables, read))
 
         # The templates of some fine-tunes leave out what the tokenizer starts with.
         ids = self.written_ids(write, *_quoted_in([conversation, variables]))
@@ -304,13 +309,13 @@ class Tokenizer:
         if not isinstance(turn, dict):
             turn = {"role": "assistant", "content": completion}
 
-        def write(read: Callable) -> str:
+        def write(read: Read) -> str:
             if not self.has_chat_template:
                 return read(turn["content"])
-            messages = _conversation(_read(conversation, read))
-            values = _read(variables, read)
+            messages = _conversation(read_quoted(conversation, read))
+            values = read_quoted(variables, read)
             before = self.chat(messages, **values)
-            answered = [*messages, _read(turn, read)]
+            answered = [*messages, read_quoted(turn, read)]
             full = self.chat(answered, add_generation_prompt=False, **values)
             if not full.startswith(before):
                 raise ValueError(
@@ -336,10 +341,10 @@ class Tokenizer:
         Example: earlier ends with an answer, later adds a user message -> that user's turn.
         """
 
-        def write(read: Callable) -> str:
-            values = _read(variables, read)
-            before = self.chat(_read(earlier, read), False, **values)
-            full = self.chat(_read(later, read), **values)
+        def write(read: Read) -> str:
+            values = read_quoted(variables, read)
+            before = self.chat(read_quoted(earlier, read), False, **values)
+            full = self.chat(read_quoted(later, read), **values)
             if not full.startswith(before):
                 raise ValueError(
                     f"the chat template of {self.folder} writes earlier turns differently when "
@@ -347,20 +352,15 @@ class Tokenizer:
                     "once; set task.learned_turns=last"
                 )
             # the end of a turn may go on after its token, with a newline
-            tail = before[len(self._up_to_last_end(before)) :]
-            return tail + full[len(before) :]
+            ends = [self.backend.id_to_token(token) for token in self.eos_ids]
+            places = [before.rfind(end) + len(end) for end in ends if end and end in before]
+            return full[max(places, default=len(before)) :]
 
         return self.written_ids(write, *_quoted_in([later, variables]))
 
-    def _up_to_last_end(self, text: str) -> str:
-        """The text up to the end of the last special token that ends a turn."""
-        ends = [self.backend.id_to_token(token) for token in self.eos_ids]
-        places = [text.rfind(end) + len(end) for end in ends if end and end in text]
-        return text[: max(places, default=len(text))]
-
     # ---- texts that spell special tokens but mean plain text
 
-    def written_ids(self, write: Callable[[Callable], str], *texts: str | Quoted) -> list[int]:
+    def written_ids(self, write: Callable[[Read], str], *texts: str | Quoted) -> list[int]:
         """Encodes the text that `write(read)` writes; special tokens spelled in quoted parts of
         `texts` are plain text there. write: calls read(text) for each of the texts."""
         written = write(lambda text: text.text if isinstance(text, Quoted) else text)
@@ -381,12 +381,10 @@ class Tokenizer:
         return self._quoted_ids(written, covered)
 
     def _quoted_ids(self, written: str, covered: str) -> list[int]:
-        """The tokens of `written`, where only those special tokens count that are in `covered`,
-        too.
+        """The tokens of `written`, where only special tokens count that are in `covered`, too.
 
-        This is one call of a tokenizer that knows special tokens by other names, so that the text
-        around them is cut into tokens as always. Raises ValueError if its vocabulary spells a
-        special token even so.
+        One call of a tokenizer that knows special tokens by other names cuts the text around them
+        as always. Raises ValueError if its vocabulary spells a special token even so.
         """
         backend, names, ids = self._renamed
         parts = []
@@ -426,8 +424,7 @@ class Tokenizer:
 
     @cached_property
     def _has_normalized(self) -> bool:
-        """True if another text than its own spells one of them, as `<EOS>` spells `<eos>` where a
-        normalizer makes lower case."""
+        """True if a normalizer may make one of another text, such as `<eos>` of `<EOS>`."""
         return any(token.normalized for token in self._special_tokens.values())
 
     @cached_property
@@ -445,11 +442,9 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
-        """Returns the same tokenizer with other names for special tokens; name by text; and real id
-        by its id.
+        """The same tokenizer with other names for special tokens; name by text; real id by its id.
 
-        No text can hold such a name: it consists of private characters, drawn anew in every
-        process.
+        No text can hold such a name of private characters, drawn anew in every process.
         """
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
@@ -466,7 +461,7 @@ class Tokenizer:
         return backend, names, ids
 
 
-def _quoted_in(value: Any) -> list[Quoted]:
+def _quoted_in(value: object) -> list[Quoted]:
     """The quoted texts in a message, a conversation or a value of one, at any depth."""
     if isinstance(value, Quoted):
         return [value]
@@ -475,13 +470,27 @@ def _quoted_in(value: Any) -> list[Quoted]:
     return [one for item in value for one in _quoted_in(item)] if type(value) is list else []
 
 
-def _read(value: Any, read: Callable[[Quoted], str]) -> Any:
+def read_quoted(value: object, read: Read) -> Any:
     """Returns the value with read(text) in place of each of these texts."""
     if isinstance(value, Quoted):
         return read(value)
     if isinstance(value, Mapping):
-        return {_read(key, read): _read(item, read) for key, item in value.items()}
-    return [_read(item, read) for item in value] if type(value) is list else value
+        return {read_quoted(key, read): read_quoted(item, read) for key, item in value.items()}
+    return [read_quoted(item, read) for item in value] if type(value) is list else value
+
+
+def as_data(text: str, spelled: list[tuple[int, int]], how: str) -> str | Quoted:
+    """Marks these special tokens of data as plain text if `how` is text; leaves them if it is
+    control. Raises ValueError if it is error."""
+    if not spelled or how == "control":
+        return text
+    if how == "text":
+        return Quoted(text, tuple(spelled))
+    start, end = spelled[0]
+    raise ValueError(
+        f"{shortened(text)} holds the special token {text[start:end]!r}; "
+        "task.special_tokens_in_data=text takes it as mere letters, control as the token"
+    )
 
 
 def _conversation(content: str | list[dict]) -> list[dict]:
@@ -542,56 +551,8 @@ class TextStream:
         return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token or "") is not None
 
 
-def _backend(file: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises ValueError for one that is damaged, or whose
-    replacements could fill the memory."""
-    _check_charsmaps(file)
-    backend = _call_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
-    for kind in ("normalizer", "decoder"):
-        part = getattr(backend, kind)
-        with _charsmap_named(file):
-            growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
-        if growth > MOST_GROWTH:
-            raise ValueError(
-                f"{file}: the replacements of its {kind} can make a text {MOST_GROWTH:,} times as "
-                "long"
-            )
-    return backend
-
-
-def _check_charsmaps(file: Path) -> None:
-    """Raises ValueError for a table of a Precompiled normalizer at which the library would panic
-    while it reads the file.
-
-    The file is not parsed for it: it may have 30 MB, and few files hold such a table.
-    """
-    if not file.stat().st_size:
-        return
-    with (
-        file.open("rb") as opened,
-        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        for match in CHARSMAP.finditer(content):
-            with _charsmap_named(file):
-                _longest_replacement(match[1].replace(b"\\/", b"/"))
-
-
-@contextlib.contextmanager
-def _charsmap_named(file: Path) -> Iterator[None]:
-    """Adds the name of the file to a ValueError from inside."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file}: its Precompiled normalizer cannot be used ({error})") from error
-
-
-def _longest_replacement(encoded: str | bytes) -> int:
-    return longest_replacement(base64.b64decode(encoded, validate=True))
-
-
 def _growth(part: dict) -> int:
-    """Bounds how many times as long the replacements of a normalizer or a decoder can make a text.
-    part: as the library writes it in JSON."""
+    """Bounds how many times as long the replacements of a normalizer or a decoder make a text."""
     growth = 1
     for inner in part.get("normalizers") or part.get("decoders") or ():
         growth *= _growth(inner)
@@ -600,13 +561,15 @@ def _growth(part: dict) -> int:
         matches_nothing = not part["pattern"].get("String")
         growth *= max(1, len(part["content"]) + matches_nothing)
     if part.get("type") == "Precompiled":
-        growth *= max(1, _longest_replacement(part["precompiled_charsmap"]))
+        # the size of a table of characters, the table, and the replacements, each ended by a 0
+        table = base64.b64decode(part["precompiled_charsmap"])
+        replacements = table[4 + int.from_bytes(table[:4], "little") :]
+        growth *= max(1, *map(len, replacements.split(b"\0")))
     return growth
 
 
 def _call_library(call: Callable[[], Any], file: Path) -> Any:
-    """call(), which is of the tokenizers library. Raises ValueError where it fails: the library
-    raises plain Exceptions, and panics as Rust does."""
+    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does."""
     try:
         return call()
     except BaseException as error:
@@ -619,8 +582,7 @@ def _call_library(call: Callable[[], Any], file: Path) -> Any:
 
 @contextlib.contextmanager
 def _panics_named() -> Iterator[None]:
-    """Turns a panic of the library inside into a ValueError. A regular expression of the file that
-    never ends is a cause. The folder is not named: clients of a server read the message."""
+    """Turns a panic of the library into a ValueError, without the folder: clients may read it."""
     try:
         yield
     except BaseException as error:
@@ -630,8 +592,7 @@ def _panics_named() -> Iterator[None]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None:
-    """Gives tokens the flags that tokenizer_config.json has for them, which win over those of
-    tokenizer.json in transformers."""
+    """Gives tokens the flags of tokenizer_config.json, which win in transformers, too."""
     entries = config.get("added_tokens_decoder") or {}
     if not isinstance(entries, dict):
         raise ValueError(f"{file}: added_tokens_decoder={shown(entries)}; it is an object")
@@ -653,8 +614,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: dict, file: Path) -> None
 
 
 def _template(folder: Path, config: dict) -> ChatTemplate | None:
-    """The chat template of a folder, from the first file that has one. config: of
-    tokenizer_config.json."""
+    """The chat template of a folder. config: of tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate.compile(read_text(file), str(file))
@@ -664,40 +624,20 @@ def _template(folder: Path, config: dict) -> ChatTemplate | None:
         content = config if name == "tokenizer_config.json" else _json(folder / name)
         text = content.get("chat_template")
         if isinstance(text, list):
-            text = _default_template(text, folder / name)
+            named = {
+                one["name"]: one.get("template")
+                for one in text
+                if isinstance(one, dict) and isinstance(one.get("name"), str)
+            }
+            if "default" not in named:
+                raise ValueError(
+                    f"{folder / name}: chat_template={shown(text)}; a list holds objects of name "
+                    "and template, one of them `default`"
+                )
+            text = named["default"]
         if text is not None:
             return ChatTemplate.compile(text, str(folder / name))
     return None
-
-
-def _default_template(templates: list, file: Path) -> Any:
-    """The template named `default` of a list. Raises ValueError, naming the file, without one."""
-    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in templates):
-        raise ValueError(
-            f"{file}: chat_template={shown(templates)}; a list holds objects of name and template"
-        )
-    named = {each["name"]: each.get("template") for each in templates}
-    if "default" not in named:
-        names = escaped(", ".join(named))
-        raise ValueError(f"{file} names the chat templates {names}, no `default`")
-    return named["default"]
-
-
-def _special_tokens(folder: Path, config: dict) -> dict[str, str]:
-    """bos_token, eos_token and so on -> its text."""
-    named = dict(config)
-    # Older folders have a file of their own for them.
-    if "added_tokens_decoder" not in config:
-        named |= _json(folder / "special_tokens_map.json")
-    extra = named.get("extra_special_tokens")
-    named |= extra if isinstance(extra, dict) else {}
-    texts = {
-        k: v.get("content") if isinstance(v, dict) else v
-        for k, v in named.items()
-        if k.endswith("_token") and v
-    }
-    # Other keys end so, too: add_bos_token=true.
-    return {k: v for k, v in texts.items() if isinstance(v, str)}
 
 
 def _eos_ids(

@@ -6,12 +6,12 @@ a conversation in which the model's turn is a placeholder; what follows the plac
 tokenised.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.models.tokenizer import Read, Tokenizer, as_data, read_quoted
 from tunix_lite.plain_text import escaped
 
 # Letters alone: no template strips, splits or escapes them, and no tokenizer joins them with a line
@@ -19,7 +19,6 @@ from tunix_lite.plain_text import escaped
 PLACEHOLDER = "PlaceholderOfTheTurn"
 # Answers whose tokens are kept: the conversations of a group often hear the same.
 MOST_KEPT = 4096
-SPECIAL_TOKENS = ("text", "control", "error")
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,13 @@ class TurnTokens:
     special_tokens_in_data: str = "text"
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
-        if self.special_tokens_in_data not in SPECIAL_TOKENS:
-            raise ValueError(
-                f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or "
-                "error"
-            )
-
     def prompt(self, messages: str | list[dict]) -> list[int]:
-        """The tokens of the prompt with which a conversation begins: a user's message, or
-        messages."""
+        """The tokens of the prompt with which a conversation begins: a message, or messages."""
         if isinstance(messages, str):
-            return self.tokenizer.prompt(self._as_data(messages), **self.variables)
-        return self.tokenizer.prompt(self._quoted(messages), **self.variables)
+            messages = self._quoted([{"role": "user", "content": messages}])[0]["content"]
+        else:
+            messages = self._quoted(messages)
+        return self.tokenizer.prompt(messages, **self.variables)
 
     def between(self, messages: str | list[dict], ended: bool) -> list[int]:
         """The tokens from the last one that the model sampled in a turn to the first one that it
@@ -91,21 +84,29 @@ class TurnTokens:
             # The next turn is drawn behind an answer, so there must be one.
             return ids or tokenizer.encode("\n")
 
-        def write(read: Callable) -> str:
-            return placeholder + self._after_the_turn(_read(answered, read), placeholder)
+        def write(read: Read) -> str:
+            return placeholder + self._after_the_turn(read_quoted(answered, read), placeholder)
 
-        # Tokenised behind the placeholder, so that nothing is put before the text, as some
-        # tokenizers do at the beginning.
-        placeholder = _absent(PLACEHOLDER, messages)
+        # Tokenised behind a placeholder that no message holds, so that nothing is put before the
+        # text, as some tokenizers do at the beginning.
+        placeholder = PLACEHOLDER
+        while any(placeholder in message["content"] for message in messages):
+            placeholder += "s"
         before = tokenizer.encode(placeholder)
         ids = tokenizer.written_ids(write, *contents)
         if ids[: len(before)] != before:
             ids = tokenizer.written_ids(
-                lambda read: self._after_the_turn(_read(answered, read), placeholder), *contents
+                lambda read: self._after_the_turn(read_quoted(answered, read), placeholder),
+                *contents,
             )
             before = []
         ids = ids[len(before) :]
-        return self._behind_the_end(ids) if ended else ids
+        if not ended:
+            return ids
+        # the tokens behind the first one that ends a turn; all, where the template writes none
+        places = range(len(ids))
+        first = next((place for place in places if ids[place] in tokenizer.eos_ids), -1)
+        return ids[first + 1 :]
 
     def _after_the_turn(self, messages: list[dict], placeholder: str) -> str:
         """Returns the text that the chat template writes from the end of a turn of the model on."""
@@ -131,40 +132,16 @@ class TurnTokens:
             )
         return after
 
-    def _behind_the_end(self, ids: list[int]) -> list[int]:
-        """Returns the tokens behind the first one that ends a turn; all, where the template writes
-        none."""
-        ends = self.tokenizer.eos_ids
-        first = next((place for place, token in enumerate(ids) if token in ends), None)
-        return ids if first is None else ids[first + 1 :]
-
     # ---- special tokens in what was answered
 
     def _quoted(self, messages: list[dict]) -> list[dict]:
-        return [message | {"content": self._as_data(message["content"])} for message in messages]
-
-    def _as_data(self, text: str) -> str | Quoted:
-        spelled = self.tokenizer.special_in(text)
-        if not spelled or self.special_tokens_in_data == "control":
-            return text
-        if self.special_tokens_in_data == "text":
-            return Quoted(text, tuple(spelled))
-        start, end = spelled[0]
-        raise ValueError(
-            f"'{escaped(text, 80)}' holds the special token {text[start:end]!r}; "
-            "task.special_tokens_in_data=text takes it as mere letters, control as the token"
-        )
-
-
-def _read(messages: list[dict], read: Callable) -> list[dict]:
-    return [message | {"content": read(message["content"])} for message in messages]
-
-
-def _absent(text: str, messages: list[dict]) -> str:
-    """The text, made longer until no message holds it."""
-    while any(text in message["content"] for message in messages):
-        text += "s"
-    return text
+        """The messages with the special tokens that they spell as data."""
+        tokenizer = self.tokenizer
+        contents = [
+            as_data(text, tokenizer.special_in(text), self.special_tokens_in_data)
+            for text in (message["content"] for message in messages)
+        ]
+        return [message | {"content": text} for message, text in zip(messages, contents)]
 
 
 def _wanted(messages: list[dict]) -> str:

@@ -1,16 +1,14 @@
-"""A value that XLA computes in kernels of its own, apart from what computes it and what reads it.
+"""Values that XLA for CPUs computes in kernels of their own, and a product with a faster gradient.
 
-XLA for CPUs joins operations into one kernel where it can. That is slow in some cases. A transpose
-that is joined with arithmetic reads memory in strides, where a plain transpose goes block by block.
-One kernel for a product and the backward pass of a softmax is slower than two, and so is one kernel
-for the products and the activation of a feed-forward. An `optimization_barrier` does not keep
-operations apart: XLA for CPUs removes it before it joins them. A call of a function that must not
-be inlined does.
-
-Use it on CPUs only. What XLA makes for other platforms was not looked at.
+XLA for CPUs joins operations into one kernel where it can. That is slow in some cases: a transpose
+that is joined with arithmetic reads memory in strides, and one kernel for a product and the
+backward pass of a softmax, or for the products and the activation of a feed-forward, is slower than
+several. XLA for CPUs removes an `optimization_barrier` before it joins operations, but not a call
+of a function that must not be inlined. What XLA makes for other platforms was not looked at.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 
 
@@ -42,3 +40,46 @@ def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
 
 
 with_unfused_cotangent.defvjp(lambda x: (x, None), _backward)
+
+
+@jax.custom_vjp
+def matmul(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """rows [R, I] times matrix [I, O]: [R, O]. On a CPU the gradient of the matrix is faster.
+
+    It is rows^T times the cotangent, a sum over all tokens, which are the first dim of both. XLA
+    for CPUs has two libraries for products: YNNPACK sums over the last dim of its first factor, and
+    any other product goes to Eigen. So we first transpose the factor with fewer columns, in a
+    kernel of its own. That was timed on an Intel Xeon only (docs/log.md, 2026-11-24).
+    """
+    return jnp.matmul(rows, matrix)
+
+
+def _matmul_forward(
+    rows: jax.Array, matrix: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.matmul(rows, matrix), (rows, matrix)
+
+
+def _matmul_backward(
+    residuals: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    rows, matrix = residuals
+    of_matrix = jax.lax.platform_dependent(
+        rows,
+        cotangent,
+        cpu=_summed_on_cpu,
+        default=lambda rows, cotangent: jnp.matmul(rows.T, cotangent),
+    )
+    return jnp.matmul(cotangent, matrix.T), of_matrix
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _summed_on_cpu(rows: jax.Array, cotangent: jax.Array) -> jax.Array:
+    # Without the barriers XLA would undo the transposes, and multiply as elsewhere.
+    barrier = jax.lax.optimization_barrier
+    if rows.shape[1] <= cotangent.shape[1]:
+        return jnp.matmul(barrier(unfused(rows).T), cotangent)
+    return barrier(jnp.matmul(barrier(unfused(cotangent).T), rows)).T

@@ -17,6 +17,7 @@ The letters B, D and V are those of types.py. Here M is the tokens asked for in 
 of the vocabulary, S the entries of a block in each part, X those of all blocks, and N the blocks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -132,12 +133,11 @@ def rebased(
     top: jax.Array,
     higher: jax.Array,
 ) -> jax.Array:
-    """sum_v exp(s_v - top) (s_v - top) for a higher top. Sums of the logits themselves would cancel
-    to few digits."""
+    """sum_v exp(s_v - top) (s_v - top) for a higher top; sums of logits would cancel."""
     return (weighted + total * (top - higher)) * jnp.exp(top - higher)
 
 
-def _constrained(table_NPSD: jax.Array) -> jax.Array:
+def constrained(table_NPSD: jax.Array) -> jax.Array:
     """The table with its sharding constraint.
 
     The constraint stands inside the custom gradient. Outside, the gradient of the constraint would
@@ -147,6 +147,45 @@ def _constrained(table_NPSD: jax.Array) -> jax.Array:
     return constrain(table_NPSD, "layers", *AXES)
 
 
+def zero_sums(hidden_BMD: jax.Array, parts: int) -> jax.Array:
+    """Zeros [B, M, P] for sums over the parts of the vocabulary, float32 at least."""
+    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+    return constrain(jnp.zeros((*hidden_BMD.shape[:2], parts), wide), "batch", "seq", "vocab")
+
+
+def numbered(*tables_NPSD: jax.Array) -> tuple[jax.Array, ...]:
+    """The blocks of tables with their numbers, to scan over."""
+    return (jnp.arange(len(tables_NPSD[0])), *tables_NPSD)
+
+
+def pulled_back(
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    trains: tuple | None,
+    cotangent: Callable[[jax.Array, tuple], jax.Array],
+    others: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of hidden and table, of what cotangent(products, block) gives for the products
+    of a block, (number, table, *others). trains: None: the table does not train."""
+    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
+    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
+
+    def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+        used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
+        slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
+
+        # d hidden adds up over the blocks; d table is that of this block
+        of_hidden = jnp.einsum("bmps,psd->pbmd", slope, used_PSD, preferred_element_type=wide)
+        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
+        if trains is None:
+            return total, None
+        of_block = jnp.einsum("bmps,bmd->psd", slope, hidden_BMD, preferred_element_type=wide)
+        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
+
+    total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered(table_NPSD, *others))
+    return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(
     spec: HeadSpec,
@@ -154,7 +193,7 @@ def _scores(
     table_NPSD: jax.Array,
     targets_BM: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    results, _ = _forward(spec, hidden_BMD, _constrained(table_NPSD), targets_BM)
+    results, _ = _forward(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
     return results
 
 
@@ -165,16 +204,14 @@ def _forward(
     targets_BM: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """(log-probabilities, entropies) and the logsumexp, which the backward pass needs as well."""
-    blocks, parts = table_NPSD.shape[:2]
-    wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
-    zeros = constrain(jnp.zeros((*targets_BM.shape, parts), wide), "batch", "seq", "vocab")
+    zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def one_block(
         carry: tuple[jax.Array, ...],
-        numbered: tuple[jax.Array, jax.Array],
+        block: tuple[jax.Array, jax.Array],
     ) -> tuple[tuple[jax.Array, ...], None]:
         top, total, weighted, chosen = carry
-        index, block_PSD = numbered
+        index, block_PSD = block
         used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
         logits = softcapped(spec, block_products(hidden_BMD, used_PSD))
         tokens_PS = block_tokens(spec, block_PSD, index)
@@ -195,8 +232,7 @@ def _forward(
         return (higher, total, weighted, chosen), None
 
     start = (zeros + BELOW_ALL, zeros, zeros, zeros)
-    numbered = (jnp.arange(blocks), table_NPSD)
-    (top, total, weighted, chosen), _ = jax.lax.scan(one_block, start, numbered)
+    (top, total, weighted, chosen), _ = jax.lax.scan(one_block, start, numbered(table_NPSD))
 
     # The parts of the vocabulary meet here, in three small sums.
     highest = jnp.max(top, axis=-1, keepdims=True)
@@ -217,7 +253,7 @@ def _forward_with_residuals(
     targets: CustomVJPPrimal,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """The forward pass, and what the backward pass needs of it."""
-    arrays = (hidden.value, _constrained(table.value), targets.value)
+    arrays = (hidden.value, constrained(table.value), targets.value)
     results, log_total = _forward(spec, *arrays)
     _, entropy = results
     # Whether the table trains is a matter of structure, () or None, so that it is known while
@@ -237,16 +273,9 @@ def _backward(
     g, e = (None if isinstance(x, SymbolicZero) else x[..., None, None] for x in cotangents)
     log_total = log_total[..., None, None]
     entropy = entropy[..., None, None]
-    wide = log_total.dtype
-    zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
-    def one_block(
-        total: jax.Array,
-        numbered: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array | None]:
-        index, block_PSD = numbered
-        used_PSD = gather(stored(block_PSD, hidden_BMD.dtype), AXES)
-        products = block_products(hidden_BMD, used_PSD)
+    def cotangent(products: jax.Array, block: tuple) -> jax.Array:
+        index, block_PSD = block
         logits, pull = jax.vjp(partial(softcapped, spec), products)
         tokens_PS = block_tokens(spec, block_PSD, index)
         logprobs = jnp.where(tokens_PS >= 0, logits - log_total, BELOW_ALL)
@@ -259,19 +288,9 @@ def _backward(
         if e is not None:
             weighted = e * jnp.exp(logprobs)
             cotangent -= weighted * jnp.where(tokens_PS >= 0, logprobs + entropy, 0.0)
-        cotangent = pull(cotangent)[0].astype(hidden_BMD.dtype)
+        return pull(cotangent)[0]
 
-        # d hidden adds up over the blocks; d table is that of this block.
-        of_hidden = jnp.einsum("bmps,psd->pbmd", cotangent, used_PSD, preferred_element_type=wide)
-        total = constrain(total + of_hidden, "vocab", "batch", "seq", "act_embed")
-        if trains is None:
-            return total, None
-        of_block = jnp.einsum("bmps,bmd->psd", cotangent, hidden_BMD, preferred_element_type=wide)
-        return total, constrain_gradient(of_block, AXES).astype(table_NPSD.dtype)
-
-    numbered = (jnp.arange(len(table_NPSD)), table_NPSD)
-    total, of_table = jax.lax.scan(one_block, zeros_PBMD, numbered)
-    return jnp.sum(total, axis=0).astype(hidden_BMD.dtype), of_table, None
+    return *pulled_back(hidden_BMD, table_NPSD, trains, cotangent), None
 
 
 _scores.defvjp(_forward_with_residuals, _backward, symbolic_zeros=True)

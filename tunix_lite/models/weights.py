@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from tunix_lite.models.matmul import matmul
 from tunix_lite.models.rounding import added, is_rounded, product, stored, wide
+from tunix_lite.models.unfused import matmul
 from tunix_lite.parallel.mesh import (
     MeshSizes,
     constrain_gradient,
@@ -43,8 +43,7 @@ Leaf = Any
 # Cached, so that weights which start alike have one initialiser and compile once.
 @cache
 def fan_in(inputs: int = 1) -> Initializer:
-    """Truncated normal with variance 1 / (number of inputs), for a weight with `inputs` leading
-    input dims."""
+    """Truncated normal with variance 1 / (number of inputs), the leading `inputs` dims."""
 
     def init(
         key: jax.Array,
@@ -88,7 +87,7 @@ class Weight:
         return self.axes[0] == "layers"
 
 
-def is_weight(leaf: Any) -> bool:
+def is_weight(leaf: object) -> bool:
     """True if a node of a table is a `Weight`, not a dict of them."""
     return isinstance(leaf, Weight)
 
@@ -174,8 +173,7 @@ def are_plain(params: Params) -> bool:
 
 
 def nf4_levels() -> np.ndarray:
-    """The 16 levels, float32: quantiles of a normal distribution, 8 above zero, 7 below and zero
-    itself, scaled to [-1, 1]."""
+    """The 16 levels, float32: quantiles of a normal, 8 above zero, 7 below, and zero."""
     # The paper's offset: the mean of the outermost quantiles of both sides.
     outermost = (1 - 1 / 30 + 1 - 1 / 32) / 2
 
@@ -315,11 +313,9 @@ def _with_gradient_to_master(
     x: jax.Array,
     master: jax.Array,
 ) -> jax.Array:
-    """`out`, the product of x and a weight, unchanged. The gradient of the weight goes to `master`,
-    in its dtype.
+    """`out`, the product of x and a weight. Its gradient goes to `master`, in that dtype.
 
-    JAX would give a bfloat16 weight a bfloat16 gradient: the part of each shard is rounded, and
-    then the parts are summed.
+    JAX would give a bfloat16 weight a bfloat16 gradient: each shard's part is rounded, then summed.
     """
     return out
 
@@ -372,8 +368,7 @@ def dropout(
     keys: jax.Array,
     rate: float,
 ) -> jax.Array:
-    """x [B, ...] with a share `rate` of its elements at zero and the rest scaled up. The zeros of
-    row b depend on keys[b] alone."""
+    """x [B, ...] with a share `rate` at zero, by keys[b], and the rest scaled up."""
     is_kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
@@ -390,14 +385,12 @@ def flatten(tree: Table | Params) -> dict[str, Any]:
 
 
 def shardings(table: Table, rules: dict[str, str | None] | None = None) -> Any:
-    """The sharding of each weight of a table on the current mesh. rules: None means the current
-    ones."""
+    """The sharding of each weight of a table on the current mesh. rules: None: the current ones."""
     return jax.tree.map(lambda w: sharding(w.axes, w.shape, rules), table, is_leaf=is_weight)
 
 
 def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
-    """The table as ShapeDtypeStructs with shardings: what the parameters will be, without making
-    them."""
+    """The table as ShapeDtypeStructs with shardings."""
 
     def shape(w: Weight) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(w.shape, dtype or w.dtype, sharding=sharding(w.axes, w.shape))
@@ -427,18 +420,12 @@ def num_params(table: Table) -> int:
 
 def num_bytes(table: Table) -> int:
     """Bytes of all weights together, on no mesh."""
-    leaves = jax.tree.leaves(shapes_only(table))
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def shapes_only(table: Table) -> Any:
-    """The table as ShapeDtypeStructs without shardings: needs no mesh."""
-    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table, is_leaf=is_weight)
+    leaves = jax.tree.leaves(table, is_leaf=is_weight)
+    return sum(int(np.prod(w.shape)) * jnp.dtype(w.dtype).itemsize for w in leaves)
 
 
 def init_params(table: Table, key: jax.Array) -> Params:
-    """Random parameters. Each is created directly on the devices that hold it, and the mesh does
-    not change its numbers."""
+    """Random parameters, made on the devices that hold them. The mesh changes no number."""
     leaves, treedef = jax.tree.flatten(table, is_leaf=is_weight)
     keys = jax.random.split(key, len(leaves))
     made = [_creator(w, sharding(w.axes, w.shape))(k) for w, k in zip(leaves, keys)]

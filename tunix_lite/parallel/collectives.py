@@ -154,10 +154,7 @@ class CallSite:
 
 
 def callees_of(
-    instruction: Instruction,
-    caller: Computation,
-    site: CallSite,
-    program: Program,
+    instruction: Instruction, caller: Computation, site: CallSite, program: Program
 ) -> Iterator[tuple[str, CallSite]]:
     """Lists the computations that an instruction of `caller` runs, each with the facts about the
     call. site: of the caller."""
@@ -203,16 +200,24 @@ def read_collective(
         # So XLA for TPU writes it: no device ever holds the whole sum.
         kind = "reduce-scatter"
 
-    arrays = ARRAY.findall(buffer(instruction, kind, computation))
-    num_bytes = sum(array_bytes(bits, dims) for _, bits, dims in arrays)
-    shapes = ", ".join(f"{dtype}[{dims}]" for dtype, _, dims in arrays)
-    source = short(op_name(instruction) or site.source)
+    # The type of the whole buffer. That of a -start instruction is (operands, results, ...).
+    type_ = instruction.type
+    if kind != "all-reduce" and instruction.op.endswith("-start"):
+        type_ = tuple_types(type_)[kind in ("all-gather", "all-to-all")]
+    elif instruction.op == "reduce-scatter":
+        type_ = " ".join(computation.instructions[name].type for name in instruction.operands)
+    arrays = ARRAY.findall(type_)
+
+    # Without jit(main) and the loops around it, which the reader knows.
+    names = (op_name(instruction) or site.source).split("/")
+    inner = names[1:] if len(names) > 1 else names
+    source = "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
     collective = Collective(
         kind=kind,
         axis=axis,
         count=site.times,
-        num_bytes=num_bytes,
-        shapes=shapes,
+        num_bytes=sum(array_bytes(bits, dims) for _, bits, dims in arrays),
+        shapes=", ".join(f"{dtype}[{dims}]" for dtype, _, dims in arrays),
         in_loop=site.in_loop,
         source=source,
         group_size=size,
@@ -231,30 +236,6 @@ def is_sliced(reduced: Instruction, computation: Computation) -> bool:
             if instruction.op in ("get-tuple-element", "bitcast", "copy"):
                 names.add(instruction.name)
     return False
-
-
-def buffer(
-    instruction: Instruction,
-    kind: str,
-    computation: Computation,
-) -> str:
-    """The type of the whole buffer. The type of a -start instruction is (operands, results,
-    ...)."""
-    if (
-        kind in ("all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-        and "-start" in instruction.op
-    ):
-        return tuple_types(instruction.type)[kind in ("all-gather", "all-to-all")]
-    if instruction.op == "reduce-scatter":
-        return " ".join(computation.instructions[name].type for name in instruction.operands)
-    return instruction.type
-
-
-def short(name: str) -> str:
-    """An op_name without jit(main) and the loops around it, which the reader knows."""
-    parts = name.split("/")
-    inner = parts[1:] if len(parts) > 1 else parts
-    return "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
 
 
 # ---- groups: which devices communicate. Ids count the devices of the mesh, last axis fastest

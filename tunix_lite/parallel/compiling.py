@@ -19,6 +19,8 @@ import jax
 import jax.monitoring
 
 T = TypeVar("T")
+# (name of the program, seconds that it took to compile; None: the compiler begins now)
+CompileWatcher = Callable[[str, float | None], None]
 # On two cores threads take as long as one program after the other, and a tenth more memory.
 FEWEST_CORES = 4
 # What jax reports of each program, in this order, with the seconds that it took.
@@ -26,14 +28,10 @@ TRACED = "/jax/core/compile/jaxpr_trace_duration"
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
-# jax's own variable, which comes before our setting
-CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 # Programs that compile faster are not worth a file.
 LEAST_SECONDS = 0.1
 # The oldest programs are removed when the folder holds more bytes.
 MOST_BYTES = 4 << 30
-# jax.monitoring's event of a program that was compiled, or was taken from the cache
-COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax.stages.Compiled]:
@@ -104,10 +102,6 @@ def check_wanted() -> None:
     programs are no longer waited for."""
     if _compiling.abandoned is not None and _compiling.abandoned.is_set():
         raise Abandoned
-
-
-# (name of the program, seconds that it took to compile; None: the compiler begins now)
-CompileWatcher = Callable[[str, float | None], None]
 
 
 class _Compiling(threading.local):
@@ -188,9 +182,14 @@ def keep_programs(where: str | None) -> Path | None:
     """
     if where is None or jax.config.jax_compilation_cache_dir:
         return None
-    base = Path(where).expanduser() if where != "auto" else _user_cache() / "tunix_lite"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = Path(where if where != "auto" else f"{cache}/tunix_lite").expanduser()
     # XLA compiles for the instructions that this processor has.
-    folder = base / f"programs-{_processor()}"
+    about = [platform.system(), platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        about += [s for s in lines if s.startswith(("model name", "flags", "Features"))][:2]
+    folder = base / f"programs-{hashlib.sha256(chr(10).join(about).encode()).hexdigest()[:12]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -203,20 +202,6 @@ def keep_programs(where: str | None) -> Path | None:
     if not os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     return folder
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-
-
-def _processor() -> str:
-    """A name for the instructions of this machine's processor."""
-    about = [platform.system(), platform.machine(), platform.processor()]
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        of_one = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-        about += of_one[:2]
-    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:12]
 
 
 def _remove_oldest(folder: Path, most_bytes: int) -> None:

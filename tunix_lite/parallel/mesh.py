@@ -82,7 +82,16 @@ class ShardingConfig:
     def __post_init__(self):
         for name in ("train", "rollout"):
             for axis, over in getattr(self, name).items():
-                _check_rule(f"{name}.{axis}", axis, over)
+                if axis not in RULES:
+                    raise ValueError(
+                        f"{name}.{axis}: there is no such logical axis; there is {', '.join(RULES)}"
+                    )
+                if axis in ("seq", "act_embed", "layers", "prompts") and over is not None:
+                    raise ValueError(
+                        f"{name}.{axis}={over!r}: the programs need it whole; leave it null"
+                    )
+                if over is not None and over not in AXES:
+                    raise ValueError(f"{name}.{axis}={over!r}; it is {', '.join(AXES)} or null")
         if self.rollout.get("residual_seq"):
             raise ValueError(
                 "rollout.residual_seq: sampling takes one token at a time, which tp cannot divide"
@@ -97,20 +106,6 @@ class ShardingConfig:
     def table(self, name: str) -> dict[str, str | None]:
         """Returns all rules of the table `name`, train or rollout, with these changes."""
         return RULES | getattr(self, name)
-
-
-def _check_rule(
-    setting: str,
-    axis: str,
-    over: str | None,
-) -> None:
-    """Raises ValueError, beginning with the setting, if no program could follow the rule."""
-    if axis not in RULES:
-        raise ValueError(f"{setting}: there is no such logical axis; there is {', '.join(RULES)}")
-    if axis in ("seq", "act_embed", "layers", "prompts") and over is not None:
-        raise ValueError(f"{setting}={over!r}: the programs need it whole; leave it null")
-    if over is not None and over not in AXES:
-        raise ValueError(f"{setting}={over!r}; it is {', '.join(AXES)} or null")
 
 
 # ---- the rules in force
@@ -152,8 +147,8 @@ def current_rules() -> dict[str, str | None]:
 def check_mesh_shape(mesh_shape: MeshShape) -> None:
     """Raises ValueError unless `mesh_shape` reads as [[sizes], [axis names]]."""
     right = (
-        f"write sizes, then names: 'model.mesh_shape=[{_two_sizes(mesh_shape)},[fsdp,tp]]'; one "
-        "size may be -1, 'the rest'"
+        "write sizes, then names: 'model.mesh_shape=[[4,1],[fsdp,tp]]'; one size may be -1, 'the "
+        "rest'"
     )
     if len(mesh_shape) != 2 or len(mesh_shape[0]) != len(mesh_shape[1]):
         raise ValueError(
@@ -171,14 +166,6 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
     if any(size < 1 and size != -1 for size in sizes) or list(sizes).count(-1) > 1:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
-
-
-def _two_sizes(mesh_shape: MeshShape) -> str:
-    """The sizes that were given, if they are two that a mesh can have, else an example: [4,1]."""
-    sizes = list(mesh_shape[0]) if mesh_shape else []
-    is_pair = len(sizes) == 2 and all(type(size) is int for size in sizes)
-    can_be = is_pair and all(size >= 1 or size == -1 for size in sizes) and sizes.count(-1) <= 1
-    return str(sizes if can_be else [4, 1]).replace(" ", "")
 
 
 def resolve_mesh_shape(
@@ -317,9 +304,14 @@ def spec(
         parts = 1 if axis is None else mesh.shape[axis]
         if size % parts and name not in MAY_STAY_WHOLE:
             fits = ", ".join(str(n) for n in range(1, 2 * parts) if size % n == 0)
+            # A mesh of as many devices whose `axis` divides `size`; the other axis has the rest.
+            total = math.prod(mesh.shape.values())
+            most = min(parts, size)
+            part = next(n for n in range(most, 0, -1) if size % n == 0 and total % n == 0)
+            sizes = [part if other == axis else total // part for other in AXES]
             raise ValueError(
                 f"{name}={size} is not a multiple of the mesh's {axis}={parts}; {axis} could be "
-                f"{fits}{_mesh_that_divides(axis, size, mesh)}"
+                f"{fits}: 'model.mesh_shape=[[{sizes[0]},{sizes[1]}],[fsdp,tp]]'"
             )
         entries.append(axis if parts > 1 and size % parts == 0 else None)
         if entries[-1] is not None and entries.count(axis) > 1:
@@ -328,16 +320,6 @@ def spec(
                 "sharding.rollout.NAME to null for one of them"
             )
     return P(*entries)
-
-
-def _mesh_that_divides(axis: str, size: int, mesh: MeshSizes) -> str:
-    """The override with the mesh of as many devices whose `axis` divides `size`; the other axis
-    takes the rest."""
-    total = math.prod(mesh.shape.values())
-    most = min(mesh.shape[axis], size)
-    part = next(n for n in range(most, 0, -1) if size % n == 0 and total % n == 0)
-    sizes = [part if name == axis else total // part for name in AXES]
-    return f": 'model.mesh_shape=[[{sizes[0]},{sizes[1]}],[fsdp,tp]]'"
 
 
 def elements_on_device(
@@ -380,11 +362,7 @@ def constrain(x: jax.Array, *axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
-def move(
-    x: jax.Array,
-    axes: tuple[str, ...],
-    to: tuple[str, ...],
-) -> jax.Array:
+def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
     """Moves x from the sharding of the axes `axes` to that of the axes `to`. Its gradient goes the
     other way, and arrives with the sharding of x.
 
@@ -421,32 +399,14 @@ def without(divided: P, axis: str = "fsdp") -> P:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _move(
-    x: jax.Array,
-    back: P,
-    to: P,
-) -> jax.Array:
+def _move(x: jax.Array, back: P, to: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, to)
 
 
-def _move_forward(
-    x: jax.Array,
-    back: P,
-    to: P,
-) -> tuple[jax.Array, None]:
-    return jax.lax.with_sharding_constraint(x, to), None
-
-
-def _move_backward(
-    back: P,
-    to: P,
-    _: None,
-    cotangent: jax.Array,
-) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(cotangent, back),)
-
-
-_move.defvjp(_move_forward, _move_backward)
+_move.defvjp(
+    lambda x, back, to: (jax.lax.with_sharding_constraint(x, to), None),
+    lambda back, to, _, cotangent: (jax.lax.with_sharding_constraint(cotangent, back),),
+)
 
 
 def axis_size(axis: str) -> int:

@@ -4,18 +4,17 @@ run will take."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.policy import Policy
-from tunix_lite.learner.rows import at_every_width
+from tunix_lite.learner.rows import RowLayout, at_every_width
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import estimate, hardware
 from tunix_lite.planning.advice import advice, savings
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine, attached_machine
+from tunix_lite.planning.hardware import GiB, Machine, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
     Plan,
@@ -23,15 +22,15 @@ from tunix_lite.planning.plan import (
     compile_plan,
     largest_micro_batch,
 )
-from tunix_lite.planning.programs import compiled, update_arguments
+from tunix_lite.planning.programs import compiled
 from tunix_lite.resolved.parts import abstract, batch_shapes, scored_batch_shapes, train_step_of
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.resolved.run import ResolvedRun, micro_batches_to_try
 from tunix_lite.types import Params, RowBatch, TrainState
 
 
 def choose_micro_batch(
     resolved: ResolvedRun, say: Callable[[str], None]
-) -> tuple[ResolvedRun, Callable]:
+) -> tuple[ResolvedRun, TrainStep]:
     """The run with the largest micro-batch whose update, compiled, fits the attached devices; and
     that update, ready to train. Raises ConfigError if not even one sequence fits, or how much
     memory there is is not known."""
@@ -48,15 +47,18 @@ def choose_micro_batch(
         chosen = estimate.choose_sampling_weights(sized, machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
         updates[size] = train_step_of(sized)
-        compile_it = partial(updates[size].compile, *update_arguments(sized, abstract(sized)))
+        shapes = abstract(sized)
+        arguments = (shapes.state, shapes.frozen, batch_shapes(sized))
+        compile_it = partial(updates[size].compile, *arguments)
         update = compiled("update", compile_it, sized.mesh_shape, machine.platform == "tpu")
         peak = assemble_plan(machine, sized, {"update": update}).peak_bytes
         room = f"{machine.capacity / GiB:.2f} a device"
         say(f"micro_batch_size={size}: {peak / GiB:.2f} GiB of {room}")
         return peak
 
+    sizes = micro_batches_to_try(resolved.run, resolved.mesh_shape["fsdp"])
     try:
-        size = largest_micro_batch(resolved.micro_batches_to_try(), peak_bytes, machine.capacity)
+        size = largest_micro_batch(sizes, peak_bytes, machine.capacity)
     except ValueError as error:
         raise ConfigError(
             f"training.micro_batch_size=auto: {error}; `tunix-lite plan` says what would fit"
@@ -67,40 +69,42 @@ def choose_micro_batch(
 def training_programs(
     resolved: ResolvedRun,
     policy: Policy,
-    train_step: Callable,
+    train_step: TrainStep,
     state: TrainState,
     frozen: Params | None,
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Callable[[], jax.stages.Compiled]]:
     """By name, compiles the programs that learn, for every width that a batch may have. They return
     that of the widest."""
 
     def every_width(
-        compile_it: Callable[[RowBatch], Any],
-        shapes: Callable[[ResolvedRun], RowBatch],
-        scorer: ResolvedRun = resolved,
-    ) -> Callable[[], Any]:
-        def compile_all() -> Any:
-            widest, *_ = [compile_it(x) for x in at_every_width(shapes(scorer), scorer.rows)]
-            return widest
+        compile_it: Callable[[RowBatch], jax.stages.Compiled], shapes: RowBatch, rows: RowLayout
+    ) -> jax.stages.Compiled:
+        widest, *_ = [compile_it(x) for x in at_every_width(shapes, rows)]
+        return widest
 
-        return compile_all
-
-    programs = {"update": every_width(partial(train_step.compile, state, frozen), batch_shapes)}
+    compile_update = partial(train_step.compile, state, frozen)
+    programs = {
+        "update": partial(every_width, compile_update, batch_shapes(resolved), resolved.rows)
+    }
+    scorers: dict[str, Callable[[RowBatch], jax.stages.Compiled]] = {}
     if "reference" in policy.scorers:
-        score = policy.scorers["reference"].compiled
-        programs["scoring"] = every_width(score, scored_batch_shapes)
+        scorers["scoring"] = policy.scorers["reference"].compiled
     elif resolved.scores:
         acting = acting_params(frozen, state.params, resolved.lora)
-        score = partial(policy.rescore.compiled, acting)
-        programs["scoring"] = every_width(score, scored_batch_shapes)
+        scorers["scoring"] = partial(policy.rescore.compiled, acting)
     for name in resolved.frozen_models:
         scorer = policy.compare if resolved.compares(name) else policy.scorers[name]
-        theirs = resolved.as_scorer(name)
-        programs[name] = every_width(scorer.compiled, scored_batch_shapes, theirs)
+        scorers[name] = scorer.compiled
+    for name, compile_it in scorers.items():
+        theirs = resolved if name == "scoring" else resolved.as_scorer(name)
+        shapes = scored_batch_shapes(theirs)
+        programs[name] = partial(every_width, compile_it, shapes, theirs.rows)
     return programs
 
 
-def plan_of_this_run(resolved: ResolvedRun, programs: dict[str, Callable[[], Any]]) -> Plan:
+def plan_of_this_run(
+    resolved: ResolvedRun, programs: dict[str, Callable[[], jax.stages.Compiled]]
+) -> Plan:
     """The plan of a run that is about to start on the attached devices, with its
     `training_programs`. Raises ConfigError if the compiler refuses a program, but for packed rows:
     batches as they come may fit."""
@@ -160,32 +164,30 @@ def check_fits(plan: Plan, say: Callable[[str], None]) -> None:
         of = f"{peak / GiB:.2f} GiB of {capacity / GiB:.2f} a device"
         over = f"{(peak - capacity) / GiB:.2f} too much"
         parts = f"{always} and {counted[name] / GiB:.2f} for {name}"
-        problems.append(f"the run does not fit: {of}, {over} ({parts}); {_remedy(plan)}")
+
+        # What would make it fit, by formulas: nothing is compiled for it.
+        overrides, changed = advice(_with_architecture(plan))
+        size = f"{changed.peak_bytes / GiB:.2f} GiB"
+        with_them = f", with {' '.join(overrides)}" if overrides else ""
+        remedy = f"it would fit, by an estimate of {size}{with_them}"
+        if not changed.fits:
+            remedy = (
+                f"nothing that was tried fits here, the least by an estimate is {size}{with_them}; "
+                "a smaller model, a shorter generation.max_new_tokens or a larger "
+                "model.mesh_shape takes less"
+            )
+        problems.append(f"the run does not fit: {of}, {over} ({parts}); {remedy}")
     for problem in problems:
         if plan.resolved.run.training.memory_check != "warn":
             raise ConfigError(f"{problem}; or training.memory_check=warn starts it anyway")
         say(f"{problem}; it starts all the same, as training.memory_check=warn says")
 
 
-def _remedy(plan: Plan) -> str:
-    """Says what would make it fit, by formulas: nothing is compiled for it."""
-    overrides, changed = advice(replace(plan, resolved=_with_architecture(plan.resolved)))
-    size = f"{changed.peak_bytes / GiB:.2f} GiB"
-    if changed.fits:
-        return f"it would fit, by an estimate of {size}, with {' '.join(overrides)}"
-    least = f"the least by an estimate is {size}"
-    if overrides:
-        least += f", with {' '.join(overrides)}"
-    return (
-        f"nothing that was tried fits here, {least}; a smaller model, a shorter "
-        "generation.max_new_tokens or a larger model.mesh_shape takes less"
-    )
-
-
-def _with_architecture(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with its architecture, so that the hub is not asked again for it."""
-    run = resolved.run
-    return replace(resolved, run=replace(run, model=replace(run.model, architecture=resolved.cfg)))
+def _with_architecture(plan: Plan) -> Plan:
+    """The plan of a run with its architecture, so that the hub is not asked again for it."""
+    run = plan.resolved.run
+    run = replace(run, model=replace(run.model, architecture=plan.resolved.cfg))
+    return replace(plan, resolved=replace(plan.resolved, run=run))
 
 
 def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
@@ -195,9 +197,8 @@ def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
     limit = hardware.memory_limit(device)
     kind = hardware.of_device(device)
     machine = Machine("attached", device.platform, jax.device_count(), kind, limit, "")
-    plan = assemble_plan(machine, _with_architecture(resolved), {})
     lines = ["out of memory; what takes less, by an estimate, the cheapest first:"]
-    for overrides, size in savings(plan):
+    for overrides, size in savings(_with_architecture(assemble_plan(machine, resolved, {}))):
         shown = f"{size / GiB:.2f} GiB" if size >= GiB / 100 else f"{size / 2**20:.2f} MiB"
         lines.append(f"  {' '.join(overrides)}   ({shown} a device less)")
     return lines if len(lines) > 1 else []
@@ -217,27 +218,22 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 PLENTY = 0.5
 
 
-def has_plenty(plan: Plan) -> bool:
-    """Whether the plan leaves so much memory that details do not matter."""
-    capacity = plan.machine.capacity
-    return capacity is not None and plan.peak_bytes < PLENTY * capacity
-
-
 def memory_line(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
-    phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
-    room = "" if plan.machine.capacity is None else f" of {plan.machine.capacity / GiB:.2f}"
+    capacity = plan.machine.capacity
     fits = ""
     if plan.fits is False:
         is_packed = plan.resolved.rows.packing != "none"
         fullest = " with rows at their fullest" if is_packed else ""
         fits = f": DOES NOT FIT{fullest}, see `tunix-lite plan`"
     how = "at most" if plan.phases[-1].source == COMPILED else "by formula"
+    room = "" if capacity is None else f" of {capacity / GiB:.2f}"
     peak = f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device {how}{fits}"
     if plan.apart:
         peak += f", {sum(plan.apart.values()) / GiB:.2f} on one that only samples"
-    if has_plenty(plan):
+    if capacity is not None and plan.peak_bytes < PLENTY * capacity:
         return f"{peak} (plan.md)"
+    phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
     return (
         f"{peak} ({plan.resident_bytes / GiB:.2f} for weights and optimizer, and {phases}; "
         f"update {plan.phases[-1].source}; plan.md)"

@@ -22,8 +22,7 @@ from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.resolved.sizes import table_bytes, tables
-from tunix_lite.rollout.extend import EXTEND_WIDTHS, FEW_SLOTS
+from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 
 
@@ -33,36 +32,34 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
     reference: for a KL term without LoRA, the weights once more; with it, the adapters that
     training starts from, if any. Each frozen model of the algorithm is a part, too.
     """
-    table = tables(resolved)
-    trained = table_bytes(table.trained, resolved)
-    parts = {"parameters": trained, "optimizer": optimizer_bytes(resolved)}
+    table = resolved.tables
+    trained = resolved.table_bytes(table.trained)
+    parts = {"parameters": trained, "optimizer": 0}
+
+    # The optimizer's state, counters left out.
+    declared = traverse_util.flatten_dict(table.trained)
+    shapes = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.trained, is_leaf=is_weight
+    )
+    layout = state_layout(make_optimizer(resolved.optimizer, 1, table.trained), shapes)
+    for leaf in jax.tree.leaves(layout):
+        if leaf.weight is not None:
+            axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
+            size = resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
+            parts["optimizer"] += size
+
+    # What does not train.
     if table.frozen is not None:
-        parts["frozen base"] = table_bytes(table.frozen, resolved)
+        parts["frozen base"] = resolved.table_bytes(table.frozen)
     if resolved.copies_reference:
         dtype = resolved.reference_dtype
-        parts["reference"] = table_bytes(table.trained, resolved, dtype, keep_norms=True)
+        parts["reference"] = resolved.table_bytes(table.trained, dtype, keep_norms=True)
     elif resolved.copies_adapters:
         parts["reference"] = trained
     for name, model in resolved.frozen_models.items():
         stored = stored_table(decoder.weights(model.cfg), model.storage)
-        parts[name] = table_bytes(stored, resolved)
+        parts[name] = resolved.table_bytes(stored)
     return parts
-
-
-def optimizer_bytes(resolved: ResolvedRun) -> int:
-    """The optimizer's state, counters left out."""
-    table = tables(resolved).trained
-    declared = traverse_util.flatten_dict(table)
-    shapes = jax.tree.map(
-        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table, is_leaf=is_weight
-    )
-    layout = state_layout(make_optimizer(resolved.optimizer, 1, table), shapes)
-    total = 0
-    for leaf in jax.tree.leaves(layout):
-        if leaf.weight is not None:
-            axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
-            total += resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
-    return total
 
 
 # ---- sampling
@@ -108,7 +105,7 @@ def sampling_copy(resolved: ResolvedRun, is_gathered: bool) -> int:
     def size(weight: Weight, dtype: DTypeLike) -> int:
         return resolved.elements(weight.shape, weight.axes, is_gathered) * jnp.dtype(dtype).itemsize
 
-    table = tables(resolved)
+    table = resolved.tables
     both = (table.trained, table.frozen)
     total = 0
     for leaf in jax.tree.leaves(both, is_leaf=lambda x: is_weight(x) or is_quantized(x)):
@@ -128,7 +125,7 @@ def appending(resolved: ResolvedRun) -> int:
         return 0
     here = resolved.slots // resolved.mesh_shape["fsdp"]
     rows = min(here, FEW_SLOTS) if resolved.mesh_shape["fsdp"] == 1 else here
-    piece = EXTEND_WIDTHS[-1]
+    piece = APPEND_WIDTHS[-1]
     copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
     scores = score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
     return copy + layer_at_work(resolved, rows * piece) + scores
@@ -167,10 +164,8 @@ def apart(resolved: ResolvedRun, capacity: int | None) -> dict[str, int]:
 
 
 def with_sampling_weights_apart(resolved: ResolvedRun, capacity: int | None) -> ResolvedRun | None:
-    """`resolved.apart` with the choice of its sampling weights. capacity: as in
-    `choose_sampling_weights`."""
-    sampler = resolved.apart
-    if sampler is None:
+    """`resolved.apart` with the choice of its sampling weights; capacity: of a device, if known."""
+    if (sampler := resolved.apart) is None:
         return None
     chosen = choose_sampling_weights(sampler, capacity, _weights_apart(sampler))
     return replace(sampler, sampling_weights=chosen)
@@ -195,13 +190,10 @@ def scoring(resolved: ResolvedRun) -> dict[str, int]:
     """The bytes that the reference pass adds: its batch, one layer at work with its weights
     gathered, or the head's scores."""
     rows, width = tokens_at_once(resolved)
-    layer = layer_at_work(resolved, rows * width)
-    layer += scores_at_work(resolved, rows, width)
+    layer = layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
     layer += gathered_layers(resolved, 1)
-    return {
-        "batch": batch_bytes(resolved),
-        "temporary": max(layer, head_at_work(resolved, rows)),
-    }
+    temporary = max(layer, head_at_work(resolved, rows))
+    return {"batch": batch_bytes(resolved), "temporary": temporary}
 
 
 def describing(resolved: ResolvedRun, name: str) -> dict[str, int]:
@@ -264,24 +256,22 @@ def batch_bytes(resolved: ResolvedRun) -> int:
 
 def tokens_of_batch(resolved: ResolvedRun) -> int:
     """Columns of all rows of a batch on a device."""
-    if resolved.rows.packing == "none":
-        rows = resolved.batch.sequences // resolved.mesh_shape["fsdp"]
-        width = sum(resolved.lengths)
-    else:
-        rows = resolved.rows.rows_per_part * resolved.rows.num_parts
-        width = resolved.rows.width
-    return width * rows
+    rows = resolved.rows
+    if rows.packing == "none":
+        here = resolved.batch.sequences // resolved.mesh_shape["fsdp"]
+        return here * sum(resolved.lengths)
+    return rows.rows_per_part * rows.num_parts * rows.width
 
 
 def gradient_bytes(resolved: ResolvedRun) -> int:
     """Gradients as the weights are stored, and with several micro-batches the float32 sum of them
     beside; with sync_gradients_every, one that is not divided over fsdp, too."""
-    trained = tables(resolved).trained
-    total = table_bytes(trained, resolved)
+    trained = resolved.tables.trained
+    total = resolved.table_bytes(trained)
     if resolved.rows.num_parts > 1:
-        total += table_bytes(trained, resolved, jnp.float32)
+        total += resolved.table_bytes(trained, jnp.float32)
     if resolved.run.training.sync_gradients_every > 1 and resolved.mesh_shape["fsdp"] > 1:
-        total += table_bytes(trained, resolved, jnp.float32, is_gathered=True)
+        total += resolved.table_bytes(trained, jnp.float32, is_gathered=True)
     return total
 
 

@@ -28,20 +28,15 @@ def head_params(cfg: Architecture) -> int:
 
 def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     """Scores and weighted sums of one forward over sequences of these lengths: 4NH a pair of a
-    query and a key. In a local layer a token sees a window of keys at most."""
+    query and a key. In a local layer a token sees a window of keys at most: a triangle of pairs,
+    and then whole windows."""
     lengths = [int(length) for length in lengths]
-    pairs = sum(_pairs(length, _window(cfg, kind)) for kind in cfg.kinds for length in lengths)
+    pairs = 0
+    for kind in cfg.kinds:
+        for length in lengths:
+            seen = min(length, cfg.window) if kind == "local" else length
+            pairs += seen * (seen + 1) // 2 + (length - seen) * seen
     return 4.0 * cfg.num_heads * cfg.head_dim * pairs
-
-
-def _window(cfg: Architecture, kind: str) -> int | None:
-    return cfg.window if kind == "local" else None
-
-
-def _pairs(length: int, window: int | None) -> int:
-    """The sum over t < length of min(t + 1, window): a triangle, and then whole windows."""
-    full = length if window is None else min(length, window)
-    return full * (full + 1) // 2 + (length - full) * full
 
 
 def forward_flops(cfg: Architecture, tokens: float, scored: float, attention: float) -> float:
@@ -75,12 +70,9 @@ def decode_bytes(
     together: every weight once, and of each sequence the keys and values that its next token sees.
     weight_itemsize, cache_itemsize: bytes of an element; a fraction for codes with scales."""
     lengths = [int(length) for length in lengths]
-    windows = [_window(cfg, kind) for kind in cfg.kinds]
-    seen = sum(
-        length if window is None else min(length, window)
-        for window in windows
-        for length in lengths
-    )
+    seen = 0
+    for kind in cfg.kinds:
+        seen += sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
     weights = matmul_params(cfg) + head_params(cfg)
     return weights * weight_itemsize + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
 

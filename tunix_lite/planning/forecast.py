@@ -9,6 +9,7 @@ import heapq
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from tunix_lite.planning.lengths import Lengths, json_rows
 from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.programs import Compiled
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.scheduler import padded_width, prompt_widths
+from tunix_lite.rollout.engine import padded_width, prompt_widths
 
 # Steps left out at the start of a run, which compile.
 FIRST = 2
@@ -48,7 +49,6 @@ class Forecast:
     num_steps: int
     source: str
     lengths: str
-    price_per_hour: float | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -64,18 +64,12 @@ class Forecast:
         """Of the whole run, without starting, evaluating and saving."""
         return self.num_steps * self.step_seconds / 3600
 
-    @property
-    def price(self) -> float | None:
-        """Of the whole run, in the unit of price_per_hour; None: no price is given."""
-        return None if self.price_per_hour is None else self.hours * self.price_per_hour
-
 
 def forecast(
     resolved: ResolvedRun,
     programs: dict[str, Compiled],
     lengths: Lengths,
     hardware: Hardware,
-    price_per_hour: float | None = None,
 ) -> Forecast:
     """The step that these lengths make of the compiled programs of a run."""
     algorithm = resolved.run.algorithm
@@ -83,10 +77,16 @@ def forecast(
     prompts, completions = lengths.draw(
         resolved.batch.prompts * mini_batches, algorithm.num_generations, resolved.lengths
     )
-    once = {
-        name: program_seconds(program, resolved.mesh_shape, hardware)
-        for name, program in programs.items()
-    }
+    # Of one call of each. The kernels send everything within a node; what goes to another node
+    # takes longer.
+    once = {}
+    for name, program in programs.items():
+        sent: dict[str, float] = Counter()
+        for group in program.collectives:
+            sent[group.axis] += group.sent_bytes
+        _, far = speed.links(sent, resolved.mesh_shape, hardware)
+        longer = 1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth
+        once[name] = predicted_seconds(list(program.kernels), hardware) + far * longer
     # A rollout serves several updates; what it takes is divided among them.
     share = 1 / algorithm.updates_per_rollout
     seconds: dict[str, float] = {}
@@ -120,16 +120,7 @@ def forecast(
         num_steps=resolved.run.training.max_steps,
         source=f"by the kernels of the compiled programs on {hardware.name}, each at its roofline",
         lengths=str(lengths),
-        price_per_hour=price_per_hour,
     )
-
-
-def program_seconds(program: Compiled, mesh_shape: dict[str, int], hardware: Hardware) -> float:
-    """Of one call, by the machine model."""
-    seconds = predicted_seconds(list(program.kernels), hardware)
-    # The kernels send everything within a node; what goes to another node takes longer.
-    _, far = speed.links(speed.sent_by_axis(program), mesh_shape, hardware)
-    return seconds + far * (1 / hardware.node_bandwidth - 1 / hardware.link_bandwidth)
 
 
 def decode_steps(completions: np.ndarray, slots: int, chunk: int) -> int:
@@ -149,28 +140,28 @@ def decode_steps(completions: np.ndarray, slots: int, chunk: int) -> int:
 def measured_hardware(platform: str) -> Hardware:
     """The attached devices, by the rate of a product in float32 and of a pass over memory, measured
     in a second or two; the devices share both. Links are memory there."""
+
+    def seconds_of(call: Callable[[], jax.Array]) -> float:
+        seconds = []
+        for _ in range(6):
+            began = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds.append(time.perf_counter() - began)
+        # the first one compiles
+        return statistics.median(seconds[1:])
+
     side = 2048
     x = jnp.ones((side, side), jnp.float32)
     product = jax.jit(jnp.matmul)
-    flops = 2.0 * side**3 / _seconds_of(lambda: product(x, x))
+    flops = 2.0 * side**3 / seconds_of(lambda: product(x, x))
     large = jnp.zeros(1 << 25, jnp.float32)
     add = jax.jit(lambda x: x + 1.0)
-    moved = 2.0 * large.nbytes / _seconds_of(lambda: add(large))
+    moved = 2.0 * large.nbytes / seconds_of(lambda: add(large))
     devices = jax.local_device_count()
-    peak = flops / devices
     bandwidth = moved / devices
     name = f"this machine (measured: {flops / 1e9:,.0f} GFLOP/s, {moved / 1e9:,.1f} GB/s)"
-    return Hardware(name, platform, 0, peak, bandwidth, bandwidth, bandwidth, 1024, (), None)
-
-
-def _seconds_of(call: Callable[[], jax.Array]) -> float:
-    """Median of a few calls; the first, which compiles, does not count."""
-    seconds = []
-    for _ in range(6):
-        began = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
+    rates = (flops / devices, bandwidth, bandwidth, bandwidth)
+    return Hardware(name, platform, 0, *rates, 1024, (), None)
 
 
 # ---- predicted against measured
@@ -207,34 +198,29 @@ def measured(folder: str) -> dict[str, float]:
             f"count, so it takes at least {FIRST + 1}"
         )
     rows = rows[FIRST:]
-    names = {name for row in rows for name, value in row.items() if isinstance(value, int | float)}
-    found = {}
-    for name in names:
+    medians = {}
+    for name in {name for row in rows for name in row}:
         values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-        found[name] = float(statistics.median(values))
-        if name.startswith("time/"):
-            found[name] = found[name] * len(values) / len(rows)
-    return found
+        if values:
+            share = len(values) / len(rows) if name.startswith("time/") else 1.0
+            medians[name] = float(statistics.median(values)) * share
+    return medians
 
 
-def predicted_against(found: Forecast, took: dict[str, float]) -> list[PredictedRow]:
+def predicted_against(made: Forecast, took: dict[str, float]) -> list[PredictedRow]:
     """Predicted against measured: phases, the step, tokens and decode steps."""
-    keys = {
-        "rollout": ("time/rollout",),
-        "scoring": ("time/reference", "time/rescore"),
-    }
-    predicted: dict[str, float] = {}
-    for name, seconds in found.seconds.items():
-        phase = "rollout" if name in ("prefill", "decode") else name
-        predicted[phase] = predicted.get(phase, 0.0) + seconds
+    seconds = dict(made.seconds)
+    if "decode" in seconds:
+        seconds = {"rollout": seconds.pop("prefill") + seconds.pop("decode")} | seconds
     rows = []
-    for phase, seconds in predicted.items():
-        known = [took[key] for key in keys.get(phase, (f"time/{phase}",)) if key in took]
-        rows.append(PredictedRow(phase, seconds, sum(known) if known else None))
-    rows.append(PredictedRow("step", found.step_seconds, took["time/step"]))
+    for phase, predicted in seconds.items():
+        names = ["reference", "rescore"] if phase == "scoring" else [phase]
+        known = [took[f"time/{name}"] for name in names if f"time/{name}" in took]
+        rows.append(PredictedRow(phase, predicted, sum(known) if known else None))
     rate = took.get("perf/tokens_per_second")
-    rows.append(PredictedRow("tokens/s", found.tokens_per_second, rate))
-    if found.decode_steps:
+    rows.append(PredictedRow("step", made.step_seconds, took["time/step"]))
+    rows.append(PredictedRow("tokens/s", made.tokens_per_second, rate))
+    if made.decode_steps:
         steps = took.get("rollout/decode_steps")
-        rows.append(PredictedRow("decode steps", float(found.decode_steps), steps))
+        rows.append(PredictedRow("decode steps", float(made.decode_steps), steps))
     return rows

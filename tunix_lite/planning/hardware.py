@@ -1,5 +1,5 @@
-"""What accelerators are, which ones people mean by a name, and devices to compile for that are not
-there.
+"""What accelerators are, the devices that a plan is for, by a name or as they are attached, and
+devices to compile for that are not there.
 
 Peaks are the makers': NVIDIA's data sheets of the SXM boards (dense, so half of what they print for
 sparse matrices), and for TPUs the tables on docs.cloud.google.com/tpu/docs. Memory and
@@ -14,6 +14,11 @@ import re
 from dataclasses import dataclass
 
 import jax
+
+from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.distributed.host_memory import GPU_SHARE
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.rollout.memory import free_host_bytes
 
 GiB = 2**30
 
@@ -74,12 +79,6 @@ class Hardware:
         no device has confirmed yet."""
         return LAUNCH_SECONDS[self.platform]
 
-    @property
-    def cached_bytes(self) -> int:
-        """The largest array that stays on the chip from one kernel to the next: of a GPU half of
-        its L2. What a TPU keeps there, XLA writes into the program."""
-        return self.chip.l2_cache // 2 if isinstance(self.chip, Gpu) else 0
-
 
 # cuda: the low end of the 2 to 4 microseconds between two small kernels that depend on each other,
 # as XLA launches them in CUDA graphs. tpu: the 1,826 cycles that libtpu writes into its programs as
@@ -128,19 +127,31 @@ EXTRAS = {"cuda": "plan-gpu", "tpu": "plan-tpu"}
 COMPILERS = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
 
 
-@dataclass(frozen=True)
-class Target:
-    """So many devices of one kind.
+# Of a GPU's memory, what programs can have: XLA's allocator takes a fixed share at its start, the
+# one that our programs ask for, and CUDA's context, cuBLAS, cuDNN and NCCL keep about 0.5 GiB
+# outside of it. A TPU's runtime has taken its part already: the table has what is left.
+GPU_LIBRARIES = GiB // 2
 
-    Example: find_target("v5e-16") -> Target(hardware, 16, "v5e-16").
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices that a plan is for.
+
+    Example: find_machine("h100x8"); attached_machine() for the devices that jax sees.
     """
 
-    hardware: Hardware
+    name: str  # as typed: v5e-16; or attached
+    platform: str
     num_devices: int
-    name: str  # as typed
+    hardware: Hardware | None  # None: not in the table, so there is no roofline
+    # bytes that the programs of a run can have on a device; None: nobody knows
+    capacity: int | None
+    capacity_is: str = ""  # in words
+    # of a host's memory, what is free now; None: the hosts are not here
+    host_bytes: int | None = None
 
 
-def find_target(text: str) -> Target:
+def find_target(text: str) -> Machine:
     """The devices that a name means: h100x8 is eight GPUs, v5e-16 a TPU slice as Google Cloud names
     it.
 
@@ -148,11 +159,24 @@ def find_target(text: str) -> Target:
     two into one device. Raises ValueError, with a name that would do, for what is unknown or does
     not exist.
     """
-    match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", text.strip().lower())
+    typed = text.strip().lower()
+    match = re.fullmatch(r"([a-z0-9]+?)(?:([x-])([0-9]+))?", typed)
     name, mark, count = match.groups() if match else (text, None, None)
     hardware = HARDWARE.get(ALIASES.get(name, name))
     if hardware is None:
-        raise ValueError(_unknown(text))
+        gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
+        examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
+        near = difflib.get_close_matches(typed, examples, n=1)
+        # 2xh100x8 is two nodes of eight, 8xa100 eight GPUs.
+        turned = re.fullmatch(rf"([0-9]+)x({'|'.join(gpus)})(?:x([0-9]+))?", typed)
+        if turned:
+            near = [f"{turned[2]}x{int(turned[1]) * int(turned[3] or 1)}"]
+        hint = f"did you mean {near[0]}? There are" if near else "there are"
+        raise ValueError(
+            f"{text!r} is no hardware that is known; {hint} {', '.join(gpus)}, "
+            "written like h100x8 (h100x16 is two nodes of eight), and "
+            f"{', '.join(tpus)}, written like v5e-16"
+        )
     count = 1 if count is None else int(count)
     if hardware.platform == "cuda":
         if mark == "-" or count < 1:
@@ -165,7 +189,12 @@ def find_target(text: str) -> Target:
             raise ValueError(
                 f"{text!r}: nodes have {node} GPUs, and several are used whole; {fits} would do"
             )
-        return Target(hardware, count, text.strip())
+        capacity = int(GPU_SHARE * (hardware.memory_bytes - GPU_LIBRARIES))
+        capacity_is = (
+            f"{GPU_SHARE:.0%} of {hardware.memory_bytes / GiB:.1f} GiB less "
+            f"{GPU_LIBRARIES / GiB:.1f} for CUDA's libraries"
+        )
+        return Machine(text.strip(), "cuda", count, hardware, capacity, capacity_is)
     sizes = [devices * hardware.chip.cores for devices in slice_shapes(hardware)]
     if mark != "-" or count not in sizes:
         nearest = min(sizes, key=lambda size: abs(size - count))
@@ -173,24 +202,9 @@ def find_target(text: str) -> Target:
         raise ValueError(
             f"{text!r} is no TPU slice; {name}-{nearest} would do. The sizes of {name} are {known}"
         )
-    return Target(hardware, count // hardware.chip.cores, text.strip())
-
-
-def _unknown(text: str) -> str:
-    gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
-    examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
-    typed = text.strip().lower()
-    near = difflib.get_close_matches(typed, examples, n=1)
-    # 2xh100x8 is two nodes of eight, 8xa100 eight GPUs.
-    turned = re.fullmatch(rf"([0-9]+)x({'|'.join(gpus)})(?:x([0-9]+))?", typed)
-    if turned:
-        near = [f"{turned[2]}x{int(turned[1]) * int(turned[3] or 1)}"]
-    hint = f"did you mean {near[0]}? There are" if near else "there are"
-    return (
-        f"{text!r} is no hardware that is known; {hint} {', '.join(gpus)}, "
-        "written like h100x8 (h100x16 is two nodes of eight), and "
-        f"{', '.join(tpus)}, written like v5e-16"
-    )
+    capacity_is = "all that its runtime offers"
+    num_devices = count // hardware.chip.cores
+    return Machine(text.strip(), "tpu", num_devices, hardware, hardware.memory_bytes, capacity_is)
 
 
 def slice_shapes(hardware: Hardware) -> dict[int, str]:
@@ -199,7 +213,7 @@ def slice_shapes(hardware: Hardware) -> dict[int, str]:
     return {n * hardware.chip.devices: shape for n, shape in chips.items()}
 
 
-def compile_only_devices(target: Target) -> list:
+def compile_only_devices(target: Machine) -> list:
     """Devices that programs can be compiled for, though they are not there.
 
     Raises ValueError, naming what to install, if the compiler for them is missing.
@@ -210,43 +224,39 @@ def compile_only_devices(target: Target) -> list:
             f"to compile for {target.name} without having it, install its compiler, on Linux: "
             f"pip install -e '.[{EXTRAS[platform]}]'"
         )
+    hardware = target.hardware
+    count = target.num_devices
+    if platform == "cuda":
+        nodes = max(1, count // hardware.host_devices)
+        # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
+        topology = {
+            "topology": f"1x{nodes}x{count // nodes}",
+            "target_config": gpu_target_config(hardware),
+        }
+    else:
+        # Read when libtpu is loaded: there is no metadata server to ask, and others may compile.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        shapes = slice_shapes(hardware)
+        if count not in shapes:
+            some = ", ".join(map(str, shapes))
+            raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
+        topology = {
+            "topology_name": f"{hardware.name}:{shapes[count]}",
+            "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
+            "chip_config_name": hardware.chip.config,
+        }
     from jax.experimental import topologies
 
     try:
-        topology = topologies.get_topology_desc(platform=platform, **_topology(target))
+        devices = topologies.get_topology_desc(platform=platform, **topology).devices
     except NotImplementedError as error:
         raise ValueError(
             f"the compiler for {target.name} is installed, but jax has not loaded it ({error}); "
             "set JAX_PLATFORMS=cpu before the program starts"
         ) from error
-    devices = list(topology.devices)
-    assert len(devices) == target.num_devices, (target, devices)
-    return devices
-
-
-def _topology(target: Target) -> dict:
-    """The arguments of `get_topology_desc` for a target."""
-    hardware = target.hardware
-    count = target.num_devices
-    if hardware.platform == "cuda":
-        nodes = max(1, count // hardware.host_devices)
-        # <slices>x<nodes>x<devices of a node>; jax.make_mesh takes only devices of one slice
-        return {
-            "topology": f"1x{nodes}x{count // nodes}",
-            "target_config": gpu_target_config(hardware),
-        }
-    # Read when libtpu is loaded: there is no metadata server to ask, and others may be compiling.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    shapes = slice_shapes(hardware)
-    if count not in shapes:
-        some = ", ".join(map(str, shapes))
-        raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
-    return {
-        "topology_name": f"{hardware.name}:{shapes[count]}",
-        "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),
-        "chip_config_name": hardware.chip.config,
-    }
+    assert len(devices) == count, (target, devices)
+    return list(devices)
 
 
 def gpu_target_config(hardware: Hardware) -> str:
@@ -286,3 +296,41 @@ def memory_limit(device: jax.Device) -> int | None:
     except jax.errors.JaxRuntimeError:
         # a compile-only device
         return None
+
+
+def find_machine(target: str) -> Machine:
+    """The devices that a name means, or those that jax sees. Raises ConfigError for a name of
+    nothing."""
+    if target == "attached":
+        return attached_machine()
+    with error_context("target"):
+        return find_target(target)
+
+
+def attached_machine() -> Machine:
+    """The devices that jax sees; a CPU's share its memory evenly. All processes must ask: they
+    decide by the least."""
+    device = jax.local_devices()[0]
+    limits = allgather_values(memory_limit(device))
+    return Machine(
+        "attached",
+        device.platform,
+        jax.device_count(),
+        of_device(device),
+        None if None in limits else min(limits),
+        "physical memory" if device.platform == "cpu" else "what the runtime allows",
+        min(allgather_values(free_host_bytes())),
+    )
+
+
+def devices_of(machine: Machine) -> list:
+    """To compile for. Raises ConfigError, naming what to install or analytic=true, if there is no
+    compiler."""
+    if machine.name == "attached":
+        return jax.devices()
+    try:
+        return compile_only_devices(machine)
+    except ValueError as error:
+        raise ConfigError(
+            f"target={machine.name}: {error}; or estimate without it: analytic=true"
+        ) from error

@@ -10,8 +10,6 @@ and how often it runs. How things are counted:
 - Aliases move no bytes. A library call, such as a Pallas kernel, that updates an operand in place
   reads all of it, and writes no more into it than it reads of its other operands. The text does not
   show the FLOPs of a Pallas kernel: they count as 0.
-- With `cached_bytes`, an array of at most so many bytes that one kernel of a computation makes and
-  others of it use costs no bytes.
 - A loop counts as often as it turns. Of the branches of a conditional, the one with most bytes
   counts. Arrays that XLA for TPU keeps in on-chip memory cost no bytes.
 
@@ -86,17 +84,14 @@ class Kernel:
     sent_bytes: int = 0
 
 
-def kernels(
-    text: str, mesh_shape: dict[str, int] | None = None, cached_bytes: int = 0
-) -> list[Kernel]:
+def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]:
     """Everything that one call of the program starts on a device, in the order of the text.
 
-    mesh_shape: size by axis; None: of one device. cached_bytes: the largest array that stays in the
-    cache from one kernel to the next.
+    mesh_shape: size by axis; None: of one device.
     """
     program, entry = parse(text)
-    walk = _Walk(program, ":T(" in text, cached_bytes)
-    every = walk.of_computation(entry, 1, 1)
+    # XLA for TPU writes tilings, :T(8,128); there scalars are computed beside the kernels.
+    every = _Walk(program, ":T(" in text).of_computation(entry, 1, 1)
     if mesh_shape is None or np.prod(list(mesh_shape.values())) == 1:
         return every
     # Bytes over links are read where collectives are read, and spread over their kernels.
@@ -128,12 +123,10 @@ def predicted_seconds(every: list[Kernel], hardware: Hardware) -> float:
 
 @dataclass(frozen=True)
 class _Walk:
-    """Of one program. Example: _Walk(*parse(text)[:1]).of_computation("main", 1, 1)."""
+    """Of one program. Example: _Walk(program, False).of_computation("main", 1, 1)."""
 
     program: Program
-    # On a TPU, scalars are computed beside the kernels.
-    scalars_are_free: bool = False
-    cached_bytes: int = 0
+    scalars_are_free: bool
 
     def of_computation(self, name: str, times: int, turns: int) -> list[Kernel]:
         computation = self.program[name]
@@ -144,6 +137,7 @@ class _Walk:
     def of_instruction(
         self, i: Instruction, computation: Computation, times: int, turns: int
     ) -> list[Kernel]:
+        # Control flow: loops count as often as they turn, of branches the one that moves most.
         callees = called(i)
         if i.op in FREE or i.op.endswith(("-done", "-update")):
             return []
@@ -155,10 +149,15 @@ class _Walk:
             return inner if loops else [*inner, Kernel(i.name, "host", times, 0, 0)]
         if i.op == "conditional":
             branches = [self.of_computation(name, times, turns) for _, name in callees]
-            dearest = max(branches, key=_moved)
+            dearest = max(
+                branches,
+                key=lambda one: sum(k.times * (k.read_bytes + k.written_bytes) for k in one),
+            )
             return [*dearest, Kernel(i.name, "host", times, 0, 0)]
         if i.op == "call" or (i.op == "async-start" and callees):
             return [k for _, name in callees for k in self.of_computation(name, times, turns)]
+
+        # What is no work of the device.
         target = re.search(r'custom_call_target="([^"]*)"', i.rest)
         target = target[1] if target else ""
         is_scalar = i.op != "fusion" and _elements(i.type) <= 1
@@ -166,39 +165,28 @@ class _Walk:
             return []
         if i.op in TO_HOST or "callback" in target:
             return [Kernel(i.name, "host", times, 0, 0, turns=turns)]
+
+        # A kernel.
         inner = self.inner(i)
         flops = self.flops(inner) if inner else _flops(i, computation)
-        return [
-            Kernel(
-                name=i.name,
-                kind=self.kind(i, inner, flops),
-                times=times,
-                read_bytes=self.read_bytes(i, computation, inner),
-                written_bytes=self.written_bytes(i, computation, inner),
-                flops=flops,
-                turns=turns,
-                source=op_name(i),
-            )
-        ]
+        kind = "matmul" if flops else i.op
+        if i.op == "custom-call":
+            kind = "library"
+        elif i.op.removesuffix("-start") in KINDS:
+            kind = "collective"
+        elif i.op in PREFETCHES:
+            kind = "prefetch"
+        elif i.op in ("copy", "transpose") or (
+            inner and {x.op for x in inner.instructions.values()} <= MOVES
+        ):
+            kind = "copy"
+        read = self.read_bytes(i, computation, inner)
+        written = self.written_bytes(i, computation, inner)
+        return [Kernel(i.name, kind, times, read, written, flops, turns, op_name(i))]
 
     def inner(self, i: Instruction) -> Computation | None:
         """The computation of a fusion."""
         return self.program[called(i)[0][1]] if i.op == "fusion" else None
-
-    def kind(self, i: Instruction, inner: Computation | None, flops: float) -> str:
-        if i.op == "custom-call":
-            return "library"
-        if i.op.removesuffix("-start") in KINDS:
-            return "collective"
-        if i.op in PREFETCHES:
-            return "prefetch"
-        if i.op in ("copy", "transpose"):
-            return "copy"
-        if inner and {x.op for x in inner.instructions.values()} <= MOVES:
-            return "copy"
-        if flops:
-            return "matmul"
-        return i.op
 
     def flops(self, computation: Computation) -> float:
         total = 0.0
@@ -221,7 +209,7 @@ class _Walk:
             if inner is None and name in i.operands[:number]:
                 # A library call that takes an array several times takes parts of it.
                 continue
-            if name in computation.instructions and not self.is_cached(name, computation):
+            if name in computation.instructions:
                 share = min(1.0, by_number.get(number, 0.0))
                 total += share * bytes_of(computation.instructions[name].type)
         return round(total)
@@ -233,40 +221,31 @@ class _Walk:
         if i.op.endswith("-start"):
             # (operands, results, ...), but for a copy, which is (result, operand, ...)
             return bytes_of(types[0 if i.op == "copy-start" or len(types) == 1 else 1])
-        results = self.results(inner) if inner else [(i, computation)]
-        in_place = _updated_in_place(i)
-        if in_place:
+        # A library call may update operands in place: number of the result -> of the operand.
+        aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", i.rest)
+        if i.op == "custom-call" and aliases:
+            pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliases[1])
+            in_place = {int(result or 0): int(operand) for result, operand in pairs}
             taken = set(i.operands) - {i.operands[n] for n in in_place.values()}
             new = sum(bytes_of(computation.instructions[name].type) for name in taken)
             return sum(
                 min(bytes_of(type_), new) if n in in_place else bytes_of(type_)
                 for n, type_ in enumerate(types)
             )
+        results = self.results(inner) if inner else [(i, computation)]
         if len(results) != len(types):
             return bytes_of(i.type)
         total = 0
-        is_result = i.name == computation.root
         for (result, of), type_ in zip(results, types):
-            update = _updates(result, of)
-            if not update and not is_result and bytes_of(type_) <= self.cached_bytes:
-                continue
-            # What lies in on-chip memory stays free, whatever is written to it.
-            total += min(bytes_of(type_), bytes_of(update.type)) if update else bytes_of(type_)
+            size = bytes_of(type_)
+            if result.op in UPDATES:
+                # scatter(buffers, indices, updates), as many updates as buffers
+                new_values = result.operands[1 if result.op != "scatter" else -1]
+                if update := of.instructions.get(new_values):
+                    # What lies in on-chip memory stays free, whatever is written to it.
+                    size = min(size, bytes_of(update.type))
+            total += size
         return total
-
-    def is_cached(self, name: str, computation: Computation) -> bool:
-        """Whether an operand is a small array that a kernel of this computation has made whole."""
-        operand = i = computation.instructions[name]
-        while (
-            i.op in ("bitcast", "get-tuple-element") and i.operands[0] in computation.instructions
-        ):
-            i = computation.instructions[i.operands[0]]
-        if i.op in ("parameter", "constant", "while") or bytes_of(operand.type) > self.cached_bytes:
-            return False
-        # Of a buffer that was updated in place only the update is new.
-        inner = self.inner(i)
-        results = self.results(inner) if inner else [(i, computation)]
-        return not any(_updates(result, of) for result, of in results)
 
     def results(self, computation: Computation) -> list[tuple[Instruction, Computation]]:
         """What a fusion writes: its root, or the elements of its root."""
@@ -281,8 +260,8 @@ class _Walk:
                 results += self.results(inner) if inner else [(i, computation)]
         return results
 
-    def shares(self, computation: Computation) -> dict[str, float]:
-        """By instruction of a fusion, the share of its elements that the fusion needs."""
+    def shares_by_number(self, computation: Computation) -> dict[int, float]:
+        """By number of a fusion's parameter, the share of its elements that the fusion needs."""
         shares: dict[str, float] = defaultdict(float)
         shares[computation.root] = 1.0
         for i in reversed(computation.instructions.values()):
@@ -290,7 +269,11 @@ class _Walk:
                 if operand in computation.instructions:
                     part = self.part(i, number, computation)
                     shares[operand] = min(1.0, shares[operand] + shares[i.name] * part)
-        return shares
+        return {
+            int(i.rest.split(")")[0]): shares[name]
+            for name, i in computation.instructions.items()
+            if i.op == "parameter"
+        }
 
     def part(self, i: Instruction, number: int, computation: Computation) -> float:
         """The share of an operand that an instruction needs."""
@@ -305,37 +288,6 @@ class _Walk:
             return 0.0
         inner = self.inner(i)
         return self.shares_by_number(inner)[number] if inner else 1.0
-
-    def shares_by_number(self, computation: Computation) -> dict[int, float]:
-        """As `shares`, of the parameters alone, by their number."""
-        shares = self.shares(computation)
-        return {
-            int(i.rest.split(")")[0]): shares[name]
-            for name, i in computation.instructions.items()
-            if i.op == "parameter"
-        }
-
-
-def _moved(kernels: list[Kernel]) -> int:
-    return sum(k.times * (k.read_bytes + k.written_bytes) for k in kernels)
-
-
-def _updates(i: Instruction, computation: Computation) -> Instruction | None:
-    """The operand with the new values of an update in place; None: it is no update."""
-    if i.op not in UPDATES:
-        return None
-    # scatter(buffers, indices, updates), as many updates as buffers
-    return computation.instructions.get(i.operands[1 if i.op != "scatter" else -1])
-
-
-def _updated_in_place(i: Instruction) -> dict[int, int]:
-    """Of a library call, the results that are operands updated in place: number of the result ->
-    number of the operand."""
-    found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", i.rest)
-    if i.op != "custom-call" or found is None:
-        return {}
-    pairs = re.findall(r"\{(\d*)\}: \((\d+),", found[1])
-    return {int(result or 0): int(operand) for result, operand in pairs}
 
 
 def bytes_of(type_: str) -> int:
@@ -357,35 +309,26 @@ def _elements(type_: str) -> int:
 
 def _flops(i: Instruction, computation: Computation) -> float:
     """Of a product; 0 for everything else, which is small beside them."""
-    if i.op == "convolution":
-        return _convolution_flops(i, computation)
-    # As a dot writes its contracted dims, and as a library call does.
-    names = {
-        "dot": r"\blhs_contracting_dims=\{([\d,]*)\}",
-        "custom-call": r'"lhs_contracting_dimensions":\[([^\]]*)\]',
-    }
-    contracted = re.search(names[i.op], i.rest) if i.op in names else None
-    if contracted is None and i.op != "dot":
-        return 0.0
-    left = _dims(computation.instructions[i.operands[0]].type)
-    chosen = re.findall(r"\d+", contracted[1]) if contracted else []
-    result = tuple_types(i.type)[0] if i.type.startswith("(") else i.type
-    return 2.0 * _elements(result) * math.prod(left[int(n)] for n in chosen)
+    if i.op != "convolution":
+        # As a dot writes its contracted dims, and as a library call does.
+        names = {
+            "dot": r"\blhs_contracting_dims=\{([\d,]*)\}",
+            "custom-call": r'"lhs_contracting_dimensions":\[([^\]]*)\]',
+        }
+        contracted = re.search(names[i.op], i.rest) if i.op in names else None
+        if contracted is None and i.op != "dot":
+            return 0.0
+        left = _dims(computation.instructions[i.operands[0]].type)
+        chosen = re.findall(r"\d+", contracted[1]) if contracted else []
+        result = tuple_types(i.type)[0] if i.type.startswith("(") else i.type
+        return 2.0 * _elements(result) * math.prod(left[int(n)] for n in chosen)
 
-
-def _dims(type_: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", ARRAY.search(type_)[3])]
-
-
-def _convolution_flops(i: Instruction, computation: Computation) -> float:
-    """XLA for TPU writes every product as one; a dim of both operands then is a spatial one, of
-    which only positions that meet count."""
+    # XLA for TPU writes every product as a convolution; a dim of both operands then is a spatial
+    # one, of which only positions that meet count.
     left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest).groups()
     left_dims = _dims(computation.instructions[i.operands[0]].type)
     right_dims = _dims(computation.instructions[i.operands[1]].type)
     out_dims = _dims(i.type)
-
-    # Of each spatial dim, the pairs of an output and a kernel position that meet an element.
     window = re.search(r"window=\{([^}]*)\}", i.rest)
     settings = dict(re.findall(r"(\w+)=(\S+)", window[1])) if window else {}
 
@@ -393,6 +336,7 @@ def _convolution_flops(i: Instruction, computation: Computation) -> float:
         """pad=1_2x0_0 has 1 and 0 at the low ends."""
         return int(settings[name].split("x")[n].split("_")[0]) if name in settings else default
 
+    # Of each spatial dim, the pairs of an output and a kernel position that meet an element.
     pairs = 1
     for n, label in enumerate(sorted(label for label in left if label.isdigit())):
         outputs = np.arange(out_dims[out.index(label)]) * nth("stride", n, 1)
@@ -405,3 +349,7 @@ def _convolution_flops(i: Instruction, computation: Computation) -> float:
     batch = left_dims[left.index("b")] // (int(groups[1]) if groups else 1)
     inputs = right_dims[right.index("i")]
     return 2.0 * pairs * batch * inputs * out_dims[out.index("f")]
+
+
+def _dims(type_: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", ARRAY.search(type_)[3])]

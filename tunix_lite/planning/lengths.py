@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import brentq
 
 from tunix_lite.errors import ConfigError
 
@@ -75,21 +76,10 @@ def assumed(
     """Lengths from 1 to `longest` whose mean is this share of it."""
     if share >= ALMOST_ALL:
         return np.full(shape, longest)
-    drawn = np.ceil(rng.exponential(scale_of(share) * longest, shape))
+    # The scale r of an exponential whose mean, cut off at 1, is `share`: r (1 - exp(-1 / r)).
+    scale = brentq(lambda r: -r * math.expm1(-1 / r) - share, 1e-3, 1e3, xtol=1e-12)
+    drawn = np.ceil(rng.exponential(scale * longest, shape))
     return np.clip(drawn, 1, longest).astype(int)
-
-
-def scale_of(share: float) -> float:
-    """The scale r of an exponential whose mean, cut off at 1, is `share`: r (1 - exp(-1 / r))."""
-    low = 1e-3
-    high = 1e3
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        if middle * -math.expm1(-1 / middle) < share:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:

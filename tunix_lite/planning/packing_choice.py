@@ -81,27 +81,26 @@ def with_packing(
     best = min(flops, key=flops.get)
     if flops[best] > (1 - LEAST_GAIN) * flops.get("none", math.inf):
         best = "none"
-    return replace(trials[best], packing_reason=_reason(best, flops, lengths))
 
-
-def packed_as(run: RunConfig, packing: str) -> RunConfig:
-    """The run with this packing."""
-    return replace(run, training=replace(run.training, packing=packing))
-
-
-def _reason(best: str, flops: dict[str, float], lengths: Lengths) -> str:
-    """Why this packing was chosen, with the gain that is expected."""
+    # Why this packing was chosen, with the gain that is expected.
     base = "none" if "none" in flops else max(flops, key=flops.get)
     others = [f"{name} {value / flops[base]:.0%}" for name, value in flops.items() if name != base]
     if not others:
-        return f"auto: {best}, as these settings allow no other"
+        reason = f"auto: {best}, as these settings allow no other"
+        return replace(trials[best], packing_reason=reason)
     is_less = best == "none" and min(flops, key=flops.get) != best
     gain = f"; {LEAST_GAIN:.0%} must be saved" if is_less else ""
     source = f"lengths {lengths}"
     if not lengths.completions:
         shares = f"prompts {lengths.prompt_share:.0%}, completions {lengths.completion_share:.0%}"
         source = f"assumed lengths: {shares} of the longest on average"
-    return f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({source})"
+    reason = f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({source})"
+    return replace(trials[best], packing_reason=reason)
+
+
+def packed_as(run: RunConfig, packing: str) -> RunConfig:
+    """The run with this packing."""
+    return replace(run, training=replace(run.training, packing=packing))
 
 
 def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:

@@ -18,8 +18,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.planning import estimate, speed
 from tunix_lite.planning.forecast import Forecast
-from tunix_lite.planning.hardware import GiB
-from tunix_lite.planning.machine import Machine
+from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
 from tunix_lite.planning.speed import Bound
@@ -27,7 +26,7 @@ from tunix_lite.resolved.parts import abstract, mesh_of_run
 from tunix_lite.resolved.run import (
     ResolvedRun,
     check_can_be_lowered,
-    chooses_micro_batch,
+    micro_batches_to_try,
     resolve_run,
 )
 from tunix_lite.rollout.memory import Parking
@@ -153,54 +152,46 @@ def assemble_plan(
     resident = estimate.resident(resolved)
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
-    if code:
-        resident[PROGRAMS] = code
+    with_code = resident | ({PROGRAMS: code} if code else {})
 
     # The phases of a step, in their order.
     made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
     for name in [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]:
-        made[name] = _scoring(name, resolved, done)
-    made["update"] = _update(resolved, done)
-    bounds = speed.bounds(resolved, machine.hardware, done)
-    phases = [Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()]
+        made[name] = _scoring(name, resolved, done, resident)
+    if (update := done.get("update")) is None:
+        made["update"] = ESTIMATE, estimate.update(resolved)
+    else:
+        others = {"reference", *resolved.frozen_models}
+        arguments = sum(size for name, size in resident.items() if name not in others)
+        arguments += estimate.teacher_table(resolved)
+        gradients = min(estimate.gradient_bytes(resolved), update.temp_bytes)
+        parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
+        beside = update.temp_bytes - gradients + update.results_beside_bytes
+        made["update"] = COMPILED, parts | {"activations": beside}
     if resolved.samples_beside_update:
-        beside = {"sampling beside it": phases[0].added_bytes}
-        phases[-1] = replace(phases[-1], adds=phases[-1].adds | beside)
-    for error in refused:
-        phases = [_as_refused(phase, error, resident) for phase in phases]
+        source, adds = made["update"]
+        sampling = sum(made["rollout"][1].values())
+        made["update"] = source, adds | {"sampling beside it": sampling}
 
+    # A refused program needs what its compiler names, if it does.
+    for error in refused:
+        name = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
+        if name in made and error.needed_bytes is not None:
+            added = error.needed_bytes - sum(with_code.values())
+            added = max(added, sum(made[name][1].values()))
+            made[name] = COMPILED, {"all it needs, as the compiler says": added}
+
+    bounds = speed.bounds(resolved, machine.hardware)
+    phases = tuple(
+        Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()
+    )
     messages = tuple(f"{error.name}: {error.message}" for error in refused)
     apart = estimate.apart(resolved, machine.capacity)
-    return Plan(machine, resolved, resident, tuple(phases), done, messages, apart)
-
-
-def _as_refused(phase: Phase, error: DoesNotFit, resident: dict[str, int]) -> Phase:
-    """The phase of a refused program, with the bytes that its compiler names, if it does."""
-    refused = "rollout" if error.name in SAMPLING_PROGRAMS else error.name
-    if refused != phase.name or error.needed_bytes is None:
-        return phase
-    added = max(error.needed_bytes - sum(resident.values()), phase.added_bytes)
-    return replace(phase, adds={"all it needs, as the compiler says": added}, source=COMPILED)
-
-
-def _update(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
-    program = done.get("update")
-    if program is None:
-        return ESTIMATE, estimate.update(resolved)
-    resident = estimate.resident(resolved)
-    gradients = min(estimate.gradient_bytes(resolved), program.temp_bytes)
-    others = {"reference", *resolved.frozen_models}
-    arguments = sum(size for name, size in resident.items() if name not in others)
-    arguments += estimate.teacher_table(resolved)
-    return COMPILED, {
-        "batch": max(0, program.argument_bytes - arguments),
-        "gradients": gradients,
-        "activations": program.temp_bytes - gradients + program.results_beside_bytes,
-    }
+    return Plan(machine, resolved, with_code, phases, done, messages, apart)
 
 
 def _scoring(
-    name: str, resolved: ResolvedRun, done: dict[str, Compiled]
+    name: str, resolved: ResolvedRun, done: dict[str, Compiled], resident: dict[str, int]
 ) -> tuple[str, dict[str, int]]:
     """Scoring by a frozen model of the algorithm; or, as `scoring`, by the reference or policy."""
     program = done.get(name)
@@ -215,7 +206,6 @@ def _scoring(
         names = [name if is_frozen else "reference"]
     elif resolved.lora and not resolved.run.algorithm.needs.reference:
         names.append("parameters")
-    resident = estimate.resident(resolved)
     return COMPILED, {
         "batch": max(0, program.argument_bytes - sum(resident[name] for name in names)),
         "temporary": program.added_bytes - program.code_bytes,
@@ -227,15 +217,10 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     adds = estimate.rollout(resolved)
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
-    prefill = done["prefill"]
-    decode = done["decode"]
     copy = adds["weights to sample"]
-    cache = decode.argument_bytes - copy
-    added = {
-        name: done[name].added_bytes - done[name].code_bytes
-        for name in SAMPLING_PROGRAMS
-        if name in done
-    }
+    cache = done["decode"].argument_bytes - copy
+    programs = [name for name in SAMPLING_PROGRAMS if name in done]
+    added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
     # A parked conversation that comes back is an argument beside the slots.
     if "write_slot" in done:
         added["write_slot"] += done["write_slot"].argument_bytes - cache
@@ -246,7 +231,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     return COMPILED, {
         "weights to sample": copy,
         "cache": cache,
-        "prompts": prefill.argument_bytes - copy,
+        "prompts": done["prefill"].argument_bytes - copy,
         "temporary": max(added.values()),
     }
 
@@ -262,11 +247,14 @@ def with_choices(
     mesh_shape: dict[str, int],
 ) -> ResolvedRun:
     """The run on a mesh of this machine, with the choices that it would make itself: the
-    micro-batch, and where sampling keeps the weights. Raises ConfigError."""
+    micro-batch, and where sampling keeps the weights. Raises ConfigError if the mesh does not
+    divide model or batch."""
     resolved = with_packing(
         run, lambda run: resolve_run(run, cfg, lora, mesh_shape, machine.platform)
     )
-    sizes = resolved.micro_batches_to_try() if chooses_micro_batch(run) else [None]
+    sizes = [None]
+    if run.training.micro_batch_size == "auto":
+        sizes = micro_batches_to_try(run, mesh_shape["fsdp"])
     # The largest micro-batch that fits by formulas, or the smallest there is.
     for size in sizes:
         sized = resolved if size is None else resolved.with_micro_batch(size)
@@ -284,7 +272,7 @@ def estimated(
     lora: LoraConfig | None,
     mesh_shape: dict[str, int],
 ) -> Plan:
-    """Plans by formulas alone. Raises ConfigError if the mesh does not divide model or batch."""
+    """Plans by formulas alone. Raises ConfigError as `with_choices` does."""
     return assemble_plan(machine, with_choices(run, machine, cfg, lora, mesh_shape), {})
 
 

@@ -6,18 +6,17 @@ operation would fail.
 """
 
 import functools
+import math
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from tunix_lite.learner.scoring import scoring_program
+from tunix_lite.learner.policy import scoring_program
 from tunix_lite.models import decoder
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
@@ -33,19 +32,18 @@ from tunix_lite.resolved.parts import (
 )
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.conversations import chunk_of_turns
-from tunix_lite.rollout.extend import EXTEND_WIDTHS, extend_calls, make_turn_programs
+from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
 from tunix_lite.rollout.programs import (
     Programs,
     PromptCache,
     SamplerSpec,
     Slots,
     at_home,
+    longest_chunk,
     make_programs,
 )
-from tunix_lite.rollout.rewind import longest_chunk
-from tunix_lite.types import Params, RowBatch, TrainState
+from tunix_lite.types import Params
 
-PROGRAMS = ("update", "scoring", "prefill", "decode")
 # which tokens end a completion, or pad one, changes no program's size
 NO_END = (1,)
 NO_PAD = 0
@@ -98,9 +96,12 @@ class DoesNotFit(ValueError):
 
 
 def compiled(
-    name: str, compile_it: Callable, mesh_shape: dict[str, int], code_on_device: bool = False
+    name: str,
+    compile_it: Callable[[], jax.stages.Compiled],
+    mesh_shape: dict[str, int],
+    code_on_device: bool = False,
 ) -> Compiled:
-    """What the program that compile_it() gives says of itself. Raises DoesNotFit."""
+    """Reads memory and collectives of a compiled program. Raises DoesNotFit."""
     began = time.perf_counter()
     try:
         done = compile_it()
@@ -118,12 +119,10 @@ def of_executable(
     seconds: float = 0.0,
     code_on_device: bool = False,
 ) -> Compiled:
-    """Of what `lowered.compile()` gave. code_on_device: whether its code takes of the same memory,
-    as on TPUs."""
+    """As `compiled`. code_on_device: whether its code takes of the same memory, as on TPUs."""
     sizes = done.memory_analysis()
     text = done.as_text()
-    is_divided = np.prod(list(mesh_shape.values())) > 1
-    found = grouped(collectives(text, mesh_shape)) if is_divided else []
+    is_divided = math.prod(mesh_shape.values()) > 1
     return Compiled(
         name,
         sizes.argument_size_in_bytes,
@@ -131,7 +130,7 @@ def of_executable(
         sizes.alias_size_in_bytes,
         sizes.temp_size_in_bytes,
         sizes.generated_code_size_in_bytes if code_on_device else 0,
-        tuple(found),
+        tuple(grouped(collectives(text, mesh_shape))) if is_divided else (),
         seconds,
         tuple(kernels(text, mesh_shape)),
     )
@@ -152,53 +151,45 @@ def _needed(message: str) -> tuple[int | None, str]:
 # ---- the programs
 
 
-def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
-    """By name, what lowers each program of the run: () -> a lowered program. The mesh of the run is
-    the current one."""
+# (): a lowered program
+Lower = Callable[[], jax.stages.Lowered]
 
-    def update() -> Any:
-        arguments = update_arguments(resolved, shapes)
+
+def lowered(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
+    """By name, what lowers each program of the run. The mesh of the run is the current one."""
+
+    def update() -> jax.stages.Lowered:
+        arguments = (shapes.state, shapes.frozen, batch_shapes(resolved))
         return train_step_of(resolved).program(*arguments).lower(*arguments)
 
-    found: dict[str, Callable[[], Any]] = {"update": update}
+    def score(of: ResolvedRun, params: Params) -> jax.stages.Lowered:
+        program = scoring_program(policy_of(of).scores, of.rows)
+        return program.lower(params, scored_batch_shapes(of))
+
+    def frozen_model(name: str, params: Params) -> jax.stages.Lowered:
+        theirs = resolved.as_scorer(name)
+        if not resolved.compares(name):
+            return score(theirs, params)
+        return description_of(resolved, name).lower(params, scored_batch_shapes(theirs))
+
+    programs: dict[str, Lower] = {"update": update}
     if resolved.scores:
-        score = scoring_program(policy_of(resolved).scores, resolved.rows)
         under = shapes.acting(resolved) if shapes.reference is None else shapes.reference
-        found["scoring"] = lambda: score.lower(under, scored_batch_shapes(resolved))
+        programs["scoring"] = partial(score, resolved, under)
     for name, params in shapes.frozen_models.items():
-        found[name] = partial(_frozen_scoring, resolved, name, params)
-    return found | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
+        programs[name] = partial(frozen_model, name, params)
+    return programs | (_lowered_sampling(resolved, shapes) if resolved.has_rollouts else {})
 
 
-def _frozen_scoring(resolved: ResolvedRun, name: str, params: Params) -> Any:
-    if resolved.compares(name):
-        shapes = scored_batch_shapes(resolved.as_scorer(name))
-        return description_of(resolved, name).lower(params, shapes)
-    theirs = resolved.as_scorer(name)
-    score = scoring_program(policy_of(theirs).scores, theirs.rows)
-    return score.lower(params, scored_batch_shapes(theirs))
-
-
-def update_arguments(
-    resolved: ResolvedRun, shapes: Shapes
-) -> tuple[TrainState, Params | None, RowBatch]:
-    """(state, frozen, batch in rows) of the update, as shapes."""
-    return shapes.state, shapes.frozen, batch_shapes(resolved)
-
-
-def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callable[[], Any]]:
+def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]:
     """The programs of the rollout, by name, as in `lowered`."""
-    # Made by the first that is lowered.
     made = functools.cache(partial(_sampling, resolved, shapes))
     row = jax.ShapeDtypeStruct((), jnp.int32)
 
     def slots() -> Slots:
         return _at_home(jax.eval_shape(lambda: made()[0].make_slots(resolved.slots)), "batch")
 
-    def turns() -> Any:
-        return make_turn_programs(made()[0])
-
-    def prefill() -> Any:
+    def prefill() -> jax.stages.Lowered:
         programs, layered = made()
         block, width, num_prompts = resolved.sampling_memory.prompt_cache
         waiting = jax.eval_shape(lambda: programs.make_prompt_cache(num_prompts))
@@ -206,49 +197,48 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Callab
         lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
         return programs.prefill.lower(_at_home(waiting, "prompts"), layered, tokens, lengths, row)
 
-    def decode() -> Any:
+    def decode() -> jax.stages.Lowered:
         programs, layered = made()
         return programs.decode.lower(slots(), layered, jax.ShapeDtypeStruct((), jnp.float32))
 
-    def extend() -> Any:
+    def extend() -> jax.stages.Lowered:
         # The widest piece of an answer, or of a completion that is read again after an update.
-        longest = [0] * EXTEND_WIDTHS[-1]
-        call = extend_calls({0: (longest, 1)}, resolved.slots)[0]
-        arrays = (call.rows, call.tokens, call.counts, call.limits)
-        return turns().extend.lower(slots(), made()[1], *arrays)
+        longest = [0] * APPEND_WIDTHS[-1]
+        call = append_calls({0: (longest, 1)}, resolved.slots)[0]
+        return made()[0].append.lower(slots(), made()[1], *call)
 
-    def write_slot() -> Any:
-        # A parked conversation comes from the host: placed by the program itself.
-        parked = unplaced(jax.eval_shape(turns().read_slot, slots(), row))
-        return turns().write_slot.lower(slots(), parked, row)
+    def write_slot() -> jax.stages.Lowered:
+        # An offloaded conversation comes from the host: placed by the program itself.
+        copy = _unplaced(jax.eval_shape(made()[0].read_slot, slots(), row))
+        return made()[0].write_slot.lower(slots(), copy, row)
 
-    def rewind() -> Any:
+    def rewind() -> jax.stages.Lowered:
         programs, _ = made()
         tokens = jax.ShapeDtypeStruct((programs.spec.chunk, resolved.slots), jnp.int32)
         kept = jax.ShapeDtypeStruct((resolved.slots,), jnp.int32)
-        saved = unplaced(turns().save.lower(slots()).out_info)
-        return turns().rewind.lower(slots(), saved, tokens, kept)
+        saved = _unplaced(programs.save.lower(slots()).out_info)
+        return programs.rewind.lower(slots(), saved, tokens, kept)
 
-    found = {"prefill": prefill, "decode": decode}
+    programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
     if resolved.carries:
-        found["reread"] = extend
+        programs["reread"] = extend
     if resolved.converses:
-        found["extend"] = extend
+        programs["extend"] = extend
     if resolved.may_park:
-        found["read_slot"] = lambda: turns().read_slot.lower(slots(), row)
-        found["write_slot"] = write_slot
+        programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
+        programs["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
-        found["save"] = lambda: turns().save.lower(slots())
-        found["rewind"] = rewind
-    return found
+        programs["save"] = lambda: made()[0].save.lower(slots())
+        programs["rewind"] = rewind
+    return programs
 
 
-def unplaced(shapes: Any) -> Any:
-    """A tree of shapes without shardings."""
+def _unplaced(shapes: Slots) -> Slots:
+    """The same shapes without shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
+def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
     """The programs of the rollout, and the weights by layer, placed as they read them."""
     run = resolved.run
     acting = shapes.acting(resolved)
@@ -266,6 +256,12 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
         on_cpu=mesh.devices.flat[0].platform == "cpu",
         fused=run.rollout.is_fused,
     )
+    if resolved.converses and run.generation.stop:
+        spec = replace(spec, chunk=longest_chunk(spec))
+    if resolved.converses:
+        spec = replace(spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens))
+
+    # The weights by layer, whole over fsdp if they are gathered.
     join_qkv = decoder.joins_qkv(acting, resolved.dtype, mesh)
     by_layer = partial(
         decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, join_qkv=join_qkv
@@ -274,10 +270,6 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Any]:
     shardings = decoder.per_layer_shardings(shardings, resolved.cfg, join_qkv)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
-    if resolved.converses and run.generation.stop:
-        spec = replace(spec, chunk=longest_chunk(spec))
-    if resolved.converses:
-        spec = replace(spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens))
     return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 

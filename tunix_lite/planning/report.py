@@ -32,25 +32,43 @@ class Plans:
     change: str | None = None
 
 
-def _all(plan: Plan | Plans) -> Plans:
-    return plan if isinstance(plan, Plans) else Plans((plan,))
-
-
 # ---- one screen
 
 
 def short_form(plan: Plan | Plans) -> list[str]:
     """The plan as lines of plain text; its tables are at most 100 columns wide."""
-    plans = _all(plan)
+    plans = plan if isinstance(plan, Plans) else Plans((plan,))
     best = plans.plans[0]
     lines = [*_head(best), ""]
     if len(plans.plans) > 1:
-        lines += [*_meshes(plans.plans), ""]
+        # Predicted, and what is possible at best.
+        rows = [
+            ("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")
+        ]
+        for one in plans.plans[:SHOWN]:
+            fits = {True: "yes", False: "no", None: "?"}[one.fits]
+            predicted = one.forecast and three_digits(one.forecast.step_seconds)
+            bounds = (three_digits(one.step_seconds), three_digits(one.tokens_per_second))
+            mesh = _sizes(one.resolved.mesh_shape)
+            rows.append((mesh, gib(one.peak_bytes), fits, predicted or "-", *bounds, source(one)))
+        lines += [*columns(rows), *_more(plans.plans), ""]
     if plans.refused:
-        more = [f"  and {len(plans.refused) - SHOWN} more in plan.md"]
         lines += [f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]]
-        lines += [*(more if len(plans.refused) > SHOWN else []), ""]
-    lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *_phases(best), ""]
+        lines += [*_more(plans.refused), ""]
+
+    # The best one: its phases, whether it fits, and how fast it is.
+    rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
+    for phase in best.phases:
+        fast = ("-", "-", "-")
+        if (bound := phase.bound) is not None:
+            sent = f"{bound.all_sent_bytes / 1e9:,.2f}"
+            fast = (three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
+        peak = best.resident_bytes + phase.added_bytes
+        sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
+        rows.append((phase.name, *sizes, *fast, source(phase)))
+    resume = gib(best.resume_bytes)
+    rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
+    lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
     lines += [f"{best.machine.name}: {verdict(best)}"]
     lines += [speed(best)] if best.fits is not False else []
     if best.forecast is not None:
@@ -59,8 +77,11 @@ def short_form(plan: Plan | Plans) -> list[str]:
             lines.append("  of single turns: what the environment does is not in it")
     lines += [f"  {message}" for message in best.refused]
     lines += [plans.change] if plans.change else []
-    lines += [f"  {plans.command}"] if plans.command else []
-    return lines
+    return lines + ([f"  {plans.command}"] if plans.command else [])
+
+
+def _more(meshes: tuple) -> list[str]:
+    return [f"  and {len(meshes) - SHOWN} more in plan.md"] if len(meshes) > SHOWN else []
 
 
 def _head(plan: Plan) -> list[str]:
@@ -78,7 +99,7 @@ def _head(plan: Plan) -> list[str]:
         trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
     prompt, new = resolved.lengths
     why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
-    return [
+    lines = [
         f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
         f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
         f"{training.remat}",
@@ -86,60 +107,17 @@ def _head(plan: Plan) -> list[str]:
         *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
         f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
         f"training: {resolved.attention}",
-        *_parking(plan),
     ]
-
-
-def _parking(plan: Plan) -> list[str]:
-    """What becomes of the slots of conversations that wait, in a line; [] without conversations."""
-    found = plan.parking
-    if found is None:
-        return []
-    count = f"{plan.resolved.num_conversations} in {plan.resolved.slots} slots"
-    fit = "" if found.num_that_fit is None else f", {found.num_that_fit:,} fit"
-    each = f"{mebibytes(found.slot_bytes)} MiB each"
-    if found.most is None:
-        does = f"up to {found.without_slot:,} that wait are parked, if a host has room ({each})"
-    elif found.most:
-        total = f"{mebibytes(found.most_bytes)} MiB of each host"
-        does = f"up to {found.most:,} that wait are parked in {total} ({each}{fit})"
-    elif found.without_slot and found.waiting == "auto":
-        does = f"those that wait hold their slots, as no host has room ({each})"
-    else:
+    if (parking := plan.parking) is not None:
+        # What becomes of the slots of conversations that wait.
         does = "those that wait hold their slots"
-    return [f"talks      {count}; {does}"]
-
-
-def _meshes(plans: tuple[Plan, ...]) -> list[str]:
-    # Predicted, and what is possible at best.
-    rows = [("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")]
-    for plan in plans[:SHOWN]:
-        cells = (
-            gib(plan.peak_bytes),
-            {True: "yes", False: "no", None: "?"}[plan.fits],
-            "-" if plan.forecast is None else three_digits(plan.forecast.step_seconds),
-            three_digits(plan.step_seconds),
-            three_digits(plan.tokens_per_second),
-        )
-        rows.append((_sizes(plan.resolved.mesh_shape), *cells, source(plan)))
-    more = [f"  and {len(plans) - SHOWN} more in plan.md"] if len(plans) > SHOWN else []
-    return [*columns(rows), *more]
-
-
-def _phases(plan: Plan) -> list[str]:
-    rows = [("phase", "resident", "adds", "peak", "bound s", "by", "sends GB", "memory is")]
-    for phase in plan.phases:
-        bound = phase.bound
-        fast = ("-", "-", "-")
-        if bound is not None:
-            sent = f"{bound.all_sent_bytes / 1e9:,.2f}"
-            fast = (three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
-        peak = plan.resident_bytes + phase.added_bytes
-        sizes = map(gib, (plan.resident_bytes, phase.added_bytes, peak))
-        rows.append((phase.name, *sizes, *fast, source(phase)))
-    resume = gib(plan.resume_bytes)
-    rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
-    return columns(rows)
+        if parking.most != 0:
+            count = parking.without_slot if parking.most is None else parking.most
+            each = f"{parking.slot_bytes / 2**20:,.2f} MiB of a host each"
+            does = f"up to {count:,} that wait are parked, {each}"
+        slots = f"{resolved.num_conversations} in {resolved.slots} slots"
+        lines.append(f"talks      {slots}; {does}")
+    return lines
 
 
 def source(of: Plan | Phase) -> str:
@@ -172,17 +150,14 @@ def speed(plan: Plan) -> str:
 
 
 def forecast_lines(found: Forecast) -> list[str]:
-    """The predicted step: phases, tokens/s, hours and the price."""
+    """The predicted step: phases, tokens/s and hours."""
     parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
     phases = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items())
     hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
-    price = ""
-    if found.price is not None:
-        price = f" and cost {found.price:,.2f}, at {found.price_per_hour:,.2f} an hour"
     return [
         f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
         f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
-        f"  {found.num_steps} steps take {hours}{price}, without starting and evaluating",
+        f"  {found.num_steps} steps take {hours}, without starting and evaluating",
         f"  {found.source}",
         f"  lengths {found.lengths}",
     ]
@@ -203,13 +178,7 @@ def gib(size: float) -> str:
     return f"{size / GiB:.2f}"
 
 
-def mebibytes(size: float) -> str:
-    """Bytes in MiB."""
-    return f"{size / 2**20:,.2f}"
-
-
 def three_digits(value: float | None) -> str:
-    """To three digits."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -220,11 +189,8 @@ def _sizes(sizes: dict) -> str:
 
 
 def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 # ---- files
@@ -240,46 +206,39 @@ def write(plan: Plan | Plans, folder: str | Path) -> None:
 
 def as_markdown(plan: Plan | Plans) -> str:
     """plan.md: the short form, and for each mesh what lies on a device and what is sent."""
-    plans = _all(plan)
+    plans = plan if isinstance(plan, Plans) else Plans((plan,))
     lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
     for one in plans.plans:
-        head = [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
-        lines += [*head, f"{speed(one)}.", "", *_parts(one), "", *_collectives(one)]
+        lines += [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
+        lines += [f"{speed(one)}.", "", "| phase | part | GiB | is |", "|---|---|---|---|"]
+        # What lies on a device in each phase, by part.
+        parts = [("always", part, size, "by formula") for part, size in one.resident.items()]
+        for phase in one.phases:
+            parts += [(phase.name, part, size, phase.source) for part, size in phase.adds.items()]
+        only = "device that only samples"
+        parts += [(only, part, size, "by formula") for part, size in one.apart.items()]
+        resume = "a checkpoint, read where it stays"
+        parts.append(("resume", resume, one.resume_bytes, "by formula"))
+        lines += [f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in parts]
+        # What each call of a compiled program sends.
+        rows = [
+            f"| {program.name} | {group.kind} | {group.axis} | "
+            f"{group.count}{'' if group.count_known else ' at least'} | "
+            f"{group.sent_bytes / 1e6:,.2f} |"
+            for program in one.programs.values()
+            for group in program.collectives
+        ]
+        head = ["| program | collective | axis | times | sent, MB |", "|---|---|---|---|---|"]
+        lines += ["", *([*head, *rows, ""] if rows else [])]
     if plans.refused:
         lines += ["## Meshes that cannot be", ""]
         lines += [*(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
     return "\n".join(lines)
 
 
-def _parts(plan: Plan) -> list[str]:
-    """What lies on a device in each phase, by part."""
-    found = [("always", part, size, "by formula") for part, size in plan.resident.items()]
-    for phase in plan.phases:
-        found += [(phase.name, part, size, phase.source) for part, size in phase.adds.items()]
-    apart = plan.apart.items()
-    found += [("device that only samples", part, size, "by formula") for part, size in apart]
-    resume = "a checkpoint, read where it stays"
-    found.append(("resume", resume, plan.resume_bytes, "by formula"))
-    return ["| phase | part | GiB | is |", "|---|---|---|---|"] + [
-        f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in found
-    ]
-
-
-def _collectives(plan: Plan) -> list[str]:
-    """What each call of a compiled program sends."""
-    rows = [
-        f"| {program.name} | {group.kind} | {group.axis} | "
-        f"{group.count}{'' if group.count_known else ' at least'} | {group.sent_bytes / 1e6:,.2f} |"
-        for program in plan.programs.values()
-        for group in program.collectives
-    ]
-    head = ["| program | collective | axis | times | sent, MB |", "|---|---|---|---|---|"]
-    return [*head, *rows, ""] if rows else []
-
-
 def as_dict(plan: Plan | Plans) -> dict:
     """plan.json: bytes are those of one device, seconds and tokens those of a bound."""
-    plans = _all(plan)
+    plans = plan if isinstance(plan, Plans) else Plans((plan,))
     machine = plans.plans[0].machine
     return {
         "version": VERSION,
@@ -296,7 +255,13 @@ def as_dict(plan: Plan | Plans) -> dict:
 
 def _plan_dict(plan: Plan) -> dict:
     resolved = plan.resolved
-    found = {
+    # Without their kernels, of which there are thousands.
+    programs = [
+        dataclasses.asdict(dataclasses.replace(p, kernels=())) for p in plan.programs.values()
+    ]
+    for program in programs:
+        del program["kernels"]
+    described = {
         "mesh": resolved.mesh_shape,
         "batch": str(resolved.batch),
         "prompts_of_rollout": resolved.batch.prompts * resolved.run.algorithm.needs.mini_batches,
@@ -311,25 +276,19 @@ def _plan_dict(plan: Plan) -> dict:
         "resume_peak_bytes": plan.resume_bytes,
         "resident_bytes": plan.resident,
         "phases": [dataclasses.asdict(phase) for phase in plan.phases],
-        "programs": [_program_dict(program) for program in plan.programs.values()],
+        "programs": programs,
         "refused_by_the_compiler": list(plan.refused),
         "step_seconds": plan.step_seconds,
         "tokens_per_second": plan.tokens_per_second,
     }
     if plan.apart:
-        found["device_that_only_samples"] = plan.apart
+        described["device_that_only_samples"] = plan.apart
     if plan.parking is not None:
-        found["conversations"] = resolved.num_conversations
+        described["conversations"] = resolved.num_conversations
         names = ("slot_bytes", "most", "most_bytes", "num_that_fit")
-        found["parking"] = {name: getattr(plan.parking, name) for name in names}
+        described["parking"] = {name: getattr(plan.parking, name) for name in names}
     if plan.forecast is not None:
-        names = ("step_seconds", "tokens_per_second", "hours", "price")
+        names = ("step_seconds", "tokens_per_second", "hours")
         derived = {name: getattr(plan.forecast, name) for name in names}
-        found["forecast"] = dataclasses.asdict(plan.forecast) | derived
-    return found
-
-
-def _program_dict(program: object) -> dict:
-    """Without its kernels, of which there are thousands."""
-    found = dataclasses.asdict(dataclasses.replace(program, kernels=()))
-    return {name: value for name, value in found.items() if name != "kernels"}
+        described["forecast"] = dataclasses.asdict(plan.forecast) | derived
+    return described

@@ -1,30 +1,25 @@
 """The first and the last evaluation of a run, example by example: scores with their intervals, and
 the examples that were improved or spoilt."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from tunix_lite.evaluation import statistics
 from tunix_lite.evaluation.statistics import Comparison, Estimate, estimate, wilson
 from tunix_lite.report.evidence import Evidence, read_samples, sample_steps
-from tunix_lite.report.page import Example
 from tunix_lite.tracking.rows import is_number
 
 LEVEL = 0.95
 # of a bootstrap: a report is to be there in a second or two
 RESAMPLES = 2_000
-# examples of a kind that are shown
-SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Measured:
     """The completions of one evaluation: a greedy one of each example, and its samples.
 
-    Example: `measured_at(folder, 60, [])` has `.greedy[3]["correct"]`.
+    Example: `first_and_last(run)[-1].greedy[3]["correct"]`.
     """
 
     step: int
@@ -46,63 +41,40 @@ class ScoreChange:
     change: Comparison | None
 
 
-# ---- what samples/ has
-
-
 def first_and_last(run: Evidence) -> list[Measured]:
     """The evaluations that samples/ has: the first, and the last if it is another one."""
     steps = sample_steps(run.folder, "evaluation")
-    ends = sorted({*steps[:1], *steps[-1:]})
-    return [m for step in ends if (m := measured_at(run.folder, step, run.unread)) is not None]
+    ends = []
+    for step in sorted({*steps[:1], *steps[-1:]}):
+        greedy: dict[int, dict] = {}
+        samples: dict[int, list[dict]] = {}
+        for row in read_samples(run.folder, step, "evaluation", run.unread):
+            group = row.get("group")
+            if type(group) is not int or type(row.get("correct")) is not bool:
+                continue
+            if row.get("sampled") is True:
+                samples.setdefault(group, []).append(row)
+            else:
+                greedy[group] = row
 
-
-def measured_at(folder: Path, step: int, unread: list[str]) -> Measured | None:
-    """The completions of the evaluation after a step; None if there are none."""
-    greedy: dict[int, dict] = {}
-    samples: dict[int, list[dict]] = {}
-    for row in read_samples(folder, step, "evaluation", unread):
-        group = row.get("group")
-        if type(group) is not int or type(row.get("correct")) is not bool:
-            continue
-        if row.get("sampled") is True:
-            samples.setdefault(group, []).append(row)
-        else:
-            greedy[group] = row
-
-    # The file may be cut: an example counts with all of its samples, or not at all.
-    most = max((len(rows) for rows in samples.values()), default=0)
-    whole = {group: rows for group, rows in samples.items() if len(rows) == most}
-    return Measured(step, greedy, whole) if greedy else None
-
-
-def scores_of(measured: Measured) -> dict[str, dict[int, float]]:
-    """By the name of a score: the number of each example."""
-    greedy = measured.greedy
-    scores = {"accuracy": {group: float(row["correct"]) for group, row in greedy.items()}}
-    if measured.samples:
-        rows_E = list(measured.samples.values())
-        correct_EN = np.array([[row["correct"] for row in rows] for rows in rows_E])
-        extracted = [[row.get("extracted") for row in rows] for rows in rows_E]
-        answers = [[x if isinstance(x, str) else None for x in texts] for texts in extracted]
-        k = correct_EN.shape[1]
-        values = {
-            f"avg_at_{k}": statistics.avg_at_k(correct_EN),
-            f"pass_at_{k}": statistics.pass_at_k(correct_EN, k),
-            f"maj_at_{k}": statistics.maj_at_k(answers, correct_EN, k),
-        }
-        scores |= {name: dict(zip(measured.samples, x_E.tolist())) for name, x_E in values.items()}
-    rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
-    return scores | ({"reward": rewards} if rewards else {})
-
-
-# ---- scores
+        # The file may be cut: an example counts with all of its samples, or not at all.
+        most = max(map(len, samples.values()), default=0)
+        whole = {group: rows for group, rows in samples.items() if len(rows) == most}
+        if greedy:
+            ends.append(Measured(step, greedy, whole))
+    return ends
 
 
 def scores(run: Evidence, measured: list[Measured]) -> list[ScoreChange]:
     """All scores before and after, with their intervals: from samples/, else from the metrics."""
     if len(measured) < 2:
-        return _scores_without_samples(run)
-    before, after = (scores_of(m) for m in (measured[0], measured[-1]))
+        accuracy = run.series("eval/accuracy")
+        count = int(run.number("evaluation.num_examples", 0))
+        ends = (accuracy.first, accuracy.last)
+        if len(accuracy) < 2 or count < 1 or not all(0 <= value <= 1 for value in ends):
+            return []
+        return [ScoreChange("accuracy", *(wilson(value, count) for value in ends), None)]
+    before, after = (_scores_of(m) for m in (measured[0], measured[-1]))
     changes = []
     for name in [name for name in before if name in after]:
         both = sorted(before[name].keys() & after[name].keys())
@@ -114,6 +86,26 @@ def scores(run: Evidence, measured: list[Measured]) -> list[ScoreChange]:
     return changes
 
 
+def _scores_of(measured: Measured) -> dict[str, dict[int, float]]:
+    """By the name of a score: the number of each example."""
+    greedy = measured.greedy
+    by_name = {"accuracy": {group: float(row["correct"]) for group, row in greedy.items()}}
+    if measured.samples:
+        rows_E = list(measured.samples.values())
+        correct_EN = np.array([[row["correct"] for row in rows] for rows in rows_E])
+        extracted = [[row.get("extracted") for row in rows] for rows in rows_E]
+        answers = [[x if isinstance(x, str) else None for x in texts] for texts in extracted]
+        k = correct_EN.shape[1]
+        values = {
+            f"avg_at_{k}": statistics.avg_at_k(correct_EN),
+            f"pass_at_{k}": statistics.pass_at_k(correct_EN, k),
+            f"maj_at_{k}": statistics.maj_at_k(answers, correct_EN, k),
+        }
+        by_name |= {name: dict(zip(measured.samples, x_E.tolist())) for name, x_E in values.items()}
+    rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
+    return by_name | ({"reward": rewards} if rewards else {})
+
+
 def _estimated(name: str, values_E: np.ndarray) -> Estimate:
     """The mean and its bootstrap interval; of an accuracy of 0 or 1, which a bootstrap takes for
     certain, Wilson's."""
@@ -122,51 +114,12 @@ def _estimated(name: str, values_E: np.ndarray) -> Estimate:
     return estimate(values_E, LEVEL, RESAMPLES)
 
 
-def _scores_without_samples(run: Evidence) -> list[ScoreChange]:
-    """The accuracy of the first and of the last evaluation, with the intervals of a share."""
-    series = run.series("eval/accuracy", least=2)
-    count = int(run.number("evaluation.num_examples", 0))
-    ends = () if series is None or count < 1 else (series.first, series.last)
-    if not ends or not all(0 <= value <= 1 for value in ends):
-        return []
-    return [ScoreChange("accuracy", *(wilson(value, count) for value in ends), None)]
-
-
-# ---- examples
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Examples by what became of their greedy completion: numbers, in the order of the data.
-
-    Example: Moved(improved=[3, 7], spoilt=[5], right=[0, 1], wrong=[2]).
-    """
-
-    improved: list[int]
-    spoilt: list[int]
-    right: list[int]
-    wrong: list[int]
-
-
-def moved(before: Measured, after: Measured) -> Moved:
-    """Which examples were wrong and are right, and so on. Only of the same prompt in both."""
+def moved(before: Measured, after: Measured) -> dict[tuple[bool, bool], list[int]]:
+    """By (was right, is right): the examples, in the order of the data. Only of the same prompt in
+    both."""
     groups = {(was, now): [] for was in (False, True) for now in (False, True)}
     for group, row in before.greedy.items():
         other = after.greedy.get(group)
         if other is not None and other.get("prompt") == row.get("prompt"):
             groups[row["correct"], other["correct"]].append(group)
-    return Moved(
-        improved=groups[False, True],
-        spoilt=groups[True, False],
-        right=groups[True, True],
-        wrong=groups[False, False],
-    )
-
-
-def shown_examples(before: Measured, after: Measured, groups: Sequence[int]) -> list[Example]:
-    """Some of these examples, evenly from the first to the last, with both completions."""
-    count = min(SHOWN, len(groups))
-    chosen = [groups[i * len(groups) // count] for i in range(count)]
-    ends = (before, after)
-    answers = [[(f"step {m.step}", m.greedy[group], "") for m in ends] for group in chosen]
-    return [Example(before.greedy[group], both) for group, both in zip(chosen, answers)]
+    return groups

@@ -1,4 +1,4 @@
-"""Line charts and bars as SVG text, drawn by plain float arithmetic: no library and no script.
+"""Which curves a report shows, and line charts and bars as SVG text: no library and no script.
 
 The style sheet of the page defines the colours c0 to c7, for light and for dark.
 """
@@ -8,7 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tunix_lite.plain_text import visible
+from tunix_lite.report.evidence import Evidence, Series
+from tunix_lite.tracking.console import as_words
 
 # of a drawing, in units of its own: about a pixel where it is as wide as a telephone
 WIDTH = 360
@@ -21,6 +25,8 @@ BOTTOM = 24
 MOST_POINTS = 400
 MOST_HINTS = 60
 COLORS = 8
+# steps from which on a curve is smoothed
+MANY = 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,94 @@ class Chart:
         return [(line.name, line.color) for line in lines]
 
 
+@dataclass(frozen=True)
+class Curve:
+    """A chart of a run: which metrics it shows.
+
+    Example: Curve("reward", ("reward/mean",)).
+    """
+
+    title: str
+    # each is a line; those of eval/ get a dot at each evaluation
+    metrics: tuple[str, ...]
+    is_share: bool = False
+    # what the legend calls them; none: as the metric
+    names: tuple[str, ...] = ()
+    # whether a comparison of runs shows its first metric, too
+    in_comparison: bool = False
+
+
+TWO = ("in training", "held out, greedy")
+ACCURACIES = ("eval/accuracy", "eval/avg_at_", "eval/pass_at_")
+LENGTHS = ("completions/mean_length", "eval/mean_length")
+TIMES = ("time/step", "time/rollout", "time/update")
+CURVES = (
+    Curve("reward", ("reward/mean", "eval/reward"), False, TWO, True),
+    Curve("held-out accuracy", ACCURACIES, True, ("greedy",)),
+    Curve("right in training", ("completions/correct",), True),
+    Curve("groups that teach nothing", ("reward/groups_that_agree",), True),
+    Curve("completion length, tokens", LENGTHS, False, TWO, True),
+    Curve("cut off at the longest length", ("completions/truncated", "eval/truncated"), True, TWO),
+    Curve("entropy, nats a token", ("train/entropy",), in_comparison=True),
+    Curve("KL to the reference, nats a token", ("train/kl",), in_comparison=True),
+    Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
+    Curve("ratio outside of the clip", ("train/ratio_outside_clip",), True),
+    Curve("loss", ("train/loss",)),
+    Curve("gradient norm", ("train/grad_norm",), in_comparison=True),
+    Curve("learning rate", ("train/learning_rate",), in_comparison=True),
+    Curve("seconds of a step", TIMES, names=("step", "sampling", "update")),
+    Curve("peak memory of a device, GB", ("memory/peak_gb",)),
+    Curve("tokens a second and device", ("perf/tokens_per_second_per_device",), in_comparison=True),
+)
+
+
+def curves(run: Evidence, chosen: tuple[Curve, ...] = CURVES) -> list[Chart]:
+    """The charts for which the run has numbers."""
+    charts = []
+    for curve in chosen:
+        every = [(color, run.series(name)) for color, name in enumerate(metrics_of(run, curve))]
+        every = [(color, series) for color, series in every if series]
+        lines = []
+        for color, series in every:
+            name = as_words(series.name.rpartition("/")[2]) if len(curve.metrics) > 1 else ""
+            name = curve.names[color] if color < len(curve.names) else name
+            lines += curve_lines(series, name, color)
+        if not any(any(line.values) for line in lines):
+            continue
+
+        # Beside the title: the first and the last number of the first metric.
+        color, series = every[0]
+        ends = (series.early, series.late)
+        if series.name.startswith("eval/") or series.name == "train/learning_rate":
+            ends = (series.first, series.last)
+        note = " → ".join(number_text(value, curve.is_share) for value in ends)
+        charts.append(Chart(curve.title, lines, curve.is_share, note if color == 0 else ""))
+    return charts
+
+
+def metrics_of(run: Evidence, curve: Curve) -> list[str]:
+    """The metrics of a curve; `eval/pass_at_` stands for the one that the run has."""
+    last = run.evaluations[-1] if run.evaluations else {}
+    names = []
+    for name in curve.metrics:
+        names += [key for key in last if key.startswith(name)][:1] if name[-1] == "_" else [name]
+    return names
+
+
+def curve_lines(series: Series, name: str, color: int, only_one: bool = False) -> list[Line]:
+    """A metric as it is, and where it has many steps a smooth line over it, or that alone."""
+    steps = series.steps.tolist()
+    values = series.values.tolist()
+    if series.name.startswith("eval/") and (only_one or len(steps) <= MANY):
+        return [Line(name, steps, values, color, "points" if len(steps) <= MANY else "line")]
+    if len(steps) < MANY or series.name == "train/learning_rate":
+        return [Line(name, steps, values, color)]
+    smooth = smoothed(values, max(len(steps) / 12, 4))
+    if only_one:
+        return [Line(name, steps, smooth, color)]
+    return [Line(name, steps, values, color, "faint"), Line(name, steps, smooth, color, "smooth")]
+
+
 # ---- numbers
 
 
@@ -66,18 +160,13 @@ def thinned(
 ) -> tuple[list[float], list[float]]:
     """At most `most` points (4 or more) of a curve: the first, the last, and of every stretch
     between them the smallest and the largest, so that no peak is lost."""
-    count = len(steps)
-    if count <= most:
+    last = len(steps) - 1
+    if last < most:
         return list(steps), list(values)
-    chosen = {0, count - 1}
-    stretches = (most - 2) // 2
-    inner = count - 2
-    for i in range(stretches):
-        places = range(1 + i * inner // stretches, 1 + (i + 1) * inner // stretches)
-        chosen.add(min(places, key=values.__getitem__))
-        chosen.add(max(places, key=values.__getitem__))
-    ordered = sorted(chosen)
-    return [steps[i] for i in ordered], [values[i] for i in ordered]
+    chosen = {0, last}
+    for stretch in np.array_split(np.arange(1, last), (most - 2) // 2):
+        chosen |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return [steps[i] for i in sorted(chosen)], [values[i] for i in sorted(chosen)]
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
@@ -118,27 +207,22 @@ def number_text(value: float, is_share: bool = False) -> str:
     return f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
 
 
-def _tick_text(value: float, is_share: bool, apart: float) -> str:
-    if is_share:
-        return f"{100 * value:.0f} %" if apart >= 0.01 else f"{100 * value:.3g} %"
-    if 1e4 <= abs(value) < 1e6:
-        return f"{value / 1000:.4g}k"
-    if value and (abs(value) >= 1e4 or abs(value) < 1e-3):
-        return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-    return f"{value:.4g}"
-
-
 # ---- drawings
 
 
 def line_chart(chart: Chart) -> str:
     """The SVG element of a chart; one without any number is a frame with a word in it."""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_safe(chart.title)}"'
-    opening = f'<svg class="chart" {box}>'
+    parts = [f'<svg class="chart" {box}>']
+
+    def write(text: str, x: float, y: float, anchor: str = "middle") -> None:
+        place = f'x="{x:.4g}" y="{y:.4g}"'
+        parts.append(f'<text class="tick" {place} text-anchor="{anchor}">{text}</text>')
+
     lines = [line for line in chart.lines if len(line.steps)]
     if not lines:
-        middle = f'x="{WIDTH / 2:g}" y="{HEIGHT / 2:g}"'
-        return f'{opening}<text {middle} class="tick" text-anchor="middle">no numbers</text></svg>'
+        write("no numbers", WIDTH / 2, HEIGHT / 2)
+        return "".join([*parts, "</svg>"])
     first = min(min(line.steps) for line in lines)
     last = max(max(line.steps) for line in lines)
     low = min(min(line.values) for line in lines)
@@ -164,18 +248,13 @@ def line_chart(chart: Chart) -> str:
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / ((high - low) or 1.0)
 
     # The levels with their numbers, and the steps below.
-    parts = [opening]
-    apart = levels[1] - levels[0] if len(levels) > 1 else 1.0
     for level in levels:
-        text = _tick_text(level if abs(level) > 1e-12 * apart else 0.0, chart.is_share, apart)
-        place = f'x="{LEFT - 6}" y="{y(level) + 3.5:.1f}"'
         parts.append(f'<path class="grid" d="M{LEFT} {y(level):.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" {place} text-anchor="end">{text}</text>')
+        text = f"{100 * level:.4g} %" if chart.is_share else f"{level:.6g}"
+        write(text, LEFT - 6, y(level) + 3.5, "end")
     for step in ticks(first, last, 5):
         if first <= step <= last and step == round(step):
-            place = f'x="{x(step):.1f}" y="{HEIGHT - 8}"'
-            text = _tick_text(step, False, 1.0)
-            parts.append(f'<text class="tick" {place} text-anchor="middle">{text}</text>')
+            write(f"{step:.10g}", x(step), HEIGHT - 8)
 
     for line in lines:
         points = [(f"{x(s):.1f}", f"{y(v):.1f}") for s, v in zip(*thinned(line.steps, line.values))]
@@ -195,28 +274,24 @@ def _hints(lines: list[Line], x: Callable[[float], float], is_share: bool) -> It
     of_step: dict[float, list[str]] = {}
     for line in lines:
         for step, value in zip(line.steps, line.values):
-            shown = number_text(value, is_share)
-            of_step.setdefault(step, []).append(f"{line.name} {shown}" if line.name else shown)
+            of_step.setdefault(step, []).append(f"{line.name} {number_text(value, is_share)}")
     steps = sorted(of_step)
     steps = steps[:: max(math.ceil(len(steps) / MOST_HINTS), 1)]
-    for i, step in enumerate(steps):
-        left = (x(steps[i - 1]) + x(step)) / 2 if i else x(step) - 4
-        right = (x(steps[i + 1]) + x(step)) / 2 if i + 1 < len(steps) else x(step) + 4
-        box = (
-            f'x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" height="{HEIGHT - TOP - BOTTOM}"'
-        )
+    width = (WIDTH - LEFT - RIGHT) / max(len(steps), 1)
+    for step in steps:
+        box = f'x="{x(step) - width / 2:.1f}" y="{TOP}" width="{width:.1f}"'
         text = _safe(f"step {step:g}: {', '.join(of_step[step][:COLORS])}")
-        yield f'<rect class="hint" {box}><title>{text}</title></rect>'
+        rest = f'height="{HEIGHT - TOP - BOTTOM}"><title>{text}</title></rect>'
+        yield f'<rect class="hint" {box} {rest}'
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
     """A bar of parts, (name, amount) each."""
-    amounts = [max(amount, 0.0) for _, amount in parts]
-    whole = sum(amounts) or 1.0
+    whole = sum(amount for _, amount in parts) or 1.0
     drawn = ['<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img">']
     drawn.append('<rect class="rail" x="0" y="0" width="100" height="6"/>')
     left = 0.0
-    for i, ((name, _), amount) in enumerate(zip(parts, amounts)):
+    for i, (name, amount) in enumerate(parts):
         width = 100 * amount / whole
         text = _safe(f"{name}: {amount / whole:.1%}")
         box = f'x="{left:.3f}" y="0" width="{width:.3f}" height="6"'

@@ -27,53 +27,30 @@ UNREAD = "samples/unread"
 MOST_NUMBER = 1e18
 
 
-@dataclass(frozen=True)
 class Series:
     """One metric over the steps at which it stands; numbers that are not finite are left out.
+
+    Without any step it is false, and its numbers are nan, which no bound holds for.
 
     Example: `evidence.series("reward/mean").early` is its mean over the first third of the steps.
     """
 
-    name: str
-    steps: np.ndarray
-    values: np.ndarray
+    def __init__(self, name: str, steps: np.ndarray, values: np.ndarray):
+        self.name = name
+        self.steps = steps
+        self.values = values
+        known = values if len(values) else np.array([np.nan])
+        third = max(len(known) // 3, 1)
+        self.first = float(known[0])
+        self.last = float(known[-1])
+        self.early = float(known[:third].mean())
+        self.late = float(known[-third:].mean())
+        self.mean = float(known.mean())
+        self.largest = float(known.max())
+        self.least = float(known.min())
 
     def __len__(self) -> int:
         return len(self.values)
-
-    @property
-    def first(self) -> float:
-        return float(self.values[0])
-
-    @property
-    def last(self) -> float:
-        return float(self.values[-1])
-
-    @property
-    def early(self) -> float:
-        """Mean over the first third of the steps, one step at least."""
-        return float(self.values[: max(len(self) // 3, 1)].mean())
-
-    @property
-    def late(self) -> float:
-        """Mean over the last third of the steps, one step at least."""
-        return float(self.values[-max(len(self) // 3, 1) :].mean())
-
-    @property
-    def mean(self) -> float:
-        return float(self.values.mean())
-
-    @property
-    def largest(self) -> float:
-        return float(self.values.max())
-
-    @property
-    def least(self) -> float:
-        return float(self.values.min())
-
-    @property
-    def count(self) -> int:
-        return len(self)
 
     def where(self, chosen: np.ndarray) -> "Series":
         return Series(self.name, self.steps[chosen], self.values[chosen])
@@ -82,13 +59,20 @@ class Series:
         """The step of the largest value."""
         return int(self.steps[self.values.argmax()])
 
+    def rises(self) -> bool:
+        """Whether the last third lies above the first by more than its noise."""
+        third = len(self) // 3
+        if third < 2:
+            return self.last > self.first + 0.1
+        noise = self.values[-third:].std() + self.values[:third].std()
+        return self.late > self.early + max(noise / np.sqrt(third), 0.01)
+
     def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
-        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         early, late = (
             f"{mean:.0f}" if abs(mean) >= 100 else f"{mean:.3g}" for mean in (self.early, self.late)
         )
-        return f"{self.name} {early} → {late} ({steps})"
+        return f"{self.name} {early} → {late} (steps {self.steps[0]} to {self.steps[-1]})"
 
 
 @dataclass(frozen=True)
@@ -114,37 +98,36 @@ class Evidence:
     # metrics that were read out of the rows: the detectors ask for the same few again and again
     _columns: dict[str, Series] = field(default_factory=dict, init=False, compare=False)
 
-    def series(self, name: str, least: int = 1, at_rollouts: bool = False) -> Series | None:
-        """A metric; None if fewer than `least` steps have it. at_rollouts: only of the first update
-        of a rollout."""
+    def series(self, name: str) -> Series:
+        """A metric; without a step if the run has none of it."""
         if name not in self._columns:
             rows = self.evaluations if name.startswith("eval/") else self.rows
             numbers = {row["step"]: row[name] for row in rows if is_number(row.get(name))}
             values = np.array([*numbers.values()], np.float64)
-            self._columns[name] = Series(name, np.array([*numbers]), values)
-        column = self._columns[name]
-        if at_rollouts and len(column):
-            every = max(self.number("algorithm.updates_per_rollout", 1), 1)
-            column = column.where((column.steps - 1) % every == 0)
-        return column if len(column) >= least else None
+            self._columns[name] = Series(name, np.array([*numbers], np.int64), values)
+        return self._columns[name]
+
+    def at_rollouts(self, name: str) -> Series:
+        """A metric of the first updates of rollouts alone."""
+        every = max(self.number("algorithm.updates_per_rollout", 1), 1)
+        column = self.series(name)
+        return column.where((column.steps - 1) % every == 0)
 
     def shown(self, *names: str) -> list[str]:
         """Each metric by its course, each setting by its value, and EXAMPLE by a completion of the
         last file; what the run does not have is left out."""
         texts = []
         for name in names:
-            series = self.series(name)
-            if series is not None:
-                texts.append(str(series))
-            elif self.setting(name) is not None:
-                value = self.setting(name)
+            value = self.setting(name)
+            if self.series(name):
+                texts.append(str(self.series(name)))
+            elif value is not None:
                 texts.append(f"{name}={value if is_number(value) else excerpt(value)}")
             elif name == EXAMPLE and self.samples:
                 last = max(self.samples)
                 text = excerpt(self.samples[last][0].get("completion", ""), 100)
                 texts.append(f"such as {text} (step {last})")
-            elif name == UNREAD and self.share(is_unread):
-                share = self.share(is_unread)
+            elif name == UNREAD and (share := self.share(is_unread)) > 0:
                 texts.append(f"{share:.0%} of the completions in samples/ have extracted: null")
         return texts
 
@@ -155,7 +138,7 @@ class Evidence:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
-    def number(self, name: str, default: float) -> Any:
+    def number(self, name: str, default: float = np.nan) -> Any:
         """A setting that is a number, else the default."""
         value = self.setting(name)
         return value if is_number(value) and abs(value) < MOST_NUMBER else default
@@ -186,10 +169,14 @@ class Evidence:
             return []
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
-    def share(self, of: Callable[[dict], bool], step: int | None = None) -> float | None:
-        """The share of completions for which this holds; None if there are none."""
-        rows = self.sampled if step is None else self.samples.get(step, [])
-        return float(np.mean([of(row) for row in rows])) if rows else None
+    def all_groups(self) -> list[tuple[int, list[dict]]]:
+        """All groups of samples/, with their step."""
+        return [(step, group) for step in self.samples for group in self.groups(step)]
+
+    def share(self, of: Callable[[dict], bool]) -> float:
+        """The share of completions for which this holds; nan if there are none."""
+        rows = self.sampled
+        return float(np.mean([of(row) for row in rows])) if rows else np.nan
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -197,40 +184,9 @@ def read_evidence(folder: Path) -> Evidence:
     run_dir = RunDir(folder)
     if not run_dir.metrics.is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}")
+
+    # A step that stands there twice counts once, as last written.
     unread: list[str] = []
-    rows, evaluations = _read_metrics(run_dir, unread)
-    status = _read(unread, run_dir.status, untrusted.read_object)
-    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")
-    architecture = model.get("architecture") if isinstance(model, dict) else None
-
-    # The settings that Hydra kept, with the values that the run chose; of a run from Python those
-    # of its fingerprint, which are fewer.
-    settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
-    fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
-    return Evidence(
-        folder=folder,
-        settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
-        rows=rows,
-        evaluations=evaluations,
-        samples=_read_samples(folder, unread),
-        status=status,
-        architecture=architecture if isinstance(architecture, dict) else {},
-        unread=unread,
-    )
-
-
-def _read(unread: list[str], file: Path, reader: Callable[[Path], dict]) -> dict:
-    """Reads a file; {} if it is not there, or cannot be read, which is noted."""
-    try:
-        return reader(file) if file.exists() else {}
-    except ValueError as error:
-        unread.append(escaped(str(error)))
-        return {}
-
-
-def _read_metrics(run_dir: RunDir, unread: list[str]) -> tuple[list[dict], list[dict]]:
-    """The rows of trained steps, and those with an evaluation; a step twice counts once, as last
-    written."""
     by_step: dict[int, dict] = {}
     num_bad = 0
     for number, line, row in read_rows(run_dir.metrics):
@@ -244,26 +200,42 @@ def _read_metrics(run_dir: RunDir, unread: list[str]) -> tuple[list[dict], list[
     if num_bad:
         unread.append(f"{run_dir.metrics}: {num_bad} lines are not the metrics of a step")
     rows = [by_step[step] for step in sorted(by_step)]
-    trained = [row for row in rows if "train/loss" in row or "train/skipped" in row]
-    return trained, [row for row in rows if "eval/accuracy" in row]
+
+    # The settings that Hydra kept, with the values that the run chose; of a run from Python those
+    # of its fingerprint, which are fewer.
+    status = _read(unread, run_dir.status, untrusted.read_object)
+    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")
+    architecture = model.get("architecture") if isinstance(model, dict) else None
+    settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
+    fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
+    steps = sample_steps(folder)
+    if len(steps) > MOST_FILES:
+        steps = steps[: MOST_FILES // 2] + steps[-MOST_FILES // 2 :]
+    samples = {step: read_samples(folder, step, "step", unread) for step in steps}
+    return Evidence(
+        folder=folder,
+        settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
+        rows=[row for row in rows if "train/loss" in row or "train/skipped" in row],
+        evaluations=[row for row in rows if "eval/accuracy" in row],
+        samples={step: lines for step, lines in samples.items() if lines},
+        status=status,
+        architecture=architecture if isinstance(architecture, dict) else {},
+        unread=unread,
+    )
 
 
-def _read_samples(folder: Path, unread: list[str]) -> dict[int, list[dict]]:
-    """The lines of the first and the last files of samples/."""
-    chosen = sample_steps(folder)
-    if len(chosen) > MOST_FILES:
-        chosen = chosen[: MOST_FILES // 2] + chosen[-MOST_FILES // 2 :]
-    samples = {step: read_samples(folder, step, "step", unread) for step in chosen}
-    return {step: rows for step, rows in samples.items() if rows}
+def _read(unread: list[str], file: Path, reader: Callable[[Path], Any]) -> Any:
+    """Reads a file; {} if it is not there, or cannot be read, which is noted."""
+    try:
+        return reader(file) if file.exists() else {}
+    except ValueError as error:
+        unread.append(escaped(str(error)))
+        return {}
 
 
 def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[dict]:
     """As `read_sample_file`; [] without a file, or if it cannot be read, which is noted."""
-    try:
-        return read_sample_file(folder, step, name) or []
-    except ValueError as error:
-        unread.append(escaped(str(error)))
-        return []
+    return _read(unread, folder, lambda _: read_sample_file(folder, step, name)) or []
 
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
@@ -289,45 +261,23 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
         return None
     rows = []
     num_bytes = 0
-    for number, (line, is_whole) in enumerate(
-        untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE), 1
-    ):
+    lines = untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE)
+    for number, (line, is_whole) in enumerate(lines, 1):
         num_bytes += len(line)
         if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
-            row = untrusted.parse_object(line.decode("utf-8"), "the line")
+            rows.append(untrusted.parse_object(line.decode("utf-8"), "the line"))
         except ValueError as error:
             raise ValueError(f"{file}: line {number} cannot be read ({error})") from error
-        rows.append(row)
     return rows
 
 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
     file = folder / ".hydra" / "overrides.yaml"
-    if not file.exists():
-        return None
-    try:
-        return untrusted.read_yaml_texts(file)
-    except ValueError as error:
-        unread.append(escaped(str(error)))
-        return None
-
-
-def read_plan(folder: Path, unread: list[str]) -> dict:
-    """The run's own mesh in plan.json, with `capacity_bytes` of a device; {} if there is none."""
-    plan = _read(unread, folder / "plan.json", untrusted.read_object)
-    plans = plan.get("plans")
-    if not isinstance(plans, list) or not plans or not isinstance(plans[0], dict):
-        return {}
-    return plans[0] | {"capacity_bytes": plan.get("capacity_bytes")}
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps that checkpoints/ has a folder of, in order; whether they are whole is not seen."""
-    names = [path.name for path in RunDir(folder).checkpoints.glob("*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
+    texts = _read(unread, file, untrusted.read_yaml_texts)
+    return None if isinstance(texts, dict) else texts
 
 
 def is_unread(row: dict) -> bool:

@@ -1,10 +1,12 @@
-"""A report: its parts, and the one HTML file that they become.
+"""A report as one HTML file, by report.html.jinja.
 
-The file holds no script and loads nothing from elsewhere. Texts stand in the parts as the run's
-files have them; the template escapes each. The page also carries a content security policy that
-lets a browser run and load nothing, so that a text which was not escaped could still do no harm.
+The file holds no script and loads nothing from elsewhere. Texts come as the run's files have them;
+the template escapes each. The page also carries a content security policy that lets a browser run
+and load nothing, so that a text which was not escaped could still do no harm.
 """
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,120 +15,16 @@ from markupsafe import Markup, escape
 
 from tunix_lite.plain_text import visible
 from tunix_lite.report.charts import COLORS, Chart, line_chart, stacked_bar
-from tunix_lite.report.findings import Finding
 
-# most bytes of a page; a larger one loses its folded blocks, then its examples
+# most bytes of a page; a larger one loses its largest blocks
 MOST_BYTES = 2_000_000
 # most characters of a completion, and of any other text
 MOST_TEXT = 1_500
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rows of text under heads. numbers_from: the first column of numbers; 0: there are none.
-
-    Example: Table(["phase", "seconds"], [["sampling", "12.1"]], numbers_from=1).
-    """
-
-    heads: list[str]
-    rows: list[list[str]]
-    numbers_from: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Charts:
-    """Charts side by side. legend: of all of them, (name, colour) each.
-
-    Example: Charts([Chart("reward", [line])], legend=[("seed 0", 0), ("seed 1", 1)]).
-    """
-
-    charts: list[Chart]
-    legend: list[tuple[str, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Parts of a whole, (name, amount, its text) each.
-
-    Example: Bar("where the time went", [("sampling", 12.1, "12.1 s")]).
-    """
-
-    title: str
-    parts: list[tuple[str, float, str]]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A paragraph. is_warning: one to be seen.
-
-    Example: Text("the run was killed", is_warning=True).
-    """
-
-    text: str
-    is_warning: bool = False
-
-
-@dataclass(frozen=True)
-class Example:
-    """A line of samples/, and completions of its prompt side by side: (title, line, note) each.
-
-    Example: Example(before, [("step 0", before, ""), ("step 60", after, "")]).
-    """
-
-    row: dict
-    answers: list[tuple[str, dict, str]]
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Examples under a title.
-
-    Example: Examples("improved (139)", [Example(before, [("step 60", after, "")])]).
-    """
-
-    title: str
-    examples: list[Example]
-
-
-@dataclass(frozen=True)
-class Commands:
-    """Lines to paste, (what for, the line) each.
-
-    Example: Commands([("talk to it", "tunix-lite chat checkpoint=outputs/latest")]).
-    """
-
-    lines: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Folded:
-    """A block that is closed at first. It is left out of a page that would be too large.
-
-    Example: Folded("all settings", Table(["setting", "value"], [["seed", "0"]])).
-    """
-
-    title: str
-    block: "Block"
-
-
-Block = Table | Charts | Bar | Text | Examples | Commands | Finding | Folded
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a report under a title.
-
-    Example: Section("Time", [Text("nothing was measured")]).
-    """
-
-    title: str
-    blocks: list[Block]
-
-
-@dataclass(frozen=True)
 class Page:
-    """A report.
+    """A report. Its blocks are HTML, made by the macros of the template: `html.table(...)`.
 
     Example: Page("GRPO on arithmetic", "632,448 parameters", "completed", "good").
     """
@@ -140,45 +38,10 @@ class Page:
     figures: list[tuple[str, str, str]] = field(default_factory=list)
     # the chart beside the figures
     hero: Chart | None = None
-    sections: list[Section] = field(default_factory=list)
+    # title and blocks of each
+    sections: list[tuple[str, list[Markup]]] = field(default_factory=list)
     # where and when it was made
     footer: str = ""
-
-
-def page_as_html(page: Page) -> str:
-    """The page as HTML of at most MOST_BYTES."""
-    template = _environment().get_template("report.html.jinja")
-    text = template.render(page=page, sections=page.sections)
-    cut = Text("This page would be too large: a part of it is left out.", is_warning=True)
-    sections = [Section("Cut", [cut]), *page.sections]
-    for kinds in (Folded, Examples | Table, Charts | Bar | Finding | Commands):
-        if len(text.encode()) <= MOST_BYTES:
-            break
-        sections = [
-            Section(section.title, [b for b in section.blocks if not isinstance(b, kinds)])
-            for section in sections
-        ]
-        text = template.render(page=page, sections=sections)
-    return text
-
-
-def _environment() -> Environment:
-    """Jinja with every text that a template writes escaped."""
-    found = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=_safe,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    found.filters["cut"] = _safe
-    found.filters["drawn"] = lambda chart: Markup(line_chart(chart))
-    found.filters["drawn_bar"] = lambda parts: Markup(stacked_bar([part[:2] for part in parts]))
-    found.filters["kind"] = lambda block: type(block).__name__
-    found.globals["colors"] = COLORS
-    return found
 
 
 def _safe(text: object, most: int = MOST_TEXT) -> Markup:
@@ -190,3 +53,57 @@ def _safe(text: object, most: int = MOST_TEXT) -> Markup:
     if left_out > 0:
         text = f"{text[:most]}… ({left_out:,} characters more)"
     return escape(visible(text))
+
+
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    finalize=_safe,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
+_ENVIRONMENT.filters["cut"] = _safe
+_ENVIRONMENT.filters["drawn"] = lambda chart: Markup(line_chart(chart))
+_ENVIRONMENT.filters["drawn_bar"] = lambda parts: Markup(stacked_bar([x[:2] for x in parts]))
+_ENVIRONMENT.globals["colors"] = COLORS
+_TEMPLATE = _ENVIRONMENT.get_template("report.html.jinja")
+# The macros of the template: each makes a block of a page.
+html = _TEMPLATE.module
+
+
+def page_as_html(page: Page) -> str:
+    """The page as HTML of at most MOST_BYTES."""
+    text = _TEMPLATE.render(vars(page))
+    most = MOST_BYTES
+    while len(text.encode()) > MOST_BYTES:
+        most //= 2
+        cut = html.text("This page would be too large: a part of it is left out.", is_warning=True)
+        kept = [(title, [b for b in blocks if len(b) <= most]) for title, blocks in page.sections]
+        text = _TEMPLATE.render(vars(page) | {"sections": [("Cut", [cut]), *kept]})
+    return text
+
+
+def write_page(page: Page, folder: Path) -> Path:
+    """Writes report.html into a folder, and returns the file. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "report.html"
+    # A new file replaces the old one at once: a reader never sees half of it.
+    fresh = file.with_name(f".{file.name}.tmp")
+    fresh.write_text(page_as_html(page), encoding="utf-8")
+    fresh.replace(file)
+    return file
+
+
+def write_at_end(folder: Path, page: Callable[[], Page], say: Callable[[str], None]) -> None:
+    """Writes the report of a run or a sweep that has just ended into its folder. It never fails:
+    whatever is wrong becomes one line that `say` gets."""
+    try:
+        say(f"report: {write_page(page(), folder)}")
+    # A report is no reason for a run to fail, whatever its files hold.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+        # The disk of the log may be full, too.
+        with contextlib.suppress(OSError):
+            say(f"warning: the report could not be written ({reason}); tunix-lite report {folder}")

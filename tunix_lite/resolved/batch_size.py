@@ -17,6 +17,7 @@ from tunix_lite.config import RunConfig, TrainingConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_rows_at_most
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.rollout.settings import GenerationConfig
 
 # of packed rows in a micro-batch of a shard, where nobody says
 TOKENS_AT_ONCE = 2048
@@ -71,16 +72,29 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     prompts = settings.prompts_per_step
     micro = settings.micro_batch_size
     accumulation = settings.gradient_accumulation_steps
-    _check_given(settings)
-    if _is_packed(settings):
+
+    # Enough is given to derive the rest from.
+    if prompts is None and (settings.is_packed or micro == "auto"):
+        is_packed = settings.is_packed
+        value = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
+        raise ConfigError(f"training: {value} needs prompts_per_step: training.prompts_per_step=16")
+    if settings.is_packed:
         return BatchPlan(prompts, G, fsdp, 0, 0)
+    if micro == "auto" and accumulation:
+        raise ConfigError(
+            "training: micro_batch_size=auto derives gradient_accumulation_steps: "
+            "training.gradient_accumulation_steps=null"
+        )
+    if prompts is None and micro is None:
+        raise ConfigError(
+            "training: give prompts_per_step or micro_batch_size; the rest is derived: "
+            "training.prompts_per_step=16"
+        )
 
     # A micro-batch that is still to be chosen: as large as the batch allows.
     if micro == "auto":
         micro = None
         accumulation = settings.sync_gradients_every
-
-    # What is derived.
     if prompts is None:
         accumulation = accumulation or 1
         prompts = micro * fsdp * accumulation // G
@@ -92,29 +106,6 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     return batch
 
 
-def _is_packed(settings: TrainingConfig) -> bool:
-    return settings.packing in ("sequences", "prefix")
-
-
-def _check_given(settings: TrainingConfig) -> None:
-    """Raises ConfigError unless enough is given to derive the rest from."""
-    is_packed = _is_packed(settings)
-    is_auto = settings.micro_batch_size == "auto"
-    if settings.prompts_per_step is None and (is_packed or is_auto):
-        value = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
-        raise ConfigError(f"training: {value} needs prompts_per_step: training.prompts_per_step=16")
-    if is_auto and not is_packed and settings.gradient_accumulation_steps:
-        raise ConfigError(
-            "training: micro_batch_size=auto derives gradient_accumulation_steps: "
-            "training.gradient_accumulation_steps=null"
-        )
-    if settings.prompts_per_step is None and settings.micro_batch_size is None:
-        raise ConfigError(
-            "training: give prompts_per_step or micro_batch_size; the rest is derived: "
-            "training.prompts_per_step=16"
-        )
-
-
 def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
     """Raises ConfigError, with the arithmetic, where the numbers of a batch do not fit together."""
     G = batch.num_generations
@@ -122,65 +113,49 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
     accumulation = batch.num_micro_batches
     made = batch.micro_batch_size * fsdp * accumulation
     if settings.prompts_per_step is None and made % G:
+        step = G // math.gcd(G, fsdp * accumulation)
         raise ConfigError(
             f"training: micro_batch_size={batch.micro_batch_size} x fsdp={fsdp} x "
             f"gradient_accumulation_steps={accumulation} = "
             f"{made} sequences, not a multiple of algorithm.num_generations={G}; "
-            f"{_nearest_micro_batch(G, fsdp, accumulation, batch.micro_batch_size)} would do"
+            f"training.micro_batch_size={_nearest_multiple(batch.micro_batch_size, step)} would do"
         )
     total = (
         f"prompts_per_step={batch.prompts} x num_generations={G} = {batch.sequences} sequences per "
         "update"
     )
     if batch.sequences % fsdp:
+        least = fsdp // math.gcd(G, fsdp)
         raise ConfigError(
-            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of "
-            f"{_least_prompts(G, fsdp)} prompts: training.prompts_per_step="
-            f"{_nearest_multiple(batch.prompts, _least_prompts(G, fsdp))}"
+            f"training: {total} do not divide over fsdp={fsdp}; use a multiple of {least} prompts: "
+            f"training.prompts_per_step={_nearest_multiple(batch.prompts, least)}"
         )
     if made != batch.sequences:
+        # The override that leaves one number to be derived from the others, the one that changes
+        # least first; of the micro-batch alone if none of them can be.
+        micro = settings.micro_batch_size
+        given = settings.gradient_accumulation_steps
+        per_shard = batch.sequences // fsdp
+        if micro not in (None, "auto") and per_shard % micro == 0:
+            derived = f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
+        elif given and per_shard % given == 0:
+            derived = f"training.micro_batch_size=null makes it {per_shard // given}"
+        else:
+            size = _largest_divisor(per_shard, micro if isinstance(micro, int) else per_shard)
+            rest = " training.gradient_accumulation_steps=null" if given else ""
+            derived = f"training.micro_batch_size={size}{rest} does"
         raise ConfigError(
-            f"training: {total}, but micro_batch_size={settings.micro_batch_size or 'derived'} x "
-            f"fsdp={fsdp} x "
-            f"gradient_accumulation_steps={settings.gradient_accumulation_steps or 'derived'} "
-            f"cannot make {batch.sequences}: each of the {fsdp} shards has "
-            f"{batch.sequences // fsdp} sequences. Set one of the three to null to have it "
-            f"derived: {_derived(settings, batch)}"
+            f"training: {total}, but micro_batch_size={micro or 'derived'} x fsdp={fsdp} x "
+            f"gradient_accumulation_steps={given or 'derived'} cannot make {batch.sequences}: each "
+            f"of the {fsdp} shards has {per_shard} sequences. Set one of the three to null to have "
+            f"it derived: {derived}"
         )
     if accumulation % settings.sync_gradients_every:
         raise ConfigError(
             f"training: sync_gradients_every={settings.sync_gradients_every} does not divide the "
-            f"{accumulation} "
-            f"micro-batches of an update ({total}); training.sync_gradients_every="
+            f"{accumulation} micro-batches of an update ({total}); training.sync_gradients_every="
             f"{_largest_divisor(accumulation, settings.sync_gradients_every)} does"
         )
-
-
-def _derived(settings: TrainingConfig, batch: BatchPlan) -> str:
-    """The override that leaves one of three numbers to be derived from the others, the one that
-    changes least first; of the micro-batch alone if none of them can be."""
-    micro = settings.micro_batch_size
-    accumulation = settings.gradient_accumulation_steps
-    per_shard = batch.sequences // batch.fsdp
-    if micro not in (None, "auto") and per_shard % micro == 0:
-        return f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
-    if accumulation and per_shard % accumulation == 0:
-        return f"training.micro_batch_size=null makes it {per_shard // accumulation}"
-    size = _largest_divisor(per_shard, micro if isinstance(micro, int) else per_shard)
-    rest = " training.gradient_accumulation_steps=null" if accumulation else ""
-    return f"training.micro_batch_size={size}{rest} does"
-
-
-def _nearest_micro_batch(
-    num_generations: int,
-    fsdp: int,
-    accumulation: int,
-    wanted: int,
-) -> str:
-    """The override with the size of a micro-batch nearest to the one that is wanted, with which an
-    update is whole groups."""
-    step = num_generations // math.gcd(num_generations, fsdp * accumulation)
-    return f"training.micro_batch_size={_nearest_multiple(wanted, step)}"
 
 
 def _nearest_multiple(wanted: int, step: int) -> int:
@@ -192,29 +167,20 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
-def _least_prompts(G: int, fsdp: int) -> int:
-    return next(p for p in range(1, fsdp + 1) if p * G % fsdp == 0)
-
-
 def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) -> RowLayout:
     """Plans the rows of a batch's sequences. has_large_head: whether scoring fewer tokens saves so
     much that it is worth programs of its own (resolved.has_large_head). Raises ConfigError if the
     longest does not fit into a micro-batch."""
-    if not _is_packed(run.training):
-        return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
-    return _plan_packed_rows(run, batch, has_large_head)
-
-
-def _plan_packed_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool) -> RowLayout:
     settings = run.training
-    longest = sum(lengths_of(run))
+    if not settings.is_packed:
+        return RowLayout("none", batch.num_micro_batches, run.generation.max_new_tokens)
+    longest = sum(lengths_of(run.generation))
     if (settings.micro_batch_tokens or longest) < longest:
         raise ConfigError(
             f"training.micro_batch_tokens={settings.micro_batch_tokens} is less than the longest "
-            "sequence: "
-            f"max_prompt_length={run.generation.max_prompt_length} + "
-            f"max_new_tokens={run.generation.max_new_tokens} = "
-            f"{longest}; training.micro_batch_tokens={longest} is the least that does"
+            f"sequence: max_prompt_length={run.generation.max_prompt_length} + "
+            f"max_new_tokens={run.generation.max_new_tokens} = {longest}; "
+            f"training.micro_batch_tokens={longest} is the least that does"
         )
     if settings.packing == "sequences":
         shape = RowShape(longest + longest % 2)
@@ -222,52 +188,36 @@ def _plan_packed_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool) ->
     else:
         shape = shared_row(run, batch)
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
-    parts, rows_per_part = _parts(run, batch, shape, most)
+    parts, rows_per_part = _parts(settings, batch.fsdp, shape, most)
     shape = replace(shape, narrows=has_large_head)
     return RowLayout(settings.packing, parts, None, shape, rows_per_part)
 
 
-def row_width(run: RunConfig, rows: RowLayout) -> int:
-    """Tokens of a row, padding included."""
-    return rows.width or sum(lengths_of(run))
-
-
-def lengths_of(run: RunConfig) -> tuple[int, int]:
+def lengths_of(generation: GenerationConfig) -> tuple[int, int]:
     """Tokens of the longest prompt and of the longest completion."""
-    return run.generation.max_prompt_length, run.generation.max_new_tokens
+    return generation.max_prompt_length, generation.max_new_tokens
 
 
-def check_residual(run: RunConfig, rows: RowLayout, tp: int) -> None:
-    """Raises ValueError if sequence parallelism divides rows into pieces that are not whole."""
-    width = row_width(run, rows)
-    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
-        raise ValueError(
-            f"train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
-            "generation.max_prompt_length and "
-            f"max_new_tokens in multiples of {tp} would do"
-        )
-
-
-def _parts(run: RunConfig, batch: BatchPlan, shape: RowShape, num_rows: int) -> tuple[int, int]:
+def _parts(settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int) -> tuple[int, int]:
     """Returns the fewest micro-batches for so many rows, and the rows of a shard in each."""
-    at_once = max(1, (run.training.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
-    every = run.training.sync_gradients_every
-    parts = -(-num_rows // (at_once * batch.fsdp * every)) * every
-    return parts, -(-num_rows // (parts * batch.fsdp))
+    at_once = max(1, (settings.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
+    every = settings.sync_gradients_every
+    parts = -(-num_rows // (at_once * fsdp * every)) * every
+    return parts, -(-num_rows // (parts * fsdp))
 
 
 def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
     """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that
     shares more. With room for further prompts where they are short beside the lanes."""
     # even: cuDNN wants it
-    prompt, new = (length + length % 2 for length in lengths_of(run))
+    prompt, new = (length + length % 2 for length in lengths_of(run.generation))
     shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
     tokens_given = run.training.micro_batch_tokens
     most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)
 
     def tokens(shape: RowShape) -> int:
         rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
-        return math.prod(_parts(run, batch, shape, rows)) * shape.width
+        return math.prod(_parts(run.training, batch.fsdp, shape, rows)) * shape.width
 
     # rounded, it may be a token too wide
     fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]

@@ -14,18 +14,18 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
-from tunix_lite.learner.policy import STORED, Policy, make_policy
+from tunix_lite.learner.policy import STORED, Policy, make_policy, on_every_device
 from tunix_lite.learner.rows import row_shapes
-from tunix_lite.learner.scoring import on_every_device
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.lora import acting_params, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.resolved.sizes import tables
+from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.types import Params, RowBatch, TrainState
 
 # ---- shapes, placed on the current mesh
@@ -76,7 +76,12 @@ def abstract(resolved: ResolvedRun) -> Shapes:
     # The reference: a copy in the type of the computation, or the base.
     reference = None
     if resolved.run.algorithm.needs.reference:
-        reference = _copy_to_score(params, resolved) if frozen is None else frozen
+        reference = frozen
+        if frozen is None:
+            dtype = resolved.reference_dtype
+            copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=dtype)
+            shardings = jax.tree.map(lambda x: x.sharding, params)
+            reference = placed(jax.eval_shape(copy, params), shardings)
         if resolved.copies_adapters:
             reference = acting_params(frozen, params, resolved.lora)
 
@@ -89,12 +94,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
     return Shapes(TrainState(step, params, opt_state), frozen, reference, frozen_models)
 
 
-def _copy_to_score(params: Params, resolved: ResolvedRun) -> Params:
-    copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.reference_dtype)
-    return placed(jax.eval_shape(copy, params), jax.tree.map(lambda x: x.sharding, params))
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
+def placed(shapes: Params, shardings: Params) -> Params:
     """A tree of shapes with the shardings of another tree like it."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -133,7 +133,7 @@ def _row_shapes(resolved: ResolvedRun, values: list[str], *streams: Any) -> RowB
 def optimizer_of(resolved: ResolvedRun) -> optax.GradientTransformation:
     """The run's optimizer."""
     max_steps = resolved.run.training.max_steps
-    return make_optimizer(resolved.optimizer, max_steps, tables(resolved).trained)
+    return make_optimizer(resolved.optimizer, max_steps, resolved.tables.trained)
 
 
 def policy_of(
@@ -164,30 +164,23 @@ def policy_of(
         for name, params in (frozen_models or {}).items()
     }
     policy = replace(policy, scorers={**policy.scorers, **others})
-    return policy if resolved.teacher is None else _comparing(policy, resolved, frozen_models)
+    if (teacher := resolved.teacher) is None:
+        return policy
 
-
-def _comparing(
-    policy: Policy, resolved: ResolvedRun, frozen_models: dict[str, Params] | None
-) -> Policy:
-    """The policy that is compared with its teacher: by `scores`, and by `compare` if the teacher is
-    loaded."""
-    # the update needs no more than what travels with the batch
-    teacher = resolved.teacher
-    name = teacher.comparison.model
+    # Compared with a teacher: the update needs no more than what travels with the batch. Where the
+    # teacher is loaded, its table stays where it is, on the mesh.
     policy = replace(policy, scores=with_divergence(policy.scores, teacher))
     if frozen_models is None:
         return policy
-    # the table stays where it is, on the mesh
+    name = teacher.comparison.model
     params = frozen_models[name]
     table = None
     if not teacher.comparison.top_k:
         cfg = resolved.frozen_models[name].cfg
         table = teacher.vocabulary_of(decoder.output_table(params, cfg))
     describe = description_of(resolved, name)
-    comparer = FrozenComparer(
-        params, table, policy.scorers[name].rows, compiled_once(describe.lower)
-    )
+    rows = policy.scorers[name].rows
+    comparer = FrozenComparer(params, table, rows, compiled_once(describe.lower))
     return replace(policy, compare=comparer)
 
 
@@ -209,4 +202,18 @@ def train_step_of(resolved: ResolvedRun, policy: Policy | None = None) -> TrainS
         resolved.run.seed,
         training.sync_gradients_every,
         update_options(training.scan_layers),
+    )
+
+
+def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
+    """Builds the sampler of a run."""
+    return make_generate(
+        resolved.cfg,
+        resolved.run.generation,
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
+        resolved.dtype,
+        resolved.rollout,
+        tokenizer,
+        jnp.dtype(resolved.run.training.tp_reduce_dtype),
     )

@@ -8,38 +8,32 @@ alike.
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.kernels.choice import check_fused
 from tunix_lite.learner.comparison import Teacher
 from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with_rate
 from tunix_lite.learner.optim import Optimizer, scaled_for
-from tunix_lite.learner.policy import DTYPES
+from tunix_lite.learner.policy import DTYPES, STORED
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models import (
-    attention,
-    decoder,
-    families,
-    hub,
-    peft,
-    weights,
-)
+from tunix_lite.models import attention, decoder, families, hub, peft, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig, adapter_weights
-from tunix_lite.models.quantize import BLOCKS, stored_table
-from tunix_lite.models.source import BUNDLED, ModelConfig, TeacherConfig
+from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
+from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import AXES, elements_on_device
 from tunix_lite.resolved.batch_size import (
     BatchPlan,
-    check_residual,
     lengths_of,
     plan_batch,
     plan_rows,
-    row_width,
 )
 from tunix_lite.rollout.memory import SamplingMemory
 from tunix_lite.rollout.settings import RolloutConfig
@@ -60,6 +54,17 @@ class FrozenModel:
     cfg: Architecture
     storage: str  # fp32, bf16, int8 or nf4
     attention: str  # one of attention.IMPLEMENTATIONS
+
+
+class Tables(NamedTuple):
+    """The declared weights of a run, in the types that they are stored in.
+
+    Example: resolved.tables.frozen is None, unless adapters train.
+    """
+
+    trained: dict
+    # None: all weights train
+    frozen: dict | None
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class ResolvedRun:
     @property
     def lengths(self) -> tuple[int, int]:
         """Tokens of the longest prompt and the longest completion."""
-        return lengths_of(self.run)
+        return lengths_of(self.run.generation)
 
     @property
     def train_rules(self) -> dict[str, str | None]:
@@ -118,8 +123,7 @@ class ResolvedRun:
 
     @property
     def rollout(self) -> RolloutConfig:
-        """Returns the rollout settings with the number of slots and the sampling weights filled
-        in."""
+        """The settings of sampling with the number of slots and where its weights are."""
         return replace(self.run.rollout, num_slots=self.slots, weights=self.sampling_weights)
 
     @property
@@ -127,13 +131,14 @@ class ResolvedRun:
         """Returns (prompts, completions of each) of the rollouts on the mesh: to learn from, unless
         that has devices of its own, and to evaluate."""
         rollouts = []
-        if not self.run.algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
-            prompts = self.batch.prompts * self.run.algorithm.needs.mini_batches
-            rollouts.append((prompts, self.run.algorithm.num_generations))
-        if self.run.evaluation.num_examples:
-            rollouts.append((self.run.evaluation.num_examples, 1))
-        if self.run.evaluation.num_examples and self.run.evaluation.num_samples:
-            rollouts.append((self.run.evaluation.num_examples, self.run.evaluation.num_samples))
+        algorithm = self.run.algorithm
+        if not algorithm.needs.demonstrations and self.run.rollout.mesh_shape is None:
+            prompts = self.batch.prompts * algorithm.needs.mini_batches
+            rollouts.append((prompts, algorithm.num_generations))
+        if count := self.run.evaluation.num_examples:
+            rollouts.append((count, 1))
+            if samples := self.run.evaluation.num_samples:
+                rollouts.append((count, samples))
         return tuple(rollouts)
 
     @property
@@ -200,8 +205,7 @@ class ResolvedRun:
 
     @property
     def scores(self) -> bool:
-        """Returns whether collecting scores the batch: under the reference, or under today's
-        weights."""
+        """Returns whether collecting scores the batch, by the reference or by today's weights."""
         return self.run.algorithm.needs.reference or self.run.algorithm.needs.rescore
 
     @property
@@ -214,15 +218,16 @@ class ResolvedRun:
         return Teacher(comparison, cfg.final_softcap, cfg.embed_dim, self.cfg.vocab_size)
 
     def compares(self, name: str) -> bool:
-        """Returns whether the policy is compared with this frozen model, which does not score
-        then."""
+        """Returns whether the policy is compared with this frozen model, in place of scoring."""
         return self.teacher is not None and self.teacher.comparison.model == name
 
     def as_scorer(self, name: str) -> "ResolvedRun":
         """The same run as one of its frozen models sees it: with that architecture, all of it in
         place of the reference."""
         model = self.frozen_models[name]
-        run = read_by(self.run, self.run.algorithm.needs.frozen_models[name])
+        run = self.run
+        if longest := run.algorithm.needs.frozen_models[name].max_prompt_length:
+            run = replace(run, generation=replace(run.generation, max_prompt_length=longest))
         # a longer prompt needs longer rows, and the head is another
         rows = plan_rows(run, self.batch, has_large_head(model.cfg))
         changed = {"cfg": model.cfg, "lora": None, "attention": model.attention}
@@ -230,8 +235,7 @@ class ResolvedRun:
 
     @property
     def copies_reference(self) -> bool:
-        """Returns whether a second copy of the weights is kept for the KL term; under LoRA the
-        frozen base serves."""
+        """Returns whether the KL term has a copy of the weights; LoRA's frozen base serves, too."""
         return self.run.algorithm.needs.reference and self.lora is None
 
     @property
@@ -243,8 +247,7 @@ class ResolvedRun:
 
     @property
     def copies_adapters(self) -> bool:
-        """Returns whether the reference has adapters of its own beside the frozen base: those that
-        training starts from."""
+        """Returns whether the reference has adapters of its own, as training begins."""
         has_adapter = self.run.model.lora.adapter is not None
         has_checkpoint = self.run.resume.folder not in ("auto", "none")
         needs_them = self.run.algorithm.needs.reference and self.lora is not None
@@ -265,9 +268,39 @@ class ResolvedRun:
         rules = self.train_rules if rules is None else rules
         return elements_on_device(shape, axes, mesh_shape, rules)
 
-    def micro_batches_to_try(self) -> list[int]:
-        """The values of micro_batch_size that this batch allows, the largest first."""
-        return micro_batches_to_try(self.run, self.mesh_shape["fsdp"])
+    @property
+    def tables(self) -> Tables:
+        """The weights that train, and those of the frozen base."""
+        table = decoder.weights(self.cfg)
+        storage = STORED[self.run.training.mixed_precision]
+        if self.lora is None:
+            return Tables(stored_table(table, storage), None)
+        adapters = jax.tree.map(
+            lambda w: replace(w, dtype=STORAGE[storage]),
+            adapter_weights(table, self.lora),
+            is_leaf=weights.is_weight,
+        )
+        return Tables(adapters, stored_table(table, self.lora.base))
+
+    def table_bytes(
+        self,
+        table: dict,
+        dtype: DTypeLike | None = None,
+        keep_norms: bool = False,
+        is_gathered: bool = False,
+    ) -> int:
+        """Bytes of a table on one device: elements / shards x bytes of an element.
+
+        dtype: instead of the declared one; keep_norms: except for the scales of norms, which are
+        float32. is_gathered: whole over fsdp.
+        """
+        total = 0
+        for w in jax.tree.leaves(table, is_leaf=weights.is_weight):
+            storage = w.dtype if dtype is None else dtype
+            if keep_norms and w.axes[-1] == "norm":
+                storage = jnp.float32
+            total += self.elements(w.shape, w.axes, is_gathered) * jnp.dtype(storage).itemsize
+        return total
 
     def with_micro_batch(self, size: int) -> "ResolvedRun":
         """The same with micro-batches of `size` sequences per fsdp shard."""
@@ -279,10 +312,7 @@ class ResolvedRun:
 
 def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
     """The architecture and the adapters, from settings and files of this machine: no weights,
-    nothing from the hub.
-
-    Raises ConfigError.
-    """
+    nothing from the hub. Raises ConfigError."""
     with error_context("model"):
         cfg = model.architecture
         family = None if model.family is None else families.find_family(model.family)
@@ -290,16 +320,14 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
             if hub.is_hub_name(model.weights):
                 raise ValueError(
                     "architecture is not given, and a plan does not ask the hub for that of "
-                    f"{model.weights}; choose "
-                    "one with model=NAME, or give model.weights as a folder"
+                    f"{model.weights}; choose one with model=NAME, or give model.weights as a "
+                    "folder"
                 )
             folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
             cfg, family = families.read_config(folder, family)
-        lora = (
-            model.lora
-            if model.lora.adapter is None
-            else peft.read_adapter_config(model.lora, cfg, family)
-        )
+        lora = model.lora
+        if lora.adapter is not None:
+            lora = peft.read_adapter_config(lora, cfg, family)
     return cfg, lora if lora.rank else None
 
 
@@ -327,7 +355,12 @@ def resolve_run(
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
         check_model_divides(run, cfg, lora, mesh_shape)
-    check_base(run, lora)
+    base = run.model.lora.base
+    if lora is None and base in BLOCKS:
+        raise ConfigError(
+            f"model.lora: base={base} is for the frozen weights under adapters, and rank=0 trains "
+            "all weights; set model.lora.rank=16, or leave base out"
+        )
     check_apart(run, cfg, lora, platform)
     with error_context("generation"):
         check_generation(run, cfg)
@@ -335,8 +368,14 @@ def resolve_run(
     # The batch of an update.
     batch = plan_batch(run, mesh_shape["fsdp"])
     rows = plan_rows(run, batch, has_large_head(cfg))
-    with error_context("sharding"):
-        check_residual(run, rows, mesh_shape["tp"])
+    width = rows.width or sum(lengths_of(run.generation))
+    tp = mesh_shape["tp"]
+    if run.sharding.train.get("residual_seq") == "tp" and width % tp:
+        # sequence parallelism divides rows into pieces
+        raise ConfigError(
+            f"sharding: train.residual_seq=tp: tp={tp} does not divide rows of {width} tokens; "
+            f"generation.max_prompt_length and max_new_tokens in multiples of {tp} would do"
+        )
 
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
@@ -356,10 +395,25 @@ def resolve_run(
         attention_reason=reason,
         **reasons,
     )
-    frozen = {
-        name: _frozen_model(resolved, name, settings, platform, is_attached, frozen_cfgs)
-        for name, settings in run.algorithm.needs.frozen_models.items()
-    }
+
+    # The models of the algorithm that only score: they go with the mesh and with the lengths.
+    frozen = {}
+    for name, settings in run.algorithm.needs.frozen_models.items():
+        with error_context(f"algorithm.{name}"):
+            theirs = frozen_cfgs and frozen_cfgs[name]
+            theirs = theirs or find_model(settings.as_model())[0]
+            table = stored_table(decoder.weights(theirs), settings.storage)
+            shape = SimpleNamespace(shape=mesh_shape)
+            weights.check_divisible(table, shape, run.sharding.table("train"))
+            total = settings.max_prompt_length or run.generation.max_prompt_length
+            total += run.generation.max_new_tokens
+            if total > theirs.max_positions:
+                raise ValueError(
+                    f"weights={settings.weights} was made for {theirs.max_positions} tokens, and "
+                    f"max_prompt_length + generation.max_new_tokens is {total}"
+                )
+            chosen, _ = choose_attention(run, theirs, rows, platform, is_attached)
+        frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)
 
 
@@ -380,58 +434,25 @@ def with_defaults(
     """
     num_params = weights.num_params(decoder.weights(cfg))
     trains = what_trains(lora is not None, num_params)
+    learned = learns_from(run.algorithm.needs)
     reasons = {}
     if run.optimizer.learning_rate == AUTO:
-        reasons["rate_reason"] = f"auto: {trains}, from {learns_from(run)}"
+        reasons["rate_reason"] = f"auto: {trains}, from {learned}"
     if run.training.mixed_precision == AUTO:
         size = "a real model" if num_params >= REAL else "a small model"
         reasons["precision_reason"] = f"auto: {size} on {platform}"
-    optimizer = with_rate(run.optimizer, trains, learns_from(run))
+    optimizer = with_rate(run.optimizer, trains, learned)
     with error_context("training"):
         name = precision(run.training.mixed_precision, num_params, platform)
         training = replace(run.training, mixed_precision=name)
     return replace(run, optimizer=optimizer, training=training), reasons
 
 
-def learns_from(run: RunConfig) -> str:
+def learns_from(needs: Needs) -> str:
     """Returns the column of learner.defaults.RATES that suits the algorithm's data."""
-    if not run.algorithm.needs.demonstrations:
+    if not needs.demonstrations:
         return "rewards"
-    is_one = run.algorithm.needs.demonstrations == ("completion",)
-    return "demonstrations" if is_one else "preferences"
-
-
-def read_by(run: RunConfig, teacher: TeacherConfig) -> RunConfig:
-    """Returns the run with prompts as long as those that a teacher reads."""
-    if teacher.max_prompt_length is None:
-        return run
-    generation = replace(run.generation, max_prompt_length=teacher.max_prompt_length)
-    return replace(run, generation=generation)
-
-
-def _frozen_model(
-    resolved: ResolvedRun,
-    name: str,
-    settings: TeacherConfig,
-    platform: str,
-    is_attached: bool,
-    cfgs: dict[str, Architecture] | None,
-) -> FrozenModel:
-    """Raises ConfigError where it does not go with the mesh or with the lengths of the run."""
-    run = resolved.run
-    with error_context(f"algorithm.{name}"):
-        cfg = find_model(settings.as_model())[0] if cfgs is None else cfgs[name]
-        table = stored_table(decoder.weights(cfg), settings.storage)
-        shape = SimpleNamespace(shape=resolved.mesh_shape)
-        weights.check_divisible(table, shape, run.sharding.table("train"))
-        total = sum(lengths_of(read_by(run, settings)))
-        if total > cfg.max_positions:
-            raise ValueError(
-                f"weights={settings.weights} was made for {cfg.max_positions} tokens, and "
-                f"max_prompt_length + generation.max_new_tokens is {total}"
-            )
-        chosen, _ = choose_attention(run, cfg, resolved.rows, platform, is_attached)
-    return FrozenModel(cfg, settings.storage, chosen)
+    return "demonstrations" if needs.demonstrations == ("completion",) else "preferences"
 
 
 def check_model_divides(
@@ -443,10 +464,9 @@ def check_model_divides(
     tables = [table]
     if lora is not None:
         tables = [stored_table(table, lora.base), adapter_weights(table, lora)]
+    mesh = SimpleNamespace(shape=mesh_shape)
     for part in tables:
-        weights.check_divisible(
-            part, SimpleNamespace(shape=mesh_shape), run.sharding.table("train")
-        )
+        weights.check_divisible(part, mesh, run.sharding.table("train"))
 
 
 def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str) -> None:
@@ -472,8 +492,8 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
     if total > cfg.max_positions:
         raise ValueError(
             f"max_prompt_length={settings.max_prompt_length} + "
-            f"max_new_tokens={settings.max_new_tokens} = {total} "
-            f"tokens, and the model was made for {cfg.max_positions}"
+            f"max_new_tokens={settings.max_new_tokens} = {total} tokens, and the model was made "
+            f"for {cfg.max_positions}"
         )
     settings.check_fits(cfg.vocab_size)
     if settings.top_k >= cfg.vocab_size:
@@ -496,7 +516,8 @@ def choose_attention(
     dtype = DTYPES[run.training.mixed_precision]
     shares_prompts = rows.packing == "prefix"
     try:
-        return attention.choose(choice, cfg, platform, dtype, row_width(run, rows), shares_prompts)
+        width = rows.width or sum(lengths_of(run.generation))
+        return attention.choose(choice, cfg, platform, dtype, width, shares_prompts)
     except attention.CannotCompile:
         if is_attached:
             raise
@@ -518,22 +539,12 @@ def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: i
         )
 
 
-def check_base(run: RunConfig, lora: LoraConfig | None) -> None:
-    """Raises ConfigError for a quantised base without adapters, which nothing would use."""
-    base = run.model.lora.base
-    if lora is None and base in BLOCKS:
-        raise ConfigError(
-            f"model.lora: base={base} is for the frozen weights under adapters, and rank=0 trains "
-            "all weights; set model.lora.rank=16, or leave base out"
-        )
-
-
 def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
     """Raises ConfigError for a kernel that only a machine which has its library can put into a
     program."""
     if (resolved.attention, platform) != ("cudnn", "cuda"):
         return
-    width = row_width(resolved.run, resolved.rows)
+    width = resolved.rows.width or sum(resolved.lengths)
     if attention.obstacle("cudnn", resolved.cfg, platform, resolved.dtype, width, False):
         raise ConfigError(
             "training.attention=cudnn: cuDNN's kernel can be lowered only where cuDNN is "
@@ -543,11 +554,6 @@ def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:
 
 
 # ---- micro_batch_size=auto
-
-
-def chooses_micro_batch(run: RunConfig) -> bool:
-    """Returns whether the size of a micro-batch is still to be found."""
-    return run.training.micro_batch_size == "auto"
 
 
 def micro_batches_to_try(run: RunConfig, fsdp: int) -> list[int]:

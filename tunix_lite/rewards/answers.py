@@ -7,7 +7,6 @@ flexible also reads an answer with words around it and, without a mark, the last
 """
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from tunix_lite.rewards.scores import no_answer
 
 HOW = ("strict", "flexible")
 PERCENT = ("unit", "fraction")
-MARKS = ("boxed", "tag", "hashes", "words")
 
 # Patterns whose time is bounded by the length of the text, whatever stands in it.
 _BOX_OR_BRACE = re.compile(
@@ -58,22 +56,44 @@ class Mark(NamedTuple):
     text: str
 
 
-def marked_answers(text: str, marks: tuple[str, ...] = MARKS) -> list[Mark]:
+def marked_answers(text: str) -> list[Mark]:
     """Finds the answers that a text marks, in the order in which the marks begin."""
     # An end that is cut off at its front may begin within a mark, which is then not seen.
     text = text[-LOOKED_AT:]
     answers = []
-    if "boxed" in marks:
-        answers += _boxed(text)
-    if "tag" in marks:
-        answers += _tagged(text)
-    if "hashes" in marks:
-        answers += [
-            Mark(match.start(), "hashes", match["line"] or match["next"] or "")
-            for match in _HASHES.finditer(text)
-        ]
-    if "words" in marks:
-        answers += _after_words(text)
+    # the match of each open brace; None for a brace that is not a box's
+    boxes: list[re.Match | None] = []
+    last_closed = -1
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match["bare"]:
+            answers.append(Mark(match.start(), "boxed", match["bare"]))
+        elif match[0] != "}":
+            boxes.append(match if match["box"] else None)
+        # of boxes within a box, the inner ones
+        elif boxes and (box := boxes.pop()) and box.start() > last_closed:
+            last_closed = box.start()
+            answers.append(Mark(box.start(), "boxed", text[box.end() : match.start()]))
+    answers += [Mark(box.start(), "boxed", "") for box in boxes if box]
+    opened = None
+    for tag in _TAG.finditer(text):
+        # one that is opened again was not closed
+        if opened is not None:
+            held = text[opened.end() : tag.start()] if tag[1] else ""
+            answers.append(Mark(opened.start(), "tag", held))
+        opened = None if tag[1] else tag
+    if opened is not None:
+        answers.append(Mark(opened.start(), "tag", ""))
+    answers += [
+        Mark(match.start(), "hashes", match["line"] or match["next"] or "")
+        for match in _HASHES.finditer(text)
+    ]
+    for match in _WORDS.finditer(text):
+        said = match[1]
+        # on the next line, if nothing follows on this one
+        if not said.strip("*_ "):
+            said = text[match.end() : match.end() + _LINE].lstrip().partition("\n")[0]
+        end = _SENTENCE_END.search(said)
+        answers.append(Mark(match.start(), "words", said[: end.start()] if end else said))
     return sorted(answers)
 
 
@@ -114,9 +134,9 @@ class NumericAnswer:
         """Raises ValueError if the example's answer is no number."""
         expected = number_of(str(field_of(example, self.field)), self.percent)
         if expected is None:
-            wrong = f"{self.field}={_shown(field_of(example, self.field))} of an example"
+            wrong = _of_example(example, self.field)
             raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares text")
-        number = read_number(completion, self.how, self.percent)
+        number = self._read(completion[-LOOKED_AT:])
         if number is None:
             return no_answer(f"it holds no number ({self.how})")
         allowed = max(
@@ -125,24 +145,17 @@ class NumericAnswer:
         )
         return float(abs(number - expected) <= allowed)
 
-
-def read_number(text: str, how: str = "flexible", percent: str = "unit") -> Fraction | None:
-    """The number that a text gives as its answer, or None."""
-    text = text[-LOOKED_AT:]
-    marks = marked_answers(text)
-    if how == "strict":
-        return _number_marked(marks[-1], number_of, percent) if marks else None
-    for mark in marks[: -MOST_MARKS - 1 : -1]:
-        if not is_sentence(mark, text):
-            return _number_marked(mark, number_in, percent)
-    last = last_number(text, percent)
-    return None if last is None else last[1]
-
-
-def _number_marked(mark: Mark, read: Callable, percent: str) -> Fraction | None:
-    # in prose it is an exclamation mark
-    is_formula = mark.kind in ("boxed", "tag") or mark.text.rstrip().endswith("$")
-    return None if is_formula and _FACTORIAL.search(mark.text) else read(mark.text, percent)
+    def _read(self, text: str) -> Fraction | None:
+        read = number_of if self.how == "strict" else number_in
+        for mark in marked_answers(text)[: -MOST_MARKS - 1 : -1]:
+            if self.how == "flexible" and is_sentence(mark, text):
+                continue
+            # in prose it is an exclamation mark
+            is_formula = mark.kind in ("boxed", "tag") or mark.text.rstrip().endswith("$")
+            is_factorial = is_formula and _FACTORIAL.search(mark.text)
+            return None if is_factorial else read(mark.text, self.percent)
+        last = None if self.how == "strict" else last_number(text, self.percent)
+        return None if last is None else last[1]
 
 
 def is_sentence(mark: Mark, text: str) -> bool:
@@ -219,7 +232,7 @@ class ChoiceAnswer:
         letters = self.choices.upper()
         expected = str(field_of(example, self.field)).strip(" ().").upper()
         if len(expected) != 1 or expected not in letters:
-            wrong = f"{self.field}={_shown(field_of(example, self.field))} of an example"
+            wrong = _of_example(example, self.field)
             raise ValueError(f"{wrong} is none of choices={self.choices}")
         letter = self._read(completion, letters)
         if letter is None:
@@ -237,7 +250,9 @@ class ChoiceAnswer:
         )
         completion = completion[-LOOKED_AT:]
         for mark in reversed(marked_answers(completion)):
-            said = _without_words(mark.text)
+            # `option (B)` and `choice B` without the word
+            said = undecorated(mark.text)
+            said = re.sub(r"^(?:option|choice|letter)\s+", "", said, flags=re.IGNORECASE)
             if (match := whole.fullmatch(said)) and not several.match(said):
                 return match[1].upper()
             if self.how == "strict":
@@ -267,60 +282,11 @@ def _last_letter(text: str, letters: str) -> str | None:
     return None
 
 
-# ---- marks
-
-
-def _boxed(text: str) -> Iterator[Mark]:
-    """`\\boxed{...}` with all braces inside of it, and `\\boxed 5`. Of boxes within a box, the
-    inner ones."""
-    # the match of each open brace; None for a brace that is not a box's
-    opened: list[re.Match | None] = []
-    last_closed = -1
-    for match in _BOX_OR_BRACE.finditer(text):
-        if match["bare"]:
-            yield Mark(match.start(), "boxed", match["bare"])
-        elif match[0] != "}":
-            opened.append(match if match["box"] else None)
-        elif opened and (box := opened.pop()) and box.start() > last_closed:
-            last_closed = box.start()
-            yield Mark(box.start(), "boxed", text[box.end() : match.start()])
-    yield from (Mark(box.start(), "boxed", "") for box in opened if box)
-
-
-def _tagged(text: str) -> Iterator[Mark]:
-    opened = None
-    for tag in _TAG.finditer(text):
-        if not tag[1]:
-            if opened is not None:
-                yield Mark(opened.start(), "tag", "")
-            opened = tag
-        elif opened is not None:
-            yield Mark(opened.start(), "tag", text[opened.end() : tag.start()])
-            opened = None
-    if opened is not None:
-        yield Mark(opened.start(), "tag", "")
-
-
-def _after_words(text: str) -> Iterator[Mark]:
-    for match in _WORDS.finditer(text):
-        said = match[1]
-        # on the next line, if nothing follows on this one
-        if not said.strip("*_ "):
-            said = text[match.end() : match.end() + _LINE].lstrip().partition("\n")[0]
-        end = _SENTENCE_END.search(said)
-        yield Mark(match.start(), "words", said[: end.start()] if end else said)
-
-
 # ---- small print
 
 
-def _without_words(text: str) -> str:
-    """`option (B)` and `choice B` without the word."""
-    return re.sub(r"^(?:option|choice|letter)\s+", "", undecorated(text), flags=re.IGNORECASE)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:200]
+def _of_example(example: dict, field: str) -> str:
+    return f"{field}={field_of(example, field)!r:.200} of an example"
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

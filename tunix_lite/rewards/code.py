@@ -66,7 +66,13 @@ class PassesTests:
 
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError for tests that are none, RuntimeError if they cannot be run here."""
-        tests = self._tests(example)
+        tests = field_of(example, self.field)
+        if isinstance(tests, str):
+            tests = [tests]
+        if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
+            wrong = f"{self.field}={tests!r:.200} of an example"
+            raise ValueError(f"{wrong} is not a list of texts or of {{input: ..., output: ...}}")
+        tests = tests[: self.max_tests]
         code = code_in(completion)
         if code is None:
             return no_answer("it holds no block of code between ``` and ```")
@@ -87,15 +93,6 @@ class PassesTests:
                 break
         score = float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
         return Score(score, "stopped", f"its code {stopped}") if stopped else score
-
-    def _tests(self, example: dict) -> list[str | dict]:
-        tests = field_of(example, self.field)
-        if isinstance(tests, str):
-            tests = [tests]
-        if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
-            wrong = f"{self.field}={tests!r:.200} of an example"
-            raise ValueError(f"{wrong} is not a list of texts or of {{input: ..., output: ...}}")
-        return tests[: self.max_tests]
 
     def _passes(self, code: str, test: str | dict, seconds: float) -> tuple[bool, str]:
         """Tells if the code passes a test, and by which limit it was stopped ("": by none)."""

@@ -148,8 +148,7 @@ class _Cutter(ast.NodeTransformer):
         return node if catches else self._visit_maybe(node, True)
 
     def _has_items(self, items: ast.expr) -> bool:
-        """True if a loop over `items` surely runs: they are a list that is written out, or a range
-        or zip of such."""
+        """True if a loop over `items` surely runs: they are written out, or a range of such."""
         if isinstance(items, ast.Name):
             return items.id in self._lists
         if isinstance(items, ast.Call) and isinstance(items.func, ast.Name):
@@ -225,7 +224,7 @@ def _literal(node: ast.expr) -> tuple[bool, Any]:
         return False, None
 
 
-def _compare(name: str, left: Any, right: Any) -> bool:
+def _compare(name: str, left: object, right: object) -> bool:
     if isinstance(left, Opaque) or isinstance(right, Opaque):
         # an object of the code is nothing that is written out
         return name in ("!=", "is not", "not in")
@@ -247,7 +246,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     """A plain value from how sandbox.encoded wrote it."""
     if isinstance(value, list):
         return [_decoded(item) for item in value]

@@ -24,6 +24,12 @@ class CompletionText(str):
 UNITS = ("tokens", "words", "characters")
 
 
+def check_unit(unit: str) -> None:
+    """Raises ValueError for none of UNITS."""
+    if unit not in UNITS:
+        raise ValueError(f"unit={unit!r}; it is {', '.join(UNITS[:-1])} or {UNITS[-1]}")
+
+
 def length_of(completion: str, unit: str) -> int:
     """Counts the completion's length in tokens, words or characters. Raises ValueError where tokens
     are asked of a plain text, which has none."""

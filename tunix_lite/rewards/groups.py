@@ -4,7 +4,7 @@ them and returns a number for each."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tunix_lite.rewards.completion import UNITS, length_of
+from tunix_lite.rewards.completion import check_unit, length_of
 from tunix_lite.rewards.text import ngrams
 
 
@@ -24,8 +24,7 @@ class LengthRank:
     correct: Callable | None = None
 
     def __post_init__(self):
-        if self.unit not in UNITS:
-            raise ValueError(f"unit={self.unit!r}; it is {', '.join(UNITS[:-1])} or {UNITS[-1]}")
+        check_unit(self.unit)
 
     def __call__(self, completions: list[str], example: dict) -> list[float]:
         ranked = [
@@ -75,16 +74,9 @@ class Diversity:
 
     def __call__(self, completions: list[str], example: dict) -> list[float]:
         grams = [{*ngrams(completion, self.n)} for completion in completions]
-        others = len(completions) - 1
         scores = []
         for place, own in enumerate(grams):
-            distances = (
-                _distance(own, other) for index, other in enumerate(grams) if index != place
-            )
-            scores.append(sum(distances) / others if others else 0.0)
+            others = [other for index, other in enumerate(grams) if index != place]
+            distances = [1 - len(own & x) / len(own | x) if own | x else 0.0 for x in others]
+            scores.append(sum(distances) / len(others) if others else 0.0)
         return scores
-
-
-def _distance(first: set, second: set) -> float:
-    either = len(first | second)
-    return 1 - len(first & second) / either if either else 0.0

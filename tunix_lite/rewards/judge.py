@@ -6,8 +6,6 @@ never a score of 0.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import http.client
 import json
 import os
@@ -16,10 +14,7 @@ import string
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from tunix_lite.workers.limits import time_limit
@@ -81,11 +76,16 @@ class Judge:
     timeout: float = 4.0  # seconds for one request
     retries: int = 1
     backoff: float = 0.5  # seconds before the first retry
-    cache: str | None = None  # a file that keeps answers; null: none are kept
     api_key_env: str = ""  # the environment variable that holds a key; "": none is sent
 
     def __post_init__(self):
-        if not _is_address(self.base_url):
+        try:
+            parts = urlsplit(self.base_url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            # no port, no host
+            is_address = False
+        if not is_address or " " in self.base_url or not self.base_url.isprintable():
             raise ValueError(f"base_url={self.base_url!r}; write it as http://127.0.0.1:8000/v1")
         try:
             named = {name for _, name, *_ in string.Formatter().parse(self.prompt) if name}
@@ -98,8 +98,6 @@ class Judge:
             raise ValueError("prompt has no {completion}: the judge needs to see it")
         if groups < 1:
             raise ValueError(f"pattern={self.pattern!r} has no group (...) around the score")
-        if self.cache is not None and Path(self.cache).is_dir():
-            raise ValueError(f"cache={self.cache} is a folder; it is the name of a file")
         if self.scores is None and self.lowest >= self.highest:
             raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
         if self.timeout <= 0 or self.retries < 0 or self.backoff < 0 or self.max_tokens < 1:
@@ -108,7 +106,7 @@ class Judge:
             )
         if self.api_key_env and self.api_key_env not in os.environ:
             raise ValueError(f"api_key_env={self.api_key_env}: there is no such variable")
-        if self.api_key_env and not _is_header(self._key()):
+        if self.api_key_env and not (self._key().isascii() and self._key().isprintable()):
             raise ValueError(
                 f"api_key_env={self.api_key_env}: the key holds a line break or another character "
                 "that no header can hold"
@@ -121,22 +119,6 @@ class Judge:
         return self.timeout * (self.retries + 1) + waits
 
     def __call__(self, completion: str, example: dict) -> float:
-        body = self._request(completion, example)
-        key = hashlib.sha256(json.dumps([self.base_url, body]).encode()).hexdigest()
-        cache = None if self.cache is None else _cache_of(self.cache)
-        if cache is not None and (cached := cache.get(key)) is not None:
-            # another pattern may find no score in it: then it is asked for again
-            with contextlib.suppress(JudgeError):
-                return self._score(cached)
-        answer = self._ask(body)
-        score = self._score(answer)
-
-        # an answer without a score is asked for again
-        if cache is not None:
-            cache.put(key, answer)
-        return score
-
-    def _request(self, completion: str, example: dict) -> dict:
         try:
             text = self.prompt.format(**{**example, "completion": completion})
         except (KeyError, IndexError, AttributeError) as error:
@@ -144,19 +126,24 @@ class Judge:
             wrong = f"the judge's prompt names {error}; an example has {fields}"
             raise ValueError(wrong) from error
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return {
+        body = {
             "model": self.model,
             "messages": [*system, {"role": "user", "content": text}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
+        return self._score(self._ask(body))
 
     def _score(self, answer: str) -> float:
         matches = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
         if not matches:
             raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
-            scores = self._words()
+            scores = {
+                name.casefold(): score
+                for word, score in self.scores.items()
+                for name in (WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)])
+            }
             if matches[-1].casefold() not in scores:
                 raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}")
             return scores[matches[-1].casefold()]
@@ -168,16 +155,6 @@ class Judge:
             wrong = f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}"
             raise JudgeError(wrong)
         return (number - self.lowest) / (self.highest - self.lowest)
-
-    def _words(self) -> dict[str, float]:
-        """The words of `scores` in small letters."""
-        scores = {}
-        for word, score in self.scores.items():
-            written = WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)]
-            scores |= {name.casefold(): score for name in written}
-        return scores
-
-    # ---- the server
 
     def _key(self) -> str:
         # a file that a key was read from ends in a line break
@@ -193,20 +170,18 @@ class Judge:
                 with time_limit(self.timeout, "the answer"):
                     return self._post(body)
             except urllib.error.HTTPError as error:
-                failure = f"HTTP {error.code} {error.reason} {self._said(error)}".strip()
+                message = ""
+                with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
+                    message = error.read(SHOWN).decode(errors="replace")
+                failure = f"HTTP {error.code} {error.reason} {message}".strip()
                 if error.code not in TRANSIENT:
                     break
             except FAILURES as error:
                 failure = f"{type(error).__name__}: {error}"[:SHOWN]
         attempts = f"asked {attempt + 1} times" if attempt else "asked once"
         failed = f"the judge at {self.base_url} gave no answer, {attempts}: {failure}"
-        raise JudgeError(_printable(failed))
-
-    def _said(self, error: urllib.error.HTTPError) -> str:
-        """Reads the message of the server beside a status, as far as it can be read."""
-        with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
-            return error.read(SHOWN).decode(errors="replace")
-        return ""
+        # a server may say anything, also what acts on a terminal
+        raise JudgeError("".join(c if c.isprintable() else repr(c)[1:-1] for c in failed))
 
     def _post(self, body: dict) -> str:
         headers = {"Content-Type": "application/json; charset=utf-8"}
@@ -217,8 +192,13 @@ class Judge:
             json.dumps(body).encode("utf-8"),
             headers,
         )
+        handlers: list = [_NoRedirect()]
+        if urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1"):
+            # no proxy stands between this machine and itself
+            handlers.append(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(*handlers)
         deadline = time.monotonic() + self.timeout
-        with _opener(self.base_url)(request, timeout=self.timeout) as response:
+        with opener.open(request, timeout=self.timeout) as response:
             said = b""
             # a server that sends a byte now and then takes no longer either
             while part := response.read1(65536):
@@ -233,92 +213,8 @@ class Judge:
         return text
 
 
-def _is_address(url: str) -> bool:
-    if any(sign.isspace() or not sign.isprintable() for sign in url):
-        return False
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        # no port, no host
-        return False
-
-
-def _is_header(text: str) -> bool:
-    return text.isascii() and text.isprintable()
-
-
-def _printable(text: str) -> str:
-    """Replaces characters that act on a terminal: a server may say anything."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-
-
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects: a key must go to the named server alone."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: object) -> None:
         return None
-
-
-def _opener(url: str) -> Callable:
-    handlers: list = [_NoRedirect()]
-    if urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1"):
-        # no proxy stands between this machine and itself
-        handlers.append(urllib.request.ProxyHandler({}))
-    return urllib.request.build_opener(*handlers).open
-
-
-# ---- answers that are kept
-
-
-class _Cache:
-    """A file with a line of JSON for each answer, which several processes read and append to."""
-
-    def __init__(self, path: str):
-        self.path = Path(path)
-        self._answers: dict[str, str] = {}
-        # bytes that were read: whole lines
-        self._read = 0
-
-    def get(self, key: str) -> str | None:
-        if key not in self._answers:
-            self._catch_up()
-        return self._answers.get(key)
-
-    def put(self, key: str, answer: str) -> None:
-        line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # whoever was killed while writing left a part of a line
-            size = file.seek(0, os.SEEK_END)
-            if size:
-                file.seek(size - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)
-        self._answers[key] = answer
-
-    def _catch_up(self) -> None:
-        """Reads the lines that were appended since, by whichever process."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._read)
-                said = file.read()
-        except FileNotFoundError:
-            return
-        *lines, rest = said.split(b"\n")
-        self._read += len(said) - len(rest)
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                self._answers[entry["key"]] = str(entry["answer"])
-            except (ValueError, LookupError, TypeError, RecursionError):
-                # the beginning of a line whose writer was killed: it is asked for again
-                continue
-
-
-_caches: dict[str, _Cache] = {}
-
-
-def _cache_of(path: str) -> _Cache:
-    return _caches.setdefault(path, _Cache(path))

@@ -97,8 +97,7 @@ def _readings(answer: str) -> tuple[str, ...]:
 
 
 def _texts_of(completion: str) -> tuple[str, ...]:
-    """Returns the texts of a completion that are parsed: those in its last mark; without a mark,
-    all of it."""
+    """The texts of a completion that are parsed: those in its last mark, or all of it."""
     marks = marked_answers(completion)
     if not marks or is_sentence(marks[-1], completion):
         return (completion,)
@@ -113,8 +112,7 @@ def _texts_of(completion: str) -> tuple[str, ...]:
 
 
 def _holds_mathematics(parsed: list) -> bool:
-    """True if something was parsed as mathematics; a part that could not be parsed is there as a
-    text."""
+    """True if something was parsed as mathematics; what could not be parsed is there as a text."""
     return any(not isinstance(part, str) for part in parsed)
 
 

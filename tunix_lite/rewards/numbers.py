@@ -5,7 +5,7 @@ is none: `1,23`, `3:45`, `2^5`, `5 or 6` and `2x` are refused, not guessed at.
 """
 
 import re
-from collections.abc import Iterator
+import unicodedata
 from fractions import Fraction
 
 # Characters of a text that are looked at; of a longer one, those at its end.
@@ -24,35 +24,11 @@ SCALES = {
     "crore": 10**7,
     # only the plural of these: `5 ten-dollar notes` are 5
     "tens": 10,
-    "halves": Fraction(1, 2),
-    "thirds": Fraction(1, 3),
-    "fourths": Fraction(1, 4),
-    "fifths": Fraction(1, 5),
-    "sixths": Fraction(1, 6),
-    "sevenths": Fraction(1, 7),
-    "eighths": Fraction(1, 8),
-    "ninths": Fraction(1, 9),
-    "tenths": Fraction(1, 10),
     "hundredths": Fraction(1, 100),
     "thousandths": Fraction(1, 1000),
 }
-VULGAR = {
-    "½": "1/2",
-    "⅓": "1/3",
-    "⅔": "2/3",
-    "¼": "1/4",
-    "¾": "3/4",
-    "⅕": "1/5",
-    "⅖": "2/5",
-    "⅗": "3/5",
-    "⅘": "4/5",
-    "⅙": "1/6",
-    "⅚": "5/6",
-    "⅛": "1/8",
-    "⅜": "3/8",
-    "⅝": "5/8",
-    "⅞": "7/8",
-}
+_PARTS = "halves thirds fourths fifths sixths sevenths eighths ninths tenths"
+SCALES |= {word: Fraction(1, n) for n, word in enumerate(_PARTS.split(), start=2)}
 
 _CURRENCY = r"(?:(?:US|CA|AU)?\$|€|£|¥|₹|(?:USD|EUR|GBP|Rs\.?)\s?)"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -212,23 +188,20 @@ def number_in(text: str, percent: str = "unit") -> Fraction | None:
 
 def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
     """The last number in running text, as it is written and as a value; None if there is none."""
-    for match in reversed(list(_numbers(text))):
-        value = _value(match, match.string, percent)
-        if value is not None:
-            return match.group().strip(), value
-    return None
-
-
-def _numbers(text: str) -> Iterator[re.Match]:
-    """Finds the numbers that are no part of something else, in order."""
     text = undecorated(text)
+    matches = []
     place = 0
     while match := NUMBER.search(text, place):
         place = match.end()
         match = _without_binary_sign(match, text)
         before = text[max(0, match.start() - 8) : match.start()]
+        # one that is a part of something else does not count
         if not (_BEFORE.search(before) or _AFTER.match(text, match.end())):
-            yield match
+            matches.append(match)
+    for match in reversed(matches):
+        if (value := _value(match, text, percent)) is not None:
+            return match.group().strip(), value
+    return None
 
 
 def undecorated(text: str) -> str:
@@ -248,11 +221,13 @@ def undecorated(text: str) -> str:
     text = _DEGREES.sub(" degrees", text)
     text = _EQUALS.sub("=", text)
     # `1½` is a mixed number
-    for sign, written in VULGAR.items():
-        text = text.replace(sign, f" {written}")
+    text = _VULGAR.sub(
+        lambda sign: f" {Fraction(unicodedata.numeric(sign[0])).limit_denominator(9)}", text
+    )
     return text.strip(_QUOTES).rstrip(_END).strip(_QUOTES)
 
 
+_VULGAR = re.compile(r"[\u00bc-\u00be\u2153-\u215e]")
 _QUOTES = "*`'\" \n\t\r"
 _END = ".,;:!? *"
 _CHARACTERS = {
@@ -282,8 +257,7 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°")
 
 
 def _larger_at(rest: str) -> int | None:
-    """Returns the place, in the text behind a number, where something begins that the number is
-    only a part of; None where units and words follow."""
+    """Where something begins, behind a number, that it is only a part of; None: units, words."""
     if _CONNECTS_AT_ONCE.match(rest):
         return 0
     num_words = 0
@@ -299,8 +273,7 @@ def _larger_at(rest: str) -> int | None:
 
 
 def _is_of_a_unit(word: str, match: re.Match) -> bool:
-    """True if letters behind a number are a unit or a word, and no variables: `5 km`, `5 clips`;
-    not `5x`, `5 xy`."""
+    """True if letters behind a number are no variables: `5 km`, `5 clips`; not `5x`, `5 xy`."""
     if len(word) == 1 and word in _UNIT_LETTERS:
         return True
     if _GREEK.search(word):

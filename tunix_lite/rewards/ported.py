@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tunix_lite.rewards.fields import field_of
 
@@ -40,7 +39,10 @@ class OfTRL:
     def __call__(self, completions: list[str], example: dict) -> list[float | None]:
         columns = {name: [value] * len(completions) for name, value in example.items()}
         columns.pop("prompts", None)
-        prompt = self._prompt(example)
+        prompt = example.get("prompt", example.get("messages"))
+        if self.prompt is not None:
+            text = self.prompt.format_map(example)
+            prompt = [{"role": "user", "content": text}] if self.messages else text
         if prompt is not None:
             columns["prompts"] = [prompt] * len(completions)
         elif "prompts" in self._required:
@@ -65,12 +67,6 @@ class OfTRL:
             for one in named
             if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
         ]
-
-    def _prompt(self, example: dict) -> Any:
-        if self.prompt is None:
-            return example.get("prompt", example.get("messages"))
-        text = self.prompt.format_map(example)
-        return [{"role": "user", "content": text}] if self.messages else text
 
 
 @dataclass(frozen=True)
@@ -99,5 +95,5 @@ class OfVerl:
         return score["score"] if isinstance(score, dict) else score
 
 
-def _name(fn: Callable) -> str:
+def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)

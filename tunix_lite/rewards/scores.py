@@ -40,14 +40,14 @@ class Score(float):
         return float(self), self.kind, self.why
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """A value of a reward as JSON can hold it; `from_json` is the way back."""
     if isinstance(value, Score):
         return {"score": float(value), "kind": value.kind, "why": value.why}
     return [to_json(item) for item in value] if isinstance(value, list) else value
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: object) -> Any:
     """The value that `to_json` was given."""
     if isinstance(value, dict):
         return Score(value["score"], value["kind"], value["why"])
@@ -59,7 +59,7 @@ def no_answer(why: str) -> Score:
     return Score(0.0, "no_answer", why)
 
 
-def number(fn: Callable, completion: str, example: dict) -> float | dict:
+def number(fn: Callable[[str, dict], object], completion: str, example: dict) -> float | dict:
     """The number that a reward function returns, as JSON can hold it. NoScore if it is None,
     NotANumber if it is no number or not finite; '1' is a text, not a number."""
     value = fn(completion, example)
@@ -68,7 +68,9 @@ def number(fn: Callable, completion: str, example: dict) -> float | dict:
     return to_json(_finite(value))
 
 
-def numbers(fn: Callable, completions: list[str], example: dict) -> list[float | dict | None]:
+def numbers(
+    fn: Callable[[list[str], dict], object], completions: list[str], example: dict
+) -> list[float | dict | None]:
     """The numbers that a reward function of a whole group returns: a finite one, or None, for each
     completion, in their order. NotANumber if it is anything else."""
     values = fn(completions, example)
@@ -81,7 +83,7 @@ def numbers(fn: Callable, completions: list[str], example: dict) -> list[float |
     return [None if value is None else to_json(_finite(value)) for value in values]
 
 
-def _finite(value: Any) -> float:
+def _finite(value: object) -> float:
     if not hasattr(value, "__float__"):
         raise NotANumber(f"is {short_repr(value)}, not a number,")
     try:
@@ -95,7 +97,7 @@ def _finite(value: Any) -> float:
     return value if isinstance(value, Score) else as_float
 
 
-def text(fn: Callable, completion: str, example: dict) -> str | None:
+def text(fn: Callable[[str], object], completion: str, example: dict) -> str | None:
     """The text that `extract` returns for a completion, KEPT characters of it at most."""
     answer = fn(completion)
     return None if answer is None else bounded(str(answer))

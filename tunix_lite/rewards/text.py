@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tunix_lite.rewards.completion import UNITS, length_of
+from tunix_lite.rewards.completion import check_unit, length_of
 from tunix_lite.workers.limits import time_limit
 
 # characters of a completion that patterns and n-grams look at: its first ones
@@ -46,26 +46,17 @@ class Tags:
                 raise ValueError(f"tags: {tag!r} is not the name of a tag, such as answer")
 
     def __call__(self, completion: str, example: dict) -> float:
-        right = [self._is_right(completion, tag) for tag in self.tags]
+        right = []
+        for tag in self.tags:
+            opened, closed = f"<{tag}>", f"</{tag}>"
+            is_once = completion.count(opened) == completion.count(closed) == 1
+            right.append(is_once and completion.index(opened) < completion.index(closed))
         if self.partial:
             return sum(right) / len(right)
-        return float(all(right) and self._is_all(completion))
-
-    def _is_right(self, completion: str, tag: str) -> bool:
-        opened = completion.count(f"<{tag}>")
-        closed = completion.count(f"</{tag}>")
-        is_once = opened == closed == 1
-        return is_once and completion.index(f"<{tag}>") < completion.index(f"</{tag}>")
-
-    def _is_all(self, completion: str) -> bool:
-        """True if nothing but space stands before, between and behind the tags."""
-        place = 0
-        for tag in self.tags:
-            start = completion.index(f"<{tag}>")
-            if start < place or completion[place:start].strip():
-                return False
-            place = completion.index(f"</{tag}>") + len(f"</{tag}>")
-        return not completion[place:].strip()
+        # nothing but space stands before, between and behind the tags
+        parts = [rf"\s*<{re.escape(tag)}>.*</{re.escape(tag)}>\s*" for tag in self.tags]
+        is_all = all(right) and re.fullmatch("".join(parts), completion, re.DOTALL)
+        return float(bool(is_all))
 
 
 @dataclass(frozen=True)
@@ -118,7 +109,7 @@ class TargetLength:
     unit: str = "tokens"  # or words, characters
 
     def __post_init__(self):
-        _check_unit(self.unit)
+        check_unit(self.unit)
         if self.target < 0 or self.width < 1:
             raise ValueError(
                 f"target={self.target} must not be negative, and width={self.width} at least 1"
@@ -151,7 +142,7 @@ class CosineLength:
     wrong_long: float = -0.5
 
     def __post_init__(self):
-        _check_unit(self.unit)
+        check_unit(self.unit)
         if self.max_length < 1:
             raise ValueError(f"max_length={self.max_length} must be at least 1")
 
@@ -218,8 +209,3 @@ def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     """All runs of n words, in lower case, of the first LONGEST characters of a text."""
     split = text[:LONGEST].lower().split()
     return [tuple(split[i : i + n]) for i in range(len(split) - n + 1)]
-
-
-def _check_unit(unit: str) -> None:
-    if unit not in UNITS:
-        raise ValueError(f"unit={unit!r}; it is {', '.join(UNITS[:-1])} or {UNITS[-1]}")

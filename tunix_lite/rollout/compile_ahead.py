@@ -8,25 +8,25 @@ A program is lowered for shapes alone, with the shardings that the programs befo
 results. A later call of the program finds it compiled.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tunix_lite.parallel.compiling import check_wanted, compiled_together
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.extend import TurnPrograms, extend_calls
-from tunix_lite.rollout.programs import Programs, PromptCache, Queue, Slots
-from tunix_lite.rollout.scheduler import (
+from tunix_lite.rollout.engine import (
+    APPEND_WIDTHS,
+    append_calls,
+    empty_queue,
     prompt_cache_blocks,
     prompt_widths,
     queue_length,
 )
+from tunix_lite.rollout.programs import Programs, PromptCache, Slots
 from tunix_lite.types import Params
 
 
@@ -41,15 +41,13 @@ class RolloutSize:
     num_generations: int
     num_slots: int
     temperature: float = 1.0
-    # requests of the queue, if each has a random key of its own; None: all have that of the rollout
-    num_keys: int | None = None
+    # requests of the queue, if they may be more than those of these prompts
+    most_requests: int = 0
 
 
-def compile_rollout(
-    programs: Programs, per_layer_params: Params, size: RolloutSize
-) -> tuple[Queue, Slots]:
+def compile_rollout(programs: Programs, per_layer_params: Params, size: RolloutSize) -> Slots:
     """Compiles all programs of rollouts of this size, for these weights. Returns the shapes of
-    their queue, and of slots with all columns."""
+    slots with all columns."""
     spec = programs.spec
     generation = spec.generation
     widths = prompt_widths(generation.max_prompt_length)
@@ -63,7 +61,7 @@ def compile_rollout(
         axis_size("fsdp"),
     )
 
-    # The prompts, and the queue. A prompt cache is placed as the first width leaves it.
+    # The prompts. A prompt cache is placed as the first width leaves it.
     prompt_cache = results(programs.make_prompt_cache, block * cache_blocks)
     number = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -73,26 +71,27 @@ def compile_rollout(
         return results(programs.prefill, prompt_cache, per_layer_params, tokens, lengths, number)
 
     prompt_cache = prefilled(prompt_cache, widths[0])
-    queue = _queue(programs, size)
+    requests = max(size.num_prompts * size.num_generations, size.most_requests)
+    queue = empty_queue(queue_length(requests), spec.per_request)
 
     # The slots, for every number of columns.
     decode = programs.decode if size.temperature > 0 else programs.decode_greedy
     stopped = jax.ShapeDtypeStruct((size.num_slots,), jnp.int32)
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
 
-    def refilled(columns: int) -> Slots:
+    def decoded(columns: int) -> Slots:
         slots = results(programs.make_slots, size.num_slots, columns)
-        slots = results(programs.refill, slots, prompt_cache, queue, number, stopped)
+        slots = results(programs.admit, slots, prompt_cache, queue, number, stopped)
         slots, _ = results(decode, slots, per_layer_params, temperature)
-        return results(programs.refill, slots, prompt_cache, queue, number, stopped)
+        return results(programs.admit, slots, prompt_cache, queue, number, stopped)
 
     sizes = _columns(programs)
-    slots_of = [partial(refilled, columns) for columns in sizes]
+    slots_of = [partial(decoded, columns) for columns in sizes]
     further = [partial(prefilled, prompt_cache, width) for width in widths[1:]]
     every = compiled_together(slots_of + further)[: len(sizes)]
     for slots in every:
         _compile_resize(programs, slots, sizes)
-    return queue, every[sizes.index(spec.max_length)]
+    return every[sizes.index(spec.max_length)]
 
 
 def results(program: Any, *arguments: Any) -> Any:
@@ -121,15 +120,6 @@ def _columns(programs: Programs) -> list[int]:
     return [columns for columns in kv_cache.column_sizes(length) if columns >= least]
 
 
-def _queue(programs: Programs, size: RolloutSize) -> Queue:
-    key_data = jax.random.key_data(jax.random.key(0))
-    count = size.num_keys or size.num_prompts * size.num_generations
-    column = jax.ShapeDtypeStruct((queue_length(count),), jnp.int32)
-    keys = key_data.shape if size.num_keys is None else (queue_length(count), *key_data.shape)
-    key_data = jax.ShapeDtypeStruct(keys, np.uint32)
-    return results(programs.make_queue, key_data, *[column] * 4)
-
-
 def _compile_resize(programs: Programs, slots: Slots, sizes: list[int]) -> None:
     """Compiles the program that gives the slots another number of columns."""
     spec = programs.spec
@@ -140,20 +130,17 @@ def _compile_resize(programs: Programs, slots: Slots, sizes: list[int]) -> None:
                 results(programs.resize_layer, kv, wanted)
 
 
-def compile_extend(
-    programs: TurnPrograms, slots: Slots, per_layer_params: Params, widths: Sequence[int]
-) -> Slots:
-    """Compiles the program that appends tokens to slots, for pieces of these widths. Returns the
-    shapes of the slots after it."""
+def compile_append(programs: Programs, slots: Slots, per_layer_params: Params) -> Slots:
+    """Compiles the program that appends tokens to slots. Returns the shapes of the slots after
+    it."""
     num_slots = len(slots.requests)
-    for width in widths:
-        call = extend_calls({0: ([0] * width, 1)}, num_slots)[0]
-        arrays = (call.rows, call.tokens, call.counts, call.limits)
-        slots = results(programs.extend, slots, per_layer_params, *arrays)
+    for width in APPEND_WIDTHS:
+        call = append_calls({0: ([0] * width, 1)}, num_slots)[0]
+        slots = results(programs.append, slots, per_layer_params, *call)
     return slots
 
 
-def compile_rewind(programs: TurnPrograms, slots: Slots, chunk: int) -> None:
+def compile_rewind(programs: Programs, slots: Slots, chunk: int) -> None:
     """Compiles the program that takes back tokens behind a stop text, of chunks of so many
     tokens."""
     num_slots = len(slots.requests)

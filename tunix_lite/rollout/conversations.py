@@ -1,9 +1,9 @@
 """Conversations: a slot keeps its sequence while an environment answers, and goes on from there.
 
-When a turn has ended, its tokens go to a `Partner`. What it answers is appended to the slot by
-extend.py, and decoding goes on; nothing is read or tokenised a second time. While the partner
-thinks, the other slots decode. Where sequences wait for a slot, the cache of one that waits for its
-partner may be kept on the host meanwhile (it is parked).
+When a turn has ended, its tokens go to a `Partner`. What it answers is appended to the slot, and
+decoding goes on; nothing is read or tokenised a second time. While the partner thinks, the other
+slots decode. Where sequences wait for a slot, the cache of one that waits for its partner may be
+kept on the host meanwhile (it is offloaded).
 
 When answers come is a matter of the clock; what is sampled is not. A token depends on its own
 sequence, and on a random key that follows from its prompt, its generation and the number of tokens
@@ -11,59 +11,23 @@ that the conversation has sampled before.
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
-from tunix_lite.rollout.compile_ahead import compile_extend, compile_rewind
-from tunix_lite.rollout.engine import (
-    OnChunk,
-    RolloutArrays,
-    Sampling,
-    check_kernels,
-    compile_ahead,
-    make_generate,
-    make_prepare,
-    sampler_spec,
-    whole_or_stepwise,
-)
-from tunix_lite.rollout.extend import (
-    EXTEND_WIDTHS,
-    TurnPrograms,
-    extend_calls,
-    make_turn_programs,
-)
+from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
 from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
-from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, make_programs
-from tunix_lite.rollout.requests import (
-    Request,
-    StopCriteria,
-    check_prompts,
-    not_finite,
-    stop_text_end,
-)
-from tunix_lite.rollout.rewind import longest_chunk
-from tunix_lite.rollout.scheduler import (
-    RolloutScheduler,
-    padded_width,
-    prompt_blocks,
-    prompt_widths,
-)
+from tunix_lite.rollout.programs import Slots
+from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import (
     Conversation,
     Metrics,
-    Params,
     Prompts,
     Rollout,
     SampledTurn,
@@ -99,11 +63,9 @@ class Partner(Protocol):
 class Talk:
     """A conversation under way, from the host's side.
 
-    Example: `Talk(number=3, row=3, request=request)`, not begun yet; later its `slot` is 0.
+    Example: `Talk(row=3, request=request)`, not begun yet; later its `slot` is 0.
     """
 
-    # index in the request queue
-    number: int
     # row in the Rollout
     row: int
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
@@ -111,7 +73,7 @@ class Talk:
     # the slot that holds it; None: none does
     slot: int | None = None
     # a copy of its slot on the host
-    parked: Slots | None = None
+    offloaded: Slots | None = None
     # [begin, end) of each turn among the tokens, and its answer
     turns: list[tuple[int, int, TurnReply | None]] = field(default_factory=list)
     # first token of the turn that is being sampled
@@ -179,31 +141,27 @@ class ConversationScheduler:
 
     def __init__(
         self,
-        engine: RolloutScheduler,
-        programs: TurnPrograms,
+        engine: Engine,
         partner: Partner,
-        queue: "ConversationRequests",
-        most_parked: int,
-        criteria: StopCriteria,
+        requests: list[Request],
+        most_offloaded: int,
     ):
-        """engine: whose slots and queue they are, nothing started. most_parked: how many slots that
-        wait may be given to others. criteria: what ends a turn."""
+        """engine: whose slots they take, nothing started. most_offloaded: how many slots that wait
+        may be given to others."""
         self.engine = engine
-        self.programs = programs
         self.partner = partner
-        self.most_parked = most_parked
-        self.criteria = criteria
-        self.talks = [Talk(i, row, engine.requests[i]) for i, row in enumerate(queue.rows)]
-        self.queue = queue
+        self.most_offloaded = most_offloaded
+        self.talks = [Talk(request.row, request) for request in requests]
         self.by_row = {talk.row: talk for talk in self.talks}
         self.by_slot: list[Talk | None] = [None] * engine.num_slots
         self.num_appended = 0
-        self.num_parked = 0
+        self.num_offloaded = 0
         # Slots that decoded, and that held a sequence, summed over chunks.
         self.slots_decoding = 0
         self.slots_held = 0
         self.seconds_waited = 0.0
         self.patience = Patience()
+        engine.admit(requests)
 
     @property
     def is_over(self) -> bool:
@@ -218,8 +176,8 @@ class ConversationScheduler:
     def advance(self) -> list[Talk]:
         """Takes answers, fills slots, and decodes a chunk. Returns the conversations that ended."""
         ended = self.take_replies()
-        self.park()
-        self.unpark()
+        self.offload()
+        self.restore()
         self.append_answers()
         self.begin_others()
         if self.is_decoding:
@@ -232,7 +190,7 @@ class ConversationScheduler:
         on_finished: Callable[[int, list[int]], None] | None,
         on_chunk: OnChunk | None,
     ) -> None:
-        """Hands the conversations that have ended to the callback of make_converse."""
+        """Hands the conversations that have ended to the callbacks of make_generate."""
         if on_finished is not None:
             for talk in ended:
                 on_finished(talk.row, talk.last_turn)
@@ -284,46 +242,40 @@ class ConversationScheduler:
 
         request.reason = "eos" if reply.done and not reply.failure else "length"
         request.ended = self.engine.elapsed()
-        self.engine.unfinished -= 1
-        talk.parked = None
+        self.engine.release(request, talk.slot)
+        talk.offloaded = None
         if talk.slot is not None:
-            self.free(talk)
-
-    def free(self, talk: Talk) -> None:
-        """Gives its slot back."""
-        self.by_slot[talk.slot] = None
-        self.engine.stopped[talk.slot] = talk.number
-        talk.slot = None
+            self.by_slot[talk.slot] = None
+            talk.slot = None
 
     # ---- slots
 
     @property
     def num_queued(self) -> int:
         """Conversations that could use a slot now, and have none."""
-        parked = sum(talk.parked is not None and talk.answer is not None for talk in self.talks)
-        return len(self.talks) - self.engine.num_taken + parked
+        ready = sum(talk.offloaded is not None and talk.answer is not None for talk in self.talks)
+        return len(self.talks) - self.engine.num_taken + ready
 
     @property
     def has_room(self) -> bool:
         """Returns whether a slot is free, or could be freed."""
-        can_park = self.num_parked_now < self.most_parked
-        free = sum(talk is None for talk in self.by_slot)
+        can_offload = self.num_offloaded_now < self.most_offloaded
         held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
-        return bool(free or (can_park and held))
+        return None in self.by_slot or bool(can_offload and held)
 
     @property
-    def num_parked_now(self) -> int:
+    def num_offloaded_now(self) -> int:
         """Conversations whose caches are on the host."""
-        return sum(talk.parked is not None for talk in self.talks)
+        return sum(talk.offloaded is not None for talk in self.talks)
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """Frees slots whose conversations wait, for as many others as could go on.
 
         One that has just begun to wait stays for a chunk, since most answers come at once; unless
         no slot would decode.
         """
-        needed = self.num_queued - sum(talk is None for talk in self.by_slot)
-        allowed = min(needed, self.most_parked - self.num_parked_now)
+        needed = self.num_queued - self.by_slot.count(None)
+        allowed = min(needed, self.most_offloaded - self.num_offloaded_now)
         if allowed <= 0:
             return
         least = 1 if self.is_decoding else 0
@@ -331,22 +283,20 @@ class ConversationScheduler:
         chosen = [talk for talk in waiting if talk.chunks_waited >= least]
         chosen.sort(key=lambda talk: -talk.chunks_waited)
         for talk in chosen[:allowed]:
-            copy = self.programs.read_slot(self.engine.slots, np.int32(talk.slot))
-            talk.parked = jax.device_get(copy)
-            self.free(talk)
-            self.num_parked += 1
+            talk.offloaded = self.engine.offload(talk.slot, talk.request)
+            self.by_slot[talk.slot] = None
+            talk.slot = None
+            self.num_offloaded += 1
 
-    def unpark(self) -> None:
+    def restore(self) -> None:
         """Puts conversations that have their answer into free slots again."""
-        ready = [t for t in self.talks if t.parked is not None and t.answer is not None]
+        ready = [t for t in self.talks if t.offloaded is not None and t.answer is not None]
         free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
         for talk, slot in zip(ready, free):
-            engine = self.engine
-            engine.slots = self.programs.write_slot(engine.slots, talk.parked, np.int32(slot))
-            self.engine.stopped[slot] = -1
+            self.engine.restore(slot, talk.offloaded)
             self.by_slot[slot] = talk
             talk.slot = slot
-            talk.parked = None
+            talk.offloaded = None
 
     def append_answers(self) -> None:
         """Reads the answers of partners in the slots that they belong to."""
@@ -365,12 +315,7 @@ class ConversationScheduler:
             talk.answer = None
             new[talk.slot] = (tokens, talk.num_sampled + self.room_of_turn(talk))
             self.num_appended += len(tokens)
-        if not new:
-            return
-        engine = self.engine
-        for call in extend_calls(new, engine.num_slots):
-            arrays = (call.rows, call.tokens, call.counts, call.limits)
-            engine.slots = self.programs.extend(engine.slots, engine.per_layer_params, *arrays)
+        self.engine.append(new)
 
     def room_of_turn(self, talk: Talk) -> int:
         """Tokens of its next turn, at most."""
@@ -379,37 +324,24 @@ class ConversationScheduler:
         return left if most is None else min(left, most)
 
     def begin_others(self) -> None:
-        """Gives free slots the next conversations of the queue, as the refill program does."""
-        engine = self.engine
-        while engine.num_taken < len(self.talks):
-            free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
-            if not free:
-                return
-            engine.prefill_blocks()
-            engine.refill()
-            new = self.talks[engine.num_taken : engine.num_ready][: len(free)]
-            for talk, slot in zip(new, free):
-                talk.slot = slot
-                self.by_slot[slot] = talk
-                engine.stopped[slot] = -1
-            engine.num_taken += len(new)
-        # Free its memory.
-        engine.prompt_cache = None
+        """Gives free slots the next conversations of the queue."""
+        for slot, request in self.engine.fill():
+            talk = self.by_row[request.row]
+            talk.slot = slot
+            self.by_slot[slot] = talk
 
     # ---- decoding
 
     def decode(self) -> None:
         """Decodes a chunk, and sends the turns that have ended to the partner."""
         engine = self.engine
-        is_greedy = engine.temperature == 0
-        program = engine.programs.decode_greedy if is_greedy else engine.programs.decode
-        saved = self.programs.save(engine.slots) if self.criteria.texts else None
+        programs = engine.programs
+        saved = programs.save(engine.slots) if engine.criteria.texts else None
         began = time.perf_counter()
-        engine.slots, report = program(engine.slots, engine.per_layer_params, engine.temperature)
-        chunk = jax.device_get(report)
+        engine.decode()
+        chunk = engine.read_chunk()
         seconds = time.perf_counter() - began
         self.patience.chunk_seconds = min(self.patience.chunk_seconds, seconds)
-        engine.num_chunks += 1
         engine.chunks_absorbed += 1
         now = engine.elapsed()
 
@@ -423,23 +355,15 @@ class ConversationScheduler:
                 continue
             self.slots_decoding += 1
             request = talk.request
-            count = int((chunk.tokens[:, slot] >= 0).sum())
-            if not np.isfinite(chunk.logprobs[:count, slot]).all():
-                prompt = self.queue.prompts[request.prompt]
-                raise FloatingPointError(not_finite(request, prompt, self.criteria.tokenizer))
-            end = stop_text_end(request, chunk.tokens[:count, slot].tolist(), self.criteria)
-            if end is not None:
-                count = end
-                num_kept[slot] = end
-            request.tokens += chunk.tokens[:count, slot].tolist()
-            request.logprobs += chunk.logprobs[:count, slot].tolist()
-            request.full_logprobs += chunk.full_logprobs[:count, slot].tolist()
-            talk.num_sampled += count
+            end = engine.take_tokens(chunk, slot, request)
+            talk.num_sampled += request.num_new
             request.began = now if request.began is None else request.began
+            if end is not None:
+                num_kept[slot] = end
             if end is not None or not chunk.running[slot]:
                 self.end_turn(talk)
         if (num_kept >= 0).any():
-            engine.slots = self.programs.rewind(engine.slots, saved, chunk.tokens, num_kept)
+            engine.slots = programs.rewind(engine.slots, saved, chunk.tokens, num_kept)
 
     def end_turn(self, talk: Talk) -> None:
         """Sends the turn that has ended to the partner."""
@@ -447,7 +371,8 @@ class ConversationScheduler:
         talk.turns.append((talk.begin, len(talk.request.tokens), None))
         talk.is_waiting = True
         talk.chunks_waited = 0
-        self.partner.submit(talk.row, tokens, self.criteria.tokens.get(tokens[-1]) == "eos")
+        ends = self.engine.criteria.tokens
+        self.partner.submit(talk.row, tokens, ends.get(tokens[-1]) == "eos")
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
@@ -463,105 +388,14 @@ class ConversationScheduler:
             "perf/slot_use": sampled / (steps * engine.num_slots),
             "perf/slots_busy": self.slots_decoding / most_slots,
             "perf/slots_held": self.slots_held / most_slots,
-            "perf/slots_parked": self.num_parked,
+            "perf/slots_parked": self.num_offloaded,
             "perf/rollout_tokens_per_second": sampled / seconds,
             "time/waiting_for_environments": self.seconds_waited,
             "time/rollout": seconds,
         }
 
 
-# ---- converse
-
-
-def make_converse(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    dtype: DTypeLike = jnp.float32,
-    rollout: RolloutConfig | None = None,
-    tokenizer: Tokenizer | None = None,
-    tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Sampling:
-    """converse(params, prompts, key, num_generations=1, temperature=..., partner, on_finished=None,
-    on_chunk=None, between_chunks=None, stepwise=False) -> Rollout of P * G conversations.
-
-    generation.max_new_tokens bounds all that comes after a prompt, answers included.
-    on_finished(row, tokens) gets the last turn of a conversation. With stepwise it returns a
-    generator that stops after each chunk, and returns the Rollout. The rest is as in
-    engine.make_generate. A stop text ends a turn, and what was drawn behind it is taken back.
-    """
-    rollout = RolloutConfig() if rollout is None else rollout
-    generation.check_fits(cfg.vocab_size)
-    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    criteria = StopCriteria(ends, generation.stop, tokenizer)
-    programs_of = make_programs_of_turns(spec, bool(generation.stop))
-    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-
-    def in_steps(
-        params: Params,
-        prompts: Prompts,
-        key: jax.Array,
-        num_generations: int = 1,
-        temperature: float = generation.temperature,
-        *,
-        partner: Partner,
-        on_finished: Callable[[int, list[int]], None] | None = None,
-        on_chunk: OnChunk | None = None,
-        between_chunks: Callable[[], None] | None = None,
-    ) -> Generator[None, None, Rollout]:
-        criteria.check()
-        programs, turn_programs = programs_of(partner.max_turn_tokens)
-        queue = ConversationRequests.of(prompts, num_generations, generation, partner)
-        check_kernels(programs.spec, rollout, params)
-        check_prompts(queue.prompts, cfg, generation, tokenizer)
-        num_slots = rollout.slots(len(queue.requests), axis_size("fsdp"))
-        blocks = prompt_blocks(programs.spec, queue.in_order, queue.per_prompt, num_slots)
-        inputs = (prepare(params), np.float32(temperature), queue.requests, blocks, num_slots, key)
-        engine = RolloutScheduler(programs, *inputs)
-        most = most_parked(rollout, engine)
-        talks = ConversationScheduler(engine, turn_programs, partner, queue, most, criteria)
-        while not talks.is_over:
-            talks.hand_over(talks.advance(), on_finished, on_chunk)
-            if between_chunks is not None:
-                between_chunks()
-            yield
-        partner.close()
-        return conversations_as_rollout(talks)
-
-    ahead = partial(compile_turns_ahead, programs_of, prepare, rollout)
-    return Sampling(whole_or_stepwise(in_steps), ahead)
-
-
-def compile_turns_ahead(
-    programs_of: Callable[[int | None], tuple[Programs, TurnPrograms]],
-    prepare: Callable[[Params], Params],
-    rollout: RolloutConfig,
-    params: Params,
-    *size: int,
-    temperature: float | None = None,
-    max_turn_tokens: int | None = None,
-) -> None:
-    """Compiles like engine.compile_ahead, for conversations with turns of so many tokens."""
-    programs, turn_programs = programs_of(max_turn_tokens)
-    weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
-    compile_extend(turn_programs, slots, weights, EXTEND_WIDTHS)
-    if programs.spec.generation.stop:
-        compile_rewind(turn_programs, slots, programs.spec.chunk)
-
-
-def make_programs_of_turns(
-    spec: SamplerSpec, has_stop_texts: bool
-) -> Callable[[int | None], tuple[Programs, TurnPrograms]]:
-    """programs_of(max_turn_tokens) -> the programs for such turns, the same ones each time."""
-    longest = longest_chunk(spec) if has_stop_texts else spec.chunk
-
-    @cache
-    def of_chunk(chunk: int) -> tuple[Programs, TurnPrograms]:
-        programs = make_programs(replace(spec, holds=True, chunk=chunk))
-        return programs, make_turn_programs(programs)
-
-    return lambda max_turn_tokens: of_chunk(chunk_of_turns(longest, max_turn_tokens))
+# ---- a rollout of conversations
 
 
 def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
@@ -575,90 +409,35 @@ def chunk_of_turns(chunk: int, max_turn_tokens: int | None) -> int:
     return -(-max_turn_tokens // chunks)
 
 
-def make_generate_with_partner(*arguments: Any, **named: Any) -> Sampling:
-    """Builds a sampler like engine.make_generate, of the same arguments. With a `partner`,
-    generate(...) samples conversations, as `make_converse` does. compile_ahead takes `converses`,
-    and the partner's `max_turn_tokens`."""
-    single = make_generate(*arguments, **named)
-    converse = make_converse(*arguments, **named)
+def conversation_requests(
+    prompts: Prompts,
+    num_generations: int,
+    generation: GenerationConfig,
+    partner: Partner,
+    key: jax.Array,
+) -> list[Request]:
+    """The requests of P * G conversations. Where the generations of a prompt begin alike, they
+    share one reading of it."""
+    G = num_generations
+    limit = generation.max_new_tokens
+    own = partner.prompts or [prompt for prompt in prompts for _ in range(G)]
+    key_data = np.asarray(jax.random.key_data(key))
+    first_limit = min(limit, partner.max_turn_tokens or limit)
+    requests = [
+        Request(row // G, row // G, row % G, limit, tuple(map(int, ids)), key_data, row)
+        for row, ids in enumerate(own)
+    ]
+    for request in requests:
+        request.first_limit = first_limit
 
-    def generate(*inputs: Any, partner: Partner | None = None, **options: Any) -> Rollout:
-        if partner is None:
-            return single(*inputs, **options)
-        return converse(*inputs, partner=partner, **options)
-
-    def compile_ahead(
-        *inputs: Any, converses: bool, max_turn_tokens: int | None = None, **options: Any
-    ) -> None:
-        if converses:
-            converse.compile_ahead(*inputs, max_turn_tokens=max_turn_tokens, **options)
-        else:
-            single.compile_ahead(*inputs, **options)
-
-    return Sampling(generate, compile_ahead)
-
-
-@dataclass(frozen=True)
-class ConversationRequests:
-    """Requests and prompts of a rollout of conversations.
-
-    Example: of two prompts with 4 generations each, that begin alike -> 2 prompts, 8 requests.
-    """
-
-    # prompts to read: one for each group, or for each row where environments begin with own texts
-    prompts: Prompts
-    # requests of each prompt
-    per_prompt: int
-    # requests in the order of the queue, and their rows in the Rollout
-    requests: list[Request]
-    rows: list[int]
-
-    @property
-    def in_order(self) -> Prompts:
-        """The prompts in the order in which they are read."""
-        return [self.prompts[r.prompt] for r in self.requests[:: self.per_prompt]]
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Prompts,
-        num_generations: int,
-        generation: GenerationConfig,
-        partner: Partner,
-    ) -> "ConversationRequests":
-        """prompts, num_generations: as `converse` gets them."""
-        G = num_generations
-        limit = generation.max_new_tokens
-        first_limit = min(limit, partner.max_turn_tokens or limit)
-
-        # Where the generations of a prompt begin alike, they share one reading of it.
-        own = partner.prompts
-        per_prompt = G
-        if own is not None:
-            groups = [own[i : i + G] for i in range(0, len(own), G)]
-            alike = all(list(row) == list(group[0]) for group in groups for row in group)
-            prompts = [group[0] for group in groups] if alike else own
-            per_prompt = G if alike else 1
-
-        # The widest prompts first: if memory does not suffice, that shows at once.
-        widths = prompt_widths(generation.max_prompt_length)
-        order = sorted(range(len(prompts)), key=lambda p: -len_padded(prompts[p], widths))
-        rows = [p * per_prompt + g for p in order for g in range(per_prompt)]
-        requests = [
-            Request(row // per_prompt, row // G, row % G, limit, first_limit=first_limit)
-            for row in rows
-        ]
-        return cls(prompts, per_prompt, requests, rows)
+    # The widest prompts first: if memory does not suffice, that shows at once.
+    widths = prompt_widths(generation.max_prompt_length)
+    return sorted(requests, key=lambda one: -padded_width(len(one.ids), widths))
 
 
-def len_padded(prompt: Sequence[int], widths: list[int]) -> int:
-    """The width that a prompt is padded to; a prompt that is too long, to none."""
-    return padded_width(len(prompt), widths) if len(prompt) <= widths[0] else len(prompt)
-
-
-def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
-    """Returns how many slots of waiting conversations may be parked at once, by the memory that is
-    free on every host. All hosts must call it."""
+def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: int) -> int:
+    """Returns how many slots of waiting conversations may be offloaded at once, by the memory that
+    is free on every host. All hosts must call it."""
     spec = engine.programs.spec
     mesh_shape = {axis: axis_size(axis) for axis in AXES}
     with use_rules("rollout"):
@@ -667,7 +446,7 @@ def most_parked(rollout: RolloutConfig, engine: RolloutScheduler) -> int:
         spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots, (), mesh_shape, rules
     )
     free = min(allgather_values(free_host_bytes()))
-    return memory.parking(len(engine.requests), free).most
+    return memory.parking(num_conversations, free).most
 
 
 def conversations_as_rollout(
@@ -690,7 +469,7 @@ def conversations_as_rollout(
         answered[row] = arrays.completion_mask[row] & (turn_ids[row] == 0)
 
     # What an environment answered is read, and not sampled.
-    prompts = [talks.queue.prompts[talk.request.prompt] for talk in chosen]
+    prompts = [talk.request.ids for talk in chosen]
     rollout = arrays.rollout(prompts, 1, talks.metrics() if some is None else {})
     return rollout.replace(
         completion_mask=rollout.completion_mask & ~answered,

@@ -1,418 +1,519 @@
-"""Sampling completions: each prompt is read once, a fixed number of slots decode, and a completion
-that ends makes room for the next request.
+"""The engine of all sampling: slots on the devices, and the host's record of what they decode.
 
-`make_sampler` yields completions while they grow; `make_generate` makes a `Rollout` of them.
-programs.py holds what runs on the devices, scheduler.py what the host does meanwhile.
+A batch of prompts, partial rollouts, conversations and the server use it in the same way:
+
+admit       requests join the queue; a free slot takes the next one whose prompt has been read
+append      reads tokens that nobody sampled into slots
+start_chunk fills free slots and starts a chunk of decoding; next_chunk and absorb read its tokens
+release     frees a slot before its request has ended
+offload, restore  copy a slot to the host and back
+
+While requests wait, the devices have a chunk ahead of them: the host starts a chunk before it reads
+the tokens of the chunk before, and the slots themselves take the next requests. (A loop that asks
+after every token would make a GPU wait for the host after every token.) With several hosts, each
+one runs this code and reads all tokens, so all of them decide the same.
 """
 
-import threading
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from tunix_lite.kernels.choice import check_fused
-from tunix_lite.models import decoder
-from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.models.weights import are_plain
-from tunix_lite.parallel.mesh import (
-    axis_size,
-    current_mesh,
-    current_platform,
-    gathered_sharding,
-)
-from tunix_lite.rollout.compile_ahead import RolloutSize, as_shape, compile_rollout
-from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, make_programs
-from tunix_lite.rollout.requests import Request, StopCriteria, check_limits, check_prompts
-from tunix_lite.rollout.scheduler import (
-    RolloutScheduler,
-    padded_width,
-    prompt_blocks,
-    prompt_widths,
-)
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
+from tunix_lite.parallel.compiling import stopwatch
+from tunix_lite.parallel.mesh import axis_size
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.programs import DecodedChunk, Programs, PromptCache, Queue, Slots, no_draws
+from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_end
+from tunix_lite.types import Metrics, Params
 
-# on_chunk(requests that got tokens, those that ended by row, each as a Rollout of one row)
-OnChunk = Callable[[Sequence[Request], dict[int, Rollout]], None]
+# Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
+TOKENS_PER_PREFILL = 4096
+# Prompts are read for so many chunks to come: two are under way, and a third is being started.
+CHUNKS_AHEAD = 3
+# Tokens. Prompts below this length are not sorted by length.
+MIN_PROMPT_WIDTH = 64
+# Requests. A shorter queue is padded to this length.
+MIN_QUEUE = 64
+# The widths that appended tokens are padded to. Longer ones are read in pieces of the last of them.
+APPEND_WIDTHS = (16, 64, 256)
+# Slots that one call of `append` reads, where the mesh does not divide the slots: these, or all.
+FEW_SLOTS = 8
+
+# By slot, tokens to append, and the count of sampled tokens at which the slot is cut after them.
+Appended = dict[int, tuple[list[int], int]]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """A function that samples, and one that compiles its programs.
+class Engine:
+    """Decodes requests in slots.
 
-    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4), then
-    generate(params, prompts, key, 4), with 16 prompts, compiles nothing.
+    Example: engine = Engine(programs, weights, num_slots=4, queue=64, blocks=((2,), 3));
+    engine.admit(requests); engine.start_chunk(); engine.absorb(engine.next_chunk()).
     """
 
-    sample: Callable
-    # (params, num_prompts, num_generations, temperature=...): compiles every program that so many
-    # prompts and completions of any length need
-    compile_ahead: Callable[..., None]
+    def __init__(
+        self,
+        programs: Programs,
+        per_layer_params: Params,
+        num_slots: int,
+        queue: int,
+        blocks: tuple[tuple[int, ...], int],
+        criteria: StopCriteria,
+        temperature: float = 1.0,
+        columns: int | None = None,
+    ):
+        """queue: requests that can wait for a slot with their prompts read. blocks: the numbers of
+        prompts that one prefill may read, ascending, and the blocks that the prompt cache holds.
+        columns: of the cache at first; None: as the first requests need."""
+        spec = programs.spec
+        self.programs = programs
+        self.per_layer_params = per_layer_params
+        self.num_slots = num_slots
+        self.criteria = criteria
+        self.temperature = np.float32(temperature)
+        self.chunk = spec.chunk
+        self.length = spec.max_length
+        self.widths = prompt_widths(spec.generation.max_prompt_length)
+        self.block_sizes, self.cache_blocks = blocks
+        self.columns = columns
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.sample(*arguments, **options)
+        # Requests whose prompts wait, and those that have got a number and not ended, by number.
+        self.waiting: deque[Request] = deque()
+        self.requests: dict[int, Request] = {}
+        # Requests whose prompts were read, after each block of the prompt cache; and all of them.
+        self.block_ends: deque[int] = deque(maxlen=self.cache_blocks)
+        self.num_blocks = 0
+        self.num_ready = 0
+        # Requests that slots are known to have taken: they may have taken more. The slots that are
+        # known to be free; and by slot, the request that the host has ended (-1: none).
+        self.num_taken = 0
+        self.is_free = np.ones(num_slots, bool)
+        self.stopped = np.full(num_slots, -1, np.int32)
+        # The next requests, as `Queue` holds them.
+        self.queue = empty_queue(queue, spec.per_request)
+
+        # Chunks that were started and not read yet.
+        self.in_flight: deque[DecodedChunk] = deque()
+        self.num_chunks = 0
+        self.chunks_absorbed = 0
+        self.prefill_tokens = 0
+        self.tokens_sampled = 0
+        self.elapsed = stopwatch()
+        self.prompt_cache: PromptCache | None = None
+        self.slots: Slots | None = None
+
+    # ---- requests
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Puts requests at the end of the queue. Those of one prompt stand side by side."""
+        self.waiting.extend(requests)
+
+    def release(self, request: Request, slot: int | None = None) -> None:
+        """Ends a request. slot: the one that holds it; None: the next chunk says which one does."""
+        if request.number < 0:
+            self.waiting.remove(request)
+        self.requests.pop(request.number, None)
+        if slot is not None:
+            self.stopped[slot] = request.number
+            self.is_free[slot] = True
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether requests wait for a slot."""
+        return bool(self.waiting) or self.num_taken < self.num_ready
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self.waiting) + len(self.requests)
+
+    def fill(self) -> list[tuple[int, Request]]:
+        """Reads prompts and gives free slots their requests, until slots or requests are gone.
+        Returns the slots that are known to have got one."""
+        filled = []
+        while self.waits and (self.in_flight or self.is_free.any()):
+            self._make_room()
+            self._read_prompts()
+            # Copies, as jax may read a host's array later than now, when the host has changed it.
+            queue, stopped = jax.tree.map(np.copy, (self.queue, self.stopped))
+            ready = np.int32(self.num_ready)
+            self.slots = self.programs.admit(self.slots, self.prompt_cache, queue, ready, stopped)
+
+            # Free slots take the next requests in order.
+            numbers = range(self.num_taken, self.num_ready)
+            new = list(zip(np.flatnonzero(self.is_free).tolist(), numbers))
+            taken = []
+            for slot, number in new:
+                # A request that was released meanwhile leaves its slot at once.
+                self.is_free[slot] = number not in self.requests
+                self.stopped[slot] = number if self.is_free[slot] else -1
+                if number in self.requests:
+                    taken.append((slot, self.requests[number]))
+            self.num_taken += len(new)
+            # While chunks are under way, other slots may have ended: absorb sees who took which.
+            if not self.in_flight:
+                self._read_again(dict(taken))
+            filled += taken
+            if not new:
+                break
+        return filled
+
+    def _make_room(self) -> None:
+        if self.slots is None:
+            self.columns = self.columns or self.columns_needed()
+            self.slots = self.programs.make_slots(self.num_slots, self.columns)
+        if self.prompt_cache is None:
+            rows = self.block_sizes[-1] * self.cache_blocks
+            self.prompt_cache = self.programs.make_prompt_cache(rows)
+
+    def _read_prompts(self) -> None:
+        """Reads all blocks of prompts for which the prompt cache has room.
+
+        A block has room once slots have taken all requests of the block whose place it takes.
+        """
+        ends = self.block_ends
+        while self.waiting and not (len(ends) == self.cache_blocks and ends[0] > self.num_taken):
+            first_row = self.num_blocks % self.cache_blocks * self.block_sizes[-1]
+            block = self._next_block(first_row)
+            if not block:
+                return
+            # Rows that the block does not fill hold one token, so that no sequence is empty.
+            count = min(size for size in self.block_sizes if size >= len(block))
+            width = padded_width(len(max(block, key=len)), self.widths)
+            tokens = np.zeros((count, width), np.int32)
+            lengths = np.ones(count, np.int32)
+            for i, ids in enumerate(block):
+                tokens[i, : len(ids)] = ids
+                lengths[i] = len(ids)
+            self.prompt_cache = self.programs.prefill(
+                self.prompt_cache, self.per_layer_params, tokens, lengths, np.int32(first_row)
+            )
+            self.num_blocks += 1
+            ends.append(self.num_ready)
+            self.prefill_tokens += sum(map(len, block))
+
+    def _next_block(self, first_row: int) -> list[Sequence[int]]:
+        """Gives the next requests a number and a place in the queue. Returns their prompts, each
+        once.
+
+        A block holds prompts of one width. So the width to which a prompt is padded depends on its
+        length alone, and the rounding of its keys and values does, too.
+        """
+        block: list[Sequence[int]] = []
+        queue = self.queue
+        while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
+            request = self.waiting[0]
+            if not block or request.ids != block[-1]:
+                lengths = [len(ids) for ids in (request.ids, *block[:1])]
+                is_wider = len({padded_width(length, self.widths) for length in lengths}) > 1
+                if is_wider or len(block) == self.block_sizes[-1]:
+                    break
+                block.append(request.ids)
+            self.waiting.popleft()
+            request.number = self.num_ready
+            request.first_chunk = None if request.tokens else 0
+            self.requests[request.number] = request
+            place = request.number % len(queue.rows)
+            queue.rows[place] = first_row + len(block) - 1
+            queue.key_data[place] = request.key_data
+            queue.prompts[place] = request.index
+            queue.generations[place] = request.generation
+            queue.num_drawn[place] = len(request.tokens)
+            queue.limits[place] = 0 if request.tokens else request.first_limit or request.limit
+            if request.draw is not None:
+                for field in fields(queue.draws):
+                    getattr(queue.draws, field.name)[place] = getattr(request.draw, field.name)
+            self.num_ready += 1
+        return block
+
+    # ---- slots
+
+    def append(self, new: Appended) -> None:
+        """Reads tokens into slots, which decode on from there."""
+        for call in append_calls(new, self.num_slots):
+            self.slots = self.programs.append(self.slots, self.per_layer_params, *call)
+
+    def _read_again(self, taken: dict[int, Request]) -> None:
+        """Reads the tokens that requests had before they were admitted."""
+        resumed = {slot: one for slot, one in taken.items() if one.tokens}
+        for request in resumed.values():
+            request.first_chunk = self.num_chunks
+        self.append({slot: (list(one.tokens), one.limit) for slot, one in resumed.items()})
+
+    def offload(self, slot: int, request: Request) -> Slots:
+        """Copies the sequence of a slot to the host, and frees the slot."""
+        copy = jax.device_get(self.programs.read_slot(self.slots, np.int32(slot)))
+        self.stopped[slot] = request.number
+        self.is_free[slot] = True
+        return copy
+
+    def restore(self, slot: int, copy: Slots) -> None:
+        """Puts an offloaded sequence into a free slot."""
+        self.slots = self.programs.write_slot(self.slots, copy, np.int32(slot))
+        self.stopped[slot] = -1
+        self.is_free[slot] = False
+
+    def columns_needed(self) -> int:
+        """Columns of the cache that suffice until the chunk that is started now has ended, which
+        are the columns that decoding reads.
+
+        Of chunks that the host has not read yet it knows only that no sequence grows by more.
+        """
+        # Conversations that go on together are a matter of the clock, and the columns, too, decide
+        # on the last bits of a sum: there, all are read.
+        is_fixed = self.programs.spec.holds
+        if is_fixed or kv_cache.columns_in_use(1, self.length) == self.length:
+            return self.length
+        ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
+        longest = self.widths[0]
+        for request in chain(self.requests.values(), self.waiting):
+            new = min(request.limit, len(request.tokens) + ahead)
+            longest = max(longest, len(request.ids) + new)
+        return kv_cache.columns_in_use(longest, self.length)
+
+    # ---- decoding
+
+    def start_chunk(self) -> None:
+        """Fills slots, as long as requests wait, and starts a chunk of decoding."""
+        if self.slots is not None and self.columns != (columns := self.columns_needed()):
+            self.slots = self.programs.resize(self.slots, columns)
+            self.columns = columns
+        if self.waits:
+            self.fill()
+        self.decode()
+
+    def decode(self) -> None:
+        """Starts a chunk of decoding in the slots as they are."""
+        programs = self.programs
+        if programs.spec.per_request:
+            draws = [request.draw for request in self.requests.values()]
+            has_cutoffs = any(draw.has_cutoffs for draw in draws)
+            has_top = any(draw.top_logprobs for draw in draws)
+            decoded = programs.decode_each(has_cutoffs, has_top, self.slots, self.per_layer_params)
+        else:
+            program = programs.decode if self.temperature > 0 else programs.decode_greedy
+            decoded = program(self.slots, self.per_layer_params, self.temperature)
+        self.slots, chunk = decoded
+        jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
+        self.in_flight.append(chunk)
+        self.num_chunks += 1
+
+    def next_chunk(self, starts: bool = True) -> DecodedChunk | None:
+        """The tokens of the oldest chunk under way, with the next chunk started; None if all
+        requests have ended. starts: False starts no other chunk: the rollout is to end here."""
+        if not self.unfinished:
+            return None
+        if starts and not self.in_flight:
+            self.start_chunk()
+            if self.waits:
+                self.start_chunk()
+        if not self.in_flight:
+            return None
+        decoded = self.read_chunk()
+        # Once no request waits, the chunk ahead might find no slot running: look at it first.
+        if starts and (self.waits or (not self.in_flight and decoded.running.any())):
+            self.start_chunk()
+        return decoded
+
+    def read_chunk(self) -> DecodedChunk:
+        """Waits for the oldest chunk under way."""
+        decoded = jax.device_get(self.in_flight.popleft())
+        self.num_taken = max(self.num_taken, int(decoded.num_taken))
+        if not self.waits:
+            # Free its memory.
+            self.prompt_cache = None
+            self.block_ends.clear()
+        return decoded
+
+    def absorb(self, decoded: DecodedChunk) -> list[Request]:
+        """Appends the tokens of a chunk to their requests, and ends those that are complete.
+        Returns the requests that got tokens. Raises FloatingPointError as `take_tokens` does."""
+        now = self.elapsed()
+        touched = []
+        resumed = {}
+        for slot, number in enumerate(decoded.requests.tolist()):
+            request = self.requests.get(number)
+            if request is None:
+                # The host has ended it, and its slot does not know yet.
+                self.stopped[slot] = number
+                continue
+            if request.first_chunk is None:
+                resumed[slot] = request
+            if request.first_chunk is None or self.chunks_absorbed < request.first_chunk:
+                continue
+            if self.take_tokens(decoded, slot, request) is not None:
+                request.reason = "stop"
+            elif not decoded.running[slot]:
+                request.reason = request.reason or self.criteria.tokens.get(
+                    request.tokens[-1], "length"
+                )
+            request.began = now if request.began is None else request.began
+            if request.reason is not None:
+                request.ended = now
+                self.stopped[slot] = number
+                del self.requests[number]
+            touched.append(request)
+        self.chunks_absorbed += 1
+        self._read_again(resumed)
+        if not self.in_flight:
+            self.is_free[:] = [number not in self.requests for number in decoded.requests.tolist()]
+        return touched
+
+    def take_tokens(self, decoded: DecodedChunk, slot: int, request: Request) -> int | None:
+        """Appends the new tokens of a slot to its request. Returns how many there are, if the last
+        one completes a stop text.
+
+        Raises FloatingPointError if a log-probability is not finite. A server's request ends with
+        the reason "error" instead.
+        """
+        count = int((decoded.tokens[:, slot] >= 0).sum())
+        if not np.isfinite(decoded.logprobs[:count, slot]).all():
+            if not self.programs.spec.per_request:
+                raise FloatingPointError(not_finite(request, self.criteria.tokenizer))
+            request.reason = "error"
+            count = 0
+
+        # Stop texts are looked for here, as the devices know tokens only.
+        new = decoded.tokens[:count, slot].tolist()
+        end = stop_end(request, new, self.criteria)
+        count = count if end is None else end
+        request.num_new = count
+        request.tokens += new[:count]
+        request.logprobs += decoded.logprobs[:count, slot].tolist()
+        request.full_logprobs += decoded.full_logprobs[:count, slot].tolist()
+        self.tokens_sampled += count
+        most = request.draw.top_logprobs if request.draw is not None else 0
+        if most and decoded.top is not None:
+            ids = decoded.top.tokens[:count, slot, :most].tolist()
+            logprobs = decoded.top.logprobs[:count, slot, :most].tolist()
+            request.top += [list(zip(*likeliest)) for likeliest in zip(ids, logprobs)]
+        return end
+
+    def metrics(self) -> Metrics:
+        """Tokens, steps and seconds of the rollout."""
+        steps = self.num_chunks * self.chunk
+        seconds = self.elapsed()
+        return {
+            "rollout/prefill_tokens": self.prefill_tokens,
+            "rollout/decode_steps": steps,
+            "rollout/slot_use": self.tokens_sampled / (steps * self.num_slots),
+            "perf/rollout_tokens_per_second": self.tokens_sampled / seconds,
+            "time/rollout": seconds,
+        }
 
 
-def make_sampler(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    dtype: DTypeLike = jnp.float32,
-    rollout: RolloutConfig | None = None,
-    tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> "Sampling":
-    """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
-    tokenizer=None).
+def empty_queue(count: int, has_draws: bool) -> Queue:
+    """Makes room for so many requests."""
+    zeros = np.zeros((5, count), np.int32)
+    draws = no_draws(count) if has_draws else None
+    return Queue(zeros[0], np.zeros((count, 2), np.uint32), *zeros[1:], draws)
 
-    It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
-    rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
-    generation and position draw the same token. The mesh, the number of slots, the chunk and other
-    requests change nothing. limits: tokens of each completion, [P * G], at most; None:
-    max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward takes
-    it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
+
+def append_calls(
+    new: Appended, num_slots: int, fsdp: int | None = None
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """(rows [R], tokens [R, W], counts [R], limits [R]) of the calls of `append` that read these
+    tokens. A row of num_slots is no slot.
+
+    Little padding is read: tokens are cut at 64, unless 256 are padded by fewer than 64. Only the
+    last piece has the limit: until then the slot waits. Which widths and pieces there are depends
+    on the length of the tokens alone, and so does rounding. fsdp: None takes that of the current
+    mesh. Example: of slots 1 and 4 of 32, with 3 and 5 new tokens: one call with rows
+    [1, 4, 32, 32, ...] and tokens [8, 16].
     """
-    rollout = RolloutConfig() if rollout is None else rollout
-    generation.check_fits(cfg.vocab_size)
-    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(spec)
-    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-    widths = prompt_widths(generation.max_prompt_length)
-
-    def sample(
-        params: Params,
-        prompts: Prompts,
-        key: jax.Array,
-        num_generations: int = 1,
-        temperature: float = generation.temperature,
-        indices: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tokenizer: Tokenizer | None = None,
-    ) -> Generator[list[Request], None, Metrics]:
-        # What is asked is checked before anything is computed.
-        criteria = StopCriteria(ends, generation.stop, tokenizer)
-        criteria.check()
-        check_kernels(spec, rollout, params)
-        check_prompts(prompts, cfg, generation, tokenizer)
-        limits = check_limits(limits, len(prompts) * num_generations, generation)
-
-        # The widest prompts first: if memory does not suffice, that shows at once.
-        order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
-        indices = range(len(prompts)) if indices is None else indices
-        requests = make_requests(order, indices, limits, num_generations)
-        num_slots = rollout.slots(len(requests), axis_size("fsdp"))
-        blocks = prompt_blocks(spec, [prompts[p] for p in order], num_generations, num_slots)
-
-        # From here on the devices work, a chunk ahead of the host.
-        scheduler = RolloutScheduler(
-            programs, prepare(params), np.float32(temperature), requests, blocks, num_slots, key
-        )
-        scheduler.fill_slots()
-        while (decoded := scheduler.next_chunk()) is not None:
-            yield scheduler.absorb(decoded, criteria, prompts)
-        return scheduler.metrics()
-
-    return Sampling(sample, partial(compile_ahead, programs, prepare, rollout))
+    fsdp = axis_size("fsdp") if fsdp is None else fsdp
+    # Where fsdp divides the slots, each device reads its own: none is gathered from another. How
+    # many answers come together is a matter of the clock, so all calls have one shape.
+    is_few = fsdp == 1 and num_slots > FEW_SLOTS
+    together = FEW_SLOTS if is_few else num_slots
+    _, middle, widest = APPEND_WIDTHS
+    calls = []
+    while new := {slot: (tokens, limit) for slot, (tokens, limit) in new.items() if tokens}:
+        # In each round, the slots with pieces of one width go together.
+        by_width: dict[int, list[tuple[int, list[int], int]]] = {}
+        for slot, (tokens, limit) in sorted(new.items(), key=lambda item: len(item[1][0])):
+            piece = tokens[: widest if len(tokens) > widest - middle else middle]
+            rest = tokens[len(piece) :]
+            width = min(width for width in APPEND_WIDTHS if width >= len(piece))
+            by_width.setdefault(width, []).append((slot, piece, 0 if rest else limit))
+            new[slot] = (rest, limit)
+        for width, pieces in sorted(by_width.items()):
+            for start in range(0, len(pieces), together):
+                rows = np.full(together, num_slots, np.int32)
+                if not is_few:
+                    rows = np.arange(num_slots, dtype=np.int32)
+                tokens = np.zeros((together, width), np.int32)
+                counts, limits = np.zeros((2, together), np.int32)
+                for i, (slot, piece, limit) in enumerate(pieces[start : start + together]):
+                    place = i if is_few else slot
+                    rows[place] = slot
+                    tokens[place, : len(piece)] = piece
+                    counts[place] = len(piece)
+                    limits[place] = limit
+                calls.append((rows, tokens, counts, limits))
+    return calls
 
 
-def compile_ahead(
-    programs: Programs,
-    prepare: Callable[[Params], Params],
-    rollout: RolloutConfig,
-    params: Params,
+def prompt_cache_blocks(
     num_prompts: int,
     num_generations: int,
-    temperature: float | None = None,
-) -> tuple[Params, Slots]:
-    """Compiles the programs that `Sampling` describes. temperature: None takes that of the
-    settings. Returns the shapes of the weights as the programs take them, and of the slots."""
-    if temperature is None:
-        temperature = programs.spec.generation.temperature
-    num_slots = rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
-    size = RolloutSize(num_prompts, num_generations, num_slots, temperature)
-    # One copy of the weights at a time, and none while programs compile.
-    with _preparing:
-        weights = jax.tree.map(as_shape, prepare(params))
-    _, slots = compile_rollout(programs, weights, size)
-    return weights, slots
+    widths: list[int],
+    num_slots: int,
+    longest: int,
+    chunk: int,
+    fsdp: int,
+) -> tuple[int, int]:
+    """(prompts of a block, blocks in the prompt cache) of a rollout.
 
-
-_preparing = threading.Lock()
-
-
-def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:
-    """Raises ValueError where decoding with these weights on the current mesh cannot use the
-    kernels that `rollout.kernels` asks for."""
-    if rollout.is_fused:
-        check_fused(
-            spec.cfg,
-            spec.dtype,
-            current_platform(),
-            axis_size("tp"),
-            spec.int8,
-            are_plain(params),
-            spec.generation.has_cutoffs,
-            spec.generation.repetition_penalty,
-        )
-
-
-def make_requests(
-    order: Sequence[int],
-    indices: Sequence[int],
-    limits: Sequence[int],
-    num_generations: int,
-) -> list[Request]:
-    """The requests of all completions, prompt by prompt in this order.
-
-    limits: of completion g of prompt p at p * num_generations + g.
+    A block is read at once. The prompt cache holds the prompts of the requests that may start
+    within CHUNKS_AHEAD chunks, if completions have a quarter of their longest length on average.
+    Their real lengths do not count, so that all steps run one program.
     """
-    return [
-        Request(p, indices[p], g, limits[p * num_generations + g])
-        for p in order
-        for g in range(num_generations)
-    ]
+    per_prefill = max(1, TOKENS_PER_PREFILL // widths[0])
+    block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
+    starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
+    # No rollout can have more blocks than these.
+    most = -(-num_prompts // block) + len(widths) - 1
+    return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
 
 
-def sampler_spec(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: Sequence[int],
-    pad_id: int,
-    dtype: DTypeLike,
-    rollout: RolloutConfig,
-    tp_reduce_dtype: DTypeLike,
-) -> tuple[SamplerSpec, dict[int, str]]:
-    """The spec of a sampler's programs; and "eos" or "stop", by the token that ends a completion.
+def queue_length(count: int) -> int:
+    """The requests that a queue of `count` is padded to, so that few programs are compiled."""
+    return next_power_of_two(count, least=MIN_QUEUE)
 
-    A token that is both counts as end-of-sequence.
+
+def prompt_widths(longest: int) -> list[int]:
+    """The widths that prompts are padded to, the widest first: three at most, as a program is
+    compiled for each.
+
+    By halves to MIN_PROMPT_WIDTH; of more than three the widest, one in the middle and the
+    narrowest. Example: prompt_widths(512) is [512, 128, 64].
     """
-    ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
-    spec = SamplerSpec(
-        cfg=cfg,
-        generation=generation,
-        end_ids=tuple(ends),
-        pad_id=pad_id,
-        dtype=dtype,
-        chunk=min(rollout.chunk, generation.max_new_tokens),
-        int8=rollout.cache == "int8",
-        tp_reduce_dtype=tp_reduce_dtype,
-        on_cpu=current_platform() == "cpu",
-        fused=rollout.is_fused,
-    )
-    return spec, ends
+    widths = widths_by_halves(longest)
+    if len(widths) <= 3:
+        return widths
+    return [longest, widths[len(widths) // 2], widths[-1]]
 
 
-def make_generate(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    dtype: DTypeLike = jnp.float32,
-    rollout: RolloutConfig | None = None,
-    tokenizer: Tokenizer | None = None,
-    tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Sampling:
-    """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
-    on_finished=None, on_chunk=None, between_chunks=None, stepwise=False)
+def widths_by_halves(longest: int) -> list[int]:
+    """`longest`, and its halves down to MIN_PROMPT_WIDTH.
 
-    -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
-    called when the host reads the chunk in which a completion ended, while others still decode.
-    on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
-    row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
-    which all processes run the same; what it raises ends the rollout. With stepwise it returns a
-    generator that stops after each chunk, while the next one is under way, and returns the Rollout.
-    The rest is as in `make_sampler`.
-
-    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids,
-    tokenizer.pad_id)`, called with prompts as lists of token numbers.
+    Example: widths_by_halves(512) is [512, 256, 128, 64].
     """
-    sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-
-    def in_steps(
-        params: Params,
-        prompts: Prompts,
-        key: jax.Array,
-        num_generations: int = 1,
-        temperature: float = generation.temperature,
-        limits: Sequence[int] | None = None,
-        on_finished: Callable[[int, list[int]], None] | None = None,
-        on_chunk: OnChunk | None = None,
-        between_chunks: Callable[[], None] | None = None,
-    ) -> Generator[None, None, Rollout]:
-        metrics: Metrics = {}
-
-        def chunks():
-            arguments = (params, prompts, key, num_generations, temperature, None)
-            metrics.update((yield from sample(*arguments, limits=limits, tokenizer=tokenizer)))
-
-        arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
-        for touched in chunks():
-            for request in touched:
-                if request.reason is not None:
-                    row = request.prompt * num_generations + request.generation
-                    arrays.write_completion(row, request)
-                    if on_finished is not None:
-                        on_finished(row, request.tokens)
-            if on_chunk is not None:
-                ended = [request for request in touched if request.reason is not None]
-                on_chunk(touched, rollouts_of_one(ended, prompts, num_generations, arrays))
-            if between_chunks is not None:
-                between_chunks()
-            yield
-        return arrays.rollout(prompts, num_generations, metrics)
-
-    return Sampling(whole_or_stepwise(in_steps), sample.compile_ahead)
+    widths = [longest]
+    while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
+        widths.append(-(-widths[-1] // 2))
+    return widths
 
 
-def rollouts_of_one(
-    ended: list[Request], prompts: Prompts, num_generations: int, arrays: "RolloutArrays"
-) -> dict[int, Rollout]:
-    """Completions that have ended and are in the arrays, by row, each as a Rollout of one row."""
-    rows = {request.prompt * num_generations + request.generation: request for request in ended}
-    return {
-        row: arrays.only(row).rollout([prompts[request.prompt]], 1, {})
-        for row, request in rows.items()
-    }
+def padded_width(length: int, widths: Sequence[int]) -> int:
+    """The least of the widths that holds `length` tokens."""
+    return min(width for width in widths if width >= length)
 
 
-def whole_or_stepwise(
-    in_steps: Callable[..., Generator[None, None, Rollout]],
-) -> Callable[..., Rollout | Generator[None, None, Rollout]]:
-    """The same as a function that returns the Rollout; with stepwise=True it returns the
-    generator."""
-
-    def generate(
-        *arguments: Any, stepwise: bool = False, **options: Any
-    ) -> Rollout | Generator[None, None, Rollout]:
-        steps = in_steps(*arguments, **options)
-        return steps if stepwise else to_the_end(steps)
-
-    return generate
-
-
-def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
-    """Runs the generator to its end, and returns its rollout."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-
-
-@dataclass(frozen=True)
-class RolloutArrays:
-    """The arrays of a `Rollout`, [B, T] each, while its completions come in.
-
-    A `Rollout` is padded, unlike prompts and requests, because its arrays become those of a
-    `Batch`: all completions begin in column max_prompt_length.
-
-    Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row
-    [0, 0, 5, 6, 7, 1, 0].
-    """
-
-    # the first column of completions
-    width: int
-    tokens: np.ndarray
-    completion_mask: np.ndarray
-    logprobs: np.ndarray
-    full_logprobs: np.ndarray
-    # [B]
-    finish: np.ndarray
-    # [B, 2]
-    seconds: np.ndarray
-
-    @classmethod
-    def empty(
-        cls,
-        num_rows: int,
-        generation: GenerationConfig,
-        pad_id: int,
-    ) -> "RolloutArrays":
-        """Makes so many rows of padding."""
-        width = generation.max_prompt_length
-        shape = (num_rows, width + generation.max_new_tokens)
-        return cls(
-            width=width,
-            tokens=np.full(shape, pad_id, np.int32),
-            completion_mask=np.zeros(shape, bool),
-            logprobs=np.zeros(shape, np.float32),
-            full_logprobs=np.zeros(shape, np.float32),
-            finish=np.zeros(num_rows, np.int8),
-            seconds=np.zeros((num_rows, 2), np.float32),
-        )
-
-    def only(self, row: int) -> "RolloutArrays":
-        """A copy of one row."""
-        arrays = (getattr(self, part.name) for part in fields(self)[1:])
-        return RolloutArrays(self.width, *(array[row : row + 1].copy() for array in arrays))
-
-    def write_completion(self, row: int, request: Request) -> None:
-        """Writes a request that has ended."""
-        here = np.s_[row, self.width : self.width + len(request.tokens)]
-        self.tokens[here] = request.tokens
-        self.completion_mask[here] = True
-        self.logprobs[here] = request.logprobs
-        self.full_logprobs[here] = request.full_logprobs
-        self.finish[row] = FINISH.index(request.reason)
-        self.seconds[row] = (request.began, request.ended)
-
-    def rollout(
-        self,
-        prompts: Prompts,
-        num_generations: int,
-        metrics: Metrics,
-    ) -> Rollout:
-        """The rollout, with each prompt left of its completions."""
-        token_mask = self.completion_mask.copy()
-        for p, prompt in enumerate(prompts):
-            rows = slice(p * num_generations, (p + 1) * num_generations)
-            begin = self.width - len(prompt)
-            self.tokens[rows, begin : self.width] = prompt
-            token_mask[rows, begin : self.width] = True
-        return Rollout(
-            tokens=self.tokens,
-            token_mask=token_mask,
-            completion_mask=self.completion_mask,
-            logprobs=self.logprobs,
-            finish=self.finish,
-            full_logprobs=self.full_logprobs,
-            seconds=self.seconds,
-            metrics=metrics,
-        )
-
-
-def make_prepare(
-    cfg: Architecture,
-    dtype: DTypeLike,
-    gather: bool,
-    may_join: bool = True,
-) -> Callable[[Params], dict[str, jax.Array]]:
-    """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
-    computation, and, if `gather`, gathered over fsdp, once instead of for every token.
-
-    may_join: q, k and v of a layer are joined where `decoder.joins_qkv` says so; False keeps the
-    names of all weights.
-    """
-    compiled = {}
-
-    def prepare(params: Params) -> Params:
-        # One program for each way in which the weights may be sharded.
-        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
-        place = (treedef, *leaves)
-        if place not in compiled:
-            join_qkv = may_join and decoder.joins_qkv(params, dtype, current_mesh())
-            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, join_qkv)
-            if gather:
-                shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, join_qkv=join_qkv)
-            compiled[place] = jax.jit(per_layer, out_shardings=shardings)
-        return compiled[place](params)
-
-    return prepare
+def next_power_of_two(count: int, least: int = 1) -> int:
+    """The least power of two that is at least `count` and `least`."""
+    return 1 << (max(count, least) - 1).bit_length()

@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.live_programs import Joining, LivePrograms, SlotSampling
-from tunix_lite.rollout.programs import DecodedChunk
-from tunix_lite.rollout.scheduler import padded_width, widths_by_halves
+from tunix_lite.rollout.engine import Engine
+from tunix_lite.rollout.programs import Programs
+from tunix_lite.rollout.requests import DrawSettings, Request, StopCriteria
 from tunix_lite.types import Params
 
 # Prompts that one prefill reads, at most. A single one is read alone.
 PROMPTS_PER_PREFILL = 8
+# Requests that may wait for a slot with their prompts read, at least.
+QUEUE = 64
 # Seconds that an idle thread sleeps, at most, until it looks whether it should end.
 IDLE_SECONDS = 0.5
+NOT_FINITE = "the model's scores are not finite: its weights are damaged or too large"
 
 
 class TooManyRequests(Exception):
@@ -33,33 +35,6 @@ class TooManyRequests(Exception):
 
 class EngineFailed(Exception):
     """The engine has ended, by a failure or because it was closed."""
-
-
-@dataclass(frozen=True)
-class DrawSettings:
-    """Settings that draw the tokens of one sequence.
-
-    Example: DrawSettings(temperature=0.7, top_p=0.95, seed=3).
-    """
-
-    # 0 takes the likeliest token
-    temperature: float = 1.0
-    top_p: float = 1.0
-    # 0: all tokens
-    top_k: int = 0
-    # 0: all tokens
-    min_p: float = 0.0
-    seed: int = 0
-    # index among the completions of the same prompt and seed
-    generation: int = 0
-    # the likeliest tokens that are reported at each position
-    top_logprobs: int = 0
-
-    @property
-    def has_cutoffs(self) -> bool:
-        """Returns whether some tokens can never be drawn."""
-        is_cut = bool(self.top_k or self.top_p < 1 or self.min_p)
-        return is_cut and self.temperature > 0
 
 
 @dataclass
@@ -76,7 +51,7 @@ class NewTokens:
     full_logprobs: list[float]
     # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    # eos or length, once the sequence has ended; error with a message
+    # eos, stop or length, once the sequence has ended; error with a message
     reason: str | None = None
     message: str = ""
 
@@ -94,9 +69,11 @@ class LiveSequence:
     limit: int
     # called in the engine's thread
     on_tokens: Callable[[NewTokens], None]
-    number: int = -1
+    # what ends it beside an end-of-sequence token
+    criteria: StopCriteria | None = None
     is_cancelled: bool = False
-    num_tokens: int = 0
+    # what the engine makes of it
+    request: Request | None = None
 
 
 class LiveEngine:
@@ -108,27 +85,31 @@ class LiveEngine:
 
     def __init__(
         self,
-        programs: LivePrograms,
+        programs: Programs,
         per_layer_params: Params,
         mesh: jax.sharding.Mesh,
         num_slots: int,
         max_waiting: int = 256,
         eos_ids: Sequence[int] = (),
     ):
-        """per_layer_params: as rollout.engine.make_prepare makes them. max_waiting: sequences that
-        may wait for a slot."""
+        """programs: of a spec with per_request. per_layer_params: as generate.make_prepare makes
+        them. max_waiting: sequences that may wait for a slot."""
+        fsdp = mesh.shape["fsdp"]
+        block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
+        criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
+        blocks = ((fsdp, block), 1)
+        queue = max(QUEUE, num_slots)
+        self.engine = Engine(programs, per_layer_params, num_slots, queue, blocks, criteria)
         self.programs = programs
-        self.params = per_layer_params
+        self.spec = programs.spec
         self.mesh = mesh
         self.num_slots = num_slots
         self.max_waiting = max_waiting
-        self.eos_ids = frozenset(eos_ids)
-        self.spec = programs.spec
-        self.widths = widths_by_halves(self.spec.generation.max_prompt_length)
 
         # Shared with other threads, under the lock.
         self._lock = threading.Condition()
         self._waiting: deque[LiveSequence] = deque()
+        self._cancelled: list[LiveSequence] = []
         self._is_closing = False
         self._deadline = float("inf")
         self._is_idle = True
@@ -137,17 +118,7 @@ class LiveEngine:
         self.on_compile: Callable[[str, float], None] | None = None
 
         # Of the engine's thread alone.
-        self._owners: list[LiveSequence | None] = [None] * num_slots
-        self._by_number: dict[int, LiveSequence] = {}
-        self._stopped = np.zeros(num_slots, bool)
-        self._in_flight: deque = deque()
-        self._next_number = 0
-        self._columns = 0
-        self._slots = None
-        self._prompt_cache = None
-        self.tokens_sampled = 0
-        self.prompt_tokens = 0
-        self.chunks = 0
+        self._sequences: dict[Request, LiveSequence] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -156,12 +127,27 @@ class LiveEngine:
     @property
     def num_running(self) -> int:
         """Slots that hold a sequence."""
-        return sum(owner is not None for owner in self._owners)
+        return min(self.num_slots, self.engine.unfinished)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a slot."""
-        return len(self._waiting)
+        return len(self._waiting) + max(0, self.engine.unfinished - self.num_slots)
+
+    @property
+    def tokens_sampled(self) -> int:
+        """Tokens that were sampled so far."""
+        return self.engine.tokens_sampled
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that were read so far."""
+        return self.engine.prefill_tokens
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that were started so far."""
+        return self.engine.num_chunks
 
     @property
     def is_alive(self) -> bool:
@@ -176,9 +162,11 @@ class LiveEngine:
         with self._lock:
             if not self.is_alive:
                 raise EngineFailed("the engine does not take requests any more")
-            if len(self._waiting) + len(sequences) > self.max_waiting + self._num_free():
+            held = len(self._waiting) + self.engine.unfinished
+            if held + len(sequences) > self.max_waiting + self.num_slots:
                 raise TooManyRequests(
-                    f"{len(self._waiting)} sequences wait already; at most {self.max_waiting} may"
+                    f"{max(0, held - self.num_slots)} sequences wait already; "
+                    f"at most {self.max_waiting} may"
                 )
             self._waiting.extend(sequences)
             self._is_idle = False
@@ -188,6 +176,7 @@ class LiveEngine:
         """Ends a sequence; it is not called back any more."""
         with self._lock:
             sequence.is_cancelled = True
+            self._cancelled.append(sequence)
             self._lock.notify_all()
 
     def warm_up(self) -> None:
@@ -220,7 +209,7 @@ class LiveEngine:
         with self._lock:
             if not self._is_idle:
                 raise ValueError("the engine is sampling; wait until it is idle")
-            self.params = per_layer_params
+            self.engine.per_layer_params = per_layer_params
 
     def close(self, seconds: float = 0.0) -> None:
         """Takes no more requests, serves the present ones for so many seconds, and ends."""
@@ -229,9 +218,6 @@ class LiveEngine:
             self._deadline = time.monotonic() + seconds
             self._lock.notify_all()
         self._thread.join()
-
-    def _num_free(self) -> int:
-        return self.num_slots - self.num_running
 
     # ---- the engine's thread
 
@@ -248,7 +234,7 @@ class LiveEngine:
         """Sleeps while it is idle; False when it should end."""
         with self._lock:
             while True:
-                is_busy = bool(self._waiting or self._by_number or self._in_flight)
+                is_busy = bool(self._waiting or self.engine.unfinished or self.engine.in_flight)
                 is_over = time.monotonic() > self._deadline
                 if self._is_closing and (is_over or not is_busy):
                     return False
@@ -260,187 +246,63 @@ class LiveEngine:
 
     def _step(self) -> None:
         """One chunk: slots are filled, the next chunk starts, and the one before is read."""
+        engine = self.engine
         compiles = dict(self.programs.compiles)
         began = time.monotonic()
-        self._drop_cancelled()
-        self._fill()
-        if self._by_number:
-            self._start_chunk()
+        self._take_waiting()
+        # Where requests wait, all ends are read first: then each free slot gets one at once.
+        if engine.waits:
+            self._read_all_but(0)
+        if engine.unfinished:
+            engine.start_chunk()
         if self.on_compile is not None and compiles != self.programs.compiles:
             new = [name for name, n in self.programs.compiles.items() if n != compiles.get(name)]
             self.on_compile(" and ".join(new), time.monotonic() - began)
         # While sequences run, a chunk is always under way when the one before is read.
-        while len(self._in_flight) > (1 if self._by_number else 0):
-            self._read_chunk()
+        self._read_all_but(1 if engine.unfinished else 0)
 
-    def _drop_cancelled(self) -> None:
+    def _take_waiting(self) -> None:
+        """Admits the sequences that came, and releases those that were cancelled."""
         with self._lock:
-            self._waiting = deque(one for one in self._waiting if not one.is_cancelled)
-        for sequence in list(self._by_number.values()):
-            if sequence.is_cancelled:
-                self._release(sequence)
+            new = [one for one in self._waiting if not one.is_cancelled]
+            self._waiting.clear()
+            cancelled = [one for one in self._cancelled if one.request in self._sequences]
+            self._cancelled.clear()
+        for sequence in new:
+            draw = sequence.draw
+            key = np.asarray(jax.random.key_data(jax.random.key(draw.seed)))
+            prompt = tuple(sequence.prompt)
+            sequence.request = Request(
+                0, 0, draw.generation, sequence.limit, prompt, key, 0, draw, sequence.criteria
+            )
+            self._sequences[sequence.request] = sequence
+        self.engine.admit([sequence.request for sequence in new])
+        for sequence in cancelled:
+            self.engine.release(sequence.request)
+            del self._sequences[sequence.request]
 
-    def _release(self, sequence: LiveSequence) -> None:
-        """Frees the slot of a sequence. The device may still decode it: it is told to stop."""
-        slot = self._owners.index(sequence)
-        self._owners[slot] = None
-        self._stopped[slot] = True
-        del self._by_number[sequence.number]
-
-    def _take_waiting(self) -> list[LiveSequence]:
-        """Takes the next sequences for free slots: of one padded width, as many as a prefill
-        reads."""
-        taken: list[LiveSequence] = []
-        prompts: set[tuple[int, ...]] = set()
-        with self._lock:
-            while self._waiting and len(taken) < self._num_free():
-                first = self._waiting[0]
-                width = padded_width(len(first.prompt), self.widths)
-                if taken and width != padded_width(len(taken[0].prompt), self.widths):
-                    break
-                prompts.add(tuple(first.prompt))
-                if len(prompts) > PROMPTS_PER_PREFILL:
-                    break
-                taken.append(self._waiting.popleft())
-        return taken
-
-    def _fill(self) -> None:
-        """Gives free slots to sequences that wait."""
-        while taken := self._take_waiting():
-            rows = self._prefill(taken)
-            self._join(taken, rows)
-        if self._stopped.any():
-            self._join([], [])
-
-    def _prefill(self, taken: list[LiveSequence]) -> list[int]:
-        """Reads the prompts of these sequences, each once; returns their rows in the cache."""
-        distinct: dict[tuple[int, ...], int] = {}
-        rows = [distinct.setdefault(tuple(one.prompt), len(distinct)) for one in taken]
-        count = 1 if len(distinct) == 1 else PROMPTS_PER_PREFILL
-        count = -(-count // self.mesh.shape["fsdp"]) * self.mesh.shape["fsdp"]
-        width = padded_width(max(map(len, distinct)), self.widths)
-        tokens = np.zeros((count, width), np.int32)
-        lengths = np.ones(count, np.int32)
-        for prompt, row in distinct.items():
-            tokens[row, : len(prompt)] = prompt
-            lengths[row] = len(prompt)
-        if self._prompt_cache is None:
-            fsdp = self.mesh.shape["fsdp"]
-            most = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
-            self._prompt_cache = self.programs.make_prompt_cache(most)
-        self._prompt_cache = self.programs.prefill(
-            self._prompt_cache, self.params, tokens, lengths, np.int32(0)
-        )
-        self.prompt_tokens += sum(map(len, distinct))
-        return rows
-
-    def _join(self, taken: list[LiveSequence], rows: list[int]) -> None:
-        """Puts prompts that were read into free slots, and stops slots that were freed."""
-        B = self.num_slots
-        zeros = np.zeros(B, np.int32)
-        joining = Joining(
-            rows=zeros.copy(),
-            is_new=np.zeros(B, bool),
-            requests=zeros.copy(),
-            seeds=np.zeros(B, np.uint32),
-            generations=zeros.copy(),
-            limits=zeros.copy(),
-            is_stopped=self._stopped.copy(),
-        )
-        free = [slot for slot, owner in enumerate(self._owners) if owner is None]
-        for sequence, row, slot in zip(taken, rows, free):
-            sequence.number = self._next_number
-            self._next_number = (self._next_number + 1) % 2**31
-            self._owners[slot] = sequence
-            self._by_number[sequence.number] = sequence
-            joining.rows[slot] = row
-            joining.is_new[slot] = True
-            joining.requests[slot] = sequence.number
-            joining.seeds[slot] = sequence.draw.seed
-            joining.generations[slot] = sequence.draw.generation
-            joining.limits[slot] = sequence.limit
-        self._stopped[:] = False
-        self._fit_columns()
-        if self._prompt_cache is None:
-            return
-        self._slots = self.programs.admit(self._slots, self._prompt_cache, joining)
-
-    def _fit_columns(self) -> None:
-        """A cache with as many columns as the sequences need until the next two chunks end."""
-        ahead = (len(self._in_flight) + 1) * self.spec.chunk
-        needed = self.widths[0]
-        for one in self._by_number.values():
-            needed = max(needed, len(one.prompt) + min(one.limit, one.num_tokens + ahead))
-        columns = kv_cache.columns_in_use(needed, self.spec.max_length)
-        if self._slots is None:
-            self._slots = self.programs.make_slots(self.num_slots, columns)
-        elif columns > self._columns:
-            self._slots = self.programs.resize(self._slots, columns)
-        else:
-            return
-        self._columns = columns
-
-    def _start_chunk(self) -> None:
-        self._fit_columns()
-        owners = self._owners
-        draws = [DrawSettings() if owner is None else owner.draw for owner in owners]
-        how = SlotSampling(
-            temperature=np.asarray([draw.temperature for draw in draws], np.float32),
-            top_k=np.asarray([draw.top_k for draw in draws], np.int32),
-            top_p=np.asarray([draw.top_p for draw in draws], np.float32),
-            min_p=np.asarray([draw.min_p for draw in draws], np.float32),
-        )
-        has_cutoffs = any(draw.has_cutoffs for draw in draws)
-        has_top = any(draw.top_logprobs for draw in draws)
-        self._slots, decoded, top = self.programs.decode(
-            has_cutoffs, has_top, self._slots, self.params, how
-        )
-        jax.tree.map(lambda x: x.copy_to_host_async(), (decoded, top))
-        self._in_flight.append((decoded, top))
-        self.chunks += 1
-
-    def _read_chunk(self) -> None:
-        """Calls back the sequences that got tokens in the oldest chunk under way."""
-        decoded, top = jax.device_get(self._in_flight.popleft())
-        for slot in np.flatnonzero(decoded.requests >= 0):
-            sequence = self._by_number.get(int(decoded.requests[slot]))
-            # The slot may hold one that has ended, or that was cancelled.
-            if sequence is None or self._owners[slot] is not sequence or sequence.is_cancelled:
-                continue
-            new = self._new_tokens(sequence, int(slot), decoded, top)
-            if new.reason is not None:
-                self._release(sequence)
-            sequence.on_tokens(new)
-
-    def _new_tokens(
-        self, sequence: LiveSequence, slot: int, decoded: DecodedChunk, top
-    ) -> NewTokens:
-        count = int((decoded.tokens[:, slot] >= 0).sum())
-        logprobs = decoded.logprobs[:count, slot]
-        if not np.isfinite(logprobs).all():
-            message = "the model's scores are not finite: its weights are damaged or too large"
-            return NewTokens([], [], [], reason="error", message=message)
-        tokens = decoded.tokens[:count, slot].tolist()
-        full = decoded.full_logprobs[:count, slot].tolist()
-        new = NewTokens(tokens, logprobs.tolist(), full)
-        most = sequence.draw.top_logprobs
-        if most and top is not None:
-            for t in range(count):
-                ids = top.tokens[t, slot, :most].tolist()
-                new.top.append(list(zip(ids, top.logprobs[t, slot, :most].tolist())))
-        sequence.num_tokens += count
-        self.tokens_sampled += count
-        if not decoded.running[slot]:
-            new.reason = "eos" if tokens and tokens[-1] in self.eos_ids else "length"
-        return new
+    def _read_all_but(self, count: int) -> None:
+        """Reads chunks until so many are under way, and calls back the sequences of each."""
+        engine = self.engine
+        while len(engine.in_flight) > count:
+            for request in engine.absorb(engine.read_chunk()):
+                sequence = self._sequences[request]
+                new = slice(len(request.tokens) - request.num_new, None)
+                said = (request.tokens[new], request.logprobs[new], request.full_logprobs[new])
+                message = NOT_FINITE if request.reason == "error" else ""
+                news = NewTokens(*said, request.top[new], request.reason, message)
+                if request.reason is not None:
+                    del self._sequences[request]
+                if not sequence.is_cancelled:
+                    sequence.on_tokens(news)
 
     def _end_all(self) -> None:
         """Tells all that are left that they end here."""
         with self._lock:
             self._is_closing = True
-            left = [*self._by_number.values(), *self._waiting]
+            left = [*self._sequences.values(), *self._waiting]
             self._waiting.clear()
-        self._by_number.clear()
+        self._sequences.clear()
         why = "the server is stopping"
         if self.failure is not None:
             why = f"the engine failed: {self.failure}"

@@ -23,7 +23,7 @@ from tunix_lite.parallel.mesh import (
     use_rules,
 )
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.scheduler import prompt_cache_blocks, prompt_widths
+from tunix_lite.rollout.engine import prompt_cache_blocks, prompt_widths
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Params
 

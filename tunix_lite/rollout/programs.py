@@ -1,12 +1,19 @@
-"""The compiled programs of a rollout, and the arrays that they hand to one another.
+"""The compiled programs of sampling, and the arrays that they hand to one another.
 
 prefill      reads a block of prompts, each once, and keeps them in a `PromptCache`
-refill       gives every slot whose sequence has ended the next request of the `Queue`
+admit        gives every free slot the next request whose prompt has been read
+append       reads tokens that nobody sampled into slots: an environment's answer, or a completion
+             that continues after an update
 decode       draws `chunk` tokens in every slot, and reports them as a `DecodedChunk`
+read_slot, write_slot  copy the sequence of a slot to the host and back (the slot is offloaded)
+save, rewind           take back the tokens that slots drew behind a stop text
 
-No program waits for the host: the slots themselves hold which sequences have ended and how many
-requests have been taken from the queue. Every program is a function of this module whose first
-argument is a `SamplerSpec`; `make_programs` compiles them.
+No program waits for the host: the slots themselves hold which sequences have ended, and how many
+requests they have taken. Every program is a function of this module whose first argument is a
+`SamplerSpec`; `make_programs` compiles them.
+
+Letters beside those of types.py: Q requests that may take a slot, R slots that are appended to, W
+new tokens of each, C columns of the cache.
 """
 
 from collections import Counter
@@ -34,6 +41,8 @@ from tunix_lite.types import Params
 
 # Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
 NOISE_AT_ONCE = 2**22
+# The likeliest tokens that a chunk reports where one request asks for them.
+MOST_TOP = 20
 
 
 class Ahead(NamedTuple):
@@ -72,6 +81,8 @@ class SamplerSpec:
     tp_reduce_dtype: DTypeLike = jnp.float32
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
+    # whether each request has Draws of its own
+    per_request: bool = False
     # whether kernels of our own decode (tunix_lite/kernels)
     fused: bool = False
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
@@ -108,18 +119,42 @@ class PromptCache:
 
 
 @flax.struct.dataclass
+class Draws:
+    """Sampling settings of each request, where a server's requests have settings of their own.
+
+    Example: Draws of one request that is greedy: temperature [0.], top_k [0], top_p [1.],
+    min_p [0.].
+    """
+
+    # float32; 0 takes the likeliest token
+    temperature: jax.Array
+    # int32; 0: all tokens
+    top_k: jax.Array
+    # float32; 1: all tokens
+    top_p: jax.Array
+    # float32; 0: all tokens
+    min_p: jax.Array
+
+
+@flax.struct.dataclass
 class Queue:
-    """All Q requests of a rollout, in the order in which slots take them, padded to a power of two.
+    """The next requests, arrays of the host, [Q] each. Request number n stands at n % Q.
 
     Example: of 2 prompts with 2 completions each, `rows` is [0, 0, 1, 1, 0, 0, ...].
     """
 
-    # [Q] row of the prompt in the prompt cache
-    rows: jax.Array
-    # [Q] random keys
-    keys: jax.Array
-    # [Q] tokens of the completion, at most
-    limits: jax.Array
+    # row of the prompt in the prompt cache
+    rows: np.ndarray
+    # [Q, 2] data of the random key that the prompt's number and the generation are folded into
+    key_data: np.ndarray
+    prompts: np.ndarray
+    generations: np.ndarray
+    # tokens that were drawn before
+    num_drawn: np.ndarray
+    # tokens of the completion, at most; 0: it waits for `append`
+    limits: np.ndarray
+    # None: all requests are drawn as SamplerSpec.generation says
+    draws: Draws | None = None
 
 
 @flax.struct.dataclass
@@ -134,7 +169,7 @@ class Slots:
     hidden: jax.Array
     # [B, V] bool, the tokens of prompt and completion; None without a repetition penalty
     seen: jax.Array | None
-    # [B] index in the queue; -1: none yet
+    # [B] number of the request; -1: none yet
     requests: jax.Array
     # [B] random keys
     keys: jax.Array
@@ -142,12 +177,14 @@ class Slots:
     lengths: jax.Array
     # [B] tokens of the completion so far
     num_drawn: jax.Array
-    # [B] tokens of the completion, at most
+    # [B] tokens of the completion, at most; 0: the slot waits for `append`
     limits: jax.Array
     # [B] bool
     running: jax.Array
-    # [] requests taken from the queue so far
+    # [] requests taken so far
     num_taken: jax.Array
+    # [B]; None as in Queue
+    draws: Draws | None = None
 
 
 @flax.struct.dataclass
@@ -165,12 +202,43 @@ class DecodedChunk:
     logprobs: jax.Array
     # [chunk, B] under softmax(logits / temperature)
     full_logprobs: jax.Array
-    # [B] index in the queue
+    # [B] number of the request
     requests: jax.Array
     # [B] bool, after the chunk
     running: jax.Array
-    # [] requests taken from the queue so far
+    # [] requests taken so far
     num_taken: jax.Array
+    # the likeliest tokens, where a request asks for them
+    top: "TopTokens | None" = None
+
+
+@flax.struct.dataclass
+class Saved:
+    """Slot state to restore when a stop text ends inside the chunk.
+
+    Example: save(spec, slots), before `decode` takes the slots.
+    """
+
+    # [B, K, T, ...] of each local layer; None for a global one
+    columns: list[KV | None]
+    # [B] as of Slots
+    lengths: jax.Array
+    num_drawn: jax.Array
+    # [B, V]; None without a repetition penalty
+    seen: jax.Array | None
+
+
+@flax.struct.dataclass
+class TopTokens:
+    """The likeliest tokens at each position, under softmax(logits / temperature).
+
+    Example: with MOST_TOP = 20, chunk = 8 and 4 slots both arrays are [8, 4, 20].
+    """
+
+    # int32
+    tokens: jax.Array
+    # float32
+    logprobs: jax.Array
 
 
 @dataclass(frozen=True)
@@ -189,17 +257,28 @@ class Programs:
     resize: Callable
     # (KV, columns) -> KV: what `resize` calls for each layer; None: it calls nothing
     resize_layer: Callable | None
-    # (key, prompts [Q], generations [Q], rows [Q], limits [Q]) -> Queue
-    make_queue: Callable
     # (prompt cache, per_layer_params, tokens [M, T], lengths [M], first_row) -> PromptCache;
     # donates the prompt cache
     prefill: Callable
     # (slots, prompt cache, queue, ready, stopped [B]) -> Slots; donates the slots
-    refill: Callable
+    admit: Callable
+    # (slots, per_layer_params, rows [R], tokens [R, W], counts [R], limits [R]) -> Slots; donates
+    # the slots
+    append: Callable
     # (slots, per_layer_params, temperature) -> (Slots, DecodedChunk); donates the slots
     decode: Callable
     # the same for temperature 0, where nothing need be cut off
     decode_greedy: Callable
+    # (has_cutoffs, has_top, slots, per_layer_params) -> the same, as the draws of the slots say
+    decode_each: Callable
+    # (slots, row) -> Slots of one row, which every device holds
+    read_slot: Callable
+    # (slots, Slots of one row, row) -> Slots; donates the slots
+    write_slot: Callable
+    # (slots) -> Saved, before a chunk; only where there are stop texts
+    save: Callable
+    # (slots, Saved, tokens [T, B], kept [B]) -> Slots, after it; donates the slots
+    rewind: Callable
     # how many times each program was compiled
     compiles: Counter
 
@@ -224,11 +303,21 @@ def make_programs(spec: SamplerSpec) -> Programs:
         make_slots=compiled(make_slots, static_argnums=(0, 1)),
         resize=partial(resize, spec, resize_layer),
         resize_layer=resize_layer,
-        make_queue=counting_jit(make_queue, compiles),
         prefill=compiled(prefill, donate_argnums=0),
-        refill=compiled(refill, donate_argnums=0),
+        admit=compiled(admit, donate_argnums=0),
+        append=compiled(append, donate_argnums=0),
         decode=decode_program,
         decode_greedy=greedy_program,
+        decode_each=compiled(
+            decode_each,
+            compiler_options=FOR_DECODING,
+            static_argnums=(0, 1),
+            donate_argnums=2,
+        ),
+        read_slot=compiled(read_slot),
+        write_slot=compiled(write_slot, donate_argnums=0),
+        save=compiled(save),
+        rewind=compiled(rewind, donate_argnums=0),
         compiles=compiles,
     )
 
@@ -268,7 +357,7 @@ def at_home(
     rows_axis: str,
     place: Callable[[Any, tuple[str, ...]], Any] | None = None,
 ) -> Any:
-    """A Slots, PromptCache or Queue, each array placed on the mesh: from program to program at the
+    """A Slots or PromptCache, each array placed on the mesh: from program to program at the
     same place.
 
     rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape;
@@ -331,6 +420,7 @@ def make_slots(
         limits=zeros,
         running=jnp.zeros(num_slots, bool),
         num_taken=jnp.int32(0),
+        draws=no_draws(num_slots) if spec.per_request else None,
     )
     return at_home(empty, "batch")
 
@@ -352,18 +442,10 @@ def resize(
     return slots
 
 
-def make_queue(
-    key_data: jax.Array,
-    prompts_Q: jax.Array,
-    generations_Q: jax.Array,
-    rows_Q: jax.Array,
-    limits_Q: jax.Array,
-) -> Queue:
-    """The queue of these requests; key_data: of the random key of the rollout, or of one key for
-    each request, which is the rollout that its prompt was drawn for."""
-    key = jax.random.wrap_key_data(key_data)
-    keys_Q = sampling.row_keys(key, prompts_Q, generations_Q)
-    return at_home(Queue(rows_Q, keys_Q, limits_Q), "prompts")
+def no_draws(count: int) -> Draws:
+    """Makes settings of so many requests that draw from the whole distribution."""
+    zeros = np.zeros(count, np.float32)
+    return Draws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
 
 
 # ---- prefill
@@ -417,10 +499,10 @@ def prefill(
     return at_home(filled, "prompts")
 
 
-# ---- refill
+# ---- admit
 
 
-def refill(
+def admit(
     spec: SamplerSpec,
     slots: Slots,
     prompt_cache: PromptCache,
@@ -434,17 +516,22 @@ def refill(
     host has ended; a slot is free if its sequence has ended or its request is stopped_B. With
     spec.holds a sequence that does not run may go on, so the host alone frees a slot.
     """
-    has_ended_B = slots.requests < 0 if spec.holds else ~slots.running
+    # A slot whose limit is 0 does not run yet: its request waits for `append`.
+    has_ended_B = ~slots.running & (slots.limits > 0)
+    has_ended_B = slots.requests < 0 if spec.holds else has_ended_B | (slots.requests < 0)
     is_free_B = has_ended_B | (slots.requests == stopped_B)
     request_B = slots.num_taken + jnp.cumsum(is_free_B) - 1
     is_new_B = is_free_B & (request_B < ready)
-    request_B = jnp.minimum(request_B, len(queue.rows) - 1)
-    row_B = queue.rows[request_B]
+    place_B = request_B % len(queue.rows)
+    row_B = queue.rows[place_B]
+    keys_B = jax.random.wrap_key_data(queue.key_data[place_B])
+    keys_B = sampling.row_keys(keys_B, queue.prompts[place_B], queue.generations[place_B])
+    limits_B = queue.limits[place_B]
 
     def take(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_new_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
-    refilled = Slots(
+    admitted = Slots(
         cache=[
             kv_cache.load_rows(kv, prompts, row_B, is_new_B)
             for kv, prompts in zip(slots.cache, prompt_cache.cache)
@@ -452,14 +539,15 @@ def refill(
         hidden=take(prompt_cache.hidden[row_B], slots.hidden),
         seen=take(prompt_cache.seen[row_B], slots.seen) if spec.has_penalty else None,
         requests=take(request_B, slots.requests),
-        keys=take(queue.keys[request_B], slots.keys),
+        keys=take(keys_B, slots.keys),
         lengths=take(prompt_cache.lengths[row_B], slots.lengths),
-        num_drawn=take(jnp.zeros_like(slots.num_drawn), slots.num_drawn),
-        limits=take(queue.limits[request_B], slots.limits),
-        running=is_new_B | (slots.running & ~is_free_B),
+        num_drawn=take(queue.num_drawn[place_B], slots.num_drawn),
+        limits=take(limits_B, slots.limits),
+        running=(is_new_B & (limits_B > 0)) | (slots.running & ~is_free_B),
         num_taken=slots.num_taken + is_new_B.sum(),
+        draws=jax.tree.map(lambda new, old: take(new[place_B], old), queue.draws, slots.draws),
     )
-    return at_home(refilled, "batch")
+    return at_home(admitted, "batch")
 
 
 # ---- decode
@@ -494,23 +582,95 @@ def decode_chunk(
 ) -> tuple[Slots, DecodedChunk]:
     """Draws `spec.chunk` tokens in every slot, as `generation` says."""
 
-    def step(slots: Slots, ahead: Ahead) -> tuple[Slots, tuple[jax.Array, ...]]:
-        return decode_step(spec, generation, slots, per_layer_params, temperature, ahead)
+    def draw(slots: Slots, ahead: Ahead) -> tuple[jax.Array, ...]:
+        if spec.fused:
+            token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
+            return token_B, logprobs_B, logprobs_B
+        logits_BV = next_logits(spec, slots, per_layer_params)
+        return sampling.draw(
+            logits_BV,
+            slots.keys,
+            slots.num_drawn,
+            temperature,
+            generation,
+            slots.seen,
+            ahead.noise_BV,
+        )
 
-    slots, drawn = repeat(spec, step, slots)
-    report = DecodedChunk(*drawn, slots.requests, slots.running, slots.num_taken)
+    return decode_drawn(spec, draw, slots, per_layer_params)
+
+
+def decode_each(
+    spec: SamplerSpec,
+    has_cutoffs: bool,
+    has_top: bool,
+    slots: Slots,
+    per_layer_params: Params,
+) -> tuple[Slots, DecodedChunk]:
+    """Draws `spec.chunk` tokens in every slot, as its own draws say. has_cutoffs: whether any slot
+    cuts tokens off. has_top: whether the likeliest tokens are reported."""
+    temperature_B1 = slots.draws.temperature[:, None]
+
+    def draw(slots: Slots, ahead: Ahead) -> tuple[jax.Array | TopTokens, ...]:
+        logits_BV = next_logits(spec, slots, per_layer_params)
+        full_BV = logits_BV / jnp.where(temperature_B1 > 0, temperature_B1, 1.0)
+        if has_cutoffs:
+            drawn = draw_cut_off(slots, full_BV, ahead)
+        else:
+            at = (slots.keys, slots.num_drawn, temperature_B1, spec.generation)
+            drawn = sampling.draw(logits_BV, *at, noise_BV=ahead.noise_BV)
+        return (*drawn, likeliest_tokens(full_BV)) if has_top else drawn
+
+    return decode_drawn(spec, draw, slots, per_layer_params)
+
+
+def decode_drawn(
+    spec: SamplerSpec,
+    draw: Callable[[Slots, Ahead], tuple],
+    slots: Slots,
+    per_layer_params: Params,
+) -> tuple[Slots, DecodedChunk]:
+    """Draws one token in every slot and reads it, `spec.chunk` times. draw(slots, ahead) -> tokens,
+    logprobs, full_logprobs, [B] each, and perhaps TopTokens."""
+
+    def step(slots: Slots, ahead: Ahead) -> tuple[Slots, tuple]:
+        token_B, *others = draw(slots, ahead)
+        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, ahead)
+        return after, (reported_B, *others)
+
+    ahead = computed_ahead(spec, slots) if spec.on_cpu else Ahead()
+    slots, (tokens, logprobs, full, *top) = jax.lax.scan(step, slots, ahead, length=spec.chunk)
+    of_slots = (slots.requests, slots.running, slots.num_taken)
+    report = DecodedChunk(tokens, logprobs, full, *of_slots, *top)
     return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
 
-def repeat(
-    spec: SamplerSpec,
-    step: Callable[[Slots, Ahead], tuple[Slots, Any]],
-    slots: Slots,
-) -> tuple[Slots, Any]:
-    """Runs step(slots, ahead) `spec.chunk` times; returns the slots, and the other results of the
-    steps, stacked."""
-    ahead = computed_ahead(spec, slots) if spec.on_cpu else Ahead()
-    return jax.lax.scan(step, slots, ahead, length=spec.chunk)
+def draw_cut_off(
+    slots: Slots, full_BV: jax.Array, ahead: Ahead
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draws like `sampling.draw`, with each slot's own cutoffs. full_BV: logits over the
+    temperature."""
+    draws = slots.draws
+    is_random_B1 = draws.temperature[:, None] > 0
+    cut_BV = sampling.apply_cutoffs(
+        full_BV, draws.top_k[:, None], draws.top_p[:, None], draws.min_p[:, None]
+    )
+    left_BV = jnp.where(is_random_B1, cut_BV, full_BV)
+    noise_BV = ahead.noise_BV
+    if noise_BV is None:
+        noise_BV = sampling.gumbel_noise(slots.keys, slots.num_drawn, full_BV.shape[1])
+    scores_BV = left_BV + jnp.where(is_random_B1, noise_BV, 0.0)
+    token_B, full_logprobs_B = jax.lax.platform_dependent(
+        scores_BV, full_BV, cpu=sampling.best_on_cpu, default=sampling.best
+    )
+    return token_B, sampling.logprobs_of(left_BV, token_B), full_logprobs_B
+
+
+def likeliest_tokens(full_BV: jax.Array) -> TopTokens:
+    """The MOST_TOP likeliest tokens of each row, or all of a smaller vocabulary."""
+    logprobs_BV = jax.nn.log_softmax(full_BV, axis=-1)
+    logprobs, tokens = jax.lax.top_k(logprobs_BV, min(MOST_TOP, full_BV.shape[-1]))
+    return TopTokens(tokens, logprobs)
 
 
 def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
@@ -530,34 +690,6 @@ def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
     gumbel_noise = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
     noise_TBV = jax.vmap(gumbel_noise, (None, 0))(slots.keys, slots.num_drawn + step_T1)
     return Ahead(angles, unfused(constrain(noise_TBV, "seq", "batch", "vocab")))
-
-
-def decode_step(
-    spec: SamplerSpec,
-    generation: GenerationConfig,
-    slots: Slots,
-    per_layer_params: Params,
-    temperature: jax.Array,
-    ahead: Ahead,
-) -> tuple[Slots, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Draws one token in every slot, then reads it. Also returns (tokens, logprobs, full_logprobs),
-    [B] each."""
-    if spec.fused:
-        token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
-        full_logprobs_B = logprobs_B
-    else:
-        logits_BV = next_logits(spec, slots, per_layer_params)
-        token_B, logprobs_B, full_logprobs_B = sampling.draw(
-            logits_BV,
-            slots.keys,
-            slots.num_drawn,
-            temperature,
-            generation,
-            slots.seen,
-            ahead.noise_BV,
-        )
-    after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, ahead)
-    return after, (reported_B, logprobs_B, full_logprobs_B)
 
 
 def next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> jax.Array:
@@ -705,3 +837,314 @@ def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
         return out_BNH[:, None], KV(k_BKCH, v_BKCH)
 
     return attend_fn
+
+
+# ---- append
+
+
+def append(
+    spec: SamplerSpec,
+    slots: Slots,
+    per_layer_params: Params,
+    rows_R: jax.Array,
+    tokens_RW: jax.Array,
+    counts_R: jax.Array,
+    limits_R: jax.Array,
+) -> Slots:
+    """Appends counts_R tokens to the sequences of slots rows_R.
+
+    A slot decodes on from there, up to limits_R sampled tokens of the whole conversation; with
+    limit 0 it waits for the rest of its tokens. A row beyond the slots, or with count 0, is none.
+    With R = B, rows_R are all slots in order.
+    """
+    R, W = tokens_RW.shape
+    chosen = ChosenSlots(rows_R, counts_R > 0, len(slots.lengths))
+
+    # Read the new tokens: their keys and values join the cache.
+    lengths_R = chosen.read(slots.lengths)
+    positions_RW = lengths_R[:, None] + jnp.arange(W)
+    cache = jax.tree.map(chosen.read, slots.cache)
+    attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
+    hidden_RWD, new_kv = decoder.forward_by_layer(
+        per_layer_params, spec.cfg, tokens_RW, positions_RW, attend_fn, spec.tp_reduce_dtype
+    )
+
+    # The first token of the next turn is drawn from the last of them.
+    last_R = jnp.maximum(counts_R - 1, 0)
+    seen = slots.seen
+    if spec.has_penalty:
+        is_token_RW = jnp.arange(W) < counts_R[:, None]
+        nothing_RV = jnp.zeros((R, spec.cfg.vocab_size), bool)
+        new_RV = nothing_RV.at[jnp.arange(R)[:, None], tokens_RW].max(is_token_RW)
+        seen = chosen.write(seen, chosen.read(seen) | new_RV)
+    appended = slots.replace(
+        cache=[
+            write_tokens(kv, new, rows_R, lengths_R, counts_R)
+            for kv, new in zip(slots.cache, new_kv)
+        ],
+        hidden=chosen.write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
+        seen=seen,
+        lengths=chosen.write(slots.lengths, lengths_R + counts_R),
+        limits=chosen.write(slots.limits, limits_R),
+        running=chosen.write(slots.running, limits_R > 0),
+    )
+    return at_home(appended, "batch")
+
+
+@dataclass(frozen=True)
+class ChosenSlots:
+    """The slots that a call of `append` is about: R of B.
+
+    Example: `ChosenSlots(rows_R, counts_R > 0, 64)`, with rows_R [3, 64], where row 64 is no slot.
+    """
+
+    # [R]
+    rows: jax.Array
+    # [R] bool: False where nothing is appended
+    is_new: jax.Array
+    num_slots: int
+
+    @property
+    def are_all(self) -> bool:
+        """Returns whether they are all slots, in order: then nothing is gathered over fsdp."""
+        return len(self.rows) == self.num_slots
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [R, ...]"""
+        if self.are_all:
+            return x
+        return jnp.take(x, jnp.minimum(self.rows, self.num_slots - 1), axis=0)
+
+    def write(self, old: jax.Array, new: jax.Array) -> jax.Array:
+        """[B, ...] with the rows that are new, of [R, ...]."""
+        new = new.astype(old.dtype)
+        if self.are_all:
+            return jnp.where(self.is_new.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        target_R = jnp.where(self.is_new, self.rows, self.num_slots)
+        return old.at[target_R].set(new, mode="drop")
+
+
+def attend_to_cache_and_new(
+    spec: SamplerSpec,
+    cache: list[KV],
+    lengths_R: jax.Array,
+    counts_R: jax.Array,
+    W: int,
+) -> Callable:
+    """attend_fn(layer, q, k, v) for W new tokens per row, as decoder.forward_by_layer takes it.
+
+    It returns what they attend to, and their keys and values in the layout of the cache.
+    """
+    cfg = spec.cfg
+    num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, cache)}
+    masks = {
+        kind: mask_of_cache_and_new(
+            attention.window_of(cfg, kind == "local"), lengths_R, counts_R, columns, W
+        )
+        for kind, columns in num_columns.items()
+    }
+
+    def attend_fn(
+        layer: int,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+    ):
+        kind = cfg.kinds[layer]
+        new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
+        old = cache[layer]
+        old_mask, new_mask = masks[kind]
+
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
+        mask = jnp.concatenate([old_mask, new_mask], axis=2)
+        return attend_in_pieces(spec, q_BTNH, both, mask), new
+
+    return attend_fn
+
+
+def mask_of_cache_and_new(
+    window: int | None,
+    lengths_R: jax.Array,
+    counts_R: jax.Array,
+    columns: int,
+    W: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Masks what each new token sees: columns of the cache [R, W, C], and new tokens [R, W, W]."""
+    held_RC = kv_cache.positions_held(lengths_R - 1, columns)
+    query_RW = lengths_R[:, None] + jnp.arange(W)
+    old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, (len(lengths_R), W, columns))
+    place_W = jnp.arange(W)
+    # A token behind the last one sees itself, so that no row of scores is empty.
+    is_token_RW = place_W < counts_R[:, None]
+    new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
+    new_RWW |= place_W[:, None] == place_W
+    if window is not None:
+        old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
+        new_RWW &= place_W[:, None] - place_W < window
+    return old_RWC, new_RWW
+
+
+def attend_in_pieces(
+    spec: SamplerSpec,
+    q_BTNH: jax.Array,
+    kv: KV,
+    mask_BTS: jax.Array,
+) -> jax.Array:
+    """Calls attention.attend for so many queries at a time that their scores fit."""
+    T = q_BTNH.shape[1]
+    length = attention.piece_length(q_BTNH, kv.k.shape[2])
+    pieces = []
+    for start in range(0, T, length):
+        queries = slice(start, start + length)
+        q_piece = q_BTNH[:, queries]
+        mask_piece = mask_BTS[:, queries]
+        piece = attention.attend(
+            spec.cfg, q_piece, kv.k, kv.v, mask_piece, kv.k_scales, kv.v_scales
+        )
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def write_tokens(
+    kv: KV,
+    new: KV,
+    rows_R: jax.Array,
+    lengths_R: jax.Array,
+    counts_R: jax.Array,
+) -> KV:
+    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
+
+    new: [R, K, W, ...], as `to_cache_format` makes it.
+    """
+    B, _, C = kv.k.shape[:3]
+    W = new.k.shape[2]
+    place_W = jnp.arange(W)
+    count_R1 = counts_R[:, None]
+    is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C)
+    columns_RW = (lengths_R[:, None] + place_W) % C
+    # What is not kept goes to a column that does not exist, so each with an index of its own.
+    columns_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
+    is_row_R = rows_R < B
+
+    def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        target_RW = jnp.where(is_row_R[:, None], columns_RW, C + place_W)
+        here = old.at[rows_R[:, None], :, target_RW]
+        updated = here.set(x.swapaxes(1, 2), mode="drop")
+        return kv_cache.constrain_kv(updated)
+
+    return jax.tree.map(put, kv, new)
+
+
+# ---- copy
+
+
+def read_slot(spec: SamplerSpec, slots: Slots, row: jax.Array) -> Slots:
+    """A copy of one slot, [1, ...] each, whole on every device, so that every host can read it."""
+    del spec
+
+    def of_row(x: jax.Array) -> jax.Array:
+        if not x.ndim:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        one = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
+        return constrain(one, *["seq"] * one.ndim)
+
+    return jax.tree.map(of_row, slots)
+
+
+def write_slot(
+    spec: SamplerSpec,
+    slots: Slots,
+    one: Slots,
+    row: jax.Array,
+) -> Slots:
+    """The slots with `one`, as read_slot made it, in this row. Requests taken stay as they are."""
+    del spec
+    is_row_B = jnp.arange(len(slots.lengths)) == row
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        if not old.ndim:
+            return old
+        if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            new = jax.random.wrap_key_data(new)
+        is_row = is_row_B.reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(is_row, new, old)
+
+    return at_home(jax.tree.map(put, slots, one), "batch")
+
+
+# ---- rewind
+
+
+def longest_chunk(spec: SamplerSpec) -> int:
+    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns."""
+    kinds = set(spec.cfg.kinds)
+    columns = (kv_cache.num_columns(spec.cfg, kind, spec.max_length) for kind in kinds)
+    return min(spec.chunk, *columns)
+
+
+def save(spec: SamplerSpec, slots: Slots) -> Saved:
+    """Saves the slot state that the next chunk may overwrite."""
+
+    def of_layer(kind: str, kv: KV) -> KV | None:
+        if kind != "local":
+            return None
+        index_BT = next_columns(spec, slots.lengths, kv)
+        return jax.tree.map(lambda x: kv_cache.take_columns(x, index_BT), kv)
+
+    columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
+    # Copies, as the slots themselves are donated to the chunk.
+    seen = None if slots.seen is None else jnp.copy(slots.seen)
+    return Saved(columns, jnp.copy(slots.lengths), jnp.copy(slots.num_drawn), seen)
+
+
+def next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
+    """The columns that the next chunk writes, [B, T]."""
+    return (lengths_B[:, None] + jnp.arange(spec.chunk)) % kv.k.shape[2]
+
+
+def rewind(
+    spec: SamplerSpec,
+    slots: Slots,
+    saved: Saved,
+    tokens_TB: jax.Array,
+    kept_B: jax.Array,
+) -> Slots:
+    """The slots after a chunk of which kept_B tokens stay, -1: as it is. The slots that lose tokens
+    do not run, and wait for an answer. tokens_TB: what the chunk drew."""
+    is_back_B = kept_B >= 0
+    place_T = jnp.arange(spec.chunk)
+    is_lost_BT = is_back_B[:, None] & (place_T >= kept_B[:, None])
+    rows_B1 = jnp.arange(len(kept_B))[:, None]
+
+    def restored(kv: KV, old: KV | None) -> KV:
+        if old is None:
+            return kv
+        C = kv.k.shape[2]
+        # What stays as it is goes to a column that does not exist.
+        target_BT = jnp.where(is_lost_BT, next_columns(spec, saved.lengths, kv), C + place_T)
+
+        def put(now: jax.Array, before: jax.Array) -> jax.Array:
+            here = now.at[rows_B1, :, target_BT]
+            return kv_cache.constrain_kv(here.set(before.swapaxes(1, 2), mode="drop"))
+
+        return jax.tree.map(put, kv, old)
+
+    def chosen(before: jax.Array, now: jax.Array) -> jax.Array:
+        return jnp.where(is_back_B.reshape(-1, *[1] * (now.ndim - 1)), before, now)
+
+    seen = slots.seen
+    if seen is not None:
+        is_kept_BT = place_T < kept_B[:, None]
+        no_token = seen.shape[1]
+        kept_BT = jnp.where(is_kept_BT, tokens_TB.T, no_token)
+        seen = chosen(saved.seen.at[rows_B1, kept_BT].set(True, mode="drop"), seen)
+    back = slots.replace(
+        cache=[restored(kv, old) for kv, old in zip(slots.cache, saved.columns)],
+        seen=seen,
+        lengths=chosen(saved.lengths + kept_B, slots.lengths),
+        num_drawn=chosen(saved.num_drawn + kept_B, slots.num_drawn),
+        running=slots.running & ~is_back_B,
+    )
+    return at_home(back, "batch")

@@ -1,7 +1,8 @@
-"""Requests to the sampler, one completion each, and the checks of callers' arguments."""
+"""Requests to the sampler, one completion each; the arrays that they become; and the checks of
+callers' arguments."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -9,10 +10,37 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import TextStream, Tokenizer
 from tunix_lite.plain_text import shortened
 from tunix_lite.rollout.settings import GenerationConfig
-from tunix_lite.types import Prompts
+from tunix_lite.types import FINISH, Metrics, Prompts, Rollout
 
 
-@dataclass
+@dataclass(frozen=True)
+class DrawSettings:
+    """Settings that draw the tokens of one request of a server.
+
+    Example: DrawSettings(temperature=0.7, top_p=0.95, seed=3).
+    """
+
+    # 0 takes the likeliest token
+    temperature: float = 1.0
+    top_p: float = 1.0
+    # 0: all tokens
+    top_k: int = 0
+    # 0: all tokens
+    min_p: float = 0.0
+    seed: int = 0
+    # index among the completions of the same prompt and seed
+    generation: int = 0
+    # the likeliest tokens that are reported at each position
+    top_logprobs: int = 0
+
+    @property
+    def has_cutoffs(self) -> bool:
+        """Returns whether some tokens can never be drawn."""
+        is_cut = bool(self.top_k or self.top_p < 1 or self.min_p)
+        return is_cut and self.temperature > 0
+
+
+@dataclass(eq=False)
 class Request:
     """A completion that grows from chunk to chunk.
 
@@ -28,6 +56,16 @@ class Request:
     generation: int
     # most tokens
     limit: int
+    # the tokens of its prompt
+    ids: Sequence[int] = ()
+    # data of the random key that `index` and `generation` are folded into
+    key_data: np.ndarray | None = None
+    # row of the Rollout
+    row: int = 0
+    # settings of its own; None: those of the sampler
+    draw: DrawSettings | None = None
+    # what else ends it, beside the end tokens that the devices know; None: the sampler's texts
+    criteria: "StopCriteria | None" = None
     # most tokens of a conversation's first turn; None: as many as `limit`
     first_limit: int | None = None
     tokens: list[int] = field(default_factory=list)
@@ -35,14 +73,20 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     # log-probability of each token under softmax(logits / temperature)
     full_logprobs: list[float] = field(default_factory=list)
-    # one of types.FINISH, once it has ended
+    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    # one of types.FINISH, once it has ended; error on a server
     reason: str | None = None
+    # its number in the engine, once its prompt was read
+    number: int = -1
+    # the first chunk that decodes it; None: the tokens that it had before wait to be read
+    first_chunk: int | None = 0
+    # tokens of the last chunk
+    num_new: int = 0
     # seconds from the start of the rollout until its first tokens were read
     began: float | None = None
     # seconds from the start of the rollout until it had ended
     ended: float | None = None
-    # tokens of all prompts of the rollout that were read before its last chunk, and that were not
-    prompts_read: tuple[int, int] = (0, 0)
     # its text so far, only where stop texts are looked for
     text: TextStream | None = None
     # the end of its text so far
@@ -71,20 +115,110 @@ class StopCriteria:
             )
 
 
-def stop_text_end(
+@dataclass(frozen=True)
+class RolloutArrays:
+    """The arrays of a `Rollout`, [B, T] each, while its completions come in.
+
+    A `Rollout` is padded, unlike prompts and requests, because its arrays become those of a
+    `Batch`: all completions begin in column max_prompt_length.
+
+    Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row
+    [0, 0, 5, 6, 7, 1, 0].
+    """
+
+    # the first column of completions
+    width: int
+    tokens: np.ndarray
+    completion_mask: np.ndarray
+    logprobs: np.ndarray
+    full_logprobs: np.ndarray
+    # [B]
+    finish: np.ndarray
+    # [B, 2]
+    seconds: np.ndarray
+
+    @classmethod
+    def empty(
+        cls,
+        num_rows: int,
+        generation: GenerationConfig,
+        pad_id: int,
+    ) -> "RolloutArrays":
+        """Makes so many rows of padding."""
+        width = generation.max_prompt_length
+        shape = (num_rows, width + generation.max_new_tokens)
+        return cls(
+            width=width,
+            tokens=np.full(shape, pad_id, np.int32),
+            completion_mask=np.zeros(shape, bool),
+            logprobs=np.zeros(shape, np.float32),
+            full_logprobs=np.zeros(shape, np.float32),
+            finish=np.zeros(num_rows, np.int8),
+            seconds=np.zeros((num_rows, 2), np.float32),
+        )
+
+    def only(self, row: int) -> "RolloutArrays":
+        """A copy of one row."""
+        arrays = (getattr(self, part.name) for part in fields(self)[1:])
+        return RolloutArrays(self.width, *(array[row : row + 1].copy() for array in arrays))
+
+    def write_completion(self, row: int, request: Request) -> None:
+        """Writes a request that has ended."""
+        here = np.s_[row, self.width : self.width + len(request.tokens)]
+        self.tokens[here] = request.tokens
+        self.completion_mask[here] = True
+        self.logprobs[here] = request.logprobs
+        self.full_logprobs[here] = request.full_logprobs
+        self.finish[row] = FINISH.index(request.reason)
+        self.seconds[row] = (request.began, request.ended)
+
+    def rollout(
+        self,
+        prompts: Prompts,
+        num_generations: int,
+        metrics: Metrics,
+    ) -> Rollout:
+        """The rollout, with each prompt left of its completions."""
+        token_mask = self.completion_mask.copy()
+        for p, prompt in enumerate(prompts):
+            rows = slice(p * num_generations, (p + 1) * num_generations)
+            begin = self.width - len(prompt)
+            self.tokens[rows, begin : self.width] = prompt
+            token_mask[rows, begin : self.width] = True
+        return Rollout(
+            tokens=self.tokens,
+            token_mask=token_mask,
+            completion_mask=self.completion_mask,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            full_logprobs=self.full_logprobs,
+            seconds=self.seconds,
+            metrics=metrics,
+        )
+
+
+# on_chunk(requests that got tokens, those that ended by row, each as a Rollout of one row)
+OnChunk = Callable[[Sequence[Request], dict[int, Rollout]], None]
+
+
+def stop_end(
     request: Request,
     new: list[int],
     criteria: StopCriteria,
 ) -> int | None:
-    """Returns how many of the new tokens complete a stop text; None if they complete none."""
-    if not criteria.texts:
+    """Returns how many of the new tokens there are up to a stop text, or up to a token of the
+    request's own criteria; None if there is none."""
+    criteria = request.criteria or criteria
+    tokens = () if request.criteria is None else criteria.tokens
+    if not criteria.texts and not tokens:
         return None
-    if request.text is None:
+    if request.text is None and criteria.texts:
         request.text = criteria.tokenizer.stream(skip_special=False)
-    longest = max(map(len, criteria.texts))
+    longest = max(map(len, criteria.texts), default=0)
     for count, token in enumerate(new, start=1):
-        request.tail += request.text.feed([token])
-        if any(text in request.tail for text in criteria.texts):
+        if criteria.texts:
+            request.tail += request.text.feed([token])
+        if token in tokens or any(text in request.tail for text in criteria.texts):
             return count
         request.tail = request.tail[-longest:]
     return None
@@ -137,15 +271,11 @@ def check_limits(
     return [int(limit) for limit in limits]
 
 
-def not_finite(
-    request: Request,
-    prompt: Sequence[int],
-    tokenizer: Tokenizer | None,
-) -> str:
+def not_finite(request: Request, tokenizer: Tokenizer | None) -> str:
     """The message for a request whose log-probabilities are not finite."""
     place = (
         f"token {len(request.tokens) + 1} or a little later of completion "
-        f"{request.generation + 1} of prompt {request.prompt + 1}{quoted(prompt, tokenizer)}"
+        f"{request.generation + 1} of prompt {request.prompt + 1}{quoted(request.ids, tokenizer)}"
     )
     return (
         f"the model's scores are not finite at {place}: the weights are damaged, "

@@ -146,79 +146,50 @@ def apply_repetition_penalty(
 
 def apply_cutoffs(
     logits_BV: jax.Array,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
+    top_k: int | jax.Array = 0,
+    top_p: float | jax.Array = 1.0,
+    min_p: float | jax.Array = 0.0,
 ) -> jax.Array:
-    """The logits, float32, with -inf for every token that is cut off.
+    """The logits, float32, with -inf for every token that is cut off. The settings are numbers, or
+    arrays [B, 1] of each row's own; 0, 1 and 0 cut nothing off.
 
     Of the top_k best tokens those are left that first reach top_p, and of these the ones that are
     at least min_p times as likely as the best. Ties with the last token that is left are left, too:
     top_k may leave more than k, and top_p counts within all of them. The token that crosses top_p
     is left, so at least one always is. NaN stays.
     """
-    # Settings that cut nothing off cost nothing.
-    top_k = 0 if top_k >= logits_BV.shape[-1] else top_k
-    if not top_k and top_p == 1 and not min_p:
-        return logits_BV
+    B, V = logits_BV.shape
     best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
-    least_B1 = jnp.full_like(best_B1, -jnp.inf)
-
-    def count(least_BW: jax.Array) -> jax.Array:
-        return jnp.sum(logits_BV[:, None] >= least_BW[..., None], axis=-1)
-
-    def mass(least_BW: jax.Array) -> jax.Array:
-        # Unnormalised probability, of tokens that top_k leaves.
-        logits_B1V = logits_BV[:, None]
-        least_BW = jnp.maximum(least_BW, of_top_k_B1)
-        is_in_BWV = logits_B1V >= least_BW[..., None]
-        exps_BV = jnp.exp(logits_BV - best_B1)
-        return jnp.sum(jnp.where(is_in_BWV, exps_BV[:, None], 0.0), axis=-1)
-
-    # Each setting raises the least logit that is left.
-    if top_k:
-        least_B1 = highest_float(lambda least_BW: count(least_BW) >= top_k, len(logits_BV))
-    if top_p < 1:
-        of_top_k_B1 = least_B1
-        enough_B1 = top_p * mass(of_top_k_B1)
-        least_B1 = highest_float(lambda least_BW: mass(least_BW) >= enough_B1, len(logits_BV))
-    if min_p:
-        least_B1 = jnp.maximum(least_B1, best_B1 + jnp.log(min_p))
-    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-
-
-def apply_row_cutoffs(
-    logits_BV: jax.Array,
-    top_k_B1: jax.Array,
-    top_p_B1: jax.Array,
-    min_p_B1: jax.Array,
-) -> jax.Array:
-    """Cuts logits off like `apply_cutoffs`, with settings of each row; 0, 1 and 0 cut nothing
-    off."""
-    V = logits_BV.shape[-1]
-    B = len(logits_BV)
-    lowest = jnp.float32(-jnp.inf)
-    best_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+    lowest_B1 = jnp.full_like(best_B1, -jnp.inf)
     exps_BV = jnp.exp(logits_BV - best_B1)
 
+    # Numbers that cut nothing off cost nothing.
+    def may_cut(setting: float | jax.Array, nothing: float) -> bool:
+        return isinstance(setting, jax.Array) or setting != nothing
+
     def count(least_BW: jax.Array) -> jax.Array:
         return jnp.sum(logits_BV[:, None] >= least_BW[..., None], axis=-1)
-
-    k_B1 = jnp.where(top_k_B1 > 0, top_k_B1, V)
-    of_top_k_B1 = highest_float(lambda least_BW: count(least_BW) >= k_B1, B)
-    of_top_k_B1 = jnp.where(k_B1 < V, of_top_k_B1, lowest)
 
     def mass(least_BW: jax.Array) -> jax.Array:
         # Unnormalised probability, of tokens that top_k leaves.
         is_in_BWV = logits_BV[:, None] >= jnp.maximum(least_BW, of_top_k_B1)[..., None]
         return jnp.sum(jnp.where(is_in_BWV, exps_BV[:, None], 0.0), axis=-1)
 
-    enough_B1 = top_p_B1 * mass(of_top_k_B1)
-    of_top_p_B1 = highest_float(lambda least_BW: mass(least_BW) >= enough_B1, B)
-    least_B1 = jnp.where(top_p_B1 < 1, of_top_p_B1, of_top_k_B1)
-    of_min_p_B1 = best_B1 + jnp.log(min_p_B1)
-    least_B1 = jnp.maximum(least_B1, jnp.where(min_p_B1 > 0, of_min_p_B1, lowest))
-    return jnp.where(logits_BV < least_B1, lowest, logits_BV)
+    # Each setting raises the least logit that is left.
+    least_B1 = lowest_B1
+    if may_cut(top_k, 0):
+        k_B1 = jnp.where(top_k > 0, top_k, V)
+        least_B1 = highest_float(lambda least_BW: count(least_BW) >= k_B1, B)
+        least_B1 = jnp.where(k_B1 < V, least_B1, lowest_B1)
+    of_top_k_B1 = least_B1
+    if may_cut(top_p, 1):
+        enough_B1 = top_p * mass(of_top_k_B1)
+        least_B1 = highest_float(lambda least_BW: mass(least_BW) >= enough_B1, B)
+        least_B1 = jnp.where(top_p < 1, least_B1, of_top_k_B1)
+    if may_cut(min_p, 0):
+        of_min_p_B1 = best_B1 + jnp.log(min_p)
+        least_B1 = jnp.maximum(least_B1, jnp.where(min_p > 0, of_min_p_B1, lowest_B1))
+    return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
 def highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:

@@ -14,9 +14,8 @@ from tunix_lite.evaluation.statistics import avg_at_k, pass_at_k
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rollout.engine import make_prepare
+from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import DrawSettings
-from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.learner import Learner
@@ -24,7 +23,7 @@ from tunix_lite.runs.session import Session
 from tunix_lite.seeds import seed_of_call
 from tunix_lite.serving.calls import Limits
 from tunix_lite.tasks.task import TaskConfig
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
+from tunix_lite.types import Graded, Metrics, Params, TrainState
 
 # calls that may wait for a slot
 MOST_WAITING = 1 << 20
@@ -61,7 +60,10 @@ class AgentExperience:
         self._num_prompts = session.parts.batch.prompts
         self._rows = session.parts.rows
         self._tokenizer = session.parts.model.tokenizer
-        self._own_draw = _draw_of(generation) if job.config.own_sampling else None
+        self._own_draw = None
+        if job.config.own_sampling:
+            names = ("temperature", "top_p", "top_k", "min_p")
+            self._own_draw = DrawSettings(**{name: getattr(generation, name) for name in names})
 
         # The engine that agents are answered by; `_ended` gives it the weights of now.
         model = LanguageModel(session.parts.model, None, session.parts.mesh, resolved.dtype)
@@ -99,10 +101,30 @@ class AgentExperience:
         """See ExperienceSource. Raises RunFailed where an agent fails and on_error=raise."""
         updates = self._algorithm.updates_per_rollout
         update = step % updates
-        if update == 0:
-            self._held = self._collect(step, params)
-        metrics = self._held.metrics if update == 0 else {}
-        return replace(self._held, metrics=metrics, updates_left=updates - update)
+        if update:
+            return replace(self._held, metrics={}, updates_left=updates - update)
+
+        # Episodes, their rewards and their advantages.
+        G = self._algorithm.num_generations
+        with error_context(f"step {step + 1}", RunFailed):
+            examples, _ = self._task.batch(self._num_prompts, self._seed, step // updates)
+            examples = [one for one in examples for _ in range(G)]
+            seed = seed_of_call(self._seed, step, 1)
+            groups = self._ended(params, examples, seed, self._own_draw, G)
+            graded = self._graded(groups, examples)
+            batch = groups.batch(self._algorithm)
+
+        # There are more sequences than episodes where an agent breaks its conversations; from the
+        # first such step on there are twice as many rows, which is a program more.
+        layout = self._rows
+        shards = self._session.parts.mesh.shape["fsdp"]
+        while len(batch.tokens) > layout.num_parts * layout.rows_per_part * shards:
+            layout = replace(layout, num_parts=2 * layout.num_parts)
+        self._rows = layout
+        with error_context(f"step {step + 1}", RunFailed):
+            rows, _ = layout.lay_out(batch)
+        self._held = Experience(rows, batch, graded.metrics, graded, updates_left=updates)
+        return self._held
 
     def beside_update(self) -> Metrics:
         """See ExperienceSource: agents ask for nothing while the weights change."""
@@ -113,42 +135,28 @@ class AgentExperience:
         num_samples of each at evaluation.temperature. A failed episode counts 0, and one is right
         if its reward is 1 or more."""
         settings = self._evaluation
-        examples = self._task.held_out(settings.num_examples)
-        with error_context("evaluation", RunFailed):
-            groups = self._ended(params, examples, self._seed, None, 1)
-            greedy = self._graded(replace(groups, on_error="zero"), examples)
+        held_out = self._task.held_out(settings.num_examples)
+
+        def graded(seed: int, draw: DrawSettings | None, count: int) -> Graded:
+            examples = [one for one in held_out for _ in range(count)]
+            with error_context("evaluation", RunFailed):
+                groups = self._ended(params, examples, seed, draw, count)
+                return self._graded(replace(groups, on_error="zero"), examples)
+
+        greedy = graded(self._seed, None, 1)
         metrics = {
             "eval/accuracy": float(np.mean(greedy.correct)),
             "eval/reward": greedy.metrics["reward/mean"],
-            "eval/failed": sum(bool(one.failure) for one in groups.ended),
+            "eval/failed": sum(map(bool, greedy.failures)),
         }
-        if not settings.num_samples:
+        if not (k := settings.num_samples):
             return Evaluated(metrics, greedy)
-        examples = [one for one in examples for _ in range(settings.num_samples)]
-        draw = DrawSettings(temperature=settings.temperature)
-        with error_context("evaluation", RunFailed):
-            groups = self._ended(params, examples, self._seed + 1, draw, settings.num_samples)
-            sampled = self._graded(replace(groups, on_error="zero"), examples)
-        k = settings.num_samples
+        sampled = graded(self._seed + 1, DrawSettings(temperature=settings.temperature), k)
         correct_EN = sampled.correct.reshape(-1, k)
         metrics[f"eval/avg_at_{k}"] = float(avg_at_k(correct_EN).mean())
         metrics[f"eval/pass_at_{k}"] = float(pass_at_k(correct_EN, k).mean())
         metrics["eval/sampled_reward"] = sampled.metrics["reward/mean"]
         return Evaluated(metrics, greedy, sampled)
-
-    def _collect(self, step: int, params: Params) -> Experience:
-        """Episodes, their advantages, and the rows of their tokens."""
-        G = self._algorithm.num_generations
-        rollout = step // self._algorithm.updates_per_rollout
-        with error_context(f"step {step + 1}", RunFailed):
-            examples, _ = self._task.batch(self._num_prompts, self._seed, rollout)
-            examples = [one for one in examples for _ in range(G)]
-            seed = seed_of_call(self._seed, step, 1)
-            groups = self._ended(params, examples, seed, self._own_draw, G)
-            graded = self._graded(groups, examples)
-            batch = groups.batch(self._algorithm)
-            rows = self._lay_out(batch)
-        return Experience(rows, batch, graded.metrics, graded, updates_left=1)
 
     def _ended(
         self,
@@ -176,24 +184,11 @@ class AgentExperience:
         self._engine.wait_until_idle()
         self._engine.set_params(None)
 
-    def _lay_out(self, batch: Batch) -> RowBatch:
-        """The batch in rows. There are more sequences than episodes where an agent breaks its
-        conversations; from the first such step on there are twice as many rows, which is a program
-        more."""
-        layout = self._rows
-        shards = self._session.parts.mesh.shape["fsdp"]
-        while len(batch.tokens) > layout.num_parts * layout.rows_per_part * shards:
-            layout = replace(layout, num_parts=2 * layout.num_parts)
-        self._rows = layout
-        return layout.lay_out(batch)[0]
-
     def _graded(self, groups: EpisodeGroups, examples: list[dict]) -> Graded:
         """Returns the episodes as samples/*.jsonl holds them, and their metrics."""
-        metrics = groups.metrics
         rewards_B = groups.rewards_PG.reshape(-1)
         ended = groups.ended
-        texts = [_texts_of(one, self._tokenizer) for one in groups.episodes]
-        prompts, completions = zip(*texts)
+        prompts, completions = zip(*(_texts_of(one, self._tokenizer) for one in groups.episodes))
         return Graded(
             prompts=list(prompts),
             completions=list(completions),
@@ -202,7 +197,7 @@ class AgentExperience:
             extracted=[
                 f"reward {one.reward:g}" if one.reward is not None else None for one in ended
             ],
-            metrics=metrics,
+            metrics=groups.metrics,
             dropped=np.isnan(rewards_B),
             examples=examples,
             num_generations=groups.num_generations,
@@ -223,15 +218,6 @@ def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
         )
 
     return reward
-
-
-def _draw_of(generation: GenerationConfig) -> DrawSettings:
-    return DrawSettings(
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-    )
 
 
 def _texts_of(episode: Episode, tokenizer: Tokenizer) -> tuple[str, str]:

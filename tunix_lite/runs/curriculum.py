@@ -7,7 +7,6 @@ With the state of the checkpoint, a run that goes on draws what it would have dr
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tunix_lite.config import RunConfig
 from tunix_lite.tasks.curriculum import (
     CurriculumConfig,
     CurriculumState,
@@ -19,30 +18,6 @@ from tunix_lite.tasks.curriculum import (
 from tunix_lite.tasks.processes import same_on_all
 from tunix_lite.tasks.task import Task
 from tunix_lite.types import Graded, Metrics
-
-
-class EveryPrompt:
-    """No curriculum: all prompts are asked alike.
-
-    Example: `EveryPrompt().batch(task, 16, seed=0, rollout=3)` is `task.batch(16, 0, 3)`.
-    """
-
-    def begin(self, step: int, task: Task) -> Task:
-        """See RunCurriculum."""
-        return task
-
-    def batch(
-        self, task: Task, count: int, seed: int, rollout: int, number: int = 0
-    ) -> tuple[list[dict], int]:
-        """See RunCurriculum."""
-        return task.batch(count, seed, rollout)
-
-    def end(self, say: Callable[[str], None]) -> Metrics:
-        """See RunCurriculum."""
-        return {}
-
-    def at(self, step: int) -> None:
-        """Does nothing: there is no state to keep."""
 
 
 @dataclass
@@ -72,9 +47,7 @@ class RunCurriculum:
         self.counts.clear()
         return replace(task, on_graded=self.record)
 
-    def batch(
-        self, task: Task, count: int, seed: int, rollout: int, number: int = 0
-    ) -> tuple[list[dict], int]:
+    def batch(self, task: Task, count: int, seed: int, number: int = 0) -> tuple[list[dict], int]:
         """The next examples for round `number` of this rollout, and how many were dropped for their
         length. Raises ValueError, on all processes, as Task.batch does."""
         level = self.before.level
@@ -122,15 +95,3 @@ class RunCurriculum:
     def at(self, step: int) -> dict:
         """The state that belongs to the weights after `step` updates, as JSON has it."""
         return (self.before if step <= self.began else self.state).as_json()
-
-
-def curriculum_at_start(run: RunConfig, saved: dict | None) -> RunCurriculum | EveryPrompt:
-    """The curriculum of a run. saved: its state in a checkpoint. Raises ValueError if that is
-    damaged."""
-    settings = run.curriculum
-    if not settings.is_on:
-        return EveryPrompt()
-    state = CurriculumState()
-    if saved is not None:
-        state = CurriculumState.from_json(saved, len(settings.levels))
-    return RunCurriculum(settings, state, state)

@@ -40,50 +40,48 @@ def evaluate(
     policy: Policy,
     task: Task,
     params: Params,
-    key: jax.Array,
-    num_examples: int,
+    examples: list[dict],
+    key: jax.Array | None,
     num_samples: int = 0,
     temperature: float = 1.0,
     progress: SamplingProgress | None = None,
 ) -> Evaluated:
-    """Greedy completions of the first `num_examples` of the held-out set, and `num_samples` samples
-    of each at `temperature`.
+    """Greedy completions of these held-out examples, and `num_samples` samples of each at
+    `temperature`.
 
     key: of the run's seed; every evaluation of a run draws its samples with the same numbers, so
     two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing is said.
     Raises RunFailed if a reward fails.
     """
-    examples = task.held_out(num_examples)
-    return complete_held_out(
-        policy, task, params, examples, key, num_samples, temperature, progress
-    )
+    greedy = complete_and_grade(policy, task, params, examples, key, progress=progress)
+    of_greedy = greedy.metrics
+    metrics = {
+        "eval/accuracy": float(np.mean(greedy.correct)),
+        "eval/reward": of_greedy["reward/mean"],
+        "eval/failed_rewards": sum(of_greedy[name] for name in FAILED),
+        "eval/mean_length": of_greedy["completions/mean_length"],
+        "eval/truncated": of_greedy["completions/truncated"],
+    }
+    if not num_samples:
+        return Evaluated(metrics, greedy)
+    k = num_samples
+    key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
+    sampled = complete_and_grade(policy, task, params, examples, key, k, temperature, progress)
+    correct_EN = sampled.correct.reshape(-1, k)
+    texts = sampled.extracted
+    extracted = [texts[row : row + k] for row in range(0, len(texts), k)]
+    metrics |= {
+        f"eval/avg_at_{k}": float(avg_at_k(correct_EN).mean()),
+        f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
+        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN, k).mean()),
+        "eval/sampled_reward": sampled.metrics["reward/mean"],
+    }
+    return Evaluated(metrics, greedy, sampled)
 
 
 def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:
     """Returns the completions of each rollout of an evaluation: first greedy ones, then samples."""
     return [num_examples, num_examples * num_samples] if num_samples else [num_examples]
-
-
-def complete_held_out(
-    policy: Policy,
-    task: Task,
-    params: Params,
-    examples: list[dict],
-    key: jax.Array,
-    num_samples: int,
-    temperature: float,
-    progress: SamplingProgress | None = None,
-) -> Evaluated:
-    """Evaluates these examples; see `evaluate`."""
-    greedy = complete_and_grade(policy, task, params, examples, key, progress=progress)
-    metrics = greedy_metrics(greedy)
-    if not num_samples:
-        return Evaluated(metrics, greedy)
-    key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), num_samples)
-    sampled = complete_and_grade(
-        policy, task, params, examples, key, num_samples, temperature, progress
-    )
-    return Evaluated(metrics | sampled_metrics(sampled, num_samples), greedy, sampled)
 
 
 def complete_and_grade(
@@ -117,31 +115,3 @@ def complete_and_grade(
             **who_answers(task, repeated),
         )
         return grader.results(rollout, None if progress is None else progress.look)
-
-
-def greedy_metrics(graded: Graded) -> Metrics:
-    """Returns eval/accuracy and the metrics beside it: one completion of each example."""
-    metrics = graded.metrics
-    return {
-        "eval/accuracy": float(np.mean(graded.correct)),
-        "eval/reward": metrics["reward/mean"],
-        "eval/failed_rewards": sum(metrics[name] for name in FAILED),
-        "eval/mean_length": metrics["completions/mean_length"],
-        "eval/truncated": metrics["completions/truncated"],
-    }
-
-
-def sampled_metrics(graded: Graded, num_samples: int) -> Metrics:
-    """eval/avg_at_8 and so on: `num_samples` completions of each example."""
-    correct_EN = graded.correct.reshape(-1, num_samples)
-    texts = graded.extracted
-    rows = range(0, len(texts), num_samples)
-    extracted = [texts[row : row + num_samples] for row in rows]
-    k = num_samples
-    return {
-        f"eval/avg_at_{k}": float(avg_at_k(correct_EN).mean()),
-        f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
-        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN, k).mean()),
-        "eval/sampled_reward": graded.metrics["reward/mean"],
-        "eval/sampled_truncated": graded.metrics["completions/truncated"],
-    }

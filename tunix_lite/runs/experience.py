@@ -1,21 +1,21 @@
 """Experience: the data that an update learns from, and its source."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.selection import chosen_completions
+from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.models import decoder
 from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.moving_reference import moving_reference
-from tunix_lite.runs.overlap import Drawn
+from tunix_lite.runs.reference import MovingReference
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
-from tunix_lite.tasks.task import Task
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
 # added to the seed of the data order for each further round of prompts
@@ -83,110 +83,113 @@ class FreshExperience:
     next mini-batch of it."""
 
     def __init__(self, session: Session, learner: Learner):
-        self._algorithm = session.run.algorithm
-        self._seed = session.run.seed
-        self._task = session.task
-        self._leaves_out = session.task.leaves_out
-        self._mini_batches = session.run.algorithm.needs.mini_batches
-        self._rounds = session.run.algorithm.needs.rounds
-        self._num_prompts = session.parts.batch.prompts * self._mini_batches
-        self._rows = session.parts.rows
-        self._policy = learner.policy
-        self._curriculum = learner.curriculum
-        self._overlap = learner.overlap
-        self._console = session.console
-        self._stopping = session.stopping
-        self._evaluation = session.run.evaluation
+        self._session = session
         self._learner = learner
-        self._moving = moving_reference(session)
-        self._seed_key = learner.seed_key
+        self._algorithm = session.run.algorithm
+        self._needs = session.run.algorithm.needs
+        self._policy = learner.policy
+        # a reference that follows the policy; None: there is none, or it stays
+        self._moving: MovingReference | None = None
+        if every := self._needs.reference_every:
+            resolved = learner.resolved
+            copied = partial(
+                decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.reference_dtype
+            )
+            last = session.parts.reference.kept or 0
+            mix = self._algorithm.reference_mix
+            self._moving = MovingReference(session.run_dir, every, mix, copied, last)
         self._collected: Collected | None = None
         self._held: Experience | None = None
 
     def compile_ahead(self, state: TrainState) -> None:
         """See ExperienceSource."""
-        if not self._learner.resolved.has_rollouts and self._overlap is None:
+        learner = self._learner
+        if not learner.resolved.has_rollouts and learner.overlap is None:
             return
-        self._console.busy("compiling the sampler…")
-        with self._stopping.uninterruptible(COMPILATION):
-            self._learner.compile_sampler(state)
+        self._session.console.busy("compiling the sampler…")
+        with self._session.stopping.uninterruptible(COMPILATION):
+            learner.compile_sampler(state)
 
     def take(self, step: int, params: Params) -> Experience:
         """See ExperienceSource. Seed and step alone decide on data and random numbers."""
         updates = self._algorithm.updates_per_rollout
+        parts = self._needs.mini_batches
         update = step % updates
         with error_context(f"step {step + 1}", RunFailed):
             # Collect: examples of the task, completions of the policy, rewards, advantages.
             if update == 0:
                 self._collected = self._collect(step, step // updates, params)
-            # Lay out: sequences become rows of a fixed width, divided over the mesh.
-            if update == 0 or self._mini_batches > 1:
-                self._held = self._lay_out(update % self._mini_batches)
+            # Lay out: sequences become rows of a fixed width, divided over the mesh; the next
+            # mini-batch, or without mini-batches the whole batch.
+            if update == 0 or parts > 1:
+                batch, metrics, graded = self._collected
+                if parts > 1:
+                    rows = np.split(np.arange(len(batch.tokens)), parts)[update % parts]
+                    graded = None if graded is None else chosen_completions([graded], rows)
+                    batch = jax.tree.map(lambda x: x[rows], batch)
+                laid_out, _ = self._session.parts.rows.lay_out(batch)
+                self._held = Experience(laid_out, batch, metrics, graded, updates)
         # it is there: a run begins, and resumes, where a rollout begins
         metrics = self._held.metrics if update == 0 else {}
         return replace(self._held, metrics=metrics, updates_left=updates - update)
 
     def beside_update(self) -> Metrics:
         """See ExperienceSource."""
-        return {} if self._overlap is None else self._overlap.beside_update()
+        overlap = self._learner.overlap
+        return {} if overlap is None else overlap.beside_update()
 
     def evaluate(self, step: int, params: Params, patience: float) -> Evaluated:
         """See ExperienceSource."""
-        settings = self._evaluation
+        session = self._session
+        settings = session.run.evaluation
         counts = rollout_sizes(settings.num_examples, settings.num_samples)
-        with SamplingProgress(self._console, counts, patience=patience) as progress:
+        with SamplingProgress(session.console, counts, patience=patience) as progress:
+            task = session.task.at_step(step)
             return evaluate(
                 self._learner.policy,
-                self._task.at_step(step),
+                task,
                 params,
-                self._seed_key,
-                settings.num_examples,
+                task.held_out(settings.num_examples),
+                self._learner.seed_key,
                 settings.num_samples,
                 settings.temperature,
                 progress,
             )
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
-        key = jax.random.fold_in(self._seed_key, step)
-        self._policy = self._moving.follow(self._policy, step, params)
-        policy, task, examples, example_metrics = self._source(step, rollout, params)
+        # Where the reference follows the policy, it may move now.
+        if self._moving is not None:
+            self._policy = self._moving.follow(self._policy, step, params)
+        session = self._session
+        curriculum = self._learner.curriculum
+        overlap = self._learner.overlap
+        task = session.task.at_step(step)
+        if curriculum is not None:
+            task = curriculum.begin(step, task)
+
+        # What was sampled beside earlier updates, or the examples of all rounds. Those of later
+        # rounds are of other shuffles, so that the first one goes through the data in the same
+        # order whether others follow or not.
+        if overlap is not None:
+            drawn = overlap.draw(step, self._policy, task, params)
+            policy, task, examples, example_metrics = drawn
+        else:
+            policy = self._policy
+            num_prompts = session.parts.batch.prompts * self._needs.mini_batches
+            examples = []
+            dropped = 0
+            for r in range(self._needs.rounds):
+                seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
+                if curriculum is None:
+                    more, unfit = task.batch(num_prompts, seed, rollout)
+                else:
+                    more, unfit = curriculum.batch(task, num_prompts, seed, r)
+                examples += more
+                dropped += unfit
+            example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
+
+        key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        return batch, metrics | self._curriculum.end(self._console.say) | example_metrics, graded
-
-    def _source(self, step: int, rollout: int, params: Params) -> Drawn:
-        """Returns the policy to sample from, its task and examples, and metrics of these."""
-        task = self._curriculum.begin(step, self._task.at_step(step))
-        if self._overlap is not None:
-            return self._overlap.draw(step, self._policy, task, params)
-        return self._policy, task, *self._examples(task, rollout)
-
-    def _examples(self, task: Task, rollout: int) -> tuple[list[dict], Metrics]:
-        """The examples of all rounds, and how many were passed over, if any may be.
-
-        Examples of later rounds are those of other shuffles, so that the first round goes through
-        the data in the same order whether others follow or not.
-        """
-        examples = []
-        dropped = 0
-        for r in range(self._rounds):
-            seed = (self._seed + r * SEED_OF_NEXT_ROUND) % 2**32
-            more, unfit = self._curriculum.batch(task, self._num_prompts, seed, rollout, r)
-            examples += more
-            dropped += unfit
-        return examples, {"prompts/dropped": dropped} if self._leaves_out else {}
-
-    def _lay_out(self, part: int) -> Experience:
-        """Mini-batch number `part` in rows; without mini-batches the whole batch."""
-        batch, metrics, graded = self._collected
-        if self._mini_batches > 1:
-            batch, graded = self._mini_batch(batch, graded, part)
-        laid_out, _ = self._rows.lay_out(batch)
-        # `take` says how many updates are left
-        return Experience(laid_out, batch, metrics, graded, updates_left=1)
-
-    def _mini_batch(
-        self, batch: Batch, graded: Graded | None, part: int
-    ) -> tuple[Batch, Graded | None]:
-        rows = np.split(np.arange(len(batch.tokens)), self._mini_batches)[part]
-        graded = None if graded is None else chosen_completions([graded], rows)
-        return jax.tree.map(lambda x: x[rows], batch), graded
+        if curriculum is not None:
+            metrics |= curriculum.end(session.console.say)
+        return batch, metrics | example_metrics, graded

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import flax
 import jax
@@ -30,6 +29,8 @@ from tunix_lite.plain_text import escaped, shown, without_secrets
 from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.sources import digest_of_data
 
+# a setting as YAML has it
+Plain = dict | list | tuple | str | int | float | None
 # differences in a message
 SHOWN = 8
 # what may differ, and the start says both values: versions, what held-out numbers are of, the end
@@ -52,37 +53,32 @@ def fingerprint(
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
     what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden.
     """
+    # What every run has. Steps and rates that others do not depend on are left out.
     model_settings = source.settings_to_keep(run.model, model, run.seed)["model"]
-    named: dict[str, Any] = {}
-    if run.model.chat_template is not None:
-        named["chat_template"] = _digest(model.tokenizer.template.text)
-    if frozen_models:
-        digests = {name: source.weights_digest(frozen) for name, frozen in frozen_models.items()}
-        named["frozen_weights"] = digests
-    on_none = {} if run.rewards.on_none == "error" else {"on_none": run.rewards.on_none}
+    training = run.training
+    evaluation = plain(run.evaluation)
+    del evaluation["_target_"], evaluation["interval_steps"]
+    task = plain(run.task)
+    for reward in task["rewards"].values():
+        if not reward["group"]:
+            del reward["group"]
     values = {
         "model": {"architecture": model_settings["architecture"], "lora": model_settings["lora"]},
         "weights": source.weights_digest(model),
         "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),
-        **named,
         "algorithm": plain(run.algorithm),
-        "task": _task(run),
+        "task": task,
         "data": digest_of_data(run.task.source),
-        **_curriculum(run),
         "generation": plain(run.generation),
-        "rollout": {"cache": run.rollout.cache} | _overlap(run, prompts, shards),
-        "rewards": {"on_error": run.rewards.on_error} | on_none,
-        **_conversation(run),
-        "optimizer": _optimizer(run, shards),
+        "rollout": {"cache": run.rollout.cache},
+        "rewards": {"on_error": run.rewards.on_error},
+        "optimizer": plain(run.optimizer),
         "training": {
             "prompts_per_step": prompts,
-            "mixed_precision": run.training.mixed_precision,
-            "packing": run.training.packing,
-        }
-        | _reduced(run)
-        | _decay(run),
-        "evaluation": _evaluation(run),
-        **_code(run),
+            "mixed_precision": training.mixed_precision,
+            "packing": training.packing,
+        },
+        "evaluation": evaluation,
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
@@ -93,6 +89,47 @@ def fingerprint(
             "python": platform.python_version(),
         },
     }
+
+    # What only some runs have, where their numbers depend on it.
+    if run.model.chat_template is not None:
+        values["chat_template"] = _digest(model.tokenizer.template.text)
+    if frozen_models:
+        digests = {name: source.weights_digest(frozen) for name, frozen in frozen_models.items()}
+        values["frozen_weights"] = digests
+    if run.task.environment is None:
+        del task["environment"]
+    else:
+        # time limits and processes of environments change no answer
+        left_out = ("_target_", "timeout", "workers")
+        conversation = plain(run.conversation)
+        values["conversation"] = {
+            name: value for name, value in conversation.items() if name not in left_out
+        }
+    if run.curriculum.is_on:
+        data = {}
+        for i in range(len(run.curriculum.levels)):
+            of_level = source_of_level(run.task.source, run.curriculum, i)
+            data[f"level {i + 1}"] = digest_of_data(of_level)["train"]
+        values["curriculum"] = plain(run.curriculum) | {"data": data}
+    rollout = run.rollout
+    if rollout.is_stale:
+        # which tokens are of earlier weights depends on slots and chunks
+        values["rollout"] |= {"overlap": rollout.overlap, "max_staleness": rollout.max_staleness}
+        if rollout.overlap == "carry":
+            slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
+            values["rollout"] |= {"slots": slots, "chunk": rollout.chunk}
+    if run.rewards.on_none != "error":
+        values["rewards"]["on_none"] = run.rewards.on_none
+    if run.optimizer.scale_lr_with_devices:
+        values["optimizer"]["shards"] = shards
+    if run.optimizer.schedule != "constant":
+        values["training"]["max_steps"] = training.max_steps
+    for name in ("reduce_dtype", "tp_reduce_dtype"):
+        if getattr(training, name) != "float32":
+            values["training"][name] = getattr(training, name)
+    code = _digests_of_code((values["algorithm"], task, values.get("curriculum")))
+    if code:
+        values["code"] = code
     return without_secrets(values)
 
 
@@ -100,105 +137,26 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _task(run: RunConfig) -> dict:
-    """The task; `group` of a reward only where it is true."""
-    task = plain(run.task)
-    for reward in task["rewards"].values():
-        if not reward["group"]:
-            del reward["group"]
-    if task["environment"] is None:
-        del task["environment"]
-    return task
-
-
-def _conversation(run: RunConfig) -> dict:
-    """Returns the settings of conversations, if the run has any. Time limits and processes of
-    environments change no answer."""
-    if run.task.environment is None:
-        return {}
-    settings = plain(run.conversation)
-    for name in ("_target_", "timeout", "workers"):
-        del settings[name]
-    return {"conversation": settings}
-
-
-def _curriculum(run: RunConfig) -> dict:
-    """Returns the curriculum, if the run has one, with digests of the data of its levels."""
-    curriculum = run.curriculum
-    if not curriculum.is_on:
-        return {}
-    data = {
-        f"level {i + 1}": digest_of_data(source_of_level(run.task.source, curriculum, i))["train"]
-        for i in range(len(curriculum.levels))
-    }
-    return {"curriculum": plain(curriculum) | {"data": data}}
-
-
-def _overlap(run: RunConfig, prompts: int, shards: int) -> dict:
-    """Returns the settings of overlap, if updates learn from tokens of earlier weights: which
-    tokens those are depends on slots and chunks."""
-    rollout = run.rollout
-    if not rollout.is_stale:
-        return {}
-    settings = {"overlap": rollout.overlap, "max_staleness": rollout.max_staleness}
-    if rollout.overlap == "carry":
-        slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
-        settings |= {"slots": slots, "chunk": rollout.chunk}
-    return settings
-
-
-def _optimizer(run: RunConfig, shards: int) -> dict:
-    """The optimizer; the number of shards only where the learning rate depends on it."""
-    settings = plain(run.optimizer)
-    return settings | {"shards": shards} if run.optimizer.scale_lr_with_devices else settings
-
-
-def _decay(run: RunConfig) -> dict:
-    """The last step, only where the learning rate of the others depends on it."""
-    return {} if run.optimizer.schedule == "constant" else {"max_steps": run.training.max_steps}
-
-
-def _evaluation(run: RunConfig) -> dict:
-    """Returns the settings of held-out numbers and the best checkpoint, without the interval."""
-    settings = plain(run.evaluation)
-    del settings["_target_"], settings["interval_steps"]
-    return settings
-
-
-def _code(run: RunConfig) -> dict:
-    """Returns digests, by module, of the user's own code that the settings name, rewards above all;
-    only where there is any. Comments and blank lines do not count."""
-    digests = {}
-    for path in _named((plain(run.algorithm), plain(run.task), plain(run.curriculum))):
-        name = path.rpartition(".")[0]
-        while name and name not in sys.modules:
-            name = name.rpartition(".")[0]
-        file = getattr(sys.modules.get(name), "__file__", None)
-        is_ours = name.partition(".")[0] == "tunix_lite"
-        # what is installed has a version
-        if file is None or is_ours or "site-packages" in Path(file).parts:
-            continue
-        if Path(file).suffix == ".py" and name not in sys.builtin_module_names:
-            tree = ast.dump(ast.parse(Path(file).read_bytes()))
-            digests[name] = _digest(tree)
-    return {"code": digests} if digests else {}
-
-
-def _named(values: Any) -> Iterator[str]:
-    """Every dotted path in plain settings."""
-    if isinstance(values, dict):
-        values = [*values.values()]
-    if isinstance(values, list | tuple):
+def _digests_of_code(settings: Plain) -> dict[str, str]:
+    """Returns digests, by module, of the user's own code that plain settings name by dotted path,
+    rewards above all. Comments and blank lines do not count."""
+    if isinstance(settings, dict | list | tuple):
+        values = settings.values() if isinstance(settings, dict) else settings
+        digests: dict[str, str] = {}
         for value in values:
-            yield from _named(value)
-    elif isinstance(values, str) and all(part.isidentifier() for part in values.split(".")):
-        yield values
-
-
-def _reduced(run: RunConfig) -> dict:
-    """Returns only the settings that differ from the default."""
-    chosen = {name: getattr(run.training, name) for name in ("reduce_dtype", "tp_reduce_dtype")}
-    return {name: dtype for name, dtype in chosen.items() if dtype != "float32"}
+            digests |= _digests_of_code(value)
+        return digests
+    if not isinstance(settings, str) or not all(map(str.isidentifier, settings.split("."))):
+        return {}
+    name = settings.rpartition(".")[0]
+    while name and name not in sys.modules:
+        name = name.rpartition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None)
+    is_ours = name.partition(".")[0] == "tunix_lite"
+    # what is installed has a version
+    if file is None or is_ours or Path(file).suffix != ".py" or "site-packages" in Path(file).parts:
+        return {}
+    return {name: _digest(ast.dump(ast.parse(Path(file).read_bytes())))}
 
 
 def read_fingerprint(file: Path) -> dict:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from tunix_lite.files.untrusted import parse_object
-from tunix_lite.rollout.carry import OpenCompletion
+from tunix_lite.rollout.partial import OpenCompletion
 from tunix_lite.types import FINISH, Conversation, Rollout, SampledTurn, TurnReply
 
 # by name, the type of what there is one of per completion, and per token

@@ -1,34 +1,35 @@
 """The learner of a run: its state, the policy that acts with it, and the compiled update."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+import optax
 
+from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
+from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
 from tunix_lite.learner.policy import STORED, Policy
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import source
 from tunix_lite.models.lora import acting_params
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.compiling import compiled_together
+from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
+from tunix_lite.resolved.parts import optimizer_of, policy_of, sampler_of_run, train_step_of
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import Sampling
-from tunix_lite.runs import resume
-from tunix_lite.runs.curriculum import EveryPrompt, RunCurriculum
+from tunix_lite.rollout.generate import Sampling
+from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
+from tunix_lite.tasks.curriculum import CurriculumState
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
 from tunix_lite.types import Params, RowBatch, TrainState
@@ -58,8 +59,8 @@ class Learner:
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
-    # chooses the prompts
-    curriculum: RunCurriculum | EveryPrompt
+    # chooses the prompts; None: all are asked alike
+    curriculum: RunCurriculum | None = None
     # rollouts kept for later updates; None: none are (rollout.overlap=none)
     overlap: Overlap | None = None
     # seconds of collecting in the current step, by the name of their metric
@@ -69,7 +70,7 @@ class Learner:
         """Returns the parameters to sample with: adapters attached to their base."""
         return acting_params(self.frozen, state.params, self.train_step.lora)
 
-    def compile_update(self, state: TrainState, rows: RowBatch) -> Callable:
+    def compile_update(self, state: TrainState, rows: RowBatch) -> jax.stages.Compiled:
         """The update for rows of these shapes. It compiles once; nothing is updated here."""
         with self.stopping.uninterruptible(COMPILATION):
             return self.train_step.compile(state, self.frozen, rows)
@@ -126,78 +127,114 @@ def build_learner(session: Session) -> Learner:
         reference = reference_of(
             session.run_dir, parts.reference, model, resolved.reference_dtype, frozen, params
         )
-    state, skipped = resume.state_at_start(run, parts, optimizer_of(resolved), params, console)
-    curriculum = resume.restored_curriculum(run, parts, int(state.step))
+    state, skipped = state_at_start(parts, optimizer_of(resolved), params, console)
 
-    # The policy, which samples and scores, and the update.
-    acting = acting_params(frozen, state.params, model.lora)
-    resolved = _with_sampling_weights(resolved, acting, console.say)
+    # The algorithm's frozen models, such as a teacher.
+    frozen_models = {}
+    for name, teacher in parts.frozen_models.items():
+        loading = BytesProgress(console, "loading", f"the {name} {teacher.name}")
+        with error_context(f"algorithm.{name}"), loading as on_bytes:
+            storage = resolved.frozen_models[name].storage
+            frozen_models[name] = source.load_base(teacher, run.seed, storage, on_bytes)
+
+    # Whether the sampler gathers the weights over fsdp, which changes no result: all that stays on
+    # the devices is there by now.
+    sampling_weights, why = memory.choose_weights(
+        acting_params(frozen, state.params, model.lora),
+        resolved.cfg,
+        resolved.dtype,
+        run.generation,
+        run.rollout,
+        resolved.slots,
+        resolved.rollouts,
+    )
+    console.say(f"sampling: {resolved.slots} slots, {why}")
+    resolved = replace(resolved, sampling_weights=sampling_weights)
+
+    # The policy, which samples and scores, and the update. A signal ends its rollouts, and the
+    # time of scorers goes into `seconds`.
     sampler = sampler_of_run(resolved, model.tokenizer)
-    policy = policy_of(resolved, sampler, reference, _load_frozen(parts, console))
-    overlap = overlap_of(session, resolved, int(state.step))
-    train_step = parts.train_step or train_step_of(resolved, policy)
+    policy = policy_of(resolved, sampler, reference, frozen_models)
+    between_chunks = session.stopping.check_between_chunks
     seconds: Counter = Counter()
+    watched = replace(policy, generate=partial(sampler, between_chunks=between_chunks))
     return Learner(
         state=state,
         frozen=frozen,
-        policy=_watched(policy, session.stopping, seconds),
-        train_step=train_step,
+        policy=timed(watched, seconds),
+        train_step=parts.train_step or train_step_of(resolved, policy),
         resolved=resolved,
         stopping=session.stopping,
         sampler=sampler,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
-        curriculum=curriculum,
-        overlap=overlap,
+        curriculum=restored_curriculum(parts, int(state.step)),
+        overlap=overlap_of(session, resolved, int(state.step)),
         seconds=seconds,
     )
 
 
-def _load_frozen(parts: Parts, console: Console) -> dict[str, Params]:
-    """The weights of the algorithm's frozen models, such as a teacher. Raises ConfigError."""
-    weights = {}
-    for name, model in parts.frozen_models.items():
-        with error_context(f"algorithm.{name}"):
-            storage = parts.resolved.frozen_models[name].storage
-            with BytesProgress(console, "loading", f"the {name} {model.name}") as on_bytes:
-                seed = parts.resolved.run.seed
-                weights[name] = source.load_base(model, seed, storage, on_bytes)
-    return weights
+def state_at_start(
+    parts: Parts, optimizer: optax.GradientTransformation, params: Params, console: Console
+) -> tuple[TrainState, int]:
+    """Returns (state, updates in a row that were skipped until then); with other settings than the
+    checkpoint's run, the count begins at 0.
 
+    The loaded `params` and those of the checkpoint are never on the devices together: the former
+    are deleted first, and the optimizer's state is made by reading it. So a run that fits can be
+    resumed. Whatever needs the loaded ones, such as a copy of them for a reference, must be made
+    before. Raises ConfigError.
+    """
+    run = parts.resolved.run
+    step = put(np.int32(0))
+    if parts.resume_from is None:
+        return TrainState(step, params, init_opt_state(optimizer, params)), 0
 
-def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
-    """Builds the sampler of a run."""
-    return make_generate_with_partner(
-        resolved.cfg,
-        resolved.run.generation,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        resolved.dtype,
-        resolved.rollout,
-        tokenizer,
-        jnp.dtype(resolved.run.training.tp_reduce_dtype),
+    # The newest checkpoint, in the place of what was loaded.
+    shapes = TrainState(step, params, opt_state_shapes(optimizer, params))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), shapes
     )
+    for loaded in jax.tree.leaves((step, params)):
+        loaded.delete()
+    checkpoints = Checkpoints(parts.resume_from)
+    loading = BytesProgress(console, "loading", f"a checkpoint of {parts.resume_from}")
+    with error_context("resume"), loading:
+        state = checkpoints.restore(shapes, parts.resume_step)
+        number = int(state.step)
+        is_other_run = run.resume.force and parts.differs
+        skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(number)
+
+    # What there is to know about it.
+    console.begin_at(number)
+    console.say(f"resumed from step {number} of {parts.resume_from}")
+    if not checkpoints.has_digests(number):
+        console.say("its files were not compared with digests: it has none")
+    if number == run.training.max_steps:
+        console.say("all its steps are made; raise training.max_steps to go on")
+    if parts.damaged:
+        console.say(parts.damaged, style="red")
+    if parts.differs:
+        console.say(
+            f"settings that differ from the run that it goes on from: {parts.differs}", style="red"
+        )
+    return state, skipped
 
 
-def _with_sampling_weights(
-    resolved: ResolvedRun, params: Params, say: Callable[[str], None]
-) -> ResolvedRun:
-    """Chooses whether the sampler gathers the weights over fsdp, which does not change results.
-    Call it after all resident arrays are allocated."""
-    sampling_weights, why = memory.choose_weights(
-        params,
-        resolved.cfg,
-        resolved.dtype,
-        resolved.run.generation,
-        resolved.run.rollout,
-        resolved.slots,
-        resolved.rollouts,
-    )
-    say(f"sampling: {resolved.slots} slots, {why}")
-    return replace(resolved, sampling_weights=sampling_weights)
-
-
-def _watched(policy: Policy, stopping: Stopping, seconds: Counter) -> Policy:
-    """Wraps the policy: a signal ends its rollouts, and the time of scorers goes into `seconds`."""
-    generate = partial(policy.generate, between_chunks=stopping.check_between_chunks)
-    return timed(replace(policy, generate=generate), seconds)
+def restored_curriculum(parts: Parts, step: int) -> RunCurriculum | None:
+    """The curriculum as the checkpoint of this step has it; with other settings than the
+    checkpoint's run, it begins anew; None: there is none. Raises ConfigError."""
+    run = parts.resolved.run
+    if not run.curriculum.is_on:
+        return None
+    state = CurriculumState()
+    if parts.resume_from is not None and not (run.resume.force and parts.differs):
+        with error_context("resume"):
+            saved = Checkpoints(parts.resume_from).curriculum(step)
+            if saved is None:
+                raise ValueError(
+                    f"step {step} of {parts.resume_from} has no state of a curriculum; "
+                    "resume.force=true begins the curriculum anew"
+                )
+            state = CurriculumState.from_json(saved, len(run.curriculum.levels))
+    return RunCurriculum(run.curriculum, state, state)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
@@ -60,33 +59,27 @@ class Unfinished:
             self._save_new()
             raise
         except Exception as error:
-            if self._may_save_after(error):
+            # Not a state that was given to an update which failed, nor one inside a rollout, where
+            # nobody could go on.
+            state = self.state()
+            is_there = not any(x.is_deleted() for x in jax.tree.leaves(state))
+            may_save = is_there and int(state.step) % self.run.algorithm.updates_per_rollout == 0
+            is_shared = any(isinstance(one, SharedError) for one in _behind(error))
+            may_save &= jax.process_count() == 1 or is_shared
+            if may_save and not is_of_the_machine(error, self.run_dir.path):
                 try:
                     self.log_pending()
                     self._save_new()
                 except Exception as second:
-                    error.add_note(
-                        f"and the state of step {self.status.steps} could not be saved: {second}"
-                    )
-                    self.say(f"the state of step {self.status.steps} could not be saved: {second}")
+                    text = f"the state of step {self.status.steps} could not be saved: {second}"
+                    error.add_note(f"and {text}")
+                    self.say(text)
             raise
 
     def _save_new(self) -> None:
         if int(self.state().step) != self.on_disk:
             self.save()
         self.wait()
-
-    def _may_save_after(self, error: Exception) -> bool:
-        leaves = jax.tree.leaves(self.state())
-        # given to an update that failed
-        if any(x.is_deleted() for x in leaves):
-            return False
-        # nobody could go on from there
-        if int(self.state().step) % self.run.algorithm.updates_per_rollout:
-            return False
-        return not is_of_the_machine(error, self.run_dir.path) and (
-            jax.process_count() == 1 or is_said_by_all(error)
-        )
 
 
 def is_of_the_machine(error: BaseException, folder: Path) -> bool:
@@ -96,10 +89,6 @@ def is_of_the_machine(error: BaseException, folder: Path) -> bool:
     return trouble(error, folder) is not None or any(
         isinstance(e, kinds) or is_of_a_peer(e) for e in _behind(error)
     )
-
-
-def is_said_by_all(error: BaseException) -> bool:
-    return any(isinstance(e, SharedError) for e in _behind(error))
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
@@ -114,23 +103,20 @@ def unmeasured(run: RunConfig, run_dir: RunDir, start: int) -> dict | None:
 
     The same on all processes, which must all come here.
     """
+    evaluation = run.evaluation
+    due = is_due(start, evaluation.interval_steps, run.training.max_steps)
     row = None
-    if (
-        run.evaluation.num_examples
-        and start
-        and is_due(start, run.evaluation.interval_steps, run.training.max_steps)
-    ):
+    if start and evaluation.num_examples and due:
         rows = (row for _, _, row in read_rows(run_dir.metrics) if row is not None)
         row = next((row for row in rows if row["step"] == start), None)
     row = allgather_values(row)[0]
     if row is None or "eval/accuracy" in row:
         return None
-    row = {
-        name: value
+    return {
+        name: math.nan if value is None else value
         for name, value in row.items()
         if name != "step" and (value is None or is_number(value))
     }
-    return {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -175,13 +161,4 @@ def sampler_fault(step: int, gap: float, most: float) -> str:
         "rounding in bfloat16 is below 0.01. The weights that sample, or one of the two programs, "
         "are wrong, so the update is not kept. training.max_sampler_gap=null turns this "
         "check off"
-    )
-
-
-def saved(run_dir: RunDir) -> str:
-    steps = Checkpoints(run_dir.checkpoints).whole_steps()
-    return (
-        f"checkpoint {steps[-1]} is in {run_dir.checkpoints}"
-        if steps
-        else "no checkpoint was saved"
     )

@@ -23,14 +23,14 @@ from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.carry import (
-    CarrySampler,
+from tunix_lite.rollout.generate import Sampling, to_the_end
+from tunix_lite.rollout.partial import (
     OpenCompletion,
+    PartialSampler,
     completions_of,
-    make_carry_sampler,
+    make_partial_sampler,
     rollout_of,
 )
-from tunix_lite.rollout.engine import Sampling, to_the_end
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
 from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
 from tunix_lite.runs.sampling_apart import SamplingApart, sampling_apart
@@ -114,7 +114,7 @@ class Carry:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
     its groups, and the completions under way go on with the new weights."""
 
-    def __init__(self, session: Session, run: RunConfig, sampler: CarrySampler, start: InFlight):
+    def __init__(self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight):
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -449,7 +449,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
     if run.rollout.overlap == "one_step":
         return OneStep(session, run, start, sampling_apart(session, resolved))
     tokenizer = session.task.tokenizer
-    sampler = make_carry_sampler(
+    sampler = make_partial_sampler(
         resolved.cfg,
         run.generation,
         tokenizer.eos_ids,

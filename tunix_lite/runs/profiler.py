@@ -15,40 +15,6 @@ TRACE = "trace"
 TRACED_STEPS = slice(1, 4)
 
 
-def communication_table(text: str, mesh_shape: dict[str, int], program: str) -> str:
-    """The collectives of a compiled program as a page in Markdown. text: its optimised HLO."""
-    ops = collectives(text, mesh_shape)
-    mesh = ", ".join(f"{axis}={size}" for axis, size in mesh_shape.items())
-    lines = [
-        f"# What one {program} sends",
-        "",
-        f"Mesh {mesh}. Bytes are those of one device in one {program}.",
-        "",
-    ]
-    if not ops:
-        return "\n".join([*lines, "Nothing: no device needs what another one has.", ""])
-    lines += ["| kind | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|"]
-    for g in grouped(ops):
-        lines.append(
-            f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | "
-            f"{g.sent_bytes / 1e6:,.2f} |"
-        )
-    lines += ["", "One by one, the largest first:", ""]
-    lines += [
-        "| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |",
-        "|" + "---|" * 8,
-    ]
-    for c in sorted(ops, key=lambda c: -c.total_bytes)[:60]:
-        known = "" if c.count_known else " at least"
-        cells = (
-            f"{c.kind} | {c.axis} | {c.count}{known} | {c.num_bytes / 1e6:,.3f} | "
-            f"{sent_bytes(c) / 1e6:,.3f} | "
-            f"{'yes' if c.in_loop else 'no'} | `{c.shapes}` | `{c.source}`"
-        )
-        lines.append(f"| {cells} |")
-    return "\n".join([*lines, ""])
-
-
 class Profile:
     """Traces the first steps after the one that compiles. Without a folder it does nothing."""
 
@@ -60,9 +26,33 @@ class Profile:
 
     def write_table(self, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> None:
         """Writes communication.md: the bytes that this compiled update sends over the mesh."""
-        if self.folder is not None:
-            text = communication_table(compiled.as_text(), dict(mesh.shape), "update")
-            (self.folder / TABLE).write_text(text)
+        if self.folder is None:
+            return
+        ops = collectives(compiled.as_text(), dict(mesh.shape))
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        lines = ["# What one update sends", ""]
+        lines += [f"Mesh {sizes}. Bytes are those of one device in one update.", ""]
+        if not ops:
+            lines.append("Nothing: no device needs what another one has.")
+        else:
+            lines += ["| kind | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|"]
+            lines += [
+                f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | "
+                f"{g.sent_bytes / 1e6:,.2f} |"
+                for g in grouped(ops)
+            ]
+            lines += ["", "One by one, the largest first:", ""]
+            lines += [
+                "| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |",
+                "|" + "---|" * 8,
+            ]
+            lines += [
+                f"| {c.kind} | {c.axis} | {c.count}{'' if c.count_known else ' at least'} | "
+                f"{c.num_bytes / 1e6:,.3f} | {sent_bytes(c) / 1e6:,.3f} | "
+                f"{'yes' if c.in_loop else 'no'} | `{c.shapes}` | `{c.source}` |"
+                for c in sorted(ops, key=lambda c: -c.total_bytes)[:60]
+            ]
+        (self.folder / TABLE).write_text("\n".join([*lines, ""]))
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -7,6 +7,7 @@ may be overwritten, and another run goes on. `reference.json` says which one it 
 """
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import attach
-from tunix_lite.models.source import FoundModel
+from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.parallel.mesh import put
 from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rundir import RunDir
@@ -60,10 +62,17 @@ def find_reference(
     if resume_from == run_dir.checkpoints:
         if run_dir.reference.is_file():
             reference = _read(run_dir)
-            follows = run.algorithm.needs.reference_every > 0
-            return _until(run, model, run_dir, resume_from) if follows else reference
+            if not run.algorithm.needs.reference_every:
+                return reference
+            # Of a moving reference the newest that is not later than the checkpoint.
+            at = Checkpoints(resume_from).latest_step()
+            steps = [step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at]
+            if not steps:
+                return replace(_of_the_settings(run.model, model), is_new=False)
+            text = f"the policy, last taken at step {steps[-1]}"
+            return Reference(text, steps[-1], is_new=False)
         if not run.resume.force:
-            named = _of_the_settings(run, model).words
+            named = _of_the_settings(run.model, model).words
             raise ValueError(
                 f"{run_dir.path} has no {run_dir.reference.name}: the run had no KL term. "
                 f"resume.force=true takes {named} as its reference; resume={run_dir.path} "
@@ -76,25 +85,16 @@ def find_reference(
             f"the base with the adapters of {whose}" if model.lora else f"the weights of {whose}"
         )
         return Reference(description, step, resume_from)
-    return _of_the_settings(run, model)
+    return _of_the_settings(run.model, model)
 
 
-def _until(run: RunConfig, model: FoundModel, run_dir: RunDir, resume_from: Path) -> Reference:
-    """Finds the newest moving reference that is not later than the checkpoint."""
-    at = Checkpoints(resume_from).latest_step()
-    steps = [step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at]
-    if not steps:
-        return replace(_of_the_settings(run, model), is_new=False)
-    return Reference(f"the policy, last taken at step {steps[-1]}", steps[-1], is_new=False)
-
-
-def _of_the_settings(run: RunConfig, model: FoundModel) -> Reference:
+def _of_the_settings(settings: ModelConfig, model: FoundModel) -> Reference:
     if model.lora is None:
-        return Reference(f"the weights of {run.model.weights}")
-    if run.model.lora.adapter is None:
+        return Reference(f"the weights of {settings.weights}")
+    if settings.lora.adapter is None:
         # fresh adapters add nothing to it
         return Reference("the base")
-    return Reference(f"the base with the adapters of {run.model.lora.adapter}", kept=0)
+    return Reference(f"the base with the adapters of {settings.lora.adapter}", kept=0)
 
 
 def _read(run_dir: RunDir) -> Reference:
@@ -108,10 +108,11 @@ def _read(run_dir: RunDir) -> Reference:
         content = read_object(file)
         description = content.get("reference")
         step = content.get("kept", "")
-        if not isinstance(description, str):
-            raise ValueError(f"{file} holds reference={shown(description)}, which is not a text")
-        if step is not None and type(step) is not int:
-            raise ValueError(f"{file} holds kept={shown(step)}, which is neither a step nor null")
+        if not isinstance(description, str) or (step is not None and type(step) is not int):
+            raise ValueError(
+                f"{file} holds reference={shown(description)} and kept={shown(step)}, which are "
+                "not a text and a step"
+            )
     except ValueError as error:
         raise ValueError(f"{error}, so the reference is not known; {begin}") from error
     description = escaped(description, LONGEST)
@@ -140,12 +141,16 @@ def reference_of(
     """
     if chosen is None:
         return None
-    copied = _copied if model.lora else partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)
+    copied = partial(decoder.copy_to_score, cfg=model.cfg, dtype=dtype)
+    if model.lora:
+        copied = partial(jax.tree.map, jnp.copy)
     if chosen.kept is None:
         trained = None if model.lora else copied(params)
     elif chosen.is_new:
         if chosen.checkpoints is not None:
-            params = Checkpoints(chosen.checkpoints).restore_params(_shapes(params), chosen.kept)[1]
+            params = Checkpoints(chosen.checkpoints).restore_params(
+                _placed(params, params), chosen.kept
+            )[1]
         trained = copied(params)
         _keep(run_dir, chosen.kept, trained)
     else:
@@ -158,14 +163,6 @@ def reference_of(
     return frozen if trained is None else attach(frozen, trained, model.lora)
 
 
-def _copied(params: Params) -> Params:
-    return jax.tree.map(jnp.copy, params)
-
-
-def _shapes(params: Params) -> Params:
-    return _placed(params, params)
-
-
 def _placed(shapes: Params, params: Params) -> Params:
     return jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, params
@@ -173,10 +170,60 @@ def _placed(shapes: Params, params: Params) -> Params:
 
 
 def _keep(run_dir: RunDir, step: int, params: Params) -> None:
+    """Writes a reference, over the files of a start that made no checkpoint, or went further."""
+    folder = run_dir.kept_reference
     if run_dir.is_first:
-        # of a start that made no checkpoint of its own
-        shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
+        for later in Checkpoints(folder).steps():
+            if later >= step:
+                shutil.rmtree(folder / str(later), ignore_errors=True)
     allgather_values(None)
-    checkpoints = Checkpoints(run_dir.kept_reference)
+    checkpoints = Checkpoints(folder)
     checkpoints.save(TrainState(put(np.int32(step)), params, {}))
     checkpoints.close()
+
+
+@dataclass
+class MovingReference:
+    """Moves the reference of a policy when its step has come: every `algorithm.reference_every`
+    steps it becomes a mean of itself and the policy.
+
+    Each one is kept in `reference/<step>/` before anything is learned with it. So a run that
+    resumes has the one of its checkpoint: the newest that is not of a later step.
+
+    Example: with every=20, `follow(policy, 20, params)` returns a policy with another reference,
+    and `follow(policy, 21, params)` the same policy.
+    """
+
+    run_dir: RunDir
+    # steps between two moves
+    every: int
+    # share of the policy
+    mix: float
+    # params of the policy -> a copy in the type that the reference is kept in
+    copied: Callable[[Params], Params]
+    # the step of the newest move
+    last: int
+
+    def follow(self, policy: Policy, step: int, params: Params) -> Policy:
+        """The policy with the reference that is due at this step. Raises OSError if the folder
+        cannot be written."""
+        if step % self.every or step <= self.last:
+            return policy
+        timed = policy.scorers["reference"]
+        before = timed.scorer.params
+        moved = self.copied(params)
+        if self.mix < 1:
+            moved = jax.tree.map(lambda old, new: old + self.mix * (new - old), before, moved)
+        jax.block_until_ready(moved)
+
+        # others still hold the policy as it was; the memory is wanted back
+        for leaf in jax.tree.leaves(before):
+            leaf.delete()
+        _keep(self.run_dir, step, moved)
+        description = f"the policy of step {step}"
+        if self.mix < 1:
+            description = f"a mean of the policies until step {step}"
+        self.run_dir.write_json(self.run_dir.reference, {"reference": description, "kept": step})
+        self.last = step
+        scorer = replace(timed, scorer=replace(timed.scorer, params=moved))
+        return replace(policy, scorers={**policy.scorers, "reference": scorer})

@@ -63,7 +63,23 @@ def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], No
     long. Raises ConfigError.
     """
     run_dir = RunDir(folder)
-    parts, began = parts_of_replay(run, run_dir, step)
+    last = run.training.max_steps
+    with error_context("step"):
+        if step > last:
+            raise ValueError(
+                f"{step}: this run has {last} steps; give step={last} or an earlier one"
+            )
+        check_reached(run_dir, step)
+        began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
+    parts = download_models(find_parts(run))
+    differs = check_resumed(parts, run_dir)
+    with error_context("replay"):
+        reference = find_reference(run, parts.model, run_dir, run_dir.checkpoints)
+    parts = replace(parts, reference=reference, differs=differs)
+    if began:
+        parts = replace(parts, resume_from=run_dir.checkpoints, resume_step=began)
+
+    # What is made again, from where.
     origin = f"checkpoint {began}" if began else "the weights that the run began with"
     count = "1 step" if step - began == 1 else f"{step - began} steps"
     rows = [row for _, _, row in rows_until(run_dir.metrics, step) if row["step"] > began]
@@ -93,38 +109,19 @@ def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], No
     if experience.metrics:
         metrics |= advantage_metrics(experience.batch)
     graded = experience.graded
+    # The line of metrics.jsonl, if there is one.
+    logged = next((row for row in rows if row["step"] == step), {})
     return Replayed(
         step,
         began,
         {name: x for name, x in metrics.items() if _is_repeated(name)},
-        logged_metrics(run_dir, step),
+        {name: x for name, x in logged.items() if _is_repeated(name) and is_number(x)},
         None if graded is None else sample_rows(graded, advantages_of(graded, experience.batch)),
         read_sample_file(folder, step),
     )
 
 
 # ---- where it begins
-
-
-def parts_of_replay(run: RunConfig, run_dir: RunDir, step: int) -> tuple[Parts, int]:
-    """The parts of the replay of a step, and the step of the checkpoint that it begins from. Raises
-    ConfigError if the folder holds no state to begin from, or another run."""
-    last = run.training.max_steps
-    with error_context("step"):
-        if step > last:
-            raise ValueError(
-                f"{step}: this run has {last} steps; give step={last} or an earlier one"
-            )
-        check_reached(run_dir, step)
-        began = nearest_before(run_dir, step, run.algorithm.updates_per_rollout)
-    parts = download_models(find_parts(run))
-    differs = check_resumed(parts, run_dir)
-    with error_context("replay"):
-        reference = find_reference(run, parts.model, run_dir, run_dir.checkpoints)
-    parts = replace(parts, reference=reference, differs=differs)
-    if began:
-        parts = replace(parts, resume_from=run_dir.checkpoints, resume_step=began)
-    return parts, began
 
 
 def check_reached(run_dir: RunDir, step: int) -> None:
@@ -169,23 +166,13 @@ def open_replay(parts: Parts, run_dir: RunDir) -> Iterator[Session]:
         console = Console(Path(scratch) / "replay.log", run.training.max_steps, quiet=True)
         closing.callback(console.close)
         stopping = Stopping(None, console.say)
-        session = Session(
-            run, parts, run_dir, console, Status(run_dir), stopping, parts.task, closing
-        )
+        session = Session(run, parts, run_dir, console, Status(run_dir), stopping, closing)
         workers = parts.task.with_workers(run.rewards, console.say, conversation=run.conversation)
         session.task = closing.enter_context(workers)
         yield session
 
 
 # ---- what the run logged
-
-
-def logged_metrics(run_dir: RunDir, step: int) -> dict[str, float]:
-    """The metrics of a step that a replay repeats; {} if metrics.jsonl has no line of it."""
-    for _, _, row in rows_until(run_dir.metrics, step):
-        if row["step"] == step:
-            return {name: x for name, x in row.items() if _is_repeated(name) and is_number(x)}
-    return {}
 
 
 def _is_repeated(name: str) -> bool:

@@ -28,7 +28,7 @@ def keep_samples(
     """
     rows = sample_rows(graded, advantages_of(graded, batch))
     run_dir.write_samples(step, rows)
-    console.samples(step, from_best_to_worst(rows, num_shown), rows if num_shown else ())
+    console.samples(from_best_to_worst(rows, num_shown))
     return rows
 
 
@@ -41,46 +41,13 @@ def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[
     return [ranked[i] for i in chosen]
 
 
-def histograms(graded: Graded, batch: Batch | None = None) -> dict[str, np.ndarray]:
-    """Collects distributions over the completions of a step, or over their tokens: float64 arrays
-    by name, without empty ones."""
-    named = {"histograms/reward": graded.rewards}
-    named |= {f"histograms/reward_{name}": values_B for name, values_B in graded.each.items()}
-    advantages_B = advantages_of(graded, batch)
-    if advantages_B is not None:
-        named["histograms/advantage"] = advantages_B
-    if graded.rollout is not None:
-        mask_BT = np.asarray(graded.rollout.completion_mask)
-        logprobs_BT = np.asarray(graded.rollout.logprobs, np.float64)
-        named["histograms/completion_length"] = mask_BT.sum(axis=1)
-        named["histograms/sampled_logprob"] = logprobs_BT[mask_BT]
-        ratios = _sampler_ratios(graded, batch)
-        if ratios is not None:
-            named["histograms/sampler_ratio"] = ratios
-    arrays = {name: np.asarray(values, np.float64) for name, values in named.items()}
-    finite = {name: values[np.isfinite(values)] for name, values in arrays.items()}
-    return {name: values for name, values in finite.items() if values.size}
-
-
-def _sampler_ratios(graded: Graded, batch: Batch | None) -> np.ndarray | None:
-    """Returns p of the trainer over p of the sampler for each token; None where the trainer did not
-    compute its own, which it does with algorithm.old_logprobs=rescored."""
-    if batch is None or batch.old_logprobs is None or advantages_of(graded, batch) is None:
-        return None
-    mask_BT = np.asarray(graded.rollout.completion_mask)
-    ours = np.asarray(batch.old_logprobs, np.float64)[mask_BT]
-    whole = np.asarray(graded.rollout.full_logprobs, np.float64)[mask_BT]
-    drawn = np.asarray(graded.rollout.logprobs, np.float64)[mask_BT]
-    is_the_samplers = np.array_equal(ours, whole) or np.array_equal(ours, drawn)
-    return None if is_the_samplers else np.exp(ours - whole)
-
-
 def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:
     """A line of samples/step_000010.jsonl for each completion, in the order of the rollout.
 
     advantages_B: what is learned from each; None: nothing is, as in an evaluation.
     """
     rows: list[dict[str, Any]] = []
+    rollout = graded.rollout
     for i, text in enumerate(graded.completions):
         row = {
             "prompt": graded.prompts[i],
@@ -97,7 +64,15 @@ def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[
             row["group"] = i // graded.num_generations
             row["expected"] = graded.examples[i].get("answer")
             row["example"] = graded.examples[i]
-        rows.append(row | _of_rollout(graded, i))
+        if rollout is not None and rollout.conversations is not None:
+            row |= _of_conversation(rollout, i)
+        if rollout is not None:
+            mask_T = np.asarray(rollout.completion_mask)[i]
+            row["finish_reason"] = FINISH[int(np.asarray(rollout.finish)[i])]
+            row["tokens"] = np.asarray(rollout.tokens)[i][mask_T].tolist()
+            # as they were when they were drawn
+            row["logprobs"] = np.asarray(rollout.logprobs)[i][mask_T].tolist()
+        rows.append(row)
     return rows
 
 
@@ -112,20 +87,6 @@ def evaluation_rows(evaluated: Evaluated) -> list[dict[str, Any]]:
 def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
     """The line of evaluation_rows for one completion that was graded alone, of this group."""
     return {"sampled": not is_greedy} | sample_rows(graded)[0] | {"group": group}
-
-
-def _of_rollout(graded: Graded, i: int) -> dict[str, Any]:
-    """Returns the end of a completion, its tokens, and their log-probabilities when drawn."""
-    rollout = graded.rollout
-    if rollout is None:
-        return {}
-    mask_T = np.asarray(rollout.completion_mask)[i]
-    conversation = {} if rollout.conversations is None else _of_conversation(rollout, i)
-    return conversation | {
-        "finish_reason": FINISH[int(np.asarray(rollout.finish)[i])],
-        "tokens": np.asarray(rollout.tokens)[i][mask_T].tolist(),
-        "logprobs": np.asarray(rollout.logprobs)[i][mask_T].tolist(),
-    }
 
 
 def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tunix_lite.models import source, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
 from tunix_lite.planning.estimate import with_sampling_weights_apart
-from tunix_lite.planning.machine import attached_machine
+from tunix_lite.planning.hardware import attached_machine
+from tunix_lite.resolved.parts import sampler_of_run
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.conversations import make_generate_with_partner
-from tunix_lite.rollout.engine import Sampling
+from tunix_lite.rollout.generate import Sampling
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Params, Prompts, Rollout
 
@@ -28,7 +27,6 @@ class SamplingApart:
     """
 
     mesh: jax.sharding.Mesh
-    # the result of conversations.make_generate_with_partner
     generate: Sampling
     # shardings of acting parameters on the mesh
     shardings: Params
@@ -109,16 +107,7 @@ def sampling_apart(session: Session, resolved: ResolvedRun) -> SamplingApart | N
         f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
         f"{', '.join(str(device.id) for device in mesh.devices.flat)}"
     )
-    generate = make_generate_with_partner(
-        resolved.cfg,
-        resolved.run.generation,
-        model.tokenizer.eos_ids,
-        model.tokenizer.pad_id,
-        resolved.dtype,
-        chosen.rollout,
-        model.tokenizer,
-        jnp.dtype(resolved.run.training.tp_reduce_dtype),
-    )
+    generate = sampler_of_run(chosen, model.tokenizer)
     return SamplingApart(
         mesh,
         generate,

@@ -1,16 +1,57 @@
 """Reports the progress of an evaluation, or of many prompts: completions done, speed, time left,
 and how many are right."""
 
-import threading
+import time
 from collections.abc import Callable, Sequence
 
 from tunix_lite.parallel.compiling import compile_seconds
-from tunix_lite.rollout.engine import OnChunk
+from tunix_lite.rollout.generate import OnChunk
 from tunix_lite.rollout.requests import Request
-from tunix_lite.rollout.time_left import SamplingClock
 from tunix_lite.tasks.task import Grader
-from tunix_lite.tracking.progress import Output, Progress, after, seconds_in_words
+from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.progress import Output, Progress, after
 from tunix_lite.types import Graded, Rollout
+
+
+class SamplingClock:
+    """Estimates the time left, as if the other completions took as long as those that have ended.
+
+    Example: `clock = SamplingClock(160)`; `clock.take(requests)` after each chunk.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        compile_seconds: Callable[[], float] = compile_seconds,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """total: completions. compile_seconds: how long this process has compiled until now.
+        clock: seconds, from any start."""
+        self.total = total
+        self.tokens = 0
+        self.num_ended = 0
+        # Compiling is no part of the rate.
+        self._working_seconds = lambda: clock() - compile_seconds()
+        self._began = self._working_seconds()
+        self.seconds = 0.0
+
+    def take(self, requests: Sequence[Request]) -> None:
+        """Takes the requests that got tokens in a chunk."""
+        self.tokens += sum(request.num_new for request in requests)
+        self.num_ended += sum(request.reason is not None for request in requests)
+        self.seconds = self._working_seconds() - self._began
+
+    def tokens_per_second(self) -> float | None:
+        """Returns the speed so far; None: not known yet."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+
+    def seconds_left(self) -> float | None:
+        """Returns the seconds until all completions have ended; None: none has ended yet."""
+        if not self.num_ended:
+            return None
+        since = self._working_seconds() - self._began - self.seconds
+        left = self.seconds * (self.total - self.num_ended) / self.num_ended
+        return max(0.0, left - since)
 
 
 class SamplingProgress:
@@ -30,17 +71,13 @@ class SamplingProgress:
         """rollouts: how many completions each one samples. on_graded(group, is_greedy, graded):
         gets each completion once this process has graded it, alone, with the number of its group.
         patience: as of a Progress."""
-        self.clock = SamplingClock(rollouts, compile_seconds)
+        self.clock = SamplingClock(sum(rollouts))
         self.line = Progress(output, self.text, self._text_at_end, patience)
         self._on_graded = on_graded
         self._compiled_before = compile_seconds()
         self._is_rate_said = False
         self._is_greedy = True
         self._grader: Grader | None = None
-        # Grades come between two chunks, too, and a chunk may take long: the thread of the line
-        # looks as well. What it raises is raised by the next look of the program itself.
-        self._looking = threading.Lock()
-        self._failure: Exception | None = None
         # ended, and not graded yet: row -> its rollout
         self._ungraded: dict[int, Rollout] = {}
         # completions that are graded; of the greedy ones among them, whether each is right
@@ -57,44 +94,27 @@ class SamplingProgress:
     def begin(self, grader: Grader | None = None, is_greedy: bool = True) -> OnChunk:
         """The next rollout begins. Returns what it calls after each chunk. grader: of its
         completions; None: they are not graded."""
-        self.clock.begin()
-        with self._looking:
-            self._grader = grader
-            self._is_greedy = is_greedy
-            self._ungraded.clear()
+        self._grader = grader
+        self._is_greedy = is_greedy
+        self._ungraded.clear()
         return self.on_chunk
 
     def on_chunk(self, requests: Sequence[Request], ended: dict[int, Rollout]) -> None:
-        """Takes a chunk of the rollout, as engine.make_generate gives it."""
-        has_begun = self.clock.has_sampled
+        """Takes a chunk of the rollout, as make_generate gives it."""
+        has_begun = bool(self.clock.tokens)
         self.clock.take(requests)
         compiled = compile_seconds() - self._compiled_before
         if not has_begun and compiled >= 1:
             self.line.say(f"compiled the sampler in {seconds_in_words(compiled)}")
-        if not self._is_rate_said and self.clock.seconds_left() is not None:
+        if not self._is_rate_said and 0 < self.clock.num_ended < self.clock.total:
             self._is_rate_said = True
             self.line.now()
         if self._grader is not None:
-            with self._looking:
-                self._ungraded |= ended
+            self._ungraded |= ended
             self.look()
 
     def look(self) -> None:
         """Takes the grades that have come."""
-        with self._looking:
-            if self._failure is not None:
-                raise self._failure
-            self._take_grades()
-
-    def _look_from_thread(self) -> None:
-        with self._looking:
-            if self._failure is None:
-                try:
-                    self._take_grades()
-                except Exception as error:
-                    self._failure = error
-
-    def _take_grades(self) -> None:
         for row, rollout in list(self._ungraded.items()):
             graded = self._grader.grade_now(row, rollout)
             if graded is None:
@@ -109,16 +129,14 @@ class SamplingProgress:
     # ---- in words
 
     def text(self, seconds: float) -> str:
-        """`sampled 17 of 160 completions, 41 tokens/s, 2 m 10 s left, accuracy 12.0%`."""
-        self._look_from_thread()
+        """`sampled 17 of 160 completions, 41 tokens/s, 2m10s left, accuracy 12.0%`."""
         clock = self.clock
-        if not clock.has_sampled:
+        if not clock.tokens:
             what = f"compiling the sampler and reading prompts, for {clock.total} completions"
             return f"{what}{after(seconds)}"
         parts = [f"sampled {clock.num_ended} of {clock.total} completions"]
-        rate = clock.tokens_per_second()
         left = clock.seconds_left()
-        if rate is not None:
+        if rate := clock.tokens_per_second():
             parts.append(f"{rate:,.0f} tokens/s")
         if clock.num_ended < clock.total:
             parts += [f"{seconds_in_words(left)} left"] if left is not None else []

@@ -18,10 +18,10 @@ from tunix_lite.evaluation.statistics import (
 )
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.fields import field_of
-from tunix_lite.runs.evaluate import Evaluated, complete_held_out
+from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task
-from tunix_lite.types import Graded, Params
+from tunix_lite.types import Params
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def model_scores(
     seed. progress: None: nothing is said meanwhile. Raises RunFailed if a reward fails and
     rewards.on_error=raise.
     """
-    evaluated = complete_held_out(
+    evaluated = evaluate(
         policy,
         held_out.task,
         params,
@@ -92,51 +92,40 @@ def model_scores(
         temperature,
         progress,
     )
-    scores = greedy_scores(evaluated.greedy)
-    if reference is not None:
-        scores |= rouge_scores(evaluated.greedy, held_out.examples, reference)
-    if evaluated.sampled is not None:
-        scores |= sampled_scores(evaluated.sampled, num_samples)
-    return evaluated, scores
-
-
-def greedy_scores(graded: Graded) -> dict[str, np.ndarray]:
-    """accuracy, reward, length in tokens, and truncated: 1 if it ran out of length."""
-    rollout = graded.rollout
-    return {
-        "accuracy": graded.correct.astype(np.float64),
-        "reward": graded.rewards,
+    # Of the greedy completions; truncated is 1 where one ran out of length.
+    greedy = evaluated.greedy
+    rollout = greedy.rollout
+    scores = {
+        "accuracy": greedy.correct.astype(np.float64),
+        "reward": greedy.rewards,
         "length": np.asarray(rollout.completion_mask).sum(axis=1).astype(np.float64),
         "truncated": 1.0 - np.asarray(rollout.finished),
     }
+    if reference is not None:
+        pairs = [
+            (text, str(example[reference]))
+            for text, example in zip(greedy.completions, held_out.examples)
+        ]
+        scores["rouge_1"] = np.array([rouge_n(text, other, 1) for text, other in pairs])
+        scores["rouge_2"] = np.array([rouge_n(text, other, 2) for text, other in pairs])
+        scores["rouge_l"] = np.array([rouge_l(text, other) for text, other in pairs])
+    if (sampled := evaluated.sampled) is None:
+        return evaluated, scores
 
-
-def rouge_scores(graded: Graded, examples: list[dict], reference: str) -> dict[str, np.ndarray]:
-    """rouge_1, rouge_2 and rouge_l of each completion against this field of its example."""
-    pairs = [(text, str(example[reference])) for text, example in zip(graded.completions, examples)]
-    return {
-        "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
-        "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
-        "rouge_l": np.array([rouge_l(text, other) for text, other in pairs]),
-    }
-
-
-def sampled_scores(graded: Graded, num_samples: int) -> dict[str, np.ndarray]:
-    """avg_at_8, pass_at_1 ... pass_at_8, maj_at_2 ... maj_at_8, and the mean reward of samples."""
-    correct_EN = graded.correct.reshape(-1, num_samples)
-    texts = graded.extracted
-    rows = range(0, len(texts), num_samples)
-    extracted = [texts[row : row + num_samples] for row in rows]
-    scores = {f"avg_at_{num_samples}": avg_at_k(correct_EN)}
+    # Of the samples.
+    correct_EN = sampled.correct.reshape(-1, num_samples)
+    texts = sampled.extracted
+    extracted = [texts[row : row + num_samples] for row in range(0, len(texts), num_samples)]
+    scores[f"avg_at_{num_samples}"] = avg_at_k(correct_EN)
     for k in powers_up_to(num_samples):
         scores[f"pass_at_{k}"] = pass_at_k(correct_EN, k)
     for k in powers_up_to(num_samples)[1:]:
         scores[f"maj_at_{k}"] = maj_at_k(extracted, correct_EN, k)
 
     # A dropped sample does not count; an example without samples has no reward.
-    rewards_EN = graded.rewards.reshape(-1, num_samples)
+    rewards_EN = sampled.rewards.reshape(-1, num_samples)
     kept_EN = ~np.isnan(rewards_EN)
     total_E = np.where(kept_EN, rewards_EN, 0.0).sum(axis=1)
     count_E = kept_EN.sum(axis=1)
     scores["sampled_reward"] = np.where(count_E > 0, total_E / np.maximum(count_E, 1), np.nan)
-    return scores
+    return evaluated, scores

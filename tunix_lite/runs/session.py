@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -15,24 +14,14 @@ from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import ConfigError
+from tunix_lite.learner.defaults import AUTO, HIGH, REAL, usual_rate, what_trains
 from tunix_lite.models import decoder, weights
 from tunix_lite.plain_text import hide_users_of_urls
-from tunix_lite.planning.at_start import (
-    choose_micro_batch,
-    is_out_of_memory,
-    out_of_memory_lines,
-)
-from tunix_lite.report.write import report_at_end
-from tunix_lite.resolved.run import chooses_micro_batch
-from tunix_lite.runs.leaving import saved
-from tunix_lite.runs.setup import (
-    Parts,
-    prepare,
-    run_metadata,
-    startup_summary,
-    write_fingerprint,
-)
-from tunix_lite.runs.unusual import unusual_settings
+from tunix_lite.planning.at_start import choose_micro_batch, is_out_of_memory, out_of_memory_lines
+from tunix_lite.report.page import write_at_end
+from tunix_lite.report.run_page import run_page
+from tunix_lite.resolved.run import ResolvedRun, learns_from
+from tunix_lite.runs.setup import Parts, prepare, run_metadata, startup_summary, write_fingerprint
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.console import Console
@@ -113,50 +102,69 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
     explained = partial(disk_errors_explained, run_dir.path, status.progress, whole_steps)
 
     with explained(), open_console(run, run_dir) as console:
-        if chooses_micro_batch(run):
-            parts = with_largest_micro_batch(parts, console)
-        introduce(parts, run_dir, status, console)
-        job.stopping = stopping_of(run, began, console)
-        session = Session(parts.resolved.run, parts, run_dir, console, status, job.stopping)
+        if run.training.micro_batch_size == "auto":
+            with compiling(console, "updates, to choose training.micro_batch_size"):
+                resolved, train_step = choose_micro_batch(parts.resolved, console.say)
+            parts = replace(parts, resolved=resolved, train_step=train_step)
+
+        # Which run this is.
+        if not parts.overwrites_other_run(run_dir):
+            write_fingerprint(parts, run_dir)
+        status.about = run_metadata(parts)
+        console.panel(*startup_summary(parts, run_dir))
+        num_params = weights.num_params(decoder.weights(parts.model.cfg))
+        for line in unusual_settings(parts.resolved, num_params):
+            console.say(f"hint: {line}", style="yellow")
+        if parts.failing:
+            tried = f"tried on made-up completions before the run: {parts.failing}"
+            console.say(f"warning: {tried}", style="yellow")
+
+        # Its clock, and what may end it early.
+        minutes = run.training.max_minutes
+        passed = time.time() - began
+        stopping = Stopping(minutes, console.say, passed, run.training.grace_seconds)
+        job.stopping = stopping
+        session = Session(parts.resolved.run, parts, run_dir, console, status, stopping)
 
         # Inside, the run is made; then the status says how it ended.
         resume_hint = job.resume_hint or f"hydra.run.dir={folder}"
         with _status_at_the_end(session, resume_hint), explained(), session.closing:
             # Reward workers start while the model loads.
-            processes = _processes(job.stopping)
+            here = (jax.process_index(), jax.process_count())
+            processes = Processes(*here, allgather_values, stopping)
             workers = parts.task.with_workers(run.rewards, console.say, processes, run.conversation)
             session.task = session.closing.enter_context(workers)
             yield session
         job.stopped = status.stopped
 
 
-def with_largest_micro_batch(parts: Parts, console: Console) -> Parts:
-    """The parts with the largest micro-batch that fits, chosen by compiling updates."""
-    with compiling(console, "updates, to choose training.micro_batch_size"):
-        resolved, train_step = choose_micro_batch(parts.resolved, console.say)
-    return replace(parts, resolved=resolved, train_step=train_step)
+# generation.max_new_tokens where neither the user nor the task says more: enough for the sums of
+# the bundled model.
+FEW_TOKENS = 48
 
 
-def introduce(parts: Parts, run_dir: RunDir, status: Status, console: Console) -> None:
-    """Say which run this is: its fingerprint in the folder, facts for status.json, a summary."""
-    run = parts.resolved.run
-    if not parts.overwrites_other_run(run_dir):
-        write_fingerprint(parts, run_dir)
-    status.about = run_metadata(run, parts)
-    console.panel(*startup_summary(run, parts, run_dir))
-    num_params = weights.num_params(decoder.weights(parts.model.cfg))
-    for line in unusual_settings(parts.resolved, num_params):
-        console.say(f"hint: {line}", style="yellow")
-    if parts.failing:
-        console.say(
-            f"warning: tried on made-up completions before the run: {parts.failing}", style="yellow"
+def unusual_settings(resolved: ResolvedRun, num_params: int) -> list[str]:
+    """One line, with the override, for each setting that is far from what is usual for its model.
+
+    num_params: of the whole model.
+    """
+    run = resolved.run
+    lines = []
+    trains = what_trains(resolved.lora is not None, num_params)
+    usual = usual_rate(run.optimizer, trains, learns_from(run.algorithm.needs))
+    rate = run.optimizer.learning_rate
+    if num_params >= REAL and rate > HIGH * usual:
+        lines.append(
+            f"optimizer.learning_rate={rate:g} is {rate / usual:.0f} times what is usual for "
+            f"{trains}; optimizer.learning_rate={AUTO} takes {usual:g}"
         )
-
-
-def stopping_of(run: RunConfig, began: float, console: Console) -> Stopping:
-    """Builds the stopping of a run: by signals, and by training.max_minutes from `began` on."""
-    passed = time.time() - began
-    return Stopping(run.training.max_minutes, console.say, passed, run.training.grace_seconds)
+    is_sampled = not run.algorithm.needs.demonstrations
+    if num_params >= REAL and is_sampled and run.generation.max_new_tokens == FEW_TOKENS:
+        lines.append(
+            f"generation.max_new_tokens={FEW_TOKENS} is for the sums of the bundled model; where "
+            "a model is to show its working: generation.max_new_tokens=512"
+        )
+    return lines
 
 
 @contextlib.contextmanager
@@ -176,24 +184,17 @@ def _status_at_the_end(session: Session, resume_hint: str) -> Iterator[None]:
         session.console.say(text, style=style)
 
 
-def _processes(stopping: Stopping) -> Processes:
-    """The processes of this run, as its task sees them."""
-    return Processes(jax.process_index(), jax.process_count(), allgather_values, stopping)
-
-
 @contextlib.contextmanager
 def open_console(run: RunConfig, run_dir: RunDir) -> Iterator[Console]:
     """Make the folder, and the console that writes its log too. Only one process shows it."""
-    run_dir.make()
-    every = run.training.log_interval_steps
+    run_dir.path.mkdir(parents=True, exist_ok=True)
     # Of several processes one may end another from compiled code: its last words stay visible.
     console = Console(
         run_dir.log,
         run.training.max_steps,
-        every,
+        run.training.log_interval_steps,
         quiet=not run_dir.is_first,
         mode=run.tracking.console,
-        hides_noise=run_dir.is_first and jax.process_count() == 1,
         evaluates_every=run.evaluation.interval_steps,
     )
     with contextlib.ExitStack() as at_end:
@@ -205,7 +206,7 @@ def closed_at_end(close: Callable[[], None]) -> Callable[..., None]:
     """Wraps `close` for ExitStack.push. Where an error is under way, an OSError of closing is added
     to it as a note; otherwise it is raised."""
 
-    def leave(_: Any, error: BaseException | None, __: Any) -> None:
+    def leave(_: object, error: BaseException | None, __: object) -> None:
         try:
             close()
         except OSError as second:
@@ -225,8 +226,11 @@ def _failed(session: Session, error: BaseException) -> None:
     # The disk may be what failed: then the error under way says more than a second one.
     with contextlib.suppress(OSError):
         session.status.write(word, error=f"{type(error).__name__}: {error}")
-        text = f"{word} after step {session.status.steps}; {saved(session.run_dir)}"
-        session.console.say(text, style="red")
+        steps = Checkpoints(session.run_dir.checkpoints).whole_steps()
+        saved = "no checkpoint was saved"
+        if steps:
+            saved = f"checkpoint {steps[-1]} is in {session.run_dir.checkpoints}"
+        session.console.say(f"{word} after step {session.status.steps}; {saved}", style="red")
         # What cannot be estimated must not hide the error under way.
         with contextlib.suppress(ConfigError, jax.errors.JaxRuntimeError):
             lines = out_of_memory_lines(session.parts.resolved) if is_out_of_memory(error) else []
@@ -240,4 +244,5 @@ def _write_report(session: Session) -> None:
     if session.run.tracking.report and session.run_dir.is_first:
         # A signal that is sent twice must not end a run that has ended already.
         with session.stopping:
-            report_at_end(session.run_dir.path, session.console.say)
+            folder = session.run_dir.path
+            write_at_end(folder, lambda: run_page(folder), session.console.say)

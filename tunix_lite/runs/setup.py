@@ -13,43 +13,34 @@ from pathlib import Path
 import jax
 
 from tunix_lite import __version__
+from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
+from tunix_lite.environments.pool import try_environment
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.environments.try_environment import try_environment
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
+from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.source import FoundModel
-from tunix_lite.parallel.mesh import (
-    as_text,
-    devices_taken,
-    make_mesh,
-    set_rules,
-    split_devices,
-)
+from tunix_lite.parallel.mesh import as_text, devices_taken, make_mesh, set_rules, split_devices
 from tunix_lite.plain_text import device_name
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.resolved.batch_size import BatchPlan
 from tunix_lite.resolved.run import ResolvedRun, resolve_run
 from tunix_lite.rewards.fields import field_of
-from tunix_lite.runs.fingerprint import (
-    check_same_run,
-    fingerprint,
-    packing_of,
-    read_fingerprint,
-)
+from tunix_lite.runs.fingerprint import check_same_run, fingerprint, packing_of, read_fingerprint
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
 from tunix_lite.tasks.conversations import check_length, prompt_of
-from tunix_lite.tasks.curriculum import source_of_level
+from tunix_lite.tasks.curriculum import CurriculumConfig, source_of_level
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
-from tunix_lite.tasks.task import Task, TaskLengthsConfig
+from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
 from tunix_lite.tasks.try_rewards import failing_functions
 from tunix_lite.tracking.rows import check_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
@@ -88,7 +79,7 @@ class Parts:
     # the mesh of sampling on devices of its own (rollout.mesh_shape); None: there is none
     rollout_mesh: jax.sharding.Mesh | None = None
     # the update, if it was compiled already to find what fits
-    train_step: Callable | None = None
+    train_step: TrainStep | None = None
 
     @property
     def batch(self) -> BatchPlan:
@@ -121,13 +112,35 @@ def prepare(run: RunConfig, run_dir: RunDir, checked: Parts | None = None) -> Pa
     set_rules(run.sharding)
     with error_context("hydra.run.dir"):
         run_dir.check()
-    parts = replace(parts, resume_from=resume_from_folder(run, run_dir))
-    parts = with_packing_as_before(run, parts)
+    resume_from = resume_from_folder(run, run_dir)
+    parts = with_packing_as_before(run, replace(parts, resume_from=resume_from))
     parts = download_models(parts)
-    if parts.resume_from is not None:
-        parts = check_checkpoints(parts, run_dir)
+
+    # The run's numbers do not depend on its own files. But metrics.jsonl promises every step, so a
+    # run does not go on in silence where one is missing; of status.json it says what begins anew.
+    if resume_from is not None:
+        parts = replace(parts, differs=check_resumed(parts, RunDir(resume_from.parent)))
+    if resume_from == run_dir.checkpoints:
+        _, _, began, damage = read_status(run_dir.status)
+        notes = []
+        if damage:
+            notes.append(
+                f"{damage}: seconds are counted from now on, and accuracies are those of "
+                "metrics.jsonl"
+            )
+        try:
+            check_rows(run_dir.metrics, Checkpoints(resume_from).latest_step(), began)
+        except ValueError as error:
+            if not run.resume.force:
+                raise ConfigError(
+                    f"resume: {error}. Put the file back from a copy; or resume.force=true goes on "
+                    "with the steps that can be read, and keeps what cannot be in "
+                    "metrics.damaged-1.jsonl"
+                ) from error
+            notes.append(f"{error}: what can be read of it goes on")
+        parts = replace(parts, damaged="; ".join(notes))
     with error_context("resume"):
-        reference = find_reference(run, parts.model, run_dir, parts.resume_from)
+        reference = find_reference(run, parts.model, run_dir, resume_from)
     return replace(parts, reference=reference)
 
 
@@ -147,11 +160,10 @@ def with_rewards_tried(parts: Parts) -> Parts:
         check_environment_answers(parts.task, run.conversation, example)
     failing = failing_functions(run.task, example, group, run.rewards)
     if failing and run.rewards.on_error == "raise":
-        with error_context("task"):
-            raise ValueError(
-                f"tried on made-up completions before the run: {failing}; rewards.on_error=zero or "
-                "drop continues without it"
-            )
+        raise ConfigError(
+            f"task: tried on made-up completions before the run: {failing}; rewards.on_error=zero "
+            "or drop continues without it"
+        )
     return replace(parts, failing=failing)
 
 
@@ -174,31 +186,24 @@ def check_environment_answers(task: Task, settings: ConversationConfig, example:
         check_length(prompt_of(task.text, example, tried.prompt), task.max_prompt_length)
 
 
-def check_trackers(run: RunConfig) -> None:
-    """Raises ConfigError where the package of a tracker is not installed."""
-    for name, open_tracker in run.tracking.trackers.items():
-        check = getattr(open_tracker, "check", None)
-        if check is not None:
-            with error_context(f"tracking.trackers.{name}"):
-                check()
-
-
 def find_parts(run: RunConfig) -> Parts:
     """Finds the components of a run that need no run folder. Raises ConfigError.
 
     Of a hub model it downloads config.json and the tokenizer, not the weights. Makes the run's
     sharding rules those of the process.
     """
-    # Messages begin with the setting.
-    check_trackers(run)
+    # Messages begin with the setting. A tracker may lack its package.
+    for name, open_tracker in run.tracking.trackers.items():
+        if (check := getattr(open_tracker, "check", None)) is not None:
+            with error_context(f"tracking.trackers.{name}"):
+                check()
     with error_context(""):
         model = source.locate(run.model)
     mesh, rollout_mesh = meshes_of(run)
     set_rules(run.sharding)
-    frozen_models = locate_frozen(run, model)
+    frozen_models = locate_frozen(run.algorithm, model)
 
-    resolve = resolver(model, mesh, frozen_models)
-    resolved = with_packing(run, resolve)
+    resolved = with_packing(run, resolver(model, mesh, frozen_models))
     task = Task(
         run.task,
         model.tokenizer,
@@ -258,47 +263,39 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
 
 def meshes_of(run: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh | None]:
     """The mesh that learns, and the one that samples, if it has devices of its own. Raises
-    ConfigError."""
+    ConfigError; under torchrun with what torchrun replaces, for then there may be fewer processes
+    than somebody meant."""
+    shape = run.model.mesh_shape
     own_shape = run.rollout.mesh_shape
-    if own_shape is None:
-        with error_context("model.mesh_shape"):
-            return mesh_of(run), None
-    with error_context("rollout.mesh_shape"):
-        learning, sampling = split_devices(run.model.mesh_shape, own_shape, jax.devices())
-        return make_mesh(run.model.mesh_shape, learning), make_mesh(own_shape, sampling)
-
-
-def mesh_of(run: RunConfig) -> jax.sharding.Mesh:
-    """The mesh of the run on the devices that there are.
-
-    Raises ValueError where it does not fit them; under torchrun with what torchrun replaces, for
-    then there may be fewer processes than somebody meant.
-    """
+    if own_shape is not None:
+        with error_context("rollout.mesh_shape"):
+            learning, sampling = split_devices(shape, own_shape, jax.devices())
+            return make_mesh(shape, learning), make_mesh(own_shape, sampling)
     try:
-        return make_mesh(run.model.mesh_shape, tp_across_nodes=run.launch.tp_across_nodes)
+        return make_mesh(shape, tp_across_nodes=run.launch.tp_across_nodes), None
     except ValueError as error:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise
-        raise ValueError(
-            f"{error}; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
-            "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
-            "variables"
-        ) from error
+        hint = ""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            hint = (
+                f"; torchrun overwrites exported {', '.join(TORCH_SETS)}: it takes --nnodes, "
+                "--node_rank, --master_addr and --master_port, and tunix-lite launch reads the "
+                "variables"
+            )
+        raise ConfigError(f"model.mesh_shape: {error}{hint}") from error
 
 
-def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
+def locate_frozen(algorithm: Algorithm, model: FoundModel) -> dict[str, FoundModel]:
     """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
     models = {}
-    for name, settings in run.algorithm.needs.frozen_models.items():
+    for name, settings in algorithm.needs.frozen_models.items():
         with of_frozen(name):
             models[name] = source.locate_teacher(settings, model)
-    comparison = getattr(run.algorithm, "comparison", None)
+    comparison = algorithm.needs.comparison
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
-        with error_context("algorithm"):
-            raise ValueError(
-                f"top_k={comparison.top_k} leaves no token out of vocab_size="
-                f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
-            )
+        raise ConfigError(
+            f"algorithm: top_k={comparison.top_k} leaves no token out of vocab_size="
+            f"{model.cfg.vocab_size}; algorithm.top_k=0 compares all tokens"
+        )
     return models
 
 
@@ -306,16 +303,12 @@ def locate_frozen(run: RunConfig, model: FoundModel) -> dict[str, FoundModel]:
 def of_frozen(name: str) -> Iterator[None]:
     """A ValueError about a model from inside becomes a ConfigError about a frozen model of the
     algorithm: model.weights is algorithm.teacher.weights then."""
-    with error_context(""):
-        try:
-            yield
-        except ValueError as error:
-            text = str(error).replace("give model.", f"give algorithm.{name}.")
-            if text.startswith("model."):
-                text = f"algorithm.{name}.{text.removeprefix('model.')}"
-            else:
-                text = f"algorithm.{name}: {text}"
-            raise ValueError(text) from error
+    try:
+        yield
+    except ValueError as error:
+        text = str(error).replace("give model.", f"give algorithm.{name}.")
+        where = f"algorithm.{name}." if text.startswith("model.") else f"algorithm.{name}: "
+        raise ConfigError(f"{where}{text.removeprefix('model.')}") from error
 
 
 def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
@@ -325,22 +318,24 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     what the model and the algorithm can take.
     """
     with error_context("task"):
-        check_rewards(run)
+        needs = run.algorithm.needs
+        if not needs.demonstrations and not needs.frozen_models:
+            check_rewards(run.task.rewards)
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
-        if held_out or not run.algorithm.needs.demonstrations:
-            check_fields(run, [*held_out, *first])
+        if held_out or not needs.demonstrations:
+            check_fields(run.task.rewards, [*held_out, *first])
         task.prompts([*held_out, *first])
         check_embedded(task, task.learned)
         for name in task.learned:
             task.demonstrations(first, name)
-    for name, teacher in run.algorithm.needs.frozen_models.items():
+    for name, teacher in needs.frozen_models.items():
         if teacher.prompt is not None:
             with error_context(f"algorithm.{name}"):
                 rows = [*first, *measured_rows(task)]
                 task.prompts_with(rows, teacher.prompt, teacher.max_prompt_length)
-    check_curriculum(run, task)
+    check_curriculum(run.curriculum, task)
     return data
 
 
@@ -361,12 +356,10 @@ def check_embedded(task: Task, learned: Sequence[str]) -> None:
                 task.text.demonstration(row, name)
 
 
-def check_rewards(run: RunConfig) -> None:
-    """Raises ValueError if completions are sampled to learn from a reward that is for evaluation:
-    it is 0 for all but one text."""
-    samples = not run.algorithm.needs.demonstrations and not run.algorithm.needs.frozen_models
-    functions = [reward.fn for reward in run.task.rewards.values()]
-    if samples and functions and all(fn is is_chosen for fn in functions):
+def check_rewards(rewards: dict[str, Reward]) -> None:
+    """Raises ValueError if the only reward to learn from is for evaluation: it is 0 for all but one
+    text."""
+    if rewards and all(reward.fn is is_chosen for reward in rewards.values()):
         raise ValueError(
             "reward=tunix_lite.tasks.preferences.is_chosen is for evaluation: it gives 1 to the "
             "very text of `chosen` alone. Learn from the pairs with algorithm=dpo, or give another "
@@ -374,18 +367,23 @@ def check_rewards(run: RunConfig) -> None:
         )
 
 
-def check_fields(run: RunConfig, examples: list[dict]) -> None:
+def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
     """Raises ValueError if a reward of ours is to read a field that none of these examples has, or
     gets one completion where it compares those of a group."""
-    for name, reward in run.task.rewards.items():
+    for name, reward in rewards.items():
         # the code of others may mean something else by these names
         if not type(reward.fn).__module__.startswith("tunix_lite.rewards."):
             continue
         wanted = getattr(reward.fn, "field", None)
-        if isinstance(wanted, str) and not any(_has(example, wanted) for example in examples):
-            raise ValueError(
-                f"rewards.{name}: field={wanted}, and an example has {fields_of(examples[0])}"
-            )
+        if isinstance(wanted, str):
+            for example in examples:
+                with contextlib.suppress(ValueError):
+                    field_of(example, wanted)
+                    break
+            else:
+                raise ValueError(
+                    f"rewards.{name}: field={wanted}, and an example has {fields_of(examples[0])}"
+                )
         compares = "completions" in inspect.signature(reward.fn).parameters
         if compares != reward.group:
             what = "compares the completions of a group" if compares else "takes one completion"
@@ -394,26 +392,17 @@ def check_fields(run: RunConfig, examples: list[dict]) -> None:
             )
 
 
-def _has(example: dict, name: str) -> bool:
-    try:
-        field_of(example, name)
-    except ValueError:
-        return False
-    return True
-
-
-def check_curriculum(run: RunConfig, task: Task) -> None:
+def check_curriculum(curriculum: CurriculumConfig, task: Task) -> None:
     """Raises ConfigError if the task cannot be asked by the curriculum, or at one of its levels."""
-    if run.curriculum.is_on and not hasattr(run.task.source.train, "__getitem__"):
-        with error_context("curriculum"):
-            raise ValueError("task.shuffle_buffer reads rows in order; set it to null")
-    for i in range(len(run.curriculum.levels)):
+    config = task.config
+    if curriculum.is_on and not hasattr(config.source.train, "__getitem__"):
+        raise ConfigError("curriculum: task.shuffle_buffer reads rows in order; set it to null")
+    for i in range(len(curriculum.levels)):
         with error_context(f"curriculum.levels[{i}]"):
-            if any(one.name == "source" and not one.init for one in fields(run.task)):
+            if any(one.name == "source" and not one.init for one in fields(config)):
                 raise ValueError("levels are settings of task.source, which a task of files lacks")
-            of_level = source_of_level(run.task.source, run.curriculum, i)
-            at_level = replace(task, config=replace(run.task, source=of_level))
-            check_all_rows(at_level, False, 0)
+            of_level = source_of_level(config.source, curriculum, i)
+            check_all_rows(replace(task, config=replace(config, source=of_level)), False, 0)
 
 
 def download_models(parts: Parts) -> Parts:
@@ -425,15 +414,6 @@ def download_models(parts: Parts) -> Parts:
         with of_frozen(name):
             frozen_models[name] = source.download(frozen)
     return replace(parts, model=model, frozen_models=frozen_models)
-
-
-def check_checkpoints(parts: Parts, run_dir: RunDir) -> Parts:
-    """Adds to the parts the differences from the run whose checkpoints they go on from, and the
-    damage of its files. Raises ConfigError."""
-    parts = replace(parts, differs=check_resumed(parts, RunDir(parts.resume_from.parent)))
-    if parts.resume_from == run_dir.checkpoints:
-        parts = replace(parts, damaged=check_own_files(parts.resolved.run, run_dir))
-    return parts
 
 
 def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
@@ -473,48 +453,21 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
         return folder
 
 
-def check_own_files(run: RunConfig, run_dir: RunDir) -> str:
-    """Describes missing or damaged files that resuming ignores. Raises ConfigError if that needs
-    resume.force=true.
-
-    The run's numbers do not depend on them. But metrics.jsonl promises every step, so a run does
-    not go on in silence where one is missing; of status.json it says what begins anew.
-    """
-    _, _, began, damage = read_status(run_dir.status)
-    notes = []
-    if damage:
-        notes.append(
-            f"{damage}: seconds are counted from now on, and accuracies are those of metrics.jsonl"
-        )
-    with error_context("resume"):
-        try:
-            check_rows(run_dir.metrics, Checkpoints(run_dir.checkpoints).latest_step(), began)
-        except ValueError as error:
-            if not run.resume.force:
-                raise ValueError(
-                    f"{error}. Put the file back from a copy; or resume.force=true goes on with "
-                    "the steps that can be read, and keeps what cannot be in "
-                    "metrics.damaged-1.jsonl"
-                ) from error
-            notes.append(f"{error}: what can be read of it goes on")
-    return "; ".join(notes)
-
-
 def check_resumed(parts: Parts, earlier: RunDir) -> str:
     """Describes allowed differences from the run whose checkpoint this one resumes. Raises
     ConfigError for others. All weights of `parts` are on this machine."""
-    run = parts.resolved.run
+    is_forced = parts.resolved.run.resume.force
     with error_context("resume"):
         try:
             theirs = read_fingerprint(earlier.fingerprint)
         except ValueError as error:
-            if not run.resume.force:
+            if not is_forced:
                 raise ValueError(
                     f"{error}; resume.force=true goes on from them all the same"
                 ) from error
             return str(error)
         ours = json.loads(json.dumps(_fingerprint_of(parts)))
-        return check_same_run(ours, theirs, earlier.path, run.resume.force)
+        return check_same_run(ours, theirs, earlier.path, is_forced)
 
 
 def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
@@ -525,10 +478,10 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
     fingerprint; both runs can still resume.
     """
     run = parts.resolved.run
-    ours = _fingerprint_of(parts)
     with error_context(""):
-        run_dir.write_json(run_dir.fingerprint, ours)
-        run_dir.write_model(source.settings_to_keep(run.model, parts.model, run.seed))
+        run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
+        kept = source.settings_to_keep(run.model, parts.model, run.seed)
+        run_dir.write_json(run_dir.path / RunDir.MODEL, kept)
 
 
 def _fingerprint_of(parts: Parts) -> dict:
@@ -537,10 +490,24 @@ def _fingerprint_of(parts: Parts) -> dict:
     return fingerprint(run, parts.model, batch.prompts, batch.fsdp, parts.frozen_models)
 
 
-def startup_summary(
-    run: RunConfig, parts: Parts, run_dir: RunDir
-) -> tuple[str, list[tuple[str, str]]]:
+def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str, str]]]:
     """The title and the rows, (name, text) each, of the panel at the start of a run."""
+    resolved = parts.resolved
+    run = resolved.run
+
+    def size(model: FoundModel) -> str:
+        total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
+        if model.lora is None:
+            return total
+        frozen, trained = source.weight_tables(model)
+        return (
+            f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
+            f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
+        )
+
+    def because(text: str) -> str:
+        return f" ({text})" if text else ""
+
     # The machine.
     device = parts.mesh.devices.flat[0]
     kind = device_name(device.device_kind, device.platform)
@@ -549,81 +516,57 @@ def startup_summary(
         ("devices", f"{devices_taken(parts.mesh)} x {kind}, jax {jax.__version__}"),
         ("mesh", f"{axes} from {as_text(run.model.mesh_shape)}"),
     ]
-
     if parts.rollout_mesh is not None:
         axes = ", ".join(f"{name}={size}" for name, size in parts.rollout_mesh.shape.items())
         count = parts.rollout_mesh.size
         rows.append(("sampling", f"{axes} on {count} x {kind}, after those of the mesh"))
 
     # What trains, on what.
-    precision = f"{run.training.mixed_precision}{_reason(parts.resolved.precision_reason)}"
+    precision = f"{run.training.mixed_precision}{because(resolved.precision_reason)}"
     precision += float32_products(run.training.mixed_precision, device.platform)
-    rows.append(("model", f"{_size(parts.model)}, weights {run.model.weights}, {precision}"))
+    rows.append(("model", f"{size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
     for name, model in parts.frozen_models.items():
-        storage = parts.resolved.frozen_models[name].storage
-        rows.append((name, f"{_size(model)}, weights {model.name}, kept as {storage}"))
-    rows.append(("batch", f"{parts.batch}{_packed(parts)}"))
-    if parts.resolved.packing_reason:
-        rows.append(("packing", parts.resolved.packing_reason))
+        storage = resolved.frozen_models[name].storage
+        rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
+    layout = parts.rows
+    packed = ""
+    if layout.packing != "none":
+        times = f"{layout.num_parts} passes of " if layout.num_parts > 1 else ""
+        plural = "s" if layout.rows_per_part > 1 else ""
+        counts = f"{layout.rows_per_part} row{plural} of {layout.width} tokens"
+        where = " a shard" if parts.batch.fsdp > 1 else ""
+        packed = f", packed ({layout.packing}): {times}{counts}{where}"
+    rows.append(("batch", f"{parts.batch}{packed}"))
+    if resolved.packing_reason:
+        rows.append(("packing", resolved.packing_reason))
     if run.algorithm.needs.demonstrations and run.task.environment is not None:
         rows.append(("environment", "answers in evaluations; the run learns from demonstrations"))
     if parts.data:
         rows.append(("data", parts.data))
     if run.curriculum.is_on:
         rows.append(("curriculum", run.curriculum.words()))
-    resolved = parts.resolved
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
-    rows.append(("lengths", _lengths(resolved)))
-
+    prompt, new = resolved.lengths
+    is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
+    lengths = f"prompt up to {prompt} tokens, completion up to {new}"
+    rows.append(("lengths", lengths + because("auto: those of the task" if is_usual else "")))
     if run.rollout.is_stale:
         rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
 
-    # What is minimised, if the algorithm says it.
+    # What is minimised, if the algorithm says it; how long, and where to.
     formula = getattr(run.algorithm, "formula", [])
     rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
-
-    # How long, and where to.
-    rows.append(("optimizer", _optimizer(parts)))
+    max_steps = run.training.max_steps
+    rate = describe(run.optimizer, parts.batch.fsdp, max_steps) + because(resolved.rate_reason)
+    begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
+    rows.append(("optimizer", f"{rate}, {max_steps} steps{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path
     viewer = f"  (tensorboard --logdir {all_runs})" if run.tracking.tensorboard else ""
     rows.append(("outputs", f"{run_dir.path}{viewer}"))
-
     algorithm = type(run.algorithm).__name__
     return f"tunix_lite {__version__} · {algorithm} · {run.project_name}", rows
-
-
-def _lengths(resolved: ResolvedRun) -> str:
-    prompt, new = resolved.lengths
-    usual = resolved.run.task.lengths
-    is_usual = usual == TaskLengthsConfig(prompt, new)
-    text = f"prompt up to {prompt} tokens, completion up to {new}"
-    return text + _reason("auto: those of the task" if is_usual else "")
-
-
-def _optimizer(parts: Parts) -> str:
-    resolved = parts.resolved
-    max_steps = resolved.run.training.max_steps
-    rate = describe(resolved.run.optimizer, resolved.batch.fsdp, max_steps)
-    begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
-    return f"{rate}{_reason(resolved.rate_reason)}, {max_steps} steps{begins}"
-
-
-def _reason(text: str) -> str:
-    return f" ({text})" if text else ""
-
-
-def _packed(parts: Parts) -> str:
-    rows = parts.rows
-    if rows.packing == "none":
-        return ""
-    counts = (
-        f"{rows.rows_per_part} row{'s' if rows.rows_per_part > 1 else ''} of {rows.width} tokens"
-    )
-    where = " a shard" if parts.batch.fsdp > 1 else ""
-    times = f"{rows.num_parts} passes of " if rows.num_parts > 1 else ""
-    return f", packed ({rows.packing}): {times}{counts}{where}"
 
 
 def float32_products(mixed_precision: str, platform: str) -> str:
@@ -634,19 +577,9 @@ def float32_products(mixed_precision: str, platform: str) -> str:
     return "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"
 
 
-def _size(model: FoundModel) -> str:
-    total = f"{weights.num_params(decoder.weights(model.cfg)):,} parameters"
-    if model.lora is None:
-        return total
-    frozen, trained = source.weight_tables(model)
-    return (
-        f"{total} frozen in {model.lora.base} ({weights.num_bytes(frozen) / 1e6:,.1f} MB), "
-        f"{weights.num_params(trained):,} in adapters of rank {model.lora.rank}"
-    )
-
-
-def run_metadata(run: RunConfig, parts: Parts) -> dict:
+def run_metadata(parts: Parts) -> dict:
     """Returns the facts about the run that status.json holds beside its progress."""
+    run = parts.resolved.run
     task_source = parts.task.config.source
     return {
         "algorithm": type(run.algorithm).__name__,

@@ -4,12 +4,11 @@ import resource
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Policy, Rescorer, Scorer
+from tunix_lite.algorithms.algorithm import Comparer, Policy, Rescorer, Scorer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.planning import flops
@@ -44,15 +43,9 @@ class Throughput:
             return ""
         if self.hardware is None:
             return "MFU n/a: the peak of this device is not known"
-        rate = (
-            "4 FLOPs per frozen and 6 per trained weight"
-            if self.trained_adapters
-            else "6 FLOPs per weight"
-        )
-        return (
-            f"MFU of {self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device, {rate} and token, "
-            "plus attention"
-        )
+        peak = f"{self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device"
+        rate = "4 FLOPs per frozen and 6 per trained" if self.trained_adapters else "6 FLOPs per"
+        return f"MFU of {peak}, {rate} weight and token, plus attention"
 
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""
@@ -83,51 +76,31 @@ def peak_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class TimedScorer:
-    """A scorer or comparer that adds the seconds of each call to `seconds` under its name:
-    time/reference.
+class Timed:
+    """A scorer, comparer or rescorer that adds the seconds of each call to `seconds` as time/NAME.
 
-    Example: TimedScorer("reference", scorer, seconds)(batch); seconds["time/reference"] grows.
+    Example: Timed("reference", scorer, seconds)(batch); seconds["time/reference"] grows.
     """
 
     name: str
-    scorer: Scorer
+    scorer: Scorer | Comparer | Rescorer
     seconds: Counter
 
-    def __call__(self, *batches: Batch) -> Any:
+    def __call__(self, *arguments: Params | Batch) -> np.ndarray | Batch:
         elapsed = stopwatch()
-        scored = self.scorer(*batches)
+        scored = self.scorer(*arguments)
         self.seconds[f"time/{self.name}"] += elapsed()
         return scored
 
-    def compiled(self, batch: RowBatch) -> Any:
-        return self.scorer.compiled(batch)
-
-
-@dataclass(frozen=True)
-class TimedRescorer:
-    """A rescorer that adds the seconds of each call to `seconds` as time/rescore.
-
-    Example: TimedRescorer(rescorer, seconds)(params, batch); seconds["time/rescore"] grows.
-    """
-
-    rescorer: Rescorer
-    seconds: Counter
-
-    def __call__(self, params: Params, batch: Batch) -> np.ndarray:
-        elapsed = stopwatch()
-        scored = self.rescorer(params, batch)
-        self.seconds["time/rescore"] += elapsed()
-        return scored
-
-    def compiled(self, params: Params, batch: RowBatch) -> Any:
-        return self.rescorer.compiled(params, batch)
+    def compiled(self, *arguments: Params | RowBatch) -> jax.stages.Compiled:
+        return self.scorer.compiled(*arguments)
 
 
 def timed(policy: Policy, seconds: Counter) -> Policy:
     """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
-    scorers = {name: TimedScorer(name, scorer, seconds) for name, scorer in policy.scorers.items()}
-    policy = replace(policy, scorers=scorers, rescore=TimedRescorer(policy.rescore, seconds))
-    if policy.compare is None:
-        return policy
-    return replace(policy, compare=TimedScorer("teacher", policy.compare, seconds))
+    return replace(
+        policy,
+        scorers={name: Timed(name, scorer, seconds) for name, scorer in policy.scorers.items()},
+        rescore=Timed("rescore", policy.rescore, seconds),
+        compare=policy.compare and Timed("teacher", policy.compare, seconds),
+    )

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
+import jax
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
@@ -31,7 +31,7 @@ from tunix_lite.planning.at_start import (
 )
 from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.runs.experience import Experience, ExperienceSource
-from tunix_lite.runs.hints import CutHint, GroupsHint
+from tunix_lite.runs.hints import RunHints
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
     Unfinished,
@@ -46,7 +46,6 @@ from tunix_lite.runs.samples import (
     advantage_metrics,
     evaluation_rows,
     from_best_to_worst,
-    histograms,
     keep_samples,
     sample_rows,
 )
@@ -58,7 +57,7 @@ from tunix_lite.tracking.plugs import Guarded, TrackedRun, run_name
 from tunix_lite.tracking.progress import compiling
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.tracking.tracker import JsonLines, TensorBoard, Tracker
-from tunix_lite.types import Graded, Metrics, TrainState
+from tunix_lite.types import Metrics, TrainState
 
 # Seconds from which on a program that a step had to compile is worth a line.
 LONG_COMPILATION = 1.0
@@ -117,9 +116,7 @@ class Watch:
     # real tokens of the batches of all updates until now, prompts too
     num_tokens: int
     unfinished: Unfinished = field(init=False)
-    # notices where most groups teach nothing
-    groups_hint: GroupsHint = field(default_factory=GroupsHint, init=False)
-    cut_hint: CutHint = field(default_factory=CutHint, init=False)
+    hints: RunHints = field(default_factory=RunHints, init=False)
     accuracy: float | None = field(default=None, init=False)
     # seconds of the step, without compiling: until collecting was over, and the update; and those
     # of compiling
@@ -156,7 +153,7 @@ class Watch:
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
-        # A signal that came meanwhile ends the run before the sampler is compiled.
+        # A signal that came until now ends the run before the sampler is compiled.
         session.stopping.check_before_update()
         self.source.compile_ahead(state)
         session.stopping.check_before_update()
@@ -197,7 +194,7 @@ class Watch:
         self.session.console.doing(text)
 
     @contextlib.contextmanager
-    def updating(self, experience: Experience, update: Callable) -> Iterator[None]:
+    def updating(self, experience: Experience, update: jax.stages.Compiled) -> Iterator[None]:
         """Around the update alone: until it is done nothing can stop the run.
 
         Raises StopRun, on all processes, if one of them was asked to stop: nothing has changed yet.
@@ -233,17 +230,19 @@ class Watch:
         session.stopping.may_stop = done.ends_rollout
         session.stopping.has_learned = True
         self.unfinished.pending.append(partial(self.log_step, done, metrics))
-        self.check_sampler(done, metrics)
+        limit = session.run.training.max_sampler_gap
+        gap = self.sampler_gap(done, metrics)
+        if limit is not None and gap > limit:
+            self.log(done.step, metrics)
+            raise SamplerFault(sampler_fault(done.step, gap, limit))
         metrics |= self.observed(done)
         if self.is_due(done.step, session.run.evaluation.interval_steps):
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
-        hints = [
-            self.groups_hint.line(metrics, session.run.algorithm.num_generations),
-            self.cut_hint.line(metrics, session.run.generation.max_new_tokens),
-        ]
-        for hint in filter(None, hints):
+        num_generations = session.run.algorithm.num_generations
+        max_new_tokens = session.run.generation.max_new_tokens
+        for hint in self.hints.lines(metrics, num_generations, max_new_tokens):
             session.console.say(hint, style="yellow")
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
@@ -253,7 +252,16 @@ class Watch:
         if done.ends_rollout and not done.is_last:
             reason = session.stopping.reason()
         if done.ends_rollout and self.skipped >= session.run.training.max_skipped_in_a_row:
-            raise self.given_up(done, metrics)
+            # Too many in a row. The state is saved first, if the disk takes it.
+            unsaved = None
+            try:
+                self.save()
+                self.checkpoints.wait()
+            except OSError as error:
+                unsaved = error
+            folder = session.run_dir.checkpoints
+            text = diverged(done.step, self.skipped, folder, metrics, unsaved)
+            raise FloatingPointError(text)
 
         # The disk: status.json first, since a kill during the save leaves it as it is then.
         saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
@@ -275,7 +283,10 @@ class Watch:
         # An update that was not made leaves its batch behind for who looks for the reason.
         self.skipped = self.skipped + 1 if metrics["train/skipped"] else 0
         if self.skipped:
-            self.keep_skipped(done, metrics)
+            arrays = arrays_of_batch(done.experience.batch)
+            file = self.session.run_dir.write_skipped(done.step, arrays)
+            text = f"step {done.step} skipped: {loss_numbers(metrics)}; its batch is in {file}"
+            self.session.console.say(text, style="red")
 
         # What was learned from, as far as a rollout has not been looked at before.
         if done.experience.metrics:
@@ -302,7 +313,11 @@ class Watch:
         metrics: Metrics = {}
         for name, observer in self.session.run.tracking.observers.items():
             with error_context(f"tracking.observers.{name}", RunFailed):
-                metrics |= _checked_metrics(observer(done))
+                returned = observer(done)
+                if not isinstance(returned, dict):
+                    kind = type(returned).__name__
+                    raise ValueError(f"it returned {kind}; return a dict like {{'my/number': 1.0}}")
+                metrics |= {key: _own_metric(key, value) for key, value in returned.items()}
         return metrics
 
     def evaluated(self, is_first: bool = False) -> Metrics:
@@ -327,33 +342,28 @@ class Watch:
             # The first completions that anybody sees: a wrong template or reward shows here.
             shown = min(session.run.tracking.samples_shown, HELD_OUT_SHOWN)
             rows = from_best_to_worst(sample_rows(evaluation.greedy), shown)
-            session.console.samples(step, rows, with_rewards=True)
+            session.console.samples(rows, with_rewards=True)
         return {**evaluation.metrics, "time/eval": time.perf_counter() - began}
 
     def is_due(self, step: int, every: int) -> bool:
+        """Whether work that is done every `every` steps, and after the last, is due now."""
         return is_due(step, every, self.session.run.training.max_steps)
 
-    def check_sampler(self, done: StepDone, metrics: Metrics) -> None:
-        """Raises SamplerFault if sampler and trainer disagree about the tokens of a rollout.
+    def sampler_gap(self, done: StepDone, metrics: Metrics) -> float:
+        """Nats a token by which sampler and trainer disagree where only rounding may differ: in the
+        first update of a rollout both have the same weights; else 0.
 
-        In the first update of a rollout both have the same weights, so that only rounding may
-        differ. Where old_logprobs=sampled the two distributions differ on purpose, and so do those
-        of tokens that earlier weights drew.
+        Where old_logprobs=sampled the two distributions differ on purpose, and so do those of
+        tokens that earlier weights drew.
         """
-        most = self.session.run.training.max_sampler_gap
-        algorithm = self.session.run.algorithm
-        cuts_off = getattr(algorithm, "old_logprobs", "whole") == "sampled"
-        is_first = bool(done.experience.metrics)
-        if metrics.get("rollout/staleness_max", 0) > 0:
-            return
-        if most is None or cuts_off or not is_first or "train/sampler_gap" not in metrics:
-            return
+        cuts_off = getattr(self.session.run.algorithm, "old_logprobs", "whole") == "sampled"
+        is_stale = metrics.get("rollout/staleness_max", 0) > 0
+        has_own = done.experience.metrics and "train/sampler_gap" in metrics
+        if cuts_off or is_stale or not has_own:
+            return 0.0
         # where old_logprobs=rescored the trainer's own are compared before the update
         total = float(np.sum(done.experience.batch.loss_weight))
-        gap = metrics.get("sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0))
-        if gap > most:
-            self.log(done.step, metrics)
-            raise SamplerFault(sampler_fault(done.step, gap, most))
+        return metrics.get("sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0))
 
     # ---- what is written
 
@@ -364,35 +374,29 @@ class Watch:
     def log_step(self, done: StepDone, metrics: Metrics) -> None:
         """Logs a whole step: its metrics, and its completions when due."""
         self.log(done.step, metrics)
-        if done.experience.graded is not None:
-            self.log_completions(done, done.experience.graded)
-        self.session.status.steps = done.step
-
-    def log_completions(self, done: StepDone, graded: Graded) -> None:
-        """The completions of a step, and histograms of them, each where it is due."""
+        graded = done.experience.graded
         tracking = self.session.run.tracking
-        batch = done.experience.batch
-        if self.is_due(done.step, tracking.samples_interval_steps):
+        if graded is not None and self.is_due(done.step, tracking.samples_interval_steps):
             rows = keep_samples(
                 self.session.run_dir,
                 self.session.console,
                 done.step,
                 graded,
                 tracking.samples_shown,
-                batch,
+                done.experience.batch,
             )
-            give(self.trackers, "log_samples", done.step, rows)
-        takers = [tracker for tracker in self.trackers if hasattr(tracker, "log_histograms")]
-        every = tracking.histograms_interval_steps
-        if takers and every and self.is_due(done.step, every):
-            give(takers, "log_histograms", done.step, histograms(graded, batch))
+            for tracker in self.trackers:
+                if hasattr(tracker, "log_samples"):
+                    tracker.log_samples(done.step, rows)
+        self.session.status.steps = done.step
 
     def save(self) -> None:
         """A checkpoint of the state as it is now. setup.write_fingerprint says why what made it
         may be written after it."""
         session = self.session
         step = int(self.state.step)
-        known = self.learner.curriculum.at(step)
+        curriculum = self.learner.curriculum
+        known = None if curriculum is None else curriculum.at(step)
         overlap = self.learner.overlap
         in_flight = None if overlap is None else overlap.at(step)
         self.checkpoints.save(self.state, self.accuracy, self.skipped, known, in_flight)
@@ -401,25 +405,6 @@ class Watch:
             write_fingerprint(session.parts, session.run_dir)
         self.is_fingerprint_pending = False
         self.unfinished.on_disk = int(self.state.step)
-
-    def given_up(self, done: StepDone, metrics: Metrics) -> FloatingPointError:
-        """The error of a run that skips too many updates in a row; its state is saved first."""
-        unsaved = None
-        try:
-            self.save()
-            self.checkpoints.wait()
-        except OSError as error:
-            unsaved = error
-        checkpoints = self.session.run_dir.checkpoints
-        text = diverged(done.step, self.skipped, checkpoints, metrics, unsaved)
-        return FloatingPointError(text)
-
-    def keep_skipped(self, done: StepDone, metrics: Metrics) -> None:
-        """Write the batch of an update that was not made, for who looks for the reason."""
-        arrays = arrays_of_batch(done.experience.batch)
-        file = self.session.run_dir.write_skipped(done.step, arrays)
-        text = f"step {done.step} skipped: {loss_numbers(metrics)}; its batch is in {file}"
-        self.session.console.say(text, style="red")
 
 
 def open_watch(session: Session, learner: Learner, experience: ExperienceSource) -> Watch:
@@ -442,7 +427,9 @@ def open_watch(session: Session, learner: Learner, experience: ExperienceSource)
     closing.push(closed_at_end(checkpoints.close))
     missing = None if session.begins_here else unmeasured(run, run_dir, start)
     # Counted before the line of this step is taken back, to get its evaluation.
-    num_tokens = tokens_before(session, start)
+    num_tokens = 0
+    if (earlier := session.parts.resume_from) is not None:
+        num_tokens = RunDir(earlier.parent).last_number("train/num_tokens", start)
     trackers = open_trackers(session, start, is_measured=missing is None)
 
     # The profiler, and what the seconds of a step are set against.
@@ -483,73 +470,45 @@ def open_watch(session: Session, learner: Learner, experience: ExperienceSource)
     return watch
 
 
-def tokens_before(session: Session, start: int) -> int:
-    """train/num_tokens of the run that this one goes on from; 0 where it begins afresh."""
-    resume_from = session.parts.resume_from
-    if resume_from is None:
-        return 0
-    return RunDir(resume_from.parent).last_number("train/num_tokens", start)
-
-
 def open_trackers(session: Session, start: int, is_measured: bool) -> list[Tracker]:
     """Opens the trackers. Rows after `start` were written by a killed run; they are removed.
 
-    is_measured: False if the line of step `start` is still to get its held-out accuracy.
+    is_measured: False if the line of step `start` is still to get its held-out accuracy. Raises
+    RunFailed, naming the tracker of the settings that cannot be opened.
     """
     last_line = None
     if start and not session.begins_here:
         last_line = start if is_measured else start - 1
     trackers: list[Tracker] = []
     if session.run_dir.is_first:
+        run = session.run
+        folder = session.run_dir.path
         trackers.append(JsonLines(session.run_dir.metrics, resume_at=last_line))
-        if session.run.tracking.tensorboard:
-            trackers.append(TensorBoard(session.run_dir.path, resume_at=start or None))
-        trackers += opened_plugs(session, start or None)
+        if run.tracking.tensorboard:
+            trackers.append(TensorBoard(folder, resume_at=start or None))
+        settings = without_secrets(plain(run))
+        about = TrackedRun(folder, run_name(folder), run.project_name, settings, start or None)
+        for name, open_tracker in run.tracking.trackers.items():
+            where = f"tracking.trackers.{name}"
+            try:
+                opened = open_tracker(about)
+            # What other projects raise is not known here.
+            except Exception as error:
+                raise RunFailed(f"{where}: {type(error).__name__}: {error}") from error
+            trackers.append(Guarded(where, opened, session.console.say))
     for tracker in trackers:
         session.closing.push(closed_at_end(tracker.close))
     return [*trackers, session.console]
 
 
-def opened_plugs(session: Session, resume_at: int | None) -> list[Tracker]:
-    """The trackers of the settings. Raises RunFailed, naming the one that cannot be opened."""
-    run = session.run
-    folder = session.run_dir.path
-    settings = without_secrets(plain(run))
-    about = TrackedRun(folder, run_name(folder), run.project_name, settings, resume_at)
-    trackers: list[Tracker] = []
-    for name, open_tracker in run.tracking.trackers.items():
-        where = f"tracking.trackers.{name}"
-        try:
-            opened = open_tracker(about)
-        # What other projects raise is not known here.
-        except Exception as error:
-            raise RunFailed(f"{where}: {type(error).__name__}: {error}") from error
-        trackers.append(Guarded(where, opened, session.console.say))
-    return trackers
-
-
-def give(trackers: list[Tracker], method: str, step: int, what: Any) -> None:
-    """Calls a method of the trackers that have it."""
-    for tracker in trackers:
-        action = getattr(tracker, method, None)
-        if action is not None:
-            action(step, what)
-
-
-def _checked_metrics(returned: Any) -> Metrics:
-    """The metrics of an observer as plain numbers. Raises ValueError if they are anything else."""
-    if not isinstance(returned, dict):
-        kind = type(returned).__name__
-        raise ValueError(f"it returned {kind}; return a dict like {{'my/number': 1.0}}")
-    metrics: Metrics = {}
-    for name, value in returned.items():
-        if not isinstance(name, str) or name.count("/") != 1 or name.split("/")[0] in OUR_PARTS:
-            raise ValueError(
-                f"{name!r} is not the name of a metric of yours: part/name, and the part is none "
-                f"of {', '.join(OUR_PARTS)}"
-            )
-        number = np.asarray(value)
-        if number.shape or not np.issubdtype(number.dtype, np.number):
-            raise ValueError(f"{name} is {type(value).__name__}; give one number")
-        metrics[name] = float(number)
-    return metrics
+def _own_metric(name: object, value: object) -> float:
+    """The metric of an observer as a plain number. Raises ValueError if it is anything else."""
+    if not isinstance(name, str) or name.count("/") != 1 or name.split("/")[0] in OUR_PARTS:
+        raise ValueError(
+            f"{name!r} is not the name of a metric of yours: part/name, and the part is none of "
+            f"{', '.join(OUR_PARTS)}"
+        )
+    number = np.asarray(value)
+    if number.shape or not np.issubdtype(number.dtype, np.number):
+        raise ValueError(f"{name} is {type(value).__name__}; give one number")
+    return float(number)

@@ -57,22 +57,29 @@ class ApiChoice:
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
-        piece = self._until_stop(new) if self.stop else self._all_of(new)
+        if self.stop:
+            piece = self._until_stop(new)
+        else:
+            # No text ends the choice, so all tokens are decoded together.
+            top = list(new.top) or [[] for _ in new.tokens]
+            text = self.stream.feed(new.tokens)
+            piece = Piece(text, list(new.tokens), list(new.full_logprobs), top)
         if piece.finish_reason is None and new.reason is not None:
-            piece.text += self._rest()
+            self.held += self.stream.end()
+            piece.text += self.held[: self._stop_at()]
             piece.finish_reason = FINISH_REASONS[new.reason]
         if self.reader is not None:
-            self._read_calls(piece)
+            # Text that may be part of a call stays in the reader; the last piece gets the calls.
+            piece.text = self.reader.feed(piece.text)
+            if piece.finish_reason is not None:
+                rest, piece.calls = self.reader.end()
+                piece.text += rest
+            if piece.calls and piece.finish_reason == "stop":
+                piece.finish_reason = "tool_calls"
         self.finish_reason = piece.finish_reason
         self.num_tokens += len(piece.tokens)
         self.pieces.append(piece)
         return piece
-
-    def _all_of(self, new: NewTokens) -> Piece:
-        """All of the tokens, where no text ends the choice: they are decoded together."""
-        text = self.stream.feed(new.tokens)
-        top = list(new.top) or [[] for _ in new.tokens]
-        return Piece(text, list(new.tokens), list(new.full_logprobs), top)
 
     def _until_stop(self, new: NewTokens) -> Piece:
         """The tokens up to the one that completes a stop text, each decoded by itself."""
@@ -88,44 +95,16 @@ class ApiChoice:
                 self.held = ""
                 piece.finish_reason = "stop"
                 break
-            piece.text += self._release()
+            # The last characters may be the beginning of a stop text.
+            free = max(0, len(self.held) - max(map(len, self.stop)) + 1)
+            piece.text += self.held[:free]
+            self.held = self.held[free:]
         return piece
-
-    def _read_calls(self, piece: Piece) -> None:
-        """Takes text that may be part of a call out of the piece; the last one gets the calls."""
-        piece.text = self.reader.feed(piece.text)
-        if piece.finish_reason is None:
-            return
-        rest, piece.calls = self.reader.end()
-        piece.text += rest
-        if piece.calls and piece.finish_reason == "stop":
-            piece.finish_reason = "tool_calls"
-
-    def _rest(self) -> str:
-        """The text that is left when no more tokens come."""
-        self.held += self.stream.end()
-        end = self._stop_at()
-        rest = self.held if end is None else self.held[:end]
-        self.held = ""
-        return rest
 
     def _stop_at(self) -> int | None:
         """The place at which the first stop text begins in what is held."""
         places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         return min(places, default=None)
-
-    def _release(self) -> str:
-        """The text that cannot be part of a stop text any more."""
-        held_back = 0
-        for text in self.stop:
-            for length in range(min(len(text) - 1, len(self.held)), 0, -1):
-                if self.held.endswith(text[:length]):
-                    held_back = max(held_back, length)
-                    break
-        free = len(self.held) - held_back
-        released = self.held[:free]
-        self.held = self.held[free:]
-        return released
 
     @property
     def text(self) -> str:
@@ -158,16 +137,13 @@ class ApiAnswer:
 
     def whole(self, choices: list[ApiChoice]) -> dict:
         """The answer to a request that does not stream."""
-        return self._head() | {
-            "choices": [self._choice(choice.index, choice.whole) for choice in choices],
-            "usage": self.usage(choices),
-        }
+        bodies = [self._choice(choice.index, choice.whole) for choice in choices]
+        return self._head() | {"choices": bodies, "usage": self.usage(choices)}
 
     def piece(self, index: int, piece: Piece, is_first: bool) -> dict:
         """A chunk of a stream."""
-        return self._head(of_stream=True) | {
-            "choices": [self._choice(index, piece, of_stream=True, is_first=is_first)]
-        }
+        choice = self._choice(index, piece, of_stream=True, is_first=is_first)
+        return self._head(of_stream=True) | {"choices": [choice]}
 
     def last(self, choices: list[ApiChoice]) -> dict:
         """The chunk with the numbers of tokens."""
@@ -214,7 +190,7 @@ class ApiAnswer:
             if piece.calls:
                 choice["message"] |= {"content": text or None, "tool_calls": piece.calls}
         choice["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
-        if self.call.token_ids:
+        if self.call.body.return_token_ids:
             choice["token_ids"] = piece.tokens
             if is_first or not of_stream:
                 choice["prompt_token_ids"] = prompt
@@ -242,12 +218,8 @@ class ApiAnswer:
     def _token(self, token: int, logprob: float) -> dict:
         text = self._text(token)
         # Part of a character has no text of its own.
-        is_text = "\ufffd" not in text
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": list(text.encode()) if is_text else None,
-        }
+        of_text = list(text.encode()) if "\ufffd" not in text else None
+        return {"token": text, "logprob": logprob, "bytes": of_text}
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special=False)

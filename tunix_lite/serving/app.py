@@ -13,7 +13,7 @@ aiohttp is imported where the server starts, as it is an extra: `pip install -e 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -30,8 +30,7 @@ from tunix_lite.rollout.live import (
 from tunix_lite.serving.answers import ApiAnswer, ApiChoice, Piece, error_body, event
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call, Limits, read_call
-from tunix_lite.serving.face import Face, Handler
-from tunix_lite.serving.listen import ServerSettings, TimedOut, read_json
+from tunix_lite.serving.face import Face, Handler, ServerSettings, TimedOut, read_json
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -95,19 +94,16 @@ class Server(Face):
             yield "post", f"{OF_EPISODE}/reward", self._reward
 
     def check(self) -> None:
-        """Raises EngineFailed if the engine has ended."""
         if not self.engine.is_alive:
             raise EngineFailed(f"the engine failed: {self.engine.failure}")
 
     def error_body(self, error: Exception, status: int, message: str) -> dict:
-        """An error as the API writes it."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = "rate_limit_exceeded" if status == 429 else getattr(error, "code", None)
         field = getattr(error, "field", None)
         return error_body(message, ERROR_TYPES.get(status, kind), field, code)
 
     def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The sequences that the engine holds, and the tokens that it has done."""
         engine = self.engine
         gauges = {
             "sequences_running": engine.num_running,
@@ -160,7 +156,7 @@ class Server(Face):
             for i in range(len(call.prompts) * call.choices)
         ]
         pieces = self._pieces(request, call, choices)
-        if call.stream:
+        if call.body.stream:
             return await self._stream(request, answer, choices, pieces)
         async for _ in pieces:
             pass
@@ -172,7 +168,7 @@ class Server(Face):
 
     async def _reward(self, request: "web.Request") -> dict:
         body = await read_json(request)
-        value = body.get("reward") if isinstance(body, dict) else None
+        value = body.get("reward")
         is_number = isinstance(value, int | float) and abs(value) < MOST_REWARD
         if not is_number:
             raise BadCall('the body is {"reward": a number}', "reward")
@@ -207,7 +203,7 @@ class Server(Face):
                 raise
             await response.write(event(error_body(str(error), "server_error")))
         else:
-            if answer.call.include_usage:
+            if answer.call.body.stream_options.get("include_usage"):
                 await response.write(event(answer.last(choices)))
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
@@ -223,20 +219,17 @@ class Server(Face):
         # One timer for the request, as one for each piece takes more time than the piece.
         timer = loop.call_later(self.settings.request_seconds, arrived.put_nowait, None)
 
-        def callback(index: int) -> Callable[[NewTokens], None]:
-            def on_tokens(new: NewTokens) -> None:
-                # in the engine's thread, which must not end with the loop
-                with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(arrived.put_nowait, (index, new))
-
-            return on_tokens
+        def on_tokens(index: int, new: NewTokens) -> None:
+            # in the engine's thread, which must not end with the loop
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(arrived.put_nowait, (index, new))
 
         sequences = [
             LiveSequence(
                 call.prompts[choice.index // call.choices],
                 replace(call.draw, generation=choice.index % call.choices),
                 call.max_tokens,
-                callback(choice.index),
+                partial(on_tokens, choice.index),
             )
             for choice in choices
         ]

@@ -12,7 +12,7 @@ from typing import Any
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.plain_text import shown
 from tunix_lite.rollout.live import DrawSettings
-from tunix_lite.rollout.live_programs import MOST_TOP
+from tunix_lite.rollout.programs import MOST_TOP
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages
@@ -56,39 +56,6 @@ class Limits:
     # for agents written for another model: any name of a model will do, and max_tokens above what
     # there is room for is what there is room for
     is_lenient: bool = False
-
-
-@dataclass(frozen=True)
-class Call:
-    """A checked request.
-
-    Example: of {"model": "bundled", "messages": [{"role": "user", "content": "hi"}]} the prompts
-    are the tokens of that conversation, and there is one choice.
-    """
-
-    is_chat: bool
-    model: str
-    # the tokens of each prompt; a chat has one
-    prompts: list[list[int]]
-    # completions of each prompt
-    choices: int
-    # of every choice; its generation is that of the choice
-    draw: DrawSettings
-    max_tokens: int
-    stop: tuple[str, ...]
-    stream: bool
-    # a last piece of a stream holds the numbers of tokens
-    include_usage: bool
-    # the log-probability of each token
-    logprobs: bool
-    # the tokens themselves
-    token_ids: bool
-    # the prompt before each completion (/v1/completions only)
-    echo: bool
-    # the prompts were text or messages, and not tokens
-    is_text: bool = True
-    # calls of tools are read out of what is said
-    reads_calls: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +118,47 @@ class ChatBody(CompletionBody):
             raise BadCall("top_logprobs needs logprobs=true", "top_logprobs")
 
 
+@dataclass(frozen=True)
+class Call:
+    """A checked request: its body, and what it comes to with the tokenizer and the limits.
+
+    Example: of {"messages": [{"role": "user", "content": "hi"}]} the prompts are the tokens of that
+    conversation, and there is one choice.
+    """
+
+    body: TextBody | ChatBody
+    model: str
+    # the tokens of each prompt; a chat has one
+    prompts: list[list[int]]
+    # of every choice; its generation is that of the choice
+    draw: DrawSettings
+    max_tokens: int
+    stop: tuple[str, ...]
+    # the prompts were text or messages, and not tokens
+    is_text: bool = True
+    # calls of tools are read out of what is said
+    reads_calls: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def choices(self) -> int:
+        """Completions of each prompt."""
+        return self.body.n
+
+    @property
+    def echo(self) -> bool:
+        """The prompt stands before each completion (/v1/completions only)."""
+        return not self.is_chat and self.body.echo
+
+    @property
+    def logprobs(self) -> bool:
+        """The log-probability of each token is in the answer."""
+        return self.body.logprobs if self.is_chat else self.body.logprobs is not None
+
+
 def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
     """The request in a body. Raises BadCall, naming the field."""
     checked = read(ChatBody if is_chat else TextBody, body)
@@ -162,43 +170,39 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     # How many completions there are is known before anything is made of the prompt.
     is_text = True
     reads_calls = False
-    if is_chat:
-        _check_count(1, checked.n, limits)
-        prompt, reads_calls = _chat_prompt(checked, tokenizer, limits)
-        prompts = [prompt]
-    else:
-        prompts, is_text = _text_prompts(checked, tokenizer, limits)
+    try:
+        if is_chat:
+            _check_count(1, checked.n, limits)
+            prompt, reads_calls = _chat_prompt(checked, tokenizer, limits)
+            prompts = [prompt]
+        else:
+            prompts, is_text = _text_prompts(checked, tokenizer, limits)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, BadCall):
+            raise
+        # of the template or the tokenizer; clients need not know the server's folders
+        message = str(error).replace(f"{tokenizer.folder}/", "")
+        raise BadCall(message, "messages" if is_chat else "prompt") from error
     if (longest := max(map(len, prompts))) > limits.max_prompt_length:
         message = (
             f"the prompt has {longest} tokens; this server takes up to {limits.max_prompt_length}: "
             f"start it with generation.max_prompt_length={longest}"
         )
         raise BadCall(message, "messages" if is_chat else "prompt", "context_length_exceeded")
-    top_logprobs = checked.top_logprobs if is_chat else checked.logprobs or 0
-    draw = DrawSettings(
-        temperature=checked.temperature,
-        top_p=checked.top_p,
-        top_k=checked.top_k,
-        min_p=checked.min_p,
-        seed=secrets.randbits(31) if checked.seed is None else checked.seed,
-        top_logprobs=top_logprobs,
-    )
-    call = Call(
-        is_chat=is_chat,
-        model=model,
-        prompts=prompts,
-        choices=checked.n,
-        draw=draw,
-        max_tokens=_max_tokens(checked, limits, longest),
-        stop=_stop(checked.stop),
-        stream=checked.stream,
-        include_usage=checked.stream and bool(checked.stream_options.get("include_usage")),
-        logprobs=checked.logprobs if is_chat else checked.logprobs is not None,
-        token_ids=checked.return_token_ids,
-        echo=not is_chat and checked.echo,
-        is_text=is_text,
-        reads_calls=reads_calls,
-    )
+
+    # The tokens of a completion, at most.
+    most = min(limits.max_new_tokens, limits.max_length - longest)
+    max_tokens = most if is_chat else min(16, most)
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(checked, name, None)
+        if value is not None:
+            high = 2**31 - 1 if limits.is_lenient else most
+            max_tokens = min(checked_number(name, value, int, 1, high), most)
+    stop = [checked.stop] if isinstance(checked.stop, str) else checked.stop
+    is_list = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
+    if not is_list or len(stop) > MOST_STOPS:
+        raise BadCall(f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop")
+
     known = {*IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
         if name in known or value is None or (name in ONLY and value == ONLY[name]):
@@ -206,7 +210,15 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
         if name in ONLY:
             raise BadCall(f"{name}={shown(value)} is not supported; leave it out", name)
         raise BadCall(f"{name} is no field that this server knows; leave it out", name)
-    return call
+    draw = DrawSettings(
+        temperature=checked.temperature,
+        top_p=checked.top_p,
+        top_k=checked.top_k,
+        min_p=checked.min_p,
+        seed=secrets.randbits(31) if checked.seed is None else checked.seed,
+        top_logprobs=checked.top_logprobs if is_chat else checked.logprobs or 0,
+    )
+    return Call(checked, model, prompts, draw, max_tokens, tuple(stop), is_text, reads_calls)
 
 
 def _check_count(prompts: int, choices: int, limits: Limits) -> None:
@@ -221,8 +233,7 @@ def _check_count(prompts: int, choices: int, limits: Limits) -> None:
 
 
 def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
-    """Raises BadCall for texts, names of fields included, that cannot be short enough: a tokenizer
-    takes long to read them."""
+    """Raises BadCall for texts that cannot be short enough: a tokenizer takes long to read them."""
     most = max(limits.max_prompt_length * tokenizer.longest_token, FREE_BYTES)
     size = 0
     left = [texts]
@@ -259,35 +270,22 @@ def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[
     tools = tools_of(*of_tools, tokenizer)
     if tools:
         variables = {**variables, "tools": tools}
-    messages = with_tool_messages([_message(one) for one in body.messages], tokenizer)
-    try:
-        return tokenizer.prompt(messages, **variables), bool(tools)
-    except (ValueError, TypeError) as error:
-        raise BadCall(_for_clients(error, tokenizer), "messages") from error
 
-
-def _for_clients(error: Exception, tokenizer: Tokenizer) -> str:
-    """The message of an error, without the server's folders."""
-    return str(error).replace(f"{tokenizer.folder}/", "")
-
-
-def _message(message: object) -> dict:
-    """A message with its text as one string, which templates read."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadCall(
-            f"a message is an object with a role; this one is {shown(message)}", "messages"
-        )
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise BadCall(
-                "a part of a message is of type text; this model reads no other", "messages"
-            )
-        texts.append(str(part.get("text", "")))
-    return message | {"content": "".join(texts)}
+    # Templates read the text of a message as one string.
+    messages = []
+    for message in body.messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            problem = f"a message is an object with a role; this one is {shown(message)}"
+            raise BadCall(problem, "messages")
+        parts = message.get("content")
+        if isinstance(parts, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+                problem = "a part of a message is of type text; this model reads no other"
+                raise BadCall(problem, "messages")
+            text = "".join(str(part.get("text", "")) for part in parts)
+            message = message | {"content": text}
+        messages.append(message)
+    return tokenizer.prompt(with_tool_messages(messages, tokenizer), **variables), bool(tools)
 
 
 def _text_prompts(
@@ -295,10 +293,14 @@ def _text_prompts(
 ) -> tuple[list[list[int]], bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""
+
+    def are_tokens(values: object) -> bool:
+        return isinstance(values, list) and all(type(value) is int for value in values)
+
     inputs = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(inputs, list) or not inputs:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
-    if all(_is_token(one) for one in inputs):
+    if are_tokens(inputs):
         inputs = [inputs]
     _check_count(len(inputs), body.n, limits)
     is_text = all(isinstance(one, str) for one in inputs)
@@ -306,13 +308,9 @@ def _text_prompts(
     for one in inputs:
         if isinstance(one, str):
             _check_bytes(one, limits, tokenizer, "prompt")
-            try:
-                # As the model was trained to see a text: with the tokens it starts with.
-                one = [*tokenizer.start_ids, *tokenizer.encode(one)]
-            except ValueError as error:
-                raise BadCall(_for_clients(error, tokenizer), "prompt") from error
-        is_tokens = isinstance(one, list) and all(_is_token(token) for token in one)
-        if not is_tokens:
+            # As the model was trained to see a text: with the tokens it starts with.
+            one = [*tokenizer.start_ids, *tokenizer.encode(one)]
+        if not are_tokens(one):
             raise BadCall(f"prompt holds {shown(one)}, neither text nor token ids", "prompt")
         if not one:
             raise BadCall("a prompt has at least one token", "prompt")
@@ -320,27 +318,3 @@ def _text_prompts(
             raise BadCall(f"prompt: token ids are 0 to {tokenizer.num_tokens - 1}", "prompt")
         prompts.append(one)
     return prompts, is_text
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _max_tokens(body: CompletionBody, limits: Limits, longest_prompt: int) -> int:
-    """The most tokens of a completion, after a prompt of this length."""
-    most = min(limits.max_new_tokens, limits.max_length - longest_prompt)
-    high = 2**31 - 1 if limits.is_lenient else most
-    limit = most if isinstance(body, ChatBody) else min(16, most)
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = getattr(body, name, None)
-        if value is not None:
-            limit = checked_number(name, value, int, 1, high)
-    return min(limit, most)
-
-
-def _stop(stop: object) -> tuple[str, ...]:
-    stop = [stop] if isinstance(stop, str) else stop
-    is_list = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
-    if not is_list or len(stop) > MOST_STOPS:
-        raise BadCall(f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop")
-    return tuple(stop)

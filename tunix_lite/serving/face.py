@@ -1,16 +1,24 @@
-"""The part of both servers around a request: its key, errors as JSON, counts, a line of the log."""
+"""The part of both servers around a request: listening, its key and body, errors as JSON, counts, a
+line of the log."""
 
 import asyncio
-import threading
+import contextlib
+import hmac
+import json
+import resource
+import signal
+import sys
 import time
 import traceback
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tunix_lite.files.untrusted import parse_object
+from tunix_lite.plain_text import escaped
 from tunix_lite.serving.bad_call import BadCall
-from tunix_lite.serving.listen import ServerSettings, is_key, listen, log_request
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -20,67 +28,78 @@ Answer = "web.StreamResponse | dict | tuple[int, dict]"
 Handler = Callable[["web.Request"], Awaitable[Answer]]
 # What logs call the status of a request whose client went away.
 CLIENT_LEFT = 499
-# Upper bounds of the histograms of /metrics, in seconds.
-BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# Seconds within which a client must have sent its body.
+BODY_SECONDS = 30.0
+# Seconds between two looks at whether the server should end.
+LOOK_SECONDS = 0.5
+# Open files that the server asks the system for: a connection costs one.
+OPEN_FILES = 8192
 # Seconds after which a client that was refused may ask again.
 RETRY_AFTER = 1
+# Upper bounds of the histograms of /metrics, in seconds.
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+FIRST_TOKEN = "tunix_lite_time_to_first_token_seconds"
+WHOLE_REQUEST = "tunix_lite_request_seconds"
 
 
-class Histogram:
-    """How many values lie below each of BUCKETS.
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server listens, and what it lets clients do.
 
-    Example: histogram.add(0.2) counts in all buckets from 0.25 on.
+    Example: ServerSettings(port=8000, api_key="secret").
     """
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
-        self.sum = 0.0
+    host: str = "127.0.0.1"
+    # 0 takes a free one
+    port: int = 8000
+    api_key: str | None = None
+    # bytes
+    max_body: int = 2**20
+    # seconds from a request to its last token
+    request_seconds: float = 600.0
+    # seconds that requests under way may take after SIGTERM
+    stop_seconds: float = 30.0
+    # a line on stderr for each request
+    log_requests: bool = False
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.sum += seconds
 
-    def lines(self, name: str) -> list[str]:
-        lines = [f"# TYPE {name} histogram"]
-        total = 0
-        for bound, count in zip((*BUCKETS, "+Inf"), self.counts):
-            total += count
-            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
-        return [*lines, f"{name}_sum {self.sum:.6f}", f"{name}_count {total}"]
+class TimedOut(Exception):
+    """A request took too long."""
 
 
 class ServerMetrics:
-    """Counts of requests and tokens, and how long clients wait.
+    """Counts of requests, and how long clients wait.
 
     Example: metrics.request("/v1/completions", 200, seconds=0.8, first_token=0.05).
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._requests: Counter = Counter()
-        self._first = Histogram()
-        self._whole = Histogram()
+        # of each histogram: counts of values between two bounds, and their sum
+        self._counts = {name: [0] * (len(BUCKETS) + 1) for name in (FIRST_TOKEN, WHOLE_REQUEST)}
+        self._sums = Counter({FIRST_TOKEN: 0.0, WHOLE_REQUEST: 0.0})
 
     def request(
         self, path: str, status: int, seconds: float, first_token: float | None = None
     ) -> None:
         """Counts one answered request."""
-        with self._lock:
-            self._requests[path, status] += 1
-            self._whole.add(seconds)
-            if first_token is not None:
-                self._first.add(first_token)
+        self._requests[path, status] += 1
+        for name, value in ((WHOLE_REQUEST, seconds), (FIRST_TOKEN, first_token)):
+            if value is not None:
+                self._counts[name][bisect_left(BUCKETS, value)] += 1
+                self._sums[name] += value
 
     def text(self, gauges: dict[str, float], counters: dict[str, float]) -> str:
-        """All numbers. gauges and counters: those that others count, by name."""
-        lines = []
-        with self._lock:
-            lines.append("# TYPE tunix_lite_requests_total counter")
-            for (path, status), count in sorted(self._requests.items()):
-                labels = f'path="{path}",status="{status}"'
-                lines.append(f"tunix_lite_requests_total{{{labels}}} {count}")
-            lines += self._first.lines("tunix_lite_time_to_first_token_seconds")
-            lines += self._whole.lines("tunix_lite_request_seconds")
+        """All numbers as Prometheus reads them. gauges and counters: those that others count."""
+        lines = ["# TYPE tunix_lite_requests_total counter"]
+        for (path, status), count in sorted(self._requests.items()):
+            labels = f'path="{path}",status="{status}"'
+            lines.append(f"tunix_lite_requests_total{{{labels}}} {count}")
+        for name, counts in self._counts.items():
+            lines.append(f"# TYPE {name} histogram")
+            for i, bound in enumerate((*BUCKETS, "+Inf"), start=1):
+                lines.append(f'{name}_bucket{{le="{bound}"}} {sum(counts[:i])}')
+            lines += [f"{name}_sum {self._sums[name]:.6f}", f"{name}_count {sum(counts)}"]
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for name, value in values.items():
                 lines += [f"# TYPE tunix_lite_{name} {kind}", f"tunix_lite_{name} {value:g}"]
@@ -128,23 +147,6 @@ class Face:
         """The key that the client sent; "" if none."""
         return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
-    def status_of(self, error: Exception, path: str) -> tuple[int, str]:
-        """Status and message of an answer. An error that nobody expects has a traceback."""
-        from aiohttp import web
-
-        if isinstance(error, web.HTTPException):
-            return error.status, f"{error.status} {error.reason}: {path}"
-        if isinstance(error, BadCall):
-            return error.status, str(error)
-        for kind, status in self.statuses.items():
-            if isinstance(error, kind):
-                return status, str(error)
-        if isinstance(error, ConnectionResetError):
-            # nobody reads this answer
-            return CLIENT_LEFT, ""
-        traceback.print_exc()
-        return 500, "the server failed; its log says why"
-
     def application(self) -> "web.Application":
         """The aiohttp application."""
         from aiohttp import web
@@ -157,9 +159,40 @@ class Face:
             getattr(app.router, f"add_{method}")(path, handler)
         return app
 
-    async def run(self, ready: Callable[[str], None]) -> None:
-        """Serves until SIGTERM or SIGINT, as `listen`. Raises what `check` raises."""
-        await listen(self.application(), self.settings, ready, self.check, self.stop)
+    async def run(self, ready: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
+        """Serves until SIGTERM or SIGINT, or until `stop` is set; requests under way then have
+        stop_seconds to end. ready(address) is called once it listens. Raises what `check` raises.
+        """
+        from aiohttp import web
+
+        if stop is None:
+            stop = asyncio.Event()
+            for name in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(name, stop.set)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+            most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        # The request of a client that goes away is cancelled.
+        runner = web.AppRunner(
+            self.application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=self.settings.stop_seconds,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.settings.host, self.settings.port).start()
+            host, port = runner.addresses[0][:2]
+            ready(f"http://{host}:{port}")
+            while not stop.is_set():
+                self.check()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), timeout=LOOK_SECONDS)
+            self.stop()
+        finally:
+            # takes no more requests, and waits for those under way
+            await runner.cleanup()
 
     async def _metrics(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
@@ -171,10 +204,14 @@ class Face:
 
         began = time.monotonic()
         status = 500
+        key = self.settings.api_key
         try:
-            is_open = request.path in self.open_paths
-            if not is_open and not is_key(self.key_of(request), self.settings.api_key):
-                raise BadCall("the API key is wrong or missing", code="invalid_api_key")
+            if key is not None and request.path not in self.open_paths:
+                # In constant time, so that the time tells nothing of the key. aiohttp reads bytes
+                # of a header that are no UTF-8 as halves of characters.
+                sent = self.key_of(request).encode(errors="surrogateescape")
+                if not hmac.compare_digest(sent, key.encode()):
+                    raise BadCall("the API key is wrong or missing", code="invalid_api_key")
             answer = await handler(request)
             if isinstance(answer, dict):
                 answer = 200, answer
@@ -196,5 +233,51 @@ class Face:
             seconds = time.monotonic() - began
             self.metrics.request(name, status, seconds, request.get("first_token"))
             if self.settings.log_requests and request.path not in self.unlogged:
-                log_request(request, status, seconds, request.get("counts", ""))
+                what = f"{request.method} {escaped(request.path)} {status} {seconds:.2f} s"
+                line = f"{time.strftime('%H:%M:%S')} {what} {request.get('counts', '')}".rstrip()
+                print(line, file=sys.stderr, flush=True)
         return answer
+
+    def status_of(self, error: Exception, path: str) -> tuple[int, str]:
+        """Status and message of an answer. An error that nobody expects has a traceback."""
+        from aiohttp import web
+
+        if isinstance(error, web.HTTPException):
+            return error.status, f"{error.status} {error.reason}: {path}"
+        if isinstance(error, BadCall):
+            return error.status, str(error)
+        for kind, status in self.statuses.items():
+            if isinstance(error, kind):
+                return status, str(error)
+        if isinstance(error, ConnectionResetError):
+            # nobody reads this answer
+            return CLIENT_LEFT, ""
+        traceback.print_exc()
+        return 500, "the server failed; its log says why"
+
+
+async def check_port(host: str, port: int) -> None:
+    """Raises OSError if nothing can listen there now: it is known before a model is loaded."""
+    server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    server.close()
+
+
+async def read_body(request: "web.Request") -> bytes:
+    """Raises TimedOut for a client that does not send it."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise TimedOut(f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
+async def read_json(request: "web.Request") -> dict:
+    """The body of a request: a JSON object whose texts are UTF-8. Raises BadCall, TimedOut."""
+    raw = await read_body(request)
+    try:
+        value = parse_object(raw.decode(), "the body")
+        # half of a character (a lone surrogate) is no text
+        json.dumps(value, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise BadCall(str(error)) from error
+    return value

@@ -40,7 +40,16 @@ def tools_of(
         return []
     if not isinstance(tools, list):
         raise BadCall("tools is a list of functions", "tools")
-    checked = [_tool(one) for one in tools]
+    checked = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        is_function = isinstance(function, dict) and tool.get("type") == "function"
+        if not is_function or not isinstance(function.get("name"), str) or not function["name"]:
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise BadCall(f"a tool is {form}; this is {shown(tool)}", "tools")
+        # `strict` says how answers are checked, and is nothing for the model.
+        function = {name: value for name, value in function.items() if name != "strict"}
+        checked.append({"type": "function", "function": function})
     if not tokenizer.writes_tools:
         raise BadCall(NO_FORM, "tools")
     if choice == "none":
@@ -51,19 +60,6 @@ def tools_of(
             "parallel_tool_calls",
         )
     return checked
-
-
-def _tool(tool: object) -> dict:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    is_function = isinstance(function, dict) and tool.get("type") == "function"
-    if not is_function or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadCall(
-            f'a tool is {{"type": "function", "function": {{"name": ...}}}}; this is {shown(tool)}',
-            "tools",
-        )
-    # It says how answers are checked, and is nothing for the model.
-    function = {name: value for name, value in function.items() if name != "strict"}
-    return {"type": "function", "function": function}
 
 
 def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]:

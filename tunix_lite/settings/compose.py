@@ -7,8 +7,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import hydra
@@ -28,11 +27,39 @@ from omegaconf.errors import OmegaConfBaseException
 from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.errors import ConfigError, error_context
-from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.hints import Refusal, options_of, shell_quoted
+from tunix_lite.hints import options_of, shell_quoted
 from tunix_lite.plain_text import SHOWN, hide, hide_users_of_urls
-from tunix_lite.settings.auto import auto
 from tunix_lite.settings.flags import check_values, wrong_override
+
+# Enough for the sums of the bundled model, chat template included.
+OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
+# For data of the user's and a model by its name, such as model=qwen3_0.6b.
+OF_NAMED = {"max_prompt_length": 512, "max_new_tokens": 512}
+# Of chats, and where `tunix-lite generate` makes several completions of a prompt, which are to
+# differ.
+TEMPERATURE = 0.7
+
+
+def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
+    """The value of `${auto:NAME}` in conf/, a default that follows other settings. What depends on
+    the model's files or on the devices is chosen later, by resolved/run.py.
+
+    _root_: all settings, as OmegaConf gives them.
+
+    Example: with task=gsm8k, `auto("max_new_tokens")` is 512.
+    """
+    if name == "temperature":
+        return 0.0 if _root_.get("num_generations") == 1 else TEMPERATURE
+    lengths = _root_["task"].get("lengths")
+    if lengths is not None:
+        return lengths[name]
+    model = _root_["model"]
+    architecture = model.get("architecture")
+    if architecture is None or model["weights"] == "random":
+        return OF_BUNDLED[name]
+    # both together must fit
+    return min(OF_NAMED[name], architecture["max_positions"] // 2)
+
 
 OmegaConf.register_new_resolver("auto", auto, replace=True)
 
@@ -70,20 +97,12 @@ def compose_values(
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(explain(error, overrides, more_conf, of, config_name)) from error
         except yaml.YAMLError as error:
-            raise ConfigError(not_yaml(error)) from error
-
-
-def not_yaml(error: yaml.YAMLError) -> str:
-    """Returns the message for a file that is no YAML: the file, the line, and the error there.
-
-    Example: `conf/model/mine.yaml, line 2: while parsing a flow mapping: expected ',' or '}'`.
-    """
-    # PyYAML says where the structure began, which is where a bracket was left open.
-    mark = getattr(error, "context_mark", None) or getattr(error, "problem_mark", None)
-    if mark is None:
-        return " ".join(str(error).split())
-    parts = [text for text in (error.context, error.problem) if text]
-    return f"{mark.name}, line {mark.line + 1}: no YAML: {': '.join(parts)}"
+            # PyYAML says where the structure began, which is where a bracket was left open.
+            mark = getattr(error, "context_mark", None) or getattr(error, "problem_mark", None)
+            if mark is None:
+                raise ConfigError(" ".join(str(error).split())) from error
+            why = ": ".join(text for text in (error.context, error.problem) if text)
+            raise ConfigError(f"{mark.name}, line {mark.line + 1}: no YAML: {why}") from error
 
 
 @contextlib.contextmanager
@@ -100,62 +119,47 @@ def _options_in(more_conf: str | None) -> Iterator[None]:
         yield
 
 
+# Settings of a run whose value is a text: a shell's quotes around it are enough.
+TEXTS = {"task.prompt", "task.system"}
+
+
 def expand_short_forms(argv: list[str]) -> list[str]:
     """The words of a command line, with `resume=X` written out as `resume.folder=X`, and with the
     quotes that Hydra wants around a text with braces, commas or spaces."""
-    short = "resume="
-    argv = [
-        "resume.folder=" + word.removeprefix(short) if word.startswith(short) else word
-        for word in argv
-    ]
-    return [_quoted(word) if word.partition("=")[0] in TEXTS else word for word in argv]
-
-
-# Settings of a run whose value is a text: a shell's quotes around it are enough.
-TEXTS = {
-    "task.prompt",
-    "task.system",
-}
-
-
-def _quoted(word: str) -> str:
-    """`key=text` as `key='text'`, unless it is null or has such quotes already."""
-    key, _, text = word.partition("=")
-    has_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if text == "null" or has_quotes:
-        return word
-    # backslashes are doubled before a quote, and nowhere else
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"{key}='{escaped}'"
-
-
-def _plain_values(settings: DictConfig) -> dict:
-    """The settings with all references resolved. Secrets among them are hidden from now on."""
-    for name in _variables_of(OmegaConf.to_container(settings, resolve=False)):
-        if _may_be_secret(value := os.environ.get(name, "")):
-            hide(value)
-    values = OmegaConf.to_container(settings, resolve=True)
-    hide_users_of_urls(values)
-    return values
+    words = []
+    for word in argv:
+        key, equals, text = word.partition("=")
+        has_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        if key == "resume" and equals:
+            word = f"resume.folder={text}"
+        elif key in TEXTS and text != "null" and not has_quotes:
+            # backslashes are doubled before a quote, and nowhere else
+            escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+            escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+            word = f"{key}='{escaped}'"
+        words.append(word)
+    return words
 
 
 # Groups of settings whose texts name models, folders and hosts.
 NO_SECRETS = {"model", "hydra", "launch"}
 
 
-def _variables_of(settings: dict) -> set[str]:
-    """The environment variables that settings, not resolved yet, refer to as ${oc.env:NAME}."""
-    others = {name: value for name, value in settings.items() if name not in NO_SECRETS}
-    return set(re.findall(r"\$\{oc\.env:[\s'\"\\]*(\w+)", repr(others)))
-
-
-def _may_be_secret(text: str) -> bool:
-    """Returns whether the value of a variable may be a key or a password: no number, no short word,
-    and no path on this machine. Hiding those would spoil messages."""
-    first = re.match(r"/[^/]+", text)
-    is_path = os.path.exists(text) or (first is not None and os.path.exists(first[0]))
-    return len(text) >= 8 and not is_path and re.fullmatch(r"[\d.eE+-]+", text) is None
+def _plain_values(settings: DictConfig) -> dict:
+    """The settings with all references resolved. Secrets among them are hidden from now on."""
+    # Values of environment variables that settings refer to as ${oc.env:NAME}, if they may be a key
+    # or a password: no number, no short word, and no path. Hiding those would spoil messages.
+    unresolved = OmegaConf.to_container(settings, resolve=False)
+    others = {name: value for name, value in unresolved.items() if name not in NO_SECRETS}
+    for name in set(re.findall(r"\$\{oc\.env:[\s'\"\\]*(\w+)", repr(others))):
+        text = os.environ.get(name, "")
+        first = re.match(r"/[^/]+", text)
+        is_path = os.path.exists(text) or (first is not None and os.path.exists(first[0]))
+        if len(text) >= 8 and not is_path and re.fullmatch(r"[\d.eE+-]+", text) is None:
+            hide(text)
+    values = OmegaConf.to_container(settings, resolve=True)
+    hide_users_of_urls(values)
+    return values
 
 
 def explain(
@@ -189,7 +193,6 @@ def explain(
         return f"--config-name={config_name}: there is no {file} in {places}; --config-dir=FOLDER"
     if not known:
         return str(error).replace("\n", " ")
-    refusal = partial(_refusal, [*of, *chosen], config_name)
     wrong: list[str] = []
     for text, override in parsed.items():
         key = override.get_key_element().lstrip("+~")
@@ -202,7 +205,7 @@ def explain(
         if key.startswith(("hydra.", "hydra/")) or is_added:
             continue
         value = override.value() if key in groups else text.partition("=")[2]
-        message = wrong_override(key, value, known, groups, folders, refusal)
+        message = wrong_override(key, value, known, groups, folders)
         if message is not None:
             wrong.append(message)
     if wrong:
@@ -267,45 +270,11 @@ def _known_settings(options: list[str], of: tuple[str, ...], config_name: str) -
 
 def setting_names(of: tuple[str, ...] = (), argv: Iterable[str] = ()) -> Iterator[str]:
     """The dotted names of all settings, composed when they are asked for: of the options that these
-    words of a command line choose, or of the default ones where that fails."""
+    words of a command line choose, `algorithm=dpo`, or of the default ones where that fails."""
+    matches = [(word, re.fullmatch(r"(\w+)=\w+", word)) for word in argv]
+    chosen = [word for word, match in matches if match and (conf_dir() / match[1]).is_dir()]
     with _options_in(None):
-        yield from _known_settings([*of, *_options_chosen(argv)], of, "config")
-
-
-def _options_chosen(argv: Iterable[str]) -> list[str]:
-    """The words of a command line that choose an option of a group: `algorithm=dpo`."""
-    is_option = re.compile(r"(\w+)=\w+")
-    matches = [(word, is_option.fullmatch(word)) for word in argv]
-    return [word for word, match in matches if match and (conf_dir() / match[1]).is_dir()]
-
-
-def _refusal(chosen: list[str], config_name: str, overrides: tuple[str, ...]) -> str | None:
-    """Returns the message of a run with the options `chosen` about these overrides: a
-    hints.Refusal.
-
-    Call it inside `hydra.initialize_config_dir`.
-    """
-    try:
-        for text in overrides:
-            check_on_disk(*text.partition("=")[::2])
-        values = _plain_values(hydra.compose(config_name, [*chosen, *overrides]))
-        is_of_a_run = not any(text.startswith("+command=") for text in chosen)
-        if is_of_a_run and all("..." not in text for text in overrides):
-            build(RunConfig, values)
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        return str(error).partition("\n")[0]
-    return None
-
-
-def refusal_of_a_run(argv: list[str]) -> Refusal:
-    """Returns a function that gives the message of a run, with the options that this command line
-    chooses, about overrides."""
-
-    def refusal(overrides: tuple[str, ...]) -> str | None:
-        with _options_in(None):
-            return _refusal(_options_chosen(argv), "config", overrides)
-
-    return refusal
+        yield from _known_settings([*of, *chosen], of, "config")
 
 
 def leaves(values: dict, prefix: str = "") -> Iterator[str]:

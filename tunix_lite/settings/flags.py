@@ -12,13 +12,11 @@ from typing import NamedTuple
 from tunix_lite.errors import ConfigError
 from tunix_lite.hints import (
     Hint,
-    Refusal,
     foreign_value,
     near_option,
     nearest_settings,
     options_of,
     shell_quoted,
-    takes_all,
     translated,
     unknown_key,
 )
@@ -31,12 +29,6 @@ WITH_A_WORD += ("--config-dir", "-cd", "--experimental-rerun", "--info", "-i", "
 HYDRA = dict.fromkeys(ALONE, 0) | dict.fromkeys(WITH_A_WORD, 1)
 # Those of the commands beside training.
 OF_COMMANDS = {flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")}
-# Tasks that were here once, and what there is in their place.
-PUZZLES = ("boolean", "modular_arithmetic", "string_edit", "unit_conversion")
-IN_REASONING_GYM = (
-    "puzzles of this kind are in the extra `gym`: pip install -e '.[gym]', then task=reasoning_gym "
-    "'task.source.tasks=[NAME]'"
-)
 FILES = {"config", "config_file", "yaml", "config_path"}
 
 
@@ -97,16 +89,10 @@ def _parted(argv: list[str], ours: dict[str, int]) -> tuple[list[str], list[Flag
     return mine, foreign, others
 
 
-def refuse_foreign(
-    argv: list[str],
-    known: Iterable[str],
-    ours: dict[str, int],
-    refusal: Refusal = takes_all,
-) -> None:
+def refuse_foreign(argv: list[str], known: Iterable[str], ours: dict[str, int]) -> None:
     """Raises ConfigError if there are flags that are not ours, with what to write for each.
 
-    known: the names of all settings. ours: as foreign_flags takes it. refusal: what a run says of
-    overrides, so that none is offered that it refuses.
+    known: the names of all settings. ours: as foreign_flags takes it.
     """
     flags = foreign_flags(argv, ours)
     if not flags:
@@ -116,8 +102,7 @@ def refuse_foreign(
     overrides = []
     others = []
     for flag in flags:
-        hint = meant(flag.name, flag.value, known)
-        hint = hint.checked(refusal) if hint else Hint((), "there is no such setting")
+        hint = meant(flag.name, flag.value, known) or Hint((), "there is no such setting")
         if hint.overrides:
             overrides.append(hint.paste)
         else:
@@ -149,8 +134,6 @@ def option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint |
         return Hint((f"model.weights={value}",))
     if group == "algorithm" and value.lower() == "ppo":
         return Hint((), "there is no critic; algorithm=grpo compares completions of a prompt")
-    if group == "task" and value in PUZZLES:
-        return Hint((), IN_REASONING_GYM)
     option = near_option(group, value, folders)
     return Hint((f"{group}={option}",)) if option else None
 
@@ -161,24 +144,31 @@ def wrong_override(
     known: list[str],
     groups: list[str],
     folders: Iterable[Path] = (),
-    refusal: Refusal = takes_all,
 ) -> str | None:
     """The message for an override that names no setting, group or option; None: it names one.
 
     known: the names of all settings. groups: the folders of conf/. folders: more of them, with
-    options of the user's own. refusal: what a run says of overrides, so that none is offered that
-    it refuses.
+    options of the user's own.
     """
     if key in groups:
-        is_option = value is None or str(value) in options_of(key, folders)
-        return None if is_option else _unknown_option(key, value, folders)
+        options = options_of(key, folders)
+        if value is None or str(value) in options:
+            return None
+        there = f"here is {', '.join(options)}"
+        hint = option_meant(key, str(value), folders)
+        text = f"{key}={value}: there is no such {key}; "
+        if hint is None:
+            return f"{text}t{there}"
+        # The hint comes first: some groups have thirty options.
+        is_override = bool(hint.overrides)
+        return f"{text}did you mean {hint}? T{there}" if is_override else f"{text}{hint}; t{there}"
     if any(name == key or name.startswith(f"{key}.") for name in known):
         return None
     near = nearest_settings(key, groups) if "." not in key else []
     if len(near) == 1:
         line = shell_quoted(f"{near[0]}={value}")
         return f"{key}: there is no such group; did you mean {line}?"
-    return unknown_key(key, known, value, refusal)
+    return unknown_key(key, known, value)
 
 
 def check_values(overrides: Iterable[str]) -> None:
@@ -187,14 +177,3 @@ def check_values(overrides: Iterable[str]) -> None:
         key, _, value = text.partition("=")
         if (hint := foreign_value(key, value)) is not None:
             raise ConfigError(f"{text}: there is no such value; write {hint}")
-
-
-def _unknown_option(group: str, value: object, folders: Iterable[Path]) -> str:
-    """The message for an option that a group does not have."""
-    there = f"here is {', '.join(options_of(group, folders))}"
-    hint = option_meant(group, str(value), folders)
-    text = f"{group}={value}: there is no such {group}; "
-    if hint is None:
-        return f"{text}t{there}"
-    # The hint comes first: some groups have thirty options.
-    return f"{text}did you mean {hint}? T{there}" if hint.overrides else f"{text}{hint}; t{there}"

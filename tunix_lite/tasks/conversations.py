@@ -6,14 +6,14 @@ environments, and all of them get all answers at the same point.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tunix_lite.environments.pool import EnvironmentPool, Reply
+from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tasks.prompt_text import PromptText
@@ -56,7 +56,6 @@ class EnvironmentPartner:
         self._pool = pool
         self._processes = processes
         self._turns = text.turn_tokens
-        self._max_prompt_length = max_prompt_length
         self._stops = settings.on_error == "raise"
         # calls of this process, texts of turns, and whether they ended by themselves; by row
         self._futures: dict[int, Future] = {}
@@ -68,13 +67,12 @@ class EnvironmentPartner:
         # until they are counted with the first turn
         self._reset_seconds: dict[int, float] = {}
         self.openings: list[str | None] = [None] * len(examples)
-        self.prompts = self._begin()
+        # None: all are those of the task
+        self.prompts: Prompts | None = None
 
-    def _begin(self) -> Prompts | None:
-        """The prompts of all rows; None: all are those of the task."""
-        rows = range(len(self._examples))
+        rows = range(len(examples))
         for row in self._own(rows):
-            self._futures[row] = self._pool.reset(row, self._examples[row])
+            self._futures[row] = pool.reset(row, examples[row])
         self._waiting = set(rows)
         answers: dict[int, Answer] = {}
         while self._waiting:
@@ -83,28 +81,28 @@ class EnvironmentPartner:
         self._reset_seconds = {row: one[5] for row, one in answers.items() if not one[3]}
         observations = [answers[row][0] for row in rows]
         if all(observation is None for observation in observations):
-            return None
-        self.openings = [opening_of(observation) for observation in observations]
-        return [self._prompt(row, observation) for row, observation in enumerate(observations)]
-
-    def _prompt(self, row: int, observation: str | list[dict] | None) -> list[int]:
-        """Reads the prompt of a row. The task's own prompt replaces one that is missing, or that
-        cannot be used: then the environment has failed."""
-        example = self._examples[row]
-        if observation is None:
-            return self._text.prompt(example)
-        try:
-            prompt = prompt_of(self._text, example, observation)
-            check_length(prompt, self._max_prompt_length)
-        except ValueError as error:
-            self._failed_at_start[row] = self._refused(str(error))
-            self.openings[row] = None
-            return self._text.prompt(example)
-        return prompt
+            return
+        # what the model reads first, for display: the last message; None: the prompt of the task
+        self.openings = [
+            one if one is None or isinstance(one, str) else one[-1]["content"]
+            for one in observations
+        ]
+        self.prompts = []
+        for row, observation in enumerate(observations):
+            # the task's own prompt, if the environment has none or one that cannot be read
+            prompt = None
+            if observation is not None:
+                try:
+                    prompt = prompt_of(text, examples[row], observation)
+                    check_length(prompt, max_prompt_length)
+                except ValueError as error:
+                    prompt = None
+                    self._failed_at_start[row] = self._refused(str(error))
+                    self.openings[row] = None
+            self.prompts.append(text.prompt(examples[row]) if prompt is None else prompt)
 
     def _refused(self, why: str) -> Answer:
-        """Replaces an answer of an environment that the model cannot read. Raises SharedError where
-        errors are raised; all processes see the same."""
+        """Replaces an answer that the model cannot read, or raises SharedError on all processes."""
         message = f"the environment returned what the model cannot read: {why}"
         if self._stops:
             raise SharedError(f"{message}; conversation.on_error=zero or drop continues without it")
@@ -131,7 +129,30 @@ class EnvironmentPartner:
         self._waiting -= set(answers)
         if self._waiting:
             answers |= self._exchange(wait_for_one=wait and not answers, patience=patience)
-        return {row: self._reply(row, answers[row]) for row in answers}
+        replies = {}
+        for row, answer in answers.items():
+            tokens = []
+            observation, _, done, failure, *_ = answer
+            if not done and not failure:
+                try:
+                    tokens = self._turns.between(observation, self._ended[row])
+                except ValueError as error:
+                    answer = self._refused(str(error))
+            observation, reward, done, failure, message, seconds, info = answer
+            if not isinstance(observation, str):
+                observation = "\n".join(one["content"] for one in observation or ())
+            replies[row] = TurnReply(
+                tokens=tokens,
+                done=done,
+                reward=reward,
+                observation=observation,
+                failure=failure,
+                message=message,
+                seconds=seconds + self._reset_seconds.pop(row, 0.0),
+                info=info,
+                completion=self._completions[row],
+            )
+        return replies
 
     def close(self) -> None:
         """Ends the environments of all rows."""
@@ -162,10 +183,8 @@ class EnvironmentPartner:
                 return arrived
 
     def _own_answers(self, seconds: float, patience: float) -> tuple[dict[int, Answer], str | None]:
-        """Answers of this process that have come after so many seconds; or what went wrong.
-
-        seconds: until the first one. patience: from then on, until all have come.
-        """
+        """Answers of this process, or what went wrong. It waits `seconds` for the first one, and
+        from then on `patience` for the others."""
         futures = {future: row for row, future in self._futures.items()}
         if futures:
             done, _ = wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
@@ -180,38 +199,21 @@ class EnvironmentPartner:
             row = futures[future]
             del self._futures[row]
             try:
-                answers[row] = answer_from(future.result())
+                reply = future.result()
             except ValueError as error:
                 return {}, str(error)
+            turn = reply.turn
+            known: list = [None, 0.0, False]
+            info: dict = {}
+            if turn is not None:
+                known = [turn.observation, float(turn.reward), bool(turn.done)]
+                info = dict(getattr(turn, "info", {}) or {})
+            answers[row] = [*known, reply.failure, reply.message, reply.seconds, info]
         return answers, None
-
-    # ---- tokens
-
-    def _reply(self, row: int, answer: Answer) -> TurnReply:
-        tokens = []
-        observation, _, done, failure, *_ = answer
-        if not done and not failure:
-            try:
-                tokens = self._turns.between(observation, self._ended[row])
-            except ValueError as error:
-                answer = self._refused(str(error))
-        observation, reward, done, failure, message, seconds, info = answer
-        return TurnReply(
-            tokens=tokens,
-            done=done,
-            reward=reward,
-            observation=observation_text(observation),
-            failure=failure,
-            message=message,
-            seconds=seconds + self._reset_seconds.pop(row, 0.0),
-            info=info,
-            completion=self._completions[row],
-        )
 
 
 def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) -> list[int]:
-    """The tokens of the prompt with which an environment begins, after the task's system
-    message."""
+    """The tokens with which an environment begins, after the task's system message."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     system = text.template.system
@@ -219,17 +221,8 @@ def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) ->
         begins = text.template.with_system([], example)
         observation = [{"role": "system", "content": begins[0].content}, *observation]
     is_text = len(observation) == 1 and observation[0]["role"] == "user"
-    return text.opened_with(observation[0]["content"] if is_text else observation, example)
-
-
-def answer_from(reply: Reply) -> Answer:
-    """Returns the parts of a reply that all processes must know, as JSON has them."""
-    turn = reply.turn
-    if turn is None:
-        return [None, 0.0, False, reply.failure, reply.message, reply.seconds, {}]
-    info = dict(getattr(turn, "info", {}) or {})
-    known = [turn.observation, float(turn.reward), bool(turn.done)]
-    return [*known, reply.failure, reply.message, reply.seconds, info]
+    turns = replace(text.turn_tokens, variables=text.variables_of(example))
+    return turns.prompt(observation[0]["content"] if is_text else observation)
 
 
 def check_length(prompt: list[int], max_prompt_length: int) -> None:
@@ -239,29 +232,6 @@ def check_length(prompt: list[int], max_prompt_length: int) -> None:
             f"it begins with a prompt of {len(prompt)} tokens, more than "
             f"generation.max_prompt_length={max_prompt_length}; raise it to at least {len(prompt)}"
         )
-
-
-def opening_of(observation: str | list[dict] | None) -> str | None:
-    """Returns the text that the model reads first, for display: the last message; None: the prompt
-    of the task."""
-    if observation is None or isinstance(observation, str):
-        return observation
-    return observation[-1]["content"]
-
-
-def with_openings(prompts: list[str], rollout: Rollout) -> list[str]:
-    """The prompts of a task, or what environments began with instead."""
-    if rollout.conversations is None:
-        return prompts
-    openings = [one.opening for one in rollout.conversations]
-    return [ours if own is None else own for ours, own in zip(prompts, openings, strict=True)]
-
-
-def observation_text(observation: str | list[dict] | None) -> str:
-    """An observation for display: the contents of its messages."""
-    if isinstance(observation, str) or observation is None:
-        return observation or ""
-    return "\n".join(one["content"] for one in observation)
 
 
 # ---- what conversations are worth, and what is logged of them
@@ -279,17 +249,6 @@ def turn_rewards(rollout: Rollout, settings: ConversationConfig) -> list[list[fl
             rewards = [*[0.0] * (len(rewards) - 1), settings.limit_reward]
         row_rewards.append(rewards)
     return row_rewards
-
-
-def with_environment(
-    each: dict[str, np.ndarray], kinds_BN: np.ndarray, by_turn: list[list[float]]
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Rewards by name, and the kinds of their outcomes, with those of the environment: the sum over
-    the turns of each conversation."""
-    sums_B = np.array([sum(rewards) for rewards in by_turn], np.float64)
-    kinds_B1 = np.full((len(by_turn), 1), "")
-    kinds_BN = np.concatenate([kinds_BN, kinds_B1], axis=1) if each else kinds_B1
-    return each | {ENVIRONMENT: sums_B}, kinds_BN
 
 
 def of_conversations(
@@ -328,15 +287,6 @@ def failed_replies(rollout: Rollout) -> list[TurnReply]:
         return []
     replies = [turn.reply for one in rollout.conversations for turn in one.turns]
     return [reply for reply in replies if reply.failure]
-
-
-def failed_line(failed: list[TurnReply], count: int) -> str:
-    """Describes for the console how many of `count` conversations failed, in which way, and the
-    first."""
-    kinds = Counter(reply.failure for reply in failed)
-    how = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
-    first = failed[0].message
-    return f"environments that failed, of {count} conversations: {how}; the first: {first}"
 
 
 def conversation_metrics(rollout: Rollout) -> Metrics:

@@ -7,12 +7,11 @@ position in the data. Its state is kept with each checkpoint (runs/curriculum.py
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from tunix_lite.tasks.fitting import Look
-from tunix_lite.tasks.sources import Walk, digest, order_of
+from tunix_lite.tasks.sources import Source, digest, order_of
 from tunix_lite.types import Metrics
 
 
@@ -147,13 +146,13 @@ class CurriculumState:
         return state
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{str(value)[:40]} is no count")
     return value
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: list) -> tuple[int, int]:
     right, judged = value
     return _count(right), _count(judged)
 
@@ -190,27 +189,36 @@ def draw_prompts(
     looks at each example at most once. If too few are asked, the first that were passed over are
     asked all the same. Raises ValueError if too few are taken.
     """
-    walk = Walk(order_of(examples, seed), state.positions.get(stream, 0), len(examples), count)
+    order = order_of(examples, seed)
+    num_examples = len(examples)
+    position = state.positions.get(stream, 0)
     chosen: list[dict] = []
     passed: list[dict] = []
     unfit: list[Look] = []
-    for position, place in walk:
+    # each example once, until all were seen; through fewer than `count`, though they come again
+    few = num_examples < count
+    end = position + (count if few else 2 * num_examples)
+    seen: set[int] = set()
+    while len(chosen) < count and position < end and (few or len(seen) < num_examples):
+        place = int(order[position])
+        position += 1
+        if place in seen and not few:
+            continue
+        seen.add(place)
         example = examples[place]
-        if look is not None and not (seen := look(example)).fits:
-            unfit.append(seen)
-        elif is_asked(settings, state, example, seed, position):
+        if look is not None and not (taken := look(example)).fits:
+            unfit.append(taken)
+        elif is_asked(settings, state, example, seed, position - 1):
             chosen.append(example)
         else:
             passed.append(example)
-        if len(chosen) == count:
-            break
     refilled = passed[: count - len(chosen)]
     if len(chosen) + len(refilled) < count:
         raise ValueError(
             f"of {len(examples):,} training prompts too few can be taken, and a batch takes "
             f"{count}; the first that cannot: {unfit[0].why}"
         )
-    return Draw(chosen + refilled, walk.position, len(passed), len(refilled), len(unfit))
+    return Draw(chosen + refilled, position, len(passed), len(refilled), len(unfit))
 
 
 def is_asked(
@@ -230,8 +238,7 @@ def record_groups(
     state: CurriculumState,
     groups: Iterable[tuple[dict, int, int]],
 ) -> CurriculumState:
-    """The state after these groups, all of the current level: (example, right completions, all of
-    them)."""
+    """The state after groups of the current level: (example, right completions, all of them)."""
     recent = list(state.recent)
     rates = dict(state.rates)
     for example, right, judged in groups:
@@ -267,9 +274,8 @@ def state_metrics(settings: CurriculumConfig, state: CurriculumState, num_prompt
     return metrics
 
 
-def source_of_level(source: Any, settings: CurriculumConfig, level: int) -> Any:
-    """The source with the settings of a level, counted from 0; without levels as it is. Raises
-    ValueError if it has no such settings, or refuses them."""
+def source_of_level(source: Source, settings: CurriculumConfig, level: int) -> Source:
+    """The source with the settings of a level, counted from 0. Raises ValueError."""
     if not settings.levels:
         return source
     changes = settings.levels[level]
@@ -278,15 +284,11 @@ def source_of_level(source: Any, settings: CurriculumConfig, level: int) -> Any:
         raise ValueError(f"task.source has no {sorted(unknown)[0]}; it has {', '.join(known)}")
     values = {key: tuple(x) if isinstance(x, list) else x for key, x in changes.items()}
     for key, value in values.items():
-        _check_kind(key, value, getattr(source, key))
+        # nothing is known of the type of a setting that is None so far
+        current = getattr(source, key)
+        allowed = (int, float) if isinstance(current, float) else type(current)
+        is_mixed_up = isinstance(value, bool) != isinstance(current, bool)
+        if current is not None and (is_mixed_up or not isinstance(value, allowed)):
+            kind = type(current).__name__
+            raise ValueError(f"{key}={value!r}: expected {kind}, such as {key}: {current!r}")
     return replace(source, **values)
-
-
-def _check_kind(key: str, value: Any, current: Any) -> None:
-    """Raises ValueError if a setting of a level is of another type than the one that it replaces.
-    Nothing is known of one that is None so far."""
-    allowed = (int, float) if isinstance(current, float) else type(current)
-    is_mixed_up = isinstance(value, bool) != isinstance(current, bool)
-    if current is not None and (is_mixed_up or not isinstance(value, allowed)):
-        kind = type(current).__name__
-        raise ValueError(f"{key}={value!r}: expected {kind}, such as {key}: {current!r}")

@@ -1,6 +1,5 @@
 """A task of rows in files of your own, all of it set from the command line."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -8,16 +7,7 @@ from typing import Any
 
 from tunix_lite.tasks.chat import same_as_answer
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.row_files import (
-    KINDS,
-    Rows,
-    RowsOnDisk,
-    RowStream,
-    check_is_file,
-    check_on_error,
-    rows_of,
-    rows_on_disk,
-)
+from tunix_lite.tasks.row_files import KINDS, Rows, RowStream, check_on_error, rows_of
 from tunix_lite.tasks.task import Reward, TaskConfig
 
 NO_TRAIN = "train is missing: give task.train=FILE"
@@ -53,11 +43,10 @@ class FileRows:
     format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
     template: PromptTemplate
-    in_memory: bool = True  # False: rows are read from the file when they are needed
     shuffle_buffer: int | None = None  # rows shuffled at a time of files read in order; None: all
 
     @cached_property
-    def train(self) -> Rows | RowsOnDisk | RowStream:
+    def train(self) -> Rows | RowStream:
         """The rows to train on. Raises ValueError without a file."""
         if self.train_file is None:
             raise ValueError(NO_TRAIN)
@@ -65,13 +54,10 @@ class FileRows:
             return RowStream(
                 self.train_file, self.shuffle_buffer, self.format, self.on_error, self.template
             )
-        if not self.in_memory:
-            check_is_file(self.train_file)
-            modified = os.stat(self.train_file).st_mtime_ns
-            return rows_on_disk(self.train_file, modified, self.on_error, self.template)
         if self.held_out_file:
             return self._whole
-        part = self._whole.part([i for i in range(len(self._whole)) if not _is_held_out(i)])
+        tenths = self._tenths
+        part = self._whole.part([i for i in range(len(self._whole)) if i not in tenths])
         part.skipped, part.first_skipped = self._whole.skipped, self._whole.first_skipped
         return part
 
@@ -80,16 +66,16 @@ class FileRows:
         """The rows to evaluate with."""
         if self.held_out_file:
             return rows_of(self.held_out_file, self.format, self.on_error, self.template)
-        return self._whole.part([i for i in range(len(self._whole)) if _is_held_out(i)])
+        return self._whole.part(self._tenths)
+
+    @property
+    def _tenths(self) -> range:
+        return range(HELD_OUT_EVERY - 1, len(self._whole), HELD_OUT_EVERY)
 
     @cached_property
     def _whole(self) -> Rows:
         # a row that makes no prompt is malformed, too
         return rows_of(self.train_file, self.format, self.on_error, self.template)
-
-
-def _is_held_out(place: int) -> bool:
-    return place % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
 
 @dataclass(frozen=True)
@@ -122,9 +108,6 @@ class FilesTaskConfig(TaskConfig):
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
-    # false reads rows ahead of the run instead of all at once. Needs format=jsonl and a held_out
-    # file.
-    in_memory: bool = True
     # Rows shuffled at a time while the files of `train` (data/*.jsonl) are read in order. null
     # shuffles all rows.
     shuffle_buffer: int | None = None
@@ -135,26 +118,13 @@ class FilesTaskConfig(TaskConfig):
         if self.format not in KINDS:
             raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
         check_on_error(self.on_error)
-        if not self.in_memory and (self.format != "jsonl" or self.held_out is None):
+        if self.shuffle_buffer is not None and self.shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null")
+        if self.shuffle_buffer is not None and self.held_out is None:
             raise ValueError(
-                "in_memory=false is for format=jsonl, and takes the held-out rows from a file of "
-                "their own: give task.held_out=FILE"
+                "shuffle_buffer takes the held-out rows from a file of their own: give "
+                "task.held_out=FILE"
             )
-        if self.shuffle_buffer is not None:
-            if self.shuffle_buffer < 1:
-                raise ValueError(
-                    f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null"
-                )
-            if not self.in_memory:
-                raise ValueError(
-                    "shuffle_buffer reads the files in order, and in_memory=false reads rows from "
-                    "all over one; leave one of the two out"
-                )
-            if self.held_out is None:
-                raise ValueError(
-                    "shuffle_buffer takes the held-out rows from a file of their own: give "
-                    "task.held_out=FILE"
-                )
         rewards = dict(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -178,12 +148,16 @@ class FilesTaskConfig(TaskConfig):
             self.held_out,
             self.format,
             self.on_error,
-            self.template,
-            self.in_memory,
+            self.row_template,
             self.shuffle_buffer,
         )
         settle("source", source)
         super().__post_init__()
+
+    @property
+    def row_template(self) -> PromptTemplate:
+        """Template that checks the rows of the files, and makes examples of them."""
+        return self.template
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """See TaskConfig. Without a reward there is something to evaluate by, no more."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -48,6 +48,36 @@ class Split(Sequence):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GeneratedSource:
+    """A generator as the source of a task: add `make` (see Generator) and settings.
+
+    Example: Sorting(num_held_out=16).held_out[0]["question"].
+    """
+
+    # Problems in one pass of the training data.
+    num_train: int = 1_000_000
+    # Held-out problems, for evaluation.
+    num_held_out: int = 256
+
+    def __post_init__(self):
+        if min(self.num_train, self.num_held_out) < 1:
+            raise ValueError(
+                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
+                "least 1"
+            )
+
+    @property
+    def train(self) -> Split:
+        """The training stream."""
+        return Split(self, held_out=False, count=self.num_train)
+
+    @property
+    def held_out(self) -> Split:
+        """The held-out set, of which nothing is trained on."""
+        return Split(self, held_out=True, count=self.num_held_out)
+
+
 def is_held_out(question: str) -> bool:
     """One problem in eight, chosen by its text alone (FNV-1a, the same on every machine)."""
     value = 2166136261
@@ -56,16 +86,7 @@ def is_held_out(question: str) -> bool:
     return (value >> 16) % 8 == 0
 
 
-def check_counts(source: Any) -> None:
-    """Raises ValueError unless there is something to train on and something held out."""
-    if min(source.num_train, source.num_held_out) < 1:
-        raise ValueError(
-            f"num_train={source.num_train}, num_held_out={source.num_held_out}: both must be at "
-            "least 1"
-        )
-
-
-def check_range(source: Any, least: int, low: str, high: str) -> None:
+def check_range(source: GeneratedSource, least: int, low: str, high: str) -> None:
     """Raises ValueError unless least <= low <= high, two settings by their names."""
     if not least <= getattr(source, low) <= getattr(source, high):
         raise ValueError(
@@ -74,7 +95,7 @@ def check_range(source: Any, least: int, low: str, high: str) -> None:
         )
 
 
-def example_of(question: str, answer: str, **more: Any) -> dict:
+def example_of(question: str, answer: str, **more: object) -> dict:
     """An example with the usual demonstration. more: further fields for its checker."""
     completion = f"The answer is {answer}."
     return {"question": question, "answer": answer, "completion": completion, **more}

@@ -21,21 +21,26 @@ HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
 
 @dataclass(frozen=True)
 class Solutions:
-    """The check of a row: texts `question` and `answer`, and `####` and a number end the latter.
+    """Makes the example of a row: texts `question` and `answer`, and `####` and a number end the
+    latter.
 
-    Example: a row {"question": "How many?", "answer": "1 + 1 = 2\\n#### 2"} passes.
+    Example: {"question": "How many?", "answer": "1 + 1 = 2\\n#### 2"} gets the `answer` "2".
     """
 
-    def check(self, row: dict) -> None:
-        """Raises ValueError for another row."""
+    def check(self, row: dict) -> dict:
+        """The example of the row. Raises ValueError for a row that has none."""
         for name in ("question", "answer"):
             if not isinstance(row.get(name), str):
                 raise ValueError(
                     f"a row of GSM8K has a text `{name}`; this one has {fields_of(row)}"
                 )
-        _, marker, number = row["answer"].rpartition("####")
+        solution, marker, number = row["answer"].rpartition("####")
         if not marker or number_of(number.strip()) is None:
             raise ValueError(f"the answer ends in {row['answer'][-40:]!r}, not in `#### 72`")
+        # <<48/2=24>> marks what a calculator would say; nobody reads it
+        solution = re.sub(r"<<[^>]*>>", "", solution).strip()
+        answer = number.strip().replace(",", "")
+        return {**row, "answer": answer, "completion": f"{solution}\n#### {answer}".strip()}
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,7 @@ class Gsm8k:
 
     def _examples(self, file: str) -> Rows:
         kind = "parquet" if file.endswith(".parquet") else "jsonl"
-        rows = rows_of(file, kind, self.on_error, Solutions())
-        return rows.changed(_example, _example)
+        return rows_of(file, kind, self.on_error, Solutions())
 
     def _downloaded(self, split: str) -> str:
         folder = dataset_folder(self.hub, tuple(HUB_FILES.values()))
@@ -84,17 +88,8 @@ class Gsm8k:
         return str(files[0])
 
 
-def _example(row: dict) -> dict:
-    solution, _, number = row["answer"].rpartition("####")
-    # <<48/2=24>> marks what a calculator would say; nobody reads it
-    solution = re.sub(r"<<[^>]*>>", "", solution).strip()
-    answer = number.strip().replace(",", "")
-    return {**row, "answer": answer, "completion": f"{solution}\n#### {answer}".strip()}
-
-
 def strict(completion: str, example: dict) -> float:
-    """1 if the number after the first `####` and a space equals `answer`, as in the paper's own
-    code, else 0."""
+    """1 if the number after the first `####` equals `answer`, as in the paper's code, else 0."""
     match = HASHES.search(completion)
     number = None if match is None else number_of(match[1].rstrip("."))
     return float(number is not None and number == number_of(example["answer"]))

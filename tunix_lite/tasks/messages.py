@@ -26,8 +26,8 @@ class Message(NamedTuple):
 
     role: str
     content: str | None  # None: there is none, beside tool calls
-    # template that made the content of the example's fields; None: the content is all data
-    template: str | None = None
+    # [start, end) of the fields of the example in the content; None: the content is all data
+    data: list[tuple[int, int]] | None = None
     # all other keys, such as tool_calls and reasoning_content
     more: Mapping[str, Any] | None = None
 
@@ -37,8 +37,7 @@ class Message(NamedTuple):
         return self.content or ""
 
     def as_template_reads(self, content: str | Quoted, quoted: Callable[[Any], Any]) -> dict:
-        """The message as a dict, with `content` in place of its own, and quoted(value) of all other
-        values."""
+        """The message as a dict, with `content`, and quoted(value) of all other values."""
         written: dict[str, Any] = {"role": self.role}
         if self.content is not None:
             written["content"] = content
@@ -68,38 +67,34 @@ def fields_of(example: Mapping) -> str:
     return fields if len(fields) <= SHOWN else f"{fields[:SHOWN]}…"
 
 
-def messages_in(name: str, turns: Any) -> list[Message]:
+def messages_in(name: str, turns: object) -> list[Message]:
     """The messages of a list of dicts. name: the field that has it. Raises ValueError."""
     if not isinstance(turns, list | tuple) or not turns:
         raise ValueError(f"`{name}` is {shortened(turns)}; it is a list of {{role, content}}")
-    return [_message(name, turn) for turn in turns]
-
-
-def _message(name: str, turn: Any) -> Message:
-    if isinstance(turn, Mapping):
-        more = without_nulls(turn)
+    messages = []
+    for turn in turns:
+        more = without_nulls(turn) if isinstance(turn, Mapping) else {}
         role = more.pop("role", None)
         content = more.pop("content", None)
         # a turn of calls alone has no content
         has_content = isinstance(content, str) or (content is None and more.get("tool_calls"))
-        if role in ROLES and has_content:
-            calls = more.get("tool_calls", [])
-            if not isinstance(calls, list | tuple):
-                raise ValueError(
-                    f"`{name}` has tool_calls={shortened(calls)}; it is a list of calls"
-                )
-            try:
-                read = [with_read_arguments(call) for call in calls]
-            except ValueError as error:
-                why = f"`{name}` has tool_calls that cannot be read: {error}"
-                raise ValueError(why) from error
-            if "tool_calls" in more:
-                more["tool_calls"] = read
-            return Message(role, content, more=more or None)
-    raise ValueError(
-        f"`{name}` holds {shortened(turn)}; a message has a role ({', '.join(ROLES)}) and a "
-        "content, which is text"
-    )
+        if role not in ROLES or not has_content:
+            raise ValueError(
+                f"`{name}` holds {shortened(turn)}; a message has a role ({', '.join(ROLES)}) and "
+                "a content, which is text"
+            )
+        calls = more.get("tool_calls", [])
+        if not isinstance(calls, list | tuple):
+            raise ValueError(f"`{name}` has tool_calls={shortened(calls)}; it is a list of calls")
+        try:
+            read = [with_read_arguments(call) for call in calls]
+        except ValueError as error:
+            why = f"`{name}` has tool_calls that cannot be read: {error}"
+            raise ValueError(why) from error
+        if "tool_calls" in more:
+            more["tool_calls"] = read
+        messages.append(Message(role, content, more=more or None))
+    return messages
 
 
 def tools_in(example: Mapping) -> list[dict] | None:
@@ -123,7 +118,7 @@ def tools_in(example: Mapping) -> list[dict] | None:
     return without_nulls(list(listed))
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """The value with no key whose value is null, at any depth."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}

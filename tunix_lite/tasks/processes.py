@@ -14,9 +14,8 @@ class SharedError(ValueError):
     examples and grades."""
 
 
-def raises_shared_error(method: Callable) -> Callable:
-    """Decorates a method whose examples are the same on all processes, so that its errors are
-    shared."""
+def raises_shared_error(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the errors of a method shared, whose examples are the same on all processes."""
 
     @wraps(method)
     def call(*arguments):

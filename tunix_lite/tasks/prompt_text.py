@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from string import Formatter
 from typing import Any
 
 from tunix_lite.models.chat_template import REASONING
-from tunix_lite.models.tokenizer import Quoted, Tokenizer
+from tunix_lite.models.tokenizer import Quoted, Tokenizer, as_data
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.plain_text import shortened
 from tunix_lite.tasks.messages import (
@@ -22,8 +22,6 @@ from tunix_lite.tasks.messages import (
 from tunix_lite.tasks.row_files import place_of
 
 NO_TEXT = "half of a character (a lone surrogate), which is no text"
-# letters, one of which marks what the fields of an example put into a prompt
-FILLERS = range(0x4E00, 0x9FA5)
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,7 @@ class PromptTemplate:
     def messages(self, example: dict) -> list[Message]:
         """The messages that the model answers. Raises ValueError if the example does not fit."""
         if self.prompt is not None:
-            messages = [
-                Message("user", self._filled_in("prompt", self.prompt, example), self.prompt)
-            ]
+            messages = [Message("user", *self._filled_in("prompt", self.prompt, example))]
         else:
             messages, _ = self.split(example)
         if self.system is None or messages[0].role == "system":
@@ -53,8 +49,7 @@ class PromptTemplate:
 
     def with_system(self, messages: list[Message], example: dict) -> list[Message]:
         """The messages after the system message, which there must be."""
-        system = self._filled_in("system", self.system, example)
-        return [Message("system", system, self.system), *messages]
+        return [Message("system", *self._filled_in("system", self.system, example)), *messages]
 
     def tools(self, example: dict) -> list[dict] | None:
         """The tools of the row for the chat template; None: it has none, or task.prompt or
@@ -66,14 +61,15 @@ class PromptTemplate:
         """Returns a 64-bit hash of the prompt; the same within one process."""
         return hash(repr((self.messages(example), self.tools(example))))
 
-    def check(self, example: dict) -> None:
-        """Raises ValueError if the example makes no messages, or none that are text."""
+    def check(self, example: dict) -> dict:
+        """The example. Raises ValueError if it makes no messages, or none that are text."""
         text = "\n".join(message.text for message in self.messages(example))
         self.tools(example)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{NO_TEXT}, in {shortened(text)}") from error
+        return example
 
     def split(self, example: dict) -> tuple[list[Message], list[Message]]:
         """The conversation of an example: what is asked, and the turns that answer and follow."""
@@ -88,7 +84,10 @@ class PromptTemplate:
             raise ValueError("a conversation begins with the assistant; nothing is asked")
         return turns[:first], turns[first : answers[-1] + 1]
 
-    def _filled_in(self, name: str, template: str, example: dict) -> str:
+    def _filled_in(
+        self, name: str, template: str, example: dict
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a template, as str.format makes it, and the spans that fields have in it."""
         # null would become the word None in the prompt
         for column in _fields_of(template):
             if "." in column or "[" in column:
@@ -100,10 +99,27 @@ class PromptTemplate:
                 raise ValueError(
                     f"task.{name} names {column!r}, which is null here; it needs a value"
                 )
+        formatter = Formatter()
+        text = ""
+        spans = []
         try:
-            return template.format(**example)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(_misfit(name, template, example, error)) from error
+            for literal, column, spec, conversion in formatter.parse(template):
+                text += literal
+                if column is not None:
+                    value = formatter.convert_field(example[column], conversion)
+                    written = formatter.format_field(value, formatter.vformat(spec, (), example))
+                    spans.append((len(text), len(text) + len(written)))
+                    text += written
+            return text, spans
+        except KeyError as error:
+            raise ValueError(
+                f"task.{name} names {error}, but an example has {fields_of(example)}"
+            ) from error
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"task.{name}={shortened(template)} does not fit the example {shortened(example)} "
+                f"({error}); write {{name}} for a field, {{{{ for a brace"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -123,19 +139,12 @@ class PromptText:
         """Maker of the tokens of answers to a turn."""
         return TurnTokens(self.tokenizer, self.special_tokens_in_data, self.variables)
 
-    def opened_with(self, messages: str | list[dict], example: dict) -> list[int]:
-        """The tokens of other messages with which the conversation of an example begins."""
-        variables = self.variables_of(example)
-        return replace(self.turn_tokens, variables=variables).prompt(messages)
-
     def ask(self, example: dict) -> str:
-        """The user's message for an example, the last one if there are several. Raises ValueError
-        if the example does not fit."""
+        """The user's message for an example, the last one of several. Raises ValueError."""
         return self.template.messages(example)[-1].text
 
     def prompt(self, example: dict) -> list[int]:
-        """The tokens of the prompt, however many. ValueError, with the place of the example, if
-        there are none."""
+        """The tokens of the prompt. Raises ValueError, with the place, if there are none."""
         with self._naming(example):
             row = self.tokenizer.prompt(self._asked(example), **self.variables_of(example))
         if not row:
@@ -152,33 +161,25 @@ class PromptText:
         learned: of an answer in several turns only those of the assistant. Each turn ends with the
         token that ends it."""
         with self._naming(example):
-            prompt = self._asked(example)
-            turns = [self._written(turn, example) for turn in self.completion(example, name)]
+            asked = self._asked(example)
+            history = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+            turns = [self._written(turn) for turn in self.completion(example, name)]
             variables = self.variables_of(example)
-            if len(turns) > 1:
-                return self._answered(prompt, turns, variables)
-            answer = self.tokenizer.demonstration(prompt, turns[0], **variables)
-            return answer, [True] * len(answer)
-
-    def _answered(
-        self, prompt: str | Quoted | list[dict], turns: list[dict], variables: dict
-    ) -> tuple[list[int], list[bool]]:
-        """The tokens of several turns that follow a prompt, and which are the assistant's."""
-        history = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        num_answered = len(history)
-        tokens: list[int] = []
-        learned: list[bool] = []
-        for turn in turns:
-            if turn["role"] == "assistant":
-                # messages since the last answer; the prompt holds those before the first
-                if tokens:
-                    tokens += self.tokenizer.between(history[:num_answered], history, **variables)
-                    learned += [False] * (len(tokens) - len(learned))
-                tokens += self.tokenizer.demonstration(history, turn, **variables)
-                learned += [True] * (len(tokens) - len(learned))
-                num_answered = len(history) + 1
-            history = [*history, turn]
-        return tokens, learned
+            num_answered = len(history)
+            tokens: list[int] = []
+            learned: list[bool] = []
+            for turn in turns:
+                if turn["role"] == "assistant":
+                    # messages since the last answer; the prompt holds those before the first
+                    if tokens:
+                        between = self.tokenizer.between
+                        tokens += between(history[:num_answered], history, **variables)
+                        learned += [False] * (len(tokens) - len(learned))
+                    tokens += self.tokenizer.demonstration(history, turn, **variables)
+                    learned += [True] * (len(tokens) - len(learned))
+                    num_answered = len(history) + 1
+                history = [*history, turn]
+            return tokens, learned
 
     def length(self, example: dict) -> int:
         """Tokens of the prompt."""
@@ -192,9 +193,22 @@ class PromptText:
             turns = []
             if name == "completion" and self.template.prompt is None:
                 _, turns = self.template.split(example)
-            if not turns:
-                raise ValueError(self._nothing_to_learn(example, name))
-            return turns
+            if turns:
+                return turns
+            is_conversation = example.get("messages") is not None and self.template.prompt is None
+            if name != "completion" or not is_conversation:
+                raise ValueError(
+                    f"an example for sft needs a `{name}`; this one has {fields_of(example)}"
+                )
+            last = self.template.split(example)[0][-1].role
+            answers = any(turn.role == "assistant" for turn in conversation_of(example))
+            if self.template.answered == "last" and answers:
+                raise ValueError(
+                    f"`messages` end with a turn of the {last}, and task.learned_turns=last learns "
+                    "from the assistant's turn at the end; leave that turn out of the row, or set "
+                    "task.learned_turns=all, which learns from the assistant's turns before it"
+                )
+            raise ValueError("`messages` have no turn of the assistant to learn from")
         if isinstance(completion, str):
             return [Message("assistant", completion)]
         if not isinstance(completion, list | tuple):
@@ -205,21 +219,6 @@ class PromptText:
         if turns[0].role != "assistant" or turns[-1].role != "assistant":
             raise ValueError(f"`{name}` begins and ends with the assistant")
         return turns
-
-    def _nothing_to_learn(self, example: dict, name: str) -> str:
-        is_conversation = example.get("messages") is not None and self.template.prompt is None
-        if name != "completion" or not is_conversation:
-            return f"an example for sft needs a `{name}`; this one has {fields_of(example)}"
-        last = self.template.split(example)[0][-1].role
-        if self.template.answered == "last" and any(
-            turn.role == "assistant" for turn in conversation_of(example)
-        ):
-            return (
-                f"`messages` end with a turn of the {last}, and task.learned_turns=last learns "
-                "from the assistant's turn at the end; leave that turn out of the row, or set "
-                "task.learned_turns=all, which learns from the assistant's turns before it"
-            )
-        return "`messages` have no turn of the assistant to learn from"
 
     def place(self, example: dict) -> str:
         """File, line and a colon, of an example that comes from a file; else nothing."""
@@ -234,9 +233,8 @@ class PromptText:
             raise ValueError(f"{self.place(example)}{error}") from error
 
     def _asked(self, example: dict) -> str | Quoted | list[dict]:
-        """Returns the input from which the tokenizer makes a prompt: a message, or a
-        conversation."""
-        messages = [self._written(message, example) for message in self.template.messages(example)]
+        """The input from which the tokenizer makes a prompt: a message, or a conversation."""
+        messages = [self._written(message) for message in self.template.messages(example)]
         first = messages[0]
         is_text = len(messages) == 1 and first.keys() == {"role", "content"}
         return first["content"] if is_text and first["role"] == "user" else messages
@@ -258,11 +256,11 @@ class PromptText:
             )
         return self.variables | {"tools": self._quoted(tools)}
 
-    def _written(self, message: Message, example: dict) -> dict:
-        """Writes a message for the tokenizer, with the data in it marked. Raises ValueError for a
-        key that the chat template does not read."""
+    def _written(self, message: Message) -> dict:
+        """Writes a message for the tokenizer, with the data in it marked."""
         self._check_keys(message)
-        content = self._as_data(message.text, self._special_in(message, example))
+        spelled = self._special_in(message)
+        content = as_data(message.text, spelled, self.special_tokens_in_data)
         return message.as_template_reads(content, self._quoted)
 
     def _check_keys(self, message: Message) -> None:
@@ -296,51 +294,29 @@ class PromptText:
             self._check_keys(message)
         self.variables_of(example)
         others = [self.template.tools(example), *(message.more for message in messages)]
-        return any(self._special_in(message, example) for message in messages) or any(
+        return any(map(self._special_in, messages)) or any(
             map(self.tokenizer.special_in, _texts_in(others))
         )
 
-    def _quoted(self, value: Any) -> Any:
+    def _quoted(self, value: object) -> Any:
         """A value of a row, with the special tokens in all of its texts as data."""
         if isinstance(value, str):
-            return self._as_data(value, self.tokenizer.special_in(value))
+            spelled = self.tokenizer.special_in(value)
+            return as_data(value, spelled, self.special_tokens_in_data)
         if isinstance(value, Mapping):
             return {self._quoted(key): self._quoted(item) for key, item in value.items()}
         return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
-    def _special_in(self, message: Message, example: dict) -> list[tuple[int, int]]:
-        """Returns the spans in a message where fields of the example spell special tokens, [start,
-        end) each. Special tokens in task.prompt and task.system themselves are intended."""
-        text, template = message.text, message.template
-        if not (spelled := self.tokenizer.special_in(text)) or template is None:
+    def _special_in(self, message: Message) -> list[tuple[int, int]]:
+        """The spans, [start, end), where the data in a message spells special tokens."""
+        spelled = self.tokenizer.special_in(message.text)
+        if message.data is None:
             return spelled
-        filler = next(c for c in map(chr, FILLERS) if c not in text and c not in template)
-        filled = template.format(**_filled(example, filler))
-        if len(filled) == len(text) and all(f in (m, filler) for f, m in zip(filled, text)):
-            return [(start, end) for start, end in spelled if filler in filled[start:end]]
-        if all(text[start:end] not in template for start, end in spelled):
-            return spelled
-        name = "prompt" if message.role == "user" else "system"
-        both = (
-            f"task.{name}={shortened(template)} and {shortened(example)} both hold a special token"
-        )
-        hidden = "and with !r or a format it cannot be told which one is of the data"
-        raise ValueError(
-            f"{both}, {hidden}; leave the format out, or set task.special_tokens_in_data=control"
-        )
-
-    def _as_data(self, text: str, spelled: list[tuple[int, int]]) -> str | Quoted:
-        """Marks special tokens of the data in the text as plain text, in these places."""
-        if not spelled or self.special_tokens_in_data == "control":
-            return text
-        if self.special_tokens_in_data == "text":
-            return Quoted(text, tuple(spelled))
-        start, end = spelled[0]
-        raise ValueError(
-            f"{shortened(text)} holds the special token {text[start:end]!r}; "
-            "task.special_tokens_in_data=text takes it "
-            "as mere letters, control as the token"
-        )
+        return [
+            (start, end)
+            for start, end in spelled
+            if any(first < end and start < last for first, last in message.data)
+        ]
 
 
 @lru_cache(maxsize=64)
@@ -352,28 +328,10 @@ def _fields_of(template: str) -> tuple[str, ...]:
         return ()
 
 
-def _misfit(name: str, template: str, example: dict, error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"task.{name} names {error}, but an example has {fields_of(example)}"
-    wrong = (
-        f"task.{name}={shortened(template)} does not fit the example {shortened(example)} ({error})"
-    )
-    return f"{wrong}; write {{name}} for a field, {{{{ for a brace"
-
-
-def _texts_in(value: Any) -> Iterator[str]:
+def _texts_in(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
         for item in items:
             yield from _texts_in(item)
-
-
-def _filled(value: Any, filler: str) -> Any:
-    """An example with every text in it replaced by one letter, as often as the text has letters."""
-    if isinstance(value, str):
-        return filler * len(value)
-    if isinstance(value, Mapping):
-        return {key: _filled(item, filler) for key, item in value.items()}
-    return [_filled(item, filler) for item in value] if isinstance(value, list | tuple) else value

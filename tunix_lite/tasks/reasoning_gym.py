@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_lite.tasks.generated import Split, answer_text, check_counts
+from tunix_lite.tasks.generated import GeneratedSource, answer_text
 
 # Imported with this module, which a run imports only for this task: the start of a reward worker
 # may take the seconds that it needs, a call may not.
@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 @dataclass(frozen=True)
-class ReasoningGym:
+class ReasoningGym(GeneratedSource):
     """Problems of one or several tasks of reasoning-gym. Which one a problem is of, and its number,
     are drawn from the number of the example; held-out questions are never trained on.
 
@@ -37,10 +37,6 @@ class ReasoningGym:
     seed: int = 0
     # Problems of each task that are drawn from. acre and word_ladder need 10000.
     num_problems: int = 1_000_000
-    # Problems in one pass of the training data.
-    num_train: int = 1_000_000
-    # Held-out problems, for evaluation.
-    num_held_out: int = 256
 
     def __post_init__(self):
         if not self.tasks:
@@ -51,24 +47,13 @@ class ReasoningGym:
             )
         if others := self.settings.keys() - {*self.tasks}:
             raise ValueError(f"settings of {', '.join(sorted(others))}, which is not in tasks")
-        check_counts(self)
+        super().__post_init__()
         # on a machine without it settings can be composed, but no problem can be made
         for name in self.tasks if reasoning_gym is not None else ():
             dataset_of(name, self._settings(name), self.seed, self.num_problems)
 
-    @property
-    def train(self) -> Split:
-        """The training stream."""
-        return Split(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Split:
-        """The held-out set."""
-        return Split(self, held_out=True, count=self.num_held_out)
-
     def make(self, rng: np.random.Generator) -> dict:
-        """See generated.Generator. `problem` says which one it is, so that it can be made again
-        where it is verified."""
+        """See generated.Generator. `problem` says which one it is, to make it again."""
         weights = np.array(self.weights or [1.0] * len(self.tasks))
         name = self.tasks[int(rng.choice(len(self.tasks), p=weights / weights.sum()))]
         index = int(rng.integers(self.num_problems))
@@ -91,8 +76,7 @@ class ReasoningGym:
 
 @functools.lru_cache(maxsize=128)
 def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
-    """A task of reasoning-gym with its settings, as JSON. Raises ValueError if it is not installed,
-    has no such task, or refuses the settings."""
+    """A task of reasoning-gym with its settings, as JSON. Raises ValueError if there is none."""
     if reasoning_gym is None:
         raise ValueError(
             f"task=reasoning_gym needs reasoning-gym ({WHY_NOT}): pip install -e '.[gym]'; "

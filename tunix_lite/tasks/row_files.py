@@ -1,4 +1,4 @@
-"""Files of rows, a dict a row: JSON lines, CSV and Parquet; in memory, on disk, or read in order.
+"""Files of rows, a dict a row: JSON lines, CSV and Parquet; in memory, or read in order.
 
 Row number p of the endless stream of files that are read in order is a function of the files, the
 seed and p: epochs stand one after the other, and each buffer full of rows is put into an order
@@ -13,15 +13,12 @@ import hashlib
 import json
 import os
 import sys
-import threading
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import lru_cache, partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,9 +29,24 @@ from tunix_lite.plain_text import shortened
 ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too
 DEEPEST = 100
-# read and looked at once, though a start asks for them twice
+# files read at once, though a start asks for them twice
 FILES_KEPT = 4
 UTF_16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+# bytes of all files together that are digested as a whole; of more, READ_BLOCKS blocks
+READ_WHOLE = 2**32
+READ_BLOCKS = 4096
+# bytes
+BLOCK = 2**20
+
+# reads one row; its argument is the place of the row, for messages
+ReadRow = Callable[[str], dict]
+
+
+class RowChecker(Protocol):
+    """Makes the example of a row. One that does the same compares equal."""
+
+    def check(self, row: dict) -> dict:
+        """The example that the row is or becomes. Raises ValueError for a malformed row."""
 
 
 def check_on_error(on_error: str) -> None:
@@ -65,10 +77,6 @@ class PlacedRow(dict):
         """File and line of the row."""
         return f"{self._file} {self._number}"
 
-    def changed(self, values: Mapping) -> "PlacedRow":
-        """Replaces the values; the place stays."""
-        return PlacedRow(values, self._file, self._number)
-
     def __reduce__(self):
         return dict, (dict(self),)
 
@@ -78,27 +86,22 @@ def place_of(example: Mapping) -> str:
     return example.place if isinstance(example, PlacedRow) else ""
 
 
-def where(examples: Sequence[dict], index: int) -> str:
-    """Names the place of example `index`: file and line, or its number."""
-    return place_of(examples[index]) or f"example {index}"
+def _readers(
+    file: str, kind: str, checker: RowChecker | None
+) -> Iterator[tuple[str, Callable[[], PlacedRow]]]:
+    """The place of each row, and a function that reads it. It raises ValueError with the place."""
+    counted = f"{file}, {'row' if kind == 'parquet' else 'line'}"
 
-
-def _counted(file: str, kind: str) -> str:
-    """Returns the file with the word for its unit, `line` or `row`."""
-    return f"{file}, {'row' if kind == 'parquet' else 'line'}"
-
-
-def _row(read: Callable[[str], dict], file: str, number: int, checker: Any) -> PlacedRow:
-    """The row at a place. Raises ValueError that begins with the place, for one that cannot be
-    read, and for one for which checker.check(row) raises ValueError. file: as of PlacedRow."""
-    at = f"{file} {number}"
-    row = PlacedRow(read(at), file, number)
-    if checker is not None:
+    def row_at(number: int, read: ReadRow) -> PlacedRow:
+        at = f"{counted} {number}"
+        values = read(at)
         try:
-            checker.check(row)
+            return PlacedRow(checker.check(values) if checker else values, counted, number)
         except ValueError as error:
             raise ValueError(f"{at}: {error}") from error
-    return row
+
+    for number, read in KINDS[kind](file):
+        yield f"{counted} {number}", partial(row_at, number, read)
 
 
 # ---- in memory
@@ -107,7 +110,7 @@ def _row(read: Callable[[str], dict], file: str, number: int, checker: Any) -> P
 class Rows(list):
     """The rows of a file, each of which knows its line.
 
-    Example: rows = Rows("train.jsonl"); rows[0] is a dict, rows.where(0) is "train.jsonl, line 1".
+    Example: rows = Rows("train.jsonl"); rows[0] is a dict, rows[0].place is "train.jsonl, line 1".
     """
 
     def __init__(
@@ -115,22 +118,19 @@ class Rows(list):
         file: str,
         kind: str = "jsonl",
         on_error: str = "raise",
-        checker: Any = None,
+        checker: RowChecker | None = None,
     ):
-        """Raises ValueError, naming file and line, for a row that cannot be read, and for one for
-        which checker.check(row) raises ValueError; with on_error=skip such rows are left out.
-
-        kind: one of KINDS.
-        """
+        """Raises ValueError, naming file and line, for a malformed row; with on_error=skip such
+        rows are left out. kind: one of KINDS."""
         self.file = file
         # number of rows that were left out, and the reason for the first
         self.skipped = 0
         self.first_skipped = ""
         # cached results of checks of all rows, by their settings
         self.known: dict = {}
-        for number, read in KINDS[kind](file):
+        for _, read in _readers(file, kind, checker):
             try:
-                self.append(_row(read, _counted(file, kind), number, checker))
+                self.append(read())
             except ValueError as error:
                 if on_error == "raise":
                     raise
@@ -139,10 +139,6 @@ class Rows(list):
         if not self:
             left_out = f"; all {self.skipped} rows were left out, the first: {self.first_skipped}"
             raise ValueError(f"{file} holds no examples{left_out if self.skipped else ''}")
-
-    def where(self, index: int) -> str:
-        """`train.jsonl, line 250`."""
-        return self[index].place
 
     def part(self, places: Sequence[int]) -> "Rows":
         """Some of the rows, which keep their lines; `skipped` stays with the whole."""
@@ -154,23 +150,11 @@ class Rows(list):
         rows.known = {}
         return rows
 
-    def changed(self, change: Callable[[dict], dict], key: Any) -> "Rows":
-        """Rows with change(row) for each row, which keep their lines; a start makes them once.
 
-        key: what is equal where the change is the same.
-        """
-        if key not in self.known:
-            rows = self.part(range(len(self)))
-            rows[:] = [row.changed(change(row)) for row in self]
-            rows.skipped, rows.first_skipped = self.skipped, self.first_skipped
-            self.known[key] = rows
-        return self.known[key]
-
-
-def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) -> Rows:
-    """Reads the rows of a file, as it is now. A start reads it twice: once to check the settings,
-    and the second time finds it here. checker: see Rows; one that does the same must compare
-    equal."""
+def rows_of(
+    file: str, kind: str, on_error: str = "raise", checker: RowChecker | None = None
+) -> Rows:
+    """Reads the rows of a file, as it is now; the second time a start finds them here."""
     check_is_file(file)
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
@@ -178,7 +162,9 @@ def rows_of(file: str, kind: str, on_error: str = "raise", checker: Any = None) 
 
 
 @lru_cache(maxsize=FILES_KEPT)
-def _rows_with(file: str, content: bytes, kind: str, on_error: str, checker: Any) -> Rows:
+def _rows_with(
+    file: str, content: bytes, kind: str, on_error: str, checker: RowChecker | None
+) -> Rows:
     return Rows(file, kind, on_error, checker)
 
 
@@ -189,84 +175,18 @@ def check_is_file(file: str) -> None:
     if is_address(file):
         raise ValueError(f"{file}: {NO_ADDRESSES}")
     if "*" in file:
-        matches = len(glob.glob(file))
         raise ValueError(
             f"{file}: only files that are read in order may be several (this one matches "
-            f"{matches}); set task.shuffle_buffer=10000 and task.held_out=FILE"
+            f"{len(glob.glob(file))}); set task.shuffle_buffer=10000 and task.held_out=FILE"
         )
     raise ValueError(f"{file} is not a file")
-
-
-# ---- on disk
-
-
-class RowsOnDisk(Sequence):
-    """The rows of a file with one JSON object a line that stays on disk: memory holds where each
-    begins and a hash of its prompt, 32 bytes a row. Rows are read when they are asked for.
-
-    Example: RowsOnDisk("train.jsonl")[250] is the same dict as Rows("train.jsonl")[250].
-    """
-
-    def __init__(self, file: str, on_error: str = "raise", checker: Any = None):
-        """Reads the file once, and raises or skips as Rows does."""
-        self.file = file
-        self.skipped = 0
-        self.first_skipped = ""
-        # objects made of these rows, such as a reader that is ahead
-        self.known: dict = {}
-        # a hash of each prompt, if a checker says what the prompt is
-        self.prompts = array("q")
-        self._numbers = array("q")
-        self._begins = array("q")
-        self._sizes = array("q")
-        for number, begin, line in _raw_lines(file):
-            try:
-                row = _row(partial(_json_row, line), f"{file}, line", number, checker)
-            except ValueError as error:
-                if on_error == "raise":
-                    raise
-                self.skipped += 1
-                self.first_skipped = self.first_skipped or str(error)
-                continue
-            self._numbers.append(number)
-            self._begins.append(begin)
-            self._sizes.append(len(line))
-            if checker is not None:
-                self.prompts.append(checker.hash(row))
-        if not self._numbers:
-            raise ValueError(f"{file} holds no examples")
-        self._opened = os.open(file, os.O_RDONLY)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> dict:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        # several threads may read at once: each says from where
-        line = os.pread(self._opened, self._sizes[index], self._begins[index])
-        return _row(partial(_json_row, line), f"{self.file}, line", self._numbers[index], None)
-
-    def where(self, index: int) -> str:
-        """`train.jsonl, line 250`."""
-        return f"{self.file}, line {self._numbers[index]}"
-
-
-@lru_cache(maxsize=FILES_KEPT)
-def rows_on_disk(
-    file: str, modified: int, on_error: str = "raise", checker: Any = None
-) -> RowsOnDisk:
-    """Reads the rows of a file on disk, as it is now; a start asks twice. modified: its time in
-    nanoseconds."""
-    return RowsOnDisk(file, on_error, checker)
 
 
 # ---- in order
 
 
 class RowStream:
-    """The rows of one or several files, in the order of the files. Memory holds a buffer of rows,
-    and those that are read ahead.
+    """The rows of one or several files, in the order of the files. Memory holds a buffer of rows.
 
     Example: RowStream("parts/*.jsonl", 10_000).batch(16, seed=0, step=3) is the fourth batch.
     """
@@ -277,7 +197,7 @@ class RowStream:
         buffer: int,
         kind: str = "jsonl",
         on_error: str = "raise",
-        checker: Any = None,
+        checker: RowChecker | None = None,
     ):
         """files: a path, in which * stands for anything; the names are sorted. Raises ValueError if
         there is no such file."""
@@ -290,15 +210,14 @@ class RowStream:
         # malformed rows that were passed over, by where they stand; and why the first of them
         self.skipped: set[str] = set()
         self.first_skipped = ""
-        self._said = 0
-        # cached results of checks of the files, by their settings
-        self.known: dict = {}
+        self._num_reported = 0
         # rows of an epoch, once one has been read to its end
         self.num_rows: int | None = None
         self._kind = kind
         self._on_error = on_error
         self._checker = checker
-        self._ahead: dict[tuple[int, int], ReadAhead] = {}
+        # the next step and the rows from there on, by batch size and seed
+        self._next: dict[tuple[int, int], tuple[int, Iterator[dict]]] = {}
 
     def first(self, most: int) -> list[dict]:
         """The first rows of the first file. Raises ValueError if there is none."""
@@ -310,9 +229,9 @@ class RowStream:
     def news(self) -> str:
         """Describes the malformed rows since the last call; "" if there are none."""
         num_skipped = len(self.skipped)
-        if num_skipped == self._said:
+        if num_skipped == self._num_reported:
             return ""
-        self._said = num_skipped
+        self._num_reported = num_skipped
         return f"{num_skipped:,} malformed rows left out so far, the first: {self.first_skipped}"
 
     def batch(
@@ -322,25 +241,23 @@ class RowStream:
         step: int,
         why_not: Callable[[dict], str] | None = None,
     ) -> list[dict]:
-        """Batch number `step`; the one after it is read meanwhile. Raises ValueError, with file and
-        line, for a malformed row.
+        """Batch number `step`. Raises ValueError, with file and line, for a malformed row.
 
         why_not: why a row is not taken, or "", the same for all batches of a stream; None: all are.
         One that is not is left out as a malformed row is.
         """
+        # gone until all went well: what failed is read again when it is asked for again
+        next_step, rows = self._next.pop((batch_size, seed), (-1, iter(())))
+        if next_step != step:
+            rows = self._rows_from(seed, step * batch_size, why_not)
+        batch = list(islice(rows, batch_size))
+        self._next[batch_size, seed] = step + 1, rows
+        return batch
 
-        def batches_from(first: int) -> Iterator[list[dict]]:
-            rows = self.rows_from(seed, first * batch_size, why_not)
-            return (list(islice(rows, batch_size)) for _ in count())
-
-        ahead = self._ahead.setdefault((batch_size, seed), ReadAhead())
-        return ahead.batch(step, batches_from)
-
-    def rows_from(
-        self, seed: int, position: int, why_not: Callable[[dict], str] | None = None
+    def _rows_from(
+        self, seed: int, left: int, why_not: Callable[[dict], str] | None
     ) -> Iterator[dict]:
-        """The endless stream of a seed, from a position on. why_not: as of `batch`."""
-        left = position
+        """The endless stream of a seed after the first `left` rows."""
         for epoch in count():
             # an epoch that was read before need not be read to be passed over
             if self.num_rows is not None and left >= self.num_rows:
@@ -369,18 +286,16 @@ class RowStream:
         """A function that reads it, for each row of all files. Where malformed rows are left out,
         a row must be read to know whether it counts."""
         for file in self.files:
-            counted = _counted(file, self._kind)
-            for number, read in KINDS[self._kind](file):
-                reads = partial(_row, read, counted, number, self._checker)
+            for place, read in _readers(file, self._kind, self._checker):
                 if self._on_error == "raise":
-                    yield reads
+                    yield read
                     continue
                 try:
-                    row = reads()
+                    row = read()
                     if why_not is not None and (why := why_not(row)):
                         raise ValueError(why)
                 except ValueError as error:
-                    self.skipped.add(f"{counted} {number}")
+                    self.skipped.add(place)
                     self.first_skipped = self.first_skipped or str(error)
                     continue
                 yield lambda row=row: row
@@ -390,76 +305,20 @@ class RowStream:
         return f"{', '.join(self.files)[:400]} holds no examples{why}"
 
 
-class ReadAhead:
-    """Reads batches in their order: a thread reads the next one while the run makes a step.
-
-    Example: ReadAhead().batch(3, batches_from) is next(batches_from(3)).
-    """
-
-    def __init__(self):
-        # the step of the batch that is being read, the batches, and where it will be
-        self._next: tuple[int, Iterator, Future] | None = None
-
-    def batch(self, step: int, batches_from: Callable[[int], Iterator[list[dict]]]) -> list[dict]:
-        """Batch number `step`. batches_from(step): the batches from there on; it is asked at the
-        start, and for a step out of order. What reading raises is raised here."""
-        # None until all went well: what failed is read again when it is asked for again
-        known, self._next = self._next, None
-        if known is None or known[0] != step:
-            batches = batches_from(step)
-            known = (step, batches, self._read(batches))
-        _, batches, future = known
-        batch = future.result()
-        self._next = (step + 1, batches, self._read(batches))
-        return batch
-
-    def _read(self, batches: Iterator[list[dict]]) -> Future:
-        future: Future = Future()
-
-        def read() -> None:
-            try:
-                future.set_result(next(batches))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # A daemon: a file system that hangs must not keep the run from ending.
-        threading.Thread(target=read, daemon=True).start()
-        return future
-
-
-# ---- is it the same data
-
-# bytes of all files together that are read as a whole; of more, READ_BLOCKS blocks
-READ_WHOLE = 2**32
-READ_BLOCKS = 4096
-# bytes
-BLOCK = 2**20
-
-
 def digest_of_files(files: Sequence[str]) -> str:
     """A digest of the sizes of all files and of their bytes; the same wherever the files lie.
 
     Of more than READ_WHOLE bytes it is of READ_BLOCKS blocks, evenly spread over all files as if
     they were one, the first and the last bytes among them.
     """
-    stats = [os.stat(file) for file in files]
-    return _digest_of_files(
-        tuple((file, s.st_size, s.st_mtime_ns, s.st_ino) for file, s in zip(files, stats))
-    )
-
-
-@lru_cache(maxsize=FILES_KEPT)
-def _digest_of_files(files: tuple[tuple[str, int, int, int], ...]) -> str:
-    """files: (path, bytes, time in nanoseconds, inode). A start asks twice for the same."""
-    sizes = [size for _, size, _, _ in files]
+    sizes = [os.stat(file).st_size for file in files]
     digest = hashlib.sha256(json.dumps(sizes).encode())
-    total = sum(sizes)
-    spread = max(total - BLOCK, 0)
-    is_whole = total <= READ_WHOLE
+    spread = max(sum(sizes) - BLOCK, 0)
+    is_whole = sum(sizes) <= READ_WHOLE
     starts = [] if is_whole else [i * spread // (READ_BLOCKS - 1) for i in range(READ_BLOCKS)]
     begin = 0
-    for path, size, *_ in files:
-        with open(path, "rb") as opened:
+    for file, size in zip(files, sizes):
+        with open(file, "rb") as opened:
             if is_whole:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
             # A block may reach into the next file: only its part in this one is read here.
@@ -467,9 +326,8 @@ def _digest_of_files(files: tuple[tuple[str, int, int, int], ...]) -> str:
             for start in starts[here]:
                 first = max(start, begin)
                 last = min(start + BLOCK, begin + size)
-                if first < last:
-                    opened.seek(first - begin)
-                    digest.update(opened.read(last - first))
+                opened.seek(first - begin)
+                digest.update(opened.read(max(last - first, 0)))
         begin += size
     return "bytes " + digest.hexdigest()[:16]
 
@@ -484,16 +342,14 @@ def lines_of(file: str | Path) -> Iterator[tuple[int, str]]:
     A line ends with a newline, with nothing else: JSON and texts may hold other separators (U+2028,
     U+0085).
     """
-    for number, _, line in _raw_lines(file):
+    for number, line in _raw_lines(file):
         yield number, _decoded(line, f"{file}, line {number}")
 
 
-def _raw_lines(file: str | Path) -> Iterator[tuple[int, int, bytes]]:
-    """(number, where it begins, bytes) of each line that is not blank."""
-    end = 0
+def _raw_lines(file: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers."""
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
-            end += len(line)
             if number == 1 and line.startswith(UTF_16):
                 raise ValueError(f"{file}, line 1: UTF-16; save the file as UTF-8")
             if number == 1:
@@ -501,7 +357,7 @@ def _raw_lines(file: str | Path) -> Iterator[tuple[int, int, bytes]]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             # White space need not be ASCII.
             if line.strip() and (not line.isspace() or line.decode(errors="replace").strip()):
-                yield number, end - len(line), line
+                yield number, line
 
 
 def _decoded(line: bytes, at: str) -> str:
@@ -537,15 +393,15 @@ def _json_row(line: bytes, at: str) -> dict:
     return row
 
 
-def _json_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
-    for number, _, line in _raw_lines(file):
+def _json_rows(file: str) -> Iterator[tuple[int, ReadRow]]:
+    for number, line in _raw_lines(file):
         yield number, partial(_json_row, line)
 
 
-# ---- CSV
+# ---- CSV and Parquet
 
 
-def _csv_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
+def _csv_rows(file: str) -> Iterator[tuple[int, ReadRow]]:
     """The first line names the columns. All values are texts."""
     # a field may be as long as it likes
     csv.field_size_limit(sys.maxsize)
@@ -584,10 +440,7 @@ def _csv_row(names: list[str], values: list[str], at: str) -> dict:
     return dict(zip(names, values))
 
 
-# ---- Parquet
-
-
-def _parquet_rows(file: str) -> Iterator[tuple[int, Callable[[str], dict]]]:
+def _parquet_rows(file: str) -> Iterator[tuple[int, ReadRow]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

@@ -3,10 +3,12 @@
 import contextlib
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,35 +22,20 @@ from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,
     conversation_metrics,
-    failed_line,
     failed_replies,
     of_conversations,
     turn_rewards,
-    with_environment,
-    with_openings,
     won,
 )
-from tunix_lite.tasks.fitting import (
-    Look,
-    RowLimits,
-    fitted_completions,
-    fitted_prompts,
-    side_by_side,
-)
-from tunix_lite.tasks.grading import (
-    completion_metrics,
-    grade_metrics,
-    time_metrics,
-    with_full_prompts,
-)
+from tunix_lite.tasks.fitting import Look, RowLimits, long_completion, long_prompt
+from tunix_lite.tasks.grading import completion_metrics, grade_metrics
 from tunix_lite.tasks.processes import ALONE, Processes, raises_shared_error, same_on_all
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.reward_calls import (
-    RewardCalls,
     dropped_of,
-    kinds_of,
+    read_values,
     reasons_of,
-    texts_of,
+    shared_outcomes,
     values_of,
 )
 from tunix_lite.tasks.row_files import RowStream
@@ -60,8 +47,8 @@ from tunix_lite.tasks.sources import (
     digest_of_data,
     first_fitting,
 )
-from tunix_lite.types import Graded, Metrics, Prompts, Rollout
-from tunix_lite.workers.pool import Pool, RewardsConfig
+from tunix_lite.types import Graded, Prompts, Rollout
+from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
 
 SPECIAL_TOKENS = ("text", "control", "error")
@@ -154,8 +141,21 @@ class TaskConfig:
             )
         if not self.rewards and self.environment is None:
             raise ValueError("rewards is empty: name at least one reward function")
-        if self.environment is not None:
-            check_environment(self.environment)
+        made = self.environment
+        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+        if inspect.isroutine(made) or isinstance(made, partial):
+            try:
+                inspect.signature(made).bind()
+            except TypeError as error:
+                raise ValueError(
+                    "environment is a function that makes one, called with its settings alone: "
+                    f"{error}"
+                ) from error
+        elif made is not None and missing:
+            raise ValueError(
+                f"environment is a {type(made).__name__}, which has no method `{missing[0]}`; an "
+                "environment has reset(example) and step(completion)"
+            )
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
             raise ValueError(
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
@@ -203,14 +203,6 @@ class TaskConfig:
                 raise ValueError(f"rewards.{name}.weight is {weights[name]} in step {step + 1}")
         return weights
 
-    def weight_metrics(self, step: int) -> Metrics:
-        """The weights that change over the run."""
-        return {
-            f"rewards/weight_{name}": float(weight)
-            for name, weight in self.weights(step).items()
-            if callable(self.rewards[name].weight)
-        }
-
     @property
     def group_names(self) -> list[str]:
         """The functions that get a whole group."""
@@ -218,8 +210,7 @@ class TaskConfig:
 
     @property
     def correct_is(self) -> str:
-        """Names the function that says what is right: often it is a reward, and is not called a
-        second time."""
+        """Names the function that says what is right, often a reward."""
         same = (
             _of(name)
             for name, reward in self.rewards.items()
@@ -228,26 +219,7 @@ class TaskConfig:
         return next(same, "correct")
 
 
-def check_environment(environment: Any) -> None:
-    """Raises ValueError for what is neither an environment nor a function that makes one."""
-    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
-    is_made = inspect.isroutine(environment) or isinstance(environment, partial)
-    if missing and not is_made:
-        raise ValueError(
-            f"environment is a {type(environment).__name__}, which has no method `{missing[0]}`; "
-            "an environment has reset(example) and step(completion)"
-        )
-    if not is_made:
-        return
-    try:
-        inspect.signature(environment).bind()
-    except TypeError as error:
-        raise ValueError(
-            f"environment is a function that makes one, called with its settings alone: {error}"
-        ) from error
-
-
-def _check_call(where: str, fn: Callable, arguments: str) -> None:
+def _check_call(where: str, fn: Callable[..., object], arguments: str) -> None:
     """Raises ValueError if fn cannot be called with so many arguments."""
     try:
         inspect.signature(fn).bind(*arguments.split(","))
@@ -259,7 +231,7 @@ def _of(name: str) -> str:
     return f"reward {name!r}"
 
 
-def _bound(fn: Callable) -> tuple:
+def _bound(fn: Callable[..., object]) -> tuple:
     """Returns a key that is equal for equal functions: bound settings count, too."""
     return (fn.func, fn.args, fn.keywords) if isinstance(fn, partial) else (fn,)
 
@@ -345,18 +317,18 @@ class Task:
         In a run of several processes all compare what they take. Raises ValueError, on all of them:
         one has others, or finds too few.
         """
-
-        taken = same_on_all(self.processes, lambda: self._batch(batch_size, seed, step))
         train = self.config.source.train
-        if self.say is not None and isinstance(train, RowStream) and (news := train.news()):
-            self.say(news)
-        return taken
 
-    def _batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
-        train = self.config.source.train
-        if not self.leaves_out:
-            return batch_at(train, batch_size, seed, step), 0
-        if isinstance(train, RowStream):
+        def take() -> tuple[list[dict], int]:
+            if not self.leaves_out:
+                return batch_at(train, batch_size, seed, step), 0
+            if not isinstance(train, RowStream):
+                key = self.limits, self.config.template, self.config.special_tokens_in_data
+                orders = self.orders.get(key)
+                if orders is None or not orders.are_of(train):
+                    orders = FittingOrders(train, self.look, self.max_prompt_length)
+                    self.orders[key] = orders
+                return orders.batch(batch_size, seed, step)
             if not self.limits.skips:
                 raise ValueError(
                     "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads "
@@ -364,12 +336,11 @@ class Task:
                     "which leaves them out of the stream"
                 )
             return train.batch(batch_size, seed, step, lambda row: self.look(row).why), 0
-        key = self.limits, self.config.template, self.config.special_tokens_in_data
-        orders = self.orders.get(key)
-        if orders is None or not orders.are_of(train):
-            orders = FittingOrders(train, self.look, self.max_prompt_length)
-            self.orders[key] = orders
-        return orders.batch(batch_size, seed, step)
+
+        taken = same_on_all(self.processes, take)
+        if self.say is not None and isinstance(train, RowStream) and (news := train.news()):
+            self.say(news)
+        return taken
 
     @property
     def leaves_out(self) -> bool:
@@ -385,13 +356,11 @@ class Task:
         )
 
     def look(self, example: dict) -> Look:
-        """Tells if a training example is taken, and if not, why. Raises ValueError for one that is
-        an error."""
+        """Tells if a training example is taken. Raises ValueError for one that is an error."""
         return self.limits.look(self.text, example)
 
     def held_out(self, count: int) -> list[dict]:
-        """The first `count` held-out examples, of those that fit if others are left out. ValueError
-        if too few."""
+        """The first `count` held-out examples that fit. Raises ValueError if too few do."""
         limits = replace(self.limits, learned=())
         look = partial(limits.look, self.text) if limits.leaves_out else None
         return first_fitting(self.config.source.held_out, count, look)
@@ -400,8 +369,14 @@ class Task:
     def prompts(self, examples: list[dict]) -> Prompts:
         """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
         its beginning, or is a ValueError naming it."""
-        truncates = self.long_prompts == "truncate"
-        return fitted_prompts(self.text, examples, self.max_prompt_length, truncates)
+        width = self.max_prompt_length
+        rows = [self.text.prompt(example) for example in examples]
+        if self.long_prompts == "truncate":
+            return [row[-width:] for row in rows]
+        for example, row in zip(examples, rows):
+            if len(row) > width:
+                raise ValueError(long_prompt(self.text, example, len(row), width))
+        return rows
 
     @raises_shared_error
     def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
@@ -425,12 +400,23 @@ class Task:
         self, examples: list[dict], name: str = "completion"
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then what each
-        example has in the field `name`, right-padded."""
-        prompts = self.prompts(examples)
-        truncates = self.long_prompts == "truncate"
-        completions = fitted_completions(self.text, examples, name, self.max_new_tokens, truncates)
-        widths = (self.max_prompt_length, self.max_new_tokens)
-        return side_by_side(prompts, completions, widths, self.tokenizer.pad_id)
+        example has in the field `name`, right-padded. One that is too long loses its end, or is a
+        ValueError naming it."""
+        middle, most = self.max_prompt_length, self.max_new_tokens
+        shape = (len(examples), middle + most)
+        tokens_BT = np.full(shape, self.tokenizer.pad_id, np.int32)
+        token_mask_BT = np.zeros(shape, bool)
+        completion_mask_BT = np.zeros(shape, bool)
+        for i, (example, prompt) in enumerate(zip(examples, self.prompts(examples))):
+            row, learned = self.text.demonstration(example, name)
+            if len(row) > most and self.long_prompts != "truncate":
+                raise ValueError(long_completion(self.text, example, name, len(row), most))
+            begin = middle - len(prompt)
+            end = middle + min(len(row), most)
+            tokens_BT[i, begin:end] = [*prompt, *row[:most]]
+            token_mask_BT[i, begin:end] = True
+            completion_mask_BT[i, middle:end] = learned[:most]
+        return tokens_BT, token_mask_BT, completion_mask_BT
 
     def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
         """Starts the environments that answer the turns of one conversation per example; None
@@ -465,35 +451,33 @@ class Task:
         return sum(self.text.length(example) > self.max_prompt_length for example in examples)
 
     def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
-        """Returns a digest that differs on a host with other data files or another tokenizer.
-        splits: of the data that are compared."""
+        """Differs on a host with other data files (of `splits`) or another tokenizer."""
         tokens = [self.text.prompt(example) for example in examples]
         return digest([digest_of_data(self.config.source, splits), examples, tokens])
-
-
-class _Found(NamedTuple):
-    """Grades without metrics; the kinds of the outcomes [B, rewards], and which completions no
-    reward scored [B]."""
-
-    graded: Graded
-    kinds_BN: np.ndarray
-    unscorable_B: np.ndarray
 
 
 class Grader:
     """Grades completions one by one, while others are still sampled; `examples` has one entry per
     completion, and `num_generations` of them that stand side by side are a group.
 
-    A reward of the whole group is called when the last of them has ended.
+    There is a call for each completion and, for functions of a group, one for each group, when the
+    last of it has ended. Calls are numbered in this order, and divided over the processes.
     """
 
     def __init__(self, task: Task, examples: list[dict], num_generations: int = 1):
         self.task = task
         self.examples = examples
         self.num_generations = num_generations
-        pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
-        names = task.config.group_names
-        self._calls = RewardCalls(pool, names, examples, task.processes, num_generations)
+        self._pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
+        self._group_names = task.config.group_names
+        self._names = [name for name in self._pool.functions if name not in self._group_names]
+        rows = list(range(len(examples)))
+        # the rows of each group
+        self._groups = [rows[first : first + num_generations] for first in rows[::num_generations]]
+        # row -> its text
+        self._completions: dict[int, CompletionText] = {}
+        # number of a call -> its outcomes; None: another process makes it
+        self._futures: dict[int, Future | None] = {}
         # seconds for which the run waited for rewards
         self.seconds = 0.0
 
@@ -501,7 +485,19 @@ class Grader:
         """Sends a completion that has ended to the rewards. row: its place in `examples`."""
         began = time.perf_counter()
         completion = CompletionText(self.task.tokenizer.decode(tokens), len(tokens))
-        self._calls.submit(row, completion)
+        self._completions[row] = completion
+        calls: list[tuple] = [(row, completion, self._names)]
+        rows = self._groups[self.group_of(row)]
+        if self._group_names and all(other in self._completions for other in rows):
+            number = len(self.examples) + self.group_of(row)
+            calls.append((number, [self._completions[other] for other in rows], self._group_names))
+        processes = self.task.processes
+        for number, called_on, names in calls:
+            is_ours = number % processes.count == processes.index
+            example = self.examples[row]
+            self._futures[number] = (
+                self._pool.submit(called_on, example, names) if is_ours else None
+            )
         self.seconds += time.perf_counter() - began
 
     def group_of(self, row: int) -> int:
@@ -509,15 +505,34 @@ class Grader:
         return row // self.num_generations
 
     def grade_now(self, row: int, rollout: Rollout) -> Graded | None:
-        """The grade of one completion that was submitted, if it has come; without metrics.
+        """The grade of one completion that was submitted, without metrics; None: it has not come,
+        another process calls its functions, or one failed in a way that ends the run.
 
         rollout: of this completion alone.
         """
-        outcome = self._calls.outcome_now(row)
-        if outcome is None:
+        group = self.group_of(row)
+        numbers = [row, len(self.examples) + group] if self._group_names else [row]
+        futures = [self._futures.get(number) for number in numbers]
+        if any(future is None or not future.done() or future.exception() for future in futures):
             return None
-        text = str(self._calls.completions[row])
-        return self._graded([self.examples[row]], [text], [outcome], rollout).graded
+        outcome = read_values(futures[0].result())
+        if self._group_names:
+            of_group = read_values(futures[1].result())
+            outcome |= self._of_member(of_group, self._groups[group].index(row))
+        text = str(self._completions[row])
+        return self._graded([self.examples[row]], [text], [outcome], rollout)[0]
+
+    def _of_member(self, of_group: dict[str, Outcome], place: int) -> dict[str, Outcome]:
+        """Returns the outcomes of a group's call for the completion at this place in the group."""
+        own = {}
+        for name, (kind, values) in of_group.items():
+            if kind:
+                own[name] = (kind, values)
+            elif values[place] is None:
+                own[name] = (self._pool.settings.on_none, IS_NONE)
+            else:
+                own[name] = ("", values[place])
+        return own
 
     def results(self, rollout: Rollout, look: Callable[[], None] | None = None) -> Graded:
         """Waits for all grades. Completions that were not submitted are graded now.
@@ -529,24 +544,82 @@ class Grader:
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
         for row in range(len(self.examples)):
-            if row not in self._calls.completions:
+            if row not in self._completions:
                 self.submit(row, tokens_BT[row][mask_BT[row]])
 
         # wait for the workers of all processes
         began = time.perf_counter()
-        of_calls = self._calls.outcomes(look)
+        completions = [self._completions[row] for row in range(len(self.examples))]
+        futures = tuple(self._futures[number] for number in sorted(self._futures))
+        compared = digest([self.examples, completions])
+        of_calls = shared_outcomes(futures, compared, self.task.processes, look)
         if look is not None:
             look()
         self.seconds += time.perf_counter() - began
 
-        outcomes = self._calls.of_completions(of_calls)
-        texts = [str(self._calls.completions[row]) for row in range(len(self.examples))]
-        grades = self._graded(self.examples, texts, outcomes, rollout)
-        metrics = self._metrics(grades.graded, of_calls, grades.kinds_BN, grades.unscorable_B)
-        graded = replace(grades.graded, metrics=metrics)
-        if self.task.on_graded is not None:
-            self.task.on_graded(graded)
+        # of completions, each with its part of the outcomes of its group's call
+        outcomes = [dict(one) for one in of_calls[: len(self.examples)]]
+        for rows, of_group in zip(self._groups, of_calls[len(self.examples) :]):
+            for place, row in enumerate(rows):
+                outcomes[row] |= self._of_member(of_group, place)
+        texts = list(map(str, completions))
+        graded, kinds_BN, unscorable_B = self._graded(self.examples, texts, outcomes, rollout)
+
+        # metrics of grades, completions, and what they took
+        task = self.task
+        failed = failed_replies(rollout)
+        first = failed[0].message if failed else ""
+        metrics = grade_metrics(
+            graded,
+            of_calls,
+            kinds_BN,
+            unscorable_B,
+            self._groups,
+            self._first_failure(of_calls, texts) or first,
+            task.say,
+        )
+        if failed and task.say is not None:
+            kinds = Counter(reply.failure for reply in failed)
+            how = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
+            task.say(
+                f"environments that failed, of {len(self.examples)} conversations: {how}; the "
+                f"first: {first}"
+            )
+        metrics |= {
+            f"rewards/weight_{name}": float(weight)
+            for name, weight in graded.weights.items()
+            if name in task.config.rewards and callable(task.config.rewards[name].weight)
+        }
+        metrics |= completion_metrics(graded.correct, rollout)
+        metrics["time/rewards"] = self.seconds
+        if seconds := self._pool.taken_seconds():
+            median, slow = np.percentile(seconds, [50, 99])
+            metrics |= {"time/reward_p50": float(median), "time/reward_p99": float(slow)}
+        if rollout.conversations is not None:
+            metrics |= conversation_metrics(rollout)
+        if task.long_prompts == "truncate":
+            # only a prompt that fills its row can have been cut
+            full_P = np.asarray(rollout.token_mask)[:: self.num_generations, 0]
+            asked = self.examples[:: self.num_generations]
+            full = [example for example, is_full in zip(asked, full_P) if is_full]
+            metrics["prompts/truncated"] = task.truncated(full)
+        graded = replace(graded, metrics=metrics)
+        if task.on_graded is not None:
+            task.on_graded(graded)
         return graded
+
+    def _first_failure(self, of_calls: list[dict[str, Outcome]], texts: list[str]) -> str:
+        """Describes the first failure, or else the first completion that was not scored, if any."""
+        kinds = {kind for one in of_calls for kind, _ in one.values()}
+        shown = kinds.intersection(FAILURES) or kinds - {""}
+        of_groups = [[texts[row] for row in rows] for rows in self._groups]
+        failures = (
+            self._pool.describe_failure(name, outcome, called_on)
+            for called_on, one in zip([*texts, *of_groups], of_calls)
+            for name, outcome in one.items()
+            if outcome[0] in shown
+        )
+        return next(failures, "")
 
     def _graded(
         self,
@@ -554,22 +627,24 @@ class Grader:
         texts: list[str],
         outcomes: list[dict[str, Outcome]],
         rollout: Rollout,
-    ) -> "_Found":
-        """The grades of these completions, without metrics."""
+    ) -> tuple[Graded, np.ndarray, np.ndarray]:
+        """The grades without metrics; kinds of outcomes [B, rewards]; which are unscorable [B]."""
         # rewards, weighted; one that failed counts 0, or drops its completion
         config = self.task.config
         weights = config.weights(self.task.step)
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
-        kinds_BN = kinds_of(outcomes, [_of(name) for name in each])
+        kinds_BN = np.array([[one[_of(name)][0] for name in each] for one in outcomes])
         by_turn: list[list[float]] = []
         if rollout.conversations is not None:
             # rewards of environments for each turn of each completion
             by_turn = turn_rewards(rollout, self.task.conversation)
-            each, kinds_BN = with_environment(each, kinds_BN, by_turn)
+            kinds_B1 = np.full((len(by_turn), 1), "")
+            kinds_BN = np.concatenate([kinds_BN, kinds_B1], axis=1) if each else kinds_B1
+            each[ENVIRONMENT] = np.array([sum(turns) for turns in by_turn], np.float64)
         if by_turn:
             weights[ENVIRONMENT] = 1.0
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
-        dropped_B, unscorable_B = dropped_of(kinds_BN, self._calls.pool.settings.on_error)
+        dropped_B, unscorable_B = dropped_of(kinds_BN, self._pool.settings.on_error)
         if by_turn:
             total_B, dropped_B = of_conversations(
                 rollout, self.task.conversation, total_B, dropped_B, by_turn
@@ -581,13 +656,19 @@ class Grader:
             correct_B = values_of(outcomes, config.correct_is) > 0
         elif (correct_B := won(rollout)) is None:
             correct_B = each[ENVIRONMENT] > 0
+        prompts = [self.task.text.ask(example) for example in examples]
+        if rollout.conversations is not None:
+            # environments may begin with something else
+            openings = [one.opening for one in rollout.conversations]
+            prompts = [own if other is None else other for own, other in zip(prompts, openings)]
+        extracted = [one["extract"] for one in outcomes]
         graded = Graded(
-            prompts=with_openings([self.task.text.ask(example) for example in examples], rollout),
+            prompts=prompts,
             completions=texts,
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
             correct=correct_B,
-            extracted=texts_of(outcomes, "extract"),
+            extracted=[None if failed else answer for failed, answer in extracted],
             metrics={},
             dropped=dropped_B,
             each=each,
@@ -598,31 +679,4 @@ class Grader:
             turn_rewards=by_turn,
             failures=[reasons_of(one) for one in outcomes],
         )
-        return _Found(graded, kinds_BN, unscorable_B)
-
-    def _metrics(
-        self,
-        graded: Graded,
-        of_calls: list[dict[str, Outcome]],
-        kinds_BN: np.ndarray,
-        unscorable_B: np.ndarray,
-    ) -> Metrics:
-        """Returns the metrics of grades, completions, and what they took."""
-        task = self.task
-        rollout = graded.rollout
-        failed = failed_replies(rollout)
-        first_failed = failed[0].message if failed else ""
-        metrics = grade_metrics(
-            graded, self._calls, of_calls, kinds_BN, unscorable_B, task.say, first_failed
-        )
-        if failed and task.say is not None:
-            task.say(failed_line(failed, len(self.examples)))
-        metrics |= task.config.weight_metrics(task.step)
-        metrics |= completion_metrics(graded.correct, rollout)
-        metrics |= time_metrics(self.seconds, self._calls.pool.taken_seconds())
-        if rollout.conversations is not None:
-            metrics |= conversation_metrics(rollout)
-        if task.long_prompts == "truncate":
-            full = with_full_prompts(self.examples, rollout, self.num_generations)
-            metrics["prompts/truncated"] = task.truncated(full)
-        return metrics
+        return graded, kinds_BN, unscorable_B

@@ -7,7 +7,6 @@ their own, which ends with them, so what a function keeps in its module is not t
 """
 
 import inspect
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -39,7 +38,16 @@ def failing_functions(
     Example: `reward 'near' failed with KeyError: 'anser' (my_rewards.py, line 3) for the completion
     'I think that the answer is 7.'`.
     """
-    called = _functions_to_try(config)
+    called = {}
+    for name, fn in config.functions().items():
+        plain = fn.args[0]
+        while isinstance(plain, partial):
+            plain = plain.func
+        is_ours = (getattr(plain, "__module__", "") or "").startswith("tunix_lite.")
+        if inspect.isfunction(plain) and not is_ours:
+            with suppress(ValueError):
+                check_portable({name: fn})
+                called[name] = fn
     if not called:
         return ""
     limit = min(settings.timeout, SECONDS)
@@ -63,21 +71,3 @@ def failing_functions(
             pool.describe_failure(name, outcomes[name][0], shown[name]) for name in failed
         )
     return ""
-
-
-def _functions_to_try(config: TaskConfig) -> dict[str, Callable]:
-    """The plain functions of a task that are not of this package, and that a worker can be given,
-    by the name that messages have for them."""
-    functions = config.functions()
-    plain_functions = {}
-    for name, fn in functions.items():
-        plain = fn.args[0]
-        while isinstance(plain, partial):
-            plain = plain.func
-        is_ours = (getattr(plain, "__module__", "") or "").startswith("tunix_lite.")
-        if not inspect.isfunction(plain) or is_ours:
-            continue
-        with suppress(ValueError):
-            check_portable({name: fn})
-            plain_functions[name] = fn
-    return plain_functions

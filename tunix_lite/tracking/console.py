@@ -1,4 +1,4 @@
-"""Prints a run: a panel at the start, a line for each step, and samples; train.log has all of it.
+"""Prints a run: its settings, a line for each step, and samples; train.log has all of it.
 
 On a terminal a live region shows the last step, drawn by tracking/dashboard.py. Text of the model
 is never read as markup, and its control characters are escaped.
@@ -10,18 +10,17 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich.console
 import rich.live
-import rich.panel
-import rich.table
 import rich.text
 
 from tunix_lite.plain_text import SHOWN, visible
-from tunix_lite.tracking.dashboard import BARS, Dashboard, headline, sample_panel
+from tunix_lite.tracking.dashboard import BARS, Dashboard, headline
+from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
 
 # The metrics in the line of a step, in this order, and how each is written.
@@ -71,42 +70,28 @@ class Console:
         stream: TextIO | None = None,
         quiet: bool = False,
         mode: str = "auto",
-        hides_noise: bool = False,
         evaluates_every: int = 0,
     ):
         """every: steps between two lines in a pipe. stream: the screen; None: standard output.
         quiet: print nothing; of several processes only the first prints. mode: tracking.console.
-        hides_noise: what compiled code prints to standard error while there is a live region goes
-        to the log. evaluates_every: as of a Dashboard. Raises OSError."""
+        evaluates_every: as of a Dashboard. Raises OSError."""
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
         self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
         self._is_live = self._terminal.is_terminal and is_live(mode, self._terminal)
         self._is_quiet = mode == "quiet"
-        self._noise = Noise(log_file) if self._is_live and hides_noise else None
         self._log = log_file.open("a", encoding="utf-8")
         self._live: rich.live.Live | None = None
-        self._board = Dashboard(max_steps, time.perf_counter, evaluates_every=evaluates_every)
+        self._board = Dashboard(max_steps, evaluates_every=evaluates_every)
         self._max_steps = max_steps
         self._every = every
 
     # ---- the start
 
     def panel(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Prints the start-up panel. rows: (name, text) of each line."""
-        title = visible(title)
-        rows = [(name, visible(text)) for name, text in rows]
-        lines = [title, *(f"  {name:<11}{text}" for name, text in rows)]
-        self._write(*lines)
-        if not self._is_live:
-            for line in lines:
-                self._print(line)
-            return
-        table = rich.table.Table.grid(padding=(0, 2))
-        for name, text in rows:
-            table.add_row(rich.text.Text(name, style="bold cyan"), rich.text.Text(text))
-        heading = rich.text.Text(title)
-        self._terminal.print(rich.panel.Panel(table, title=heading, title_align="left"))
+        """Prints what the run is. rows: (name, text) of each line."""
+        for line in [title, *(f"  {name:<11}{text}" for name, text in rows)]:
+            self.say(line)
 
     def say(self, text: str, style: str = "") -> None:
         """Prints one line. style: of rich, such as "bold red"; tracking.console=quiet prints only
@@ -153,25 +138,12 @@ class Console:
         if "eval/accuracy" in metrics or (is_due and not self._is_live):
             self._print(line)
 
-    def samples(
-        self,
-        step: int,
-        rows: list[dict],
-        all_rows: Sequence[dict] = (),
-        with_rewards: bool = False,
-    ) -> None:
-        """Prints completions, each with its extracted answer, marked right or wrong.
-
-        with_rewards: and with its reward. all_rows: of the step; the live region has the best, the
-        middle and the worst of a group of them instead.
-        """
-        panel = sample_panel(step, list(all_rows), self._terminal.width) if self._is_live else None
-        if panel is not None:
-            self._terminal.print(panel)
+    def samples(self, rows: list[dict], with_rewards: bool = False) -> None:
+        """Prints completions, each with its extracted answer, marked right or wrong; with_rewards:
+        and with its reward."""
         for row in rows:
             for line in lines_of_sample(row, with_rewards):
-                if panel is None:
-                    self._print(line, "green" if row["correct"] else "red")
+                self._print(line, "green" if row["correct"] else "red")
                 self._write(line)
 
     def close(self) -> None:
@@ -179,8 +151,6 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self._noise is not None:
-            self._noise.close()
         self._log.close()
 
     # ---- the screen and the log
@@ -241,39 +211,15 @@ def is_live(mode: str, terminal: rich.console.Console) -> bool:
     return mode == "rich" or not terminal.is_dumb_terminal
 
 
-class Noise:
-    """Sends what compiled code writes to standard error to the log, until it is closed.
-
-    Warnings of XLA and absl would tear the live region. Python's own errors go to the screen.
-    """
-
-    def __init__(self, log_file: Path):
-        sys.stderr.flush()
-        self._before = sys.stderr
-        self._screen = os.dup(2)
-        log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(log, 2)
-        os.close(log)
-        sys.stderr = open(  # noqa: SIM115
-            self._screen, "w", buffering=1, errors="backslashreplace", closefd=False
-        )
-
-    def close(self) -> None:
-        """Standard error is the screen again."""
-        sys.stderr.flush()
-        os.dup2(self._screen, 2)
-        os.close(self._screen)
-        sys.stderr = self._before
-
-
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     """A row of a samples file: one line, or of a conversation a line for each turn and answer."""
-    mark = "right" if row["correct"] else "wrong"
-    head = f"  {mark}  {_one_line(row['prompt'])}"
+    mark = "right" if row.get("correct") else "wrong"
+    head = f"  {mark}  {_one_line(row.get('prompt'))}"
     if not row.get("turns"):
-        answer = "no answer" if row["extracted"] is None else _cut(row["extracted"])
-        reward = f"  reward {row['reward']:g}" if with_reward else ""
-        return [f"{head}  →  {_one_line(row['completion'])}  [{answer}]{reward}"]
+        answer = "no answer" if row.get("extracted") is None else _one_line(row["extracted"])
+        has_reward = with_reward and is_number(row.get("reward"))
+        reward = f"  reward {row['reward']:g}" if has_reward else ""
+        return [f"{head}  →  {_one_line(row.get('completion'))}  [{answer}]{reward}"]
     lines = [head]
     for turn in row["turns"]:
         reward = f"  (reward {turn['reward']:g})" if turn["reward"] else ""
@@ -285,11 +231,8 @@ def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
     return [*lines, f"         ended by {row['ended_by']}, {len(row['turns'])} turns"]
 
 
-def _one_line(text: str) -> str:
-    return _cut(text[: SHOWN + 1].replace("\n", " ⏎ "))
-
-
-def _cut(text: str) -> str:
+def _one_line(value: object) -> str:
+    text = str(value)[: SHOWN + 1].replace("\n", " ⏎ ")
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -326,17 +269,19 @@ class Screen:
     def write(self, text: str) -> None:
         """Writes the text, if the reader is there."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-        self._or_drop(lambda: self._stream.write(text))
+        with self._or_dropped():
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def flush(self) -> None:
         """Flushes the stream, if the reader is there."""
-        self._or_drop(self._stream.flush)
+        with self._or_dropped():
+            self._stream.flush()
 
-    def _or_drop(self, action: Callable[[], object]) -> None:
-        """Runs the action. If the reader is gone, all text goes to /dev/null from now on."""
+    @contextlib.contextmanager
+    def _or_dropped(self) -> Iterator[None]:
+        """If the reader is gone, all text goes to /dev/null from now on."""
         try:
-            action()
+            yield
         except OSError as error:
             if error.errno not in GONE:
                 # Without a name it would be taken for a file of the run.

@@ -49,10 +49,8 @@ def disk_errors_explained(
 
         # The same command will find what is in the folder now.
         again = f"the same command with hydra.run.dir={folder} goes on from"
-        hint = (
-            f"no whole checkpoint can be seen: when the disk can be written, {again} what is "
-            "there, or anew"
-        )
+        hint = "no whole checkpoint can be seen: when the disk can be written, "
+        hint += f"{again} what is there, or anew"
         steps = []
         with contextlib.suppress(OSError):
             steps = whole()
@@ -70,16 +68,17 @@ def trouble(error: BaseException, folder: Path) -> str | None:
 
     None if the error and its causes have nothing to do with the disk of the run in `folder`.
     """
-    for cause in _causes(error):
-        if not isinstance(cause, OSError) or isinstance(cause, DiskError):
-            continue
-        # An error of a file that was open before has no file name.
-        file = folder if cause.filename is None else Path(os.fsdecode(cause.filename))
-        why = ANYWHERE.get(cause.errno)
-        if file.absolute().is_relative_to(folder.absolute()):
-            why = why or IN_THE_FOLDER.get(cause.errno)
-        if why:
-            return f"{why}: {file}"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and not isinstance(cause, DiskError):
+            # An error of a file that was open before has no file name.
+            file = folder if cause.filename is None else Path(os.fsdecode(cause.filename))
+            why = ANYWHERE.get(cause.errno)
+            if file.absolute().is_relative_to(folder.absolute()):
+                why = why or IN_THE_FOLDER.get(cause.errno)
+            if why:
+                return f"{why}: {file}"
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
 
@@ -87,10 +86,3 @@ def reason(error: OSError) -> str:
     """Why a file could not be written, in few words."""
     words = ANYWHERE | IN_THE_FOLDER
     return words.get(error.errno) or error.strerror or str(error)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that caused it, one after the other."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from tunix_lite.tracking.plugs import TrackedRun, check_installed, flat_texts, keep_id, kept_id
 from tunix_lite.tracking.rundir import json_lines
 from tunix_lite.types import Metrics
@@ -11,8 +9,6 @@ from tunix_lite.types import Metrics
 # parameters that a server takes at a time, and characters of one
 PARAMETERS_AT_ONCE = 100
 MOST_CHARACTERS = 500
-# what stands for a histogram, which MLflow does not have
-QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 @dataclass(frozen=True)
@@ -61,15 +57,6 @@ class MlflowRun:
     def log_samples(self, step: int, rows: list[dict]) -> None:
         """The completions of a step as an artifact, one a line."""
         self._mlflow.log_text(json_lines(rows), f"samples/step_{step:06d}.jsonl")
-
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """Quantiles of each: MLflow has no histograms."""
-        found = {
-            f"{name}/p{100 * quantile:.0f}": float(np.quantile(drawn, quantile))
-            for name, drawn in values.items()
-            for quantile in QUANTILES
-        }
-        self._mlflow.log_metrics(found, step=step)
 
     def close(self) -> None:
         """Ends the run."""

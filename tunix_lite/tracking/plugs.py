@@ -3,13 +3,11 @@ for resuming, and a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import numpy as np
 
 from tunix_lite.plain_text import escaped, visible
 from tunix_lite.tracking.rundir import json_value
@@ -82,16 +80,19 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
     return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
 
 
-def flat_texts(settings: dict, most: int, prefix: str = "") -> dict[str, str]:
-    """All settings by dotted name, as texts of at most `most` characters."""
-    found: dict[str, str] = {}
+def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The dotted names of all settings, and their values."""
     for key, value in settings.items():
-        name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
-            found |= flat_texts(value, most, f"{name}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
-            found[re.sub(r"[^\w\-. /]", "_", name)] = escaped(str(value), most - 1)
-    return found
+            yield f"{prefix}{key}", value
+
+
+def flat_texts(settings: dict, most: int) -> dict[str, str]:
+    """All settings by dotted name, as texts of at most `most` characters."""
+    texts = {name: escaped(str(value), most - 1) for name, value in flat(settings)}
+    return {re.sub(r"[^\w\-. /]", "_", name): text for name, text in texts.items()}
 
 
 def with_plain_keys(settings: dict) -> dict:
@@ -109,7 +110,7 @@ class TableRun:
     """A `Tracker` over wandb, or over trackio, which has the same calls."""
 
     def __init__(self, module: ModuleType, opened: Any):
-        """module: with `Table` and `Histogram`. opened: what its `init` returned."""
+        """module: with `Table`. opened: what its `init` returned."""
         self._module = module
         self._opened = opened
 
@@ -121,11 +122,6 @@ class TableRun:
         """Sends the completions of a step as a table."""
         columns, cells = columns_of(rows)
         self._opened.log({"samples": self._module.Table(columns=columns, data=cells)}, step=step)
-
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """Sends a histogram of each."""
-        drawn = {name: self._module.Histogram(array) for name, array in values.items()}
-        self._opened.log(drawn, step=step)
 
     def close(self) -> None:
         """Sends what is left, and ends the run."""

@@ -12,6 +12,7 @@ import jax
 
 from tunix_lite.plain_text import visible
 from tunix_lite.tracking.console import Screen, Terminal
+from tunix_lite.tracking.dashboard import seconds_in_words
 
 # Seconds between two whole lines, and between two looks at a line that is rewritten.
 LINE_SECONDS = 30.0
@@ -166,7 +167,7 @@ class BytesProgress(Progress):
 
     def __init__(self, output: Output, verb: str, what: str, patience: float = SHORT_SECONDS):
         """verb: loading or writing."""
-        super().__init__(output, self.text, self._text_at_end, patience)
+        super().__init__(output, self.text, lambda seconds: self.text(seconds, True), patience)
         self.verb = verb
         self.what = what
         self._num_done = 0
@@ -176,16 +177,14 @@ class BytesProgress(Progress):
         self._num_done = done
         self._total = total
 
-    def text(self, _: float) -> str:
-        """`loading smollm2: 120 of 269 MB`."""
-        text = f"{self.verb} {self.what}"
-        if self._total:
-            text += f": {self._num_done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB"
-        return text
-
-    def _text_at_end(self, seconds: float) -> str:
-        size = f", {self._total / 1e6:,.0f} MB" if self._total else ""
-        return f"{DONE[self.verb]} {self.what}{size}, in {seconds_in_words(seconds)}"
+    def text(self, seconds: float, is_done: bool = False) -> str:
+        """`loading smollm2: 120 of 269 MB`; at the end `loaded smollm2, 269 MB, in 3 s`."""
+        total = f"{self._total / 1e6:,.0f} MB"
+        if is_done:
+            size = f", {total}" if self._total else ""
+            return f"{DONE[self.verb]} {self.what}{size}, in {seconds_in_words(seconds)}"
+        size = f": {self._num_done / 1e6:,.0f} of {total}" if self._total else ""
+        return f"{self.verb} {self.what}{size}"
 
 
 def compiling(output: Output, what: str, patience: float = 0.0) -> Progress:
@@ -201,13 +200,3 @@ def compiling(output: Output, what: str, patience: float = 0.0) -> Progress:
 def after(seconds: float) -> str:
     """`, 12 s`: how long something has taken; "" at its beginning."""
     return f", {seconds_in_words(seconds)}" if seconds >= 1 else ""
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Seconds as `48 s`, `2 m 10 s` or `3 h 12 m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} m"

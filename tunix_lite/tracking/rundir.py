@@ -6,7 +6,6 @@ import math
 import os
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from tunix_lite.files import untrusted
 from tunix_lite.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
 from tunix_lite.tracking.console import as_words, averages_of_samples
-from tunix_lite.tracking.dashboard import minutes
+from tunix_lite.tracking.dashboard import seconds_in_words
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.types import Metrics
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The folder of a run, outputs/<project_name>/<date>/<time>/, and the names of its files.
 
@@ -33,50 +31,21 @@ class RunDir:
     # the file with the settings of the model, which generate, chat and export read
     MODEL = "model.json"
 
-    # the folder
-    path: Path
-    # the id of this process
-    process: int = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is process 0, which writes the files."""
-        return self.process == 0
-
-    @property
-    def log(self) -> Path:
-        """train.log, or that of another process than the first."""
-        return self.path / ("train.log" if self.is_first else f"train.p{self.process}.log")
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics of all steps: tracking/rows.py."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints: checkpoint.py."""
-        return self.path / "checkpoints"
-
-    @property
-    def status(self) -> Path:
-        """How far the run is and how it ended: `Status`."""
-        return self.path / "status.json"
-
-    @property
-    def fingerprint(self) -> Path:
-        """The settings that made the checkpoints: runs/fingerprint.py."""
-        return self.path / "fingerprint.json"
-
-    @property
-    def reference(self) -> Path:
-        """Which weights the reference policy has: runs/reference.py."""
-        return self.path / "reference.json"
-
-    @property
-    def kept_reference(self) -> Path:
-        """The folder of the reference policy's weights, where the run keeps them."""
-        return self.path / "reference"
+    def __init__(self, path: Path, process: int = 0):
+        """process: the id of this process."""
+        self.path = path
+        self.is_first = process == 0
+        self.log = path / ("train.log" if self.is_first else f"train.p{process}.log")
+        # the metrics of all steps: tracking/rows.py
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        # how far the run is and how it ended: `Status`
+        self.status = path / "status.json"
+        # the settings that made the checkpoints: runs/fingerprint.py
+        self.fingerprint = path / "fingerprint.json"
+        # which weights the reference policy has, and they themselves, where the run keeps them
+        self.reference = path / "reference.json"
+        self.kept_reference = path / "reference"
 
     def skipped(self, step: int) -> Path:
         """The file with the batch of an update that was not finite: `write_skipped`."""
@@ -96,39 +65,22 @@ class RunDir:
         if not there.is_dir():
             raise ValueError(f"{there} is a file; give a folder")
 
-        # What must be a file in it.
-        for file in (
-            self.log,
-            self.metrics,
-            self.status,
-            self.fingerprint,
-            self.reference,
-            self.path / self.MODEL,
-        ):
-            if file.is_dir():
+        # What must be a file in it, and what a folder. Reading a pipe would wait for ever.
+        files = (self.log, self.metrics, self.status, self.fingerprint, self.reference)
+        for file in (*files, self.path / self.MODEL):
+            if file.is_dir() or file.is_fifo() or file.is_socket():
+                kind = "a folder" if file.is_dir() else "not a file"
                 raise ValueError(
-                    f"{file} is a folder, and the run keeps a file of that name: move the folder "
-                    "away"
+                    f"{file} is {kind}, and the run keeps a file of that name: move it away"
                 )
-            # Reading a pipe would wait for ever.
-            if file.is_fifo() or file.is_socket():
-                raise ValueError(
-                    f"{file} is not a file, and the run keeps a file of that name: move it away"
-                )
-
-        # What must be a folder in it.
         for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
             if folder.exists() and not folder.is_dir():
                 raise ValueError(
-                    f"{folder} is a file, and the run keeps a folder of that name: move the file "
-                    "away"
+                    f"{folder} is a file, and the run keeps a folder of that name: move it away"
                 )
 
         # Permissions say nothing about a full disk, so try to write.
-        folders = [there]
-        if self.checkpoints.is_dir():
-            folders.append(self.checkpoints)
-        for folder in folders:
+        for folder in [there, *([self.checkpoints] if self.checkpoints.is_dir() else [])]:
             try:
                 with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(bytes(64 * 1024))
@@ -136,10 +88,6 @@ class RunDir:
                     os.fsync(file.fileno())
             except OSError as error:
                 raise ValueError(f"{folder} cannot be written to: {disk.reason(error)}") from error
-
-    def make(self) -> None:
-        """Creates the folder."""
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def point_latest_here(self) -> None:
         """Points the link outputs/latest here, if this folder is below one that is named outputs: a
@@ -153,10 +101,6 @@ class RunDir:
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(whole.relative_to(outputs), target_is_directory=True)
             fresh.replace(outputs / "latest")
-
-    def write_model(self, settings: dict) -> None:
-        """Writes model.json, which `read_model` reads. settings: `model` and `seed`."""
-        self.write_json(self.path / self.MODEL, settings)
 
     def write_json(self, file: Path, values: dict) -> None:
         """Writes a JSON file, which replaces the old one at once: a reader never sees half of it.
@@ -180,7 +124,15 @@ class RunDir:
         of a run, or if model.json is damaged."""
         file = self.path / self.MODEL
         if not file.is_file():
-            raise ValueError(self._not_a_run())
+            text = f"{self.path} is not the folder of a run: "
+            if (self.path / "config.json").is_file():
+                raise ValueError(f"{text}it holds a model; give model.weights={self.path} instead")
+            if self.path.is_dir():
+                raise ValueError(f"{text}it has no {self.MODEL}")
+            beside = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
+            near = difflib.get_close_matches(self.path.name, beside, n=1)
+            hint = f"; did you mean {self.path.with_name(near[0])}?" if near else ""
+            raise ValueError(f"{text}there is no such folder{hint}")
         saved = untrusted.read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             value = saved.get(key)
@@ -190,28 +142,15 @@ class RunDir:
                 )
         return {"model": saved["model"], "seed": saved["seed"]}
 
-    def _not_a_run(self) -> str:
-        """Why this folder is none of a run, and what was probably meant."""
-        text = f"{self.path} is not the folder of a run: "
-        if (self.path / "config.json").is_file():
-            return f"{text}it holds a model; give model.weights={self.path} instead"
-        if self.path.is_dir():
-            return f"{text}it has no {self.MODEL}"
-        beside = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
-        near = difflib.get_close_matches(self.path.name, beside, n=1)
-        hint = f"; did you mean {self.path.with_name(near[0])}?" if near else ""
-        return f"{text}there is no such folder{hint}"
-
     def accuracies(self, until: int) -> dict:
         """The first and last held-out accuracy in metrics.jsonl up to step `until`, as `eval` of
         status.json has them; {} if there are none."""
         accuracies = []
         for _, _, row in rows_until(self.metrics, until):
-            accuracy = row.get("eval/accuracy")
-            if is_number(accuracy):
+            if is_number(row.get("eval/accuracy")):
                 sampled = averages_of_samples(row).items()
                 numbers = {name: value for name, value in sampled if is_number(value)}
-                accuracies.append({"accuracy": accuracy, **numbers})
+                accuracies.append({"accuracy": row["eval/accuracy"], **numbers})
         return {"first": accuracies[0], "last": accuracies[-1]} if accuracies else {}
 
     def last_number(self, name: str, until: int) -> int:
@@ -379,12 +318,11 @@ class Status:
                 if name.startswith("avg_at_") and is_number(first[name]) and is_number(last[name]):
                     text += f", {as_words(name)} {first[name]:.1%} → {last[name]:.1%}"
             lines.append((text, "bold green"))
-        steps = f"{self.steps} steps in {minutes(self.seconds)}"
+        steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
         lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
         if self.stopped:
-            does = "begins anew, as no step was made"
-            if self.steps:
-                does = f"with {resume_hint} goes on"
+            anew = "begins anew, as no step was made"
+            does = f"with {resume_hint} goes on" if self.steps else anew
             lines.append((f"stopped by {self.stopped}; the same command {does}", ""))
         return lines
 
@@ -409,31 +347,27 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     began_from is the step that the run began from; None: not known. A run does not depend on the
     file: what cannot be read becomes {}, 0.0 or None.
     """
-    if not os.path.lexists(file):
-        return {}, 0.0, None, ""
+    known = {"eval": {}, "seconds": 0.0, "began_from": None}
+    problem = ""
     # A full disk may have left half a file.
     try:
-        status = untrusted.read_object(file)
+        status = untrusted.read_object(file) if os.path.lexists(file) else {}
     except ValueError as error:
-        return {}, 0.0, None, str(error)
+        status = {}
+        problem = str(error)
 
-    wrong = []
-    accuracies = status.get("eval", {})
     # {}, or a first and a last accuracy
-    if not (
-        isinstance(accuracies, dict)
-        and set(accuracies) in (set(), {"first", "last"})
-        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in accuracies.values())
-    ):
-        wrong.append("eval")
-        accuracies = {}
-    seconds = status.get("seconds", 0.0)
-    if not is_number(seconds) or seconds < 0:
-        wrong.append("seconds")
-        seconds = 0.0
+    ends = status.get("eval")
+    ends = ends if isinstance(ends, dict) and set(ends) in (set(), {"first", "last"}) else {"": 0}
+    seconds = status.get("seconds")
     began = status.get("began_from")
-    if began is not None and (type(began) is not int or began < 0):
-        wrong.append("began_from")
-        began = None
-    problem = f"{file} cannot be read at {', '.join(wrong)}" if wrong else ""
-    return accuracies, seconds, began, problem
+    is_right = {
+        "eval": all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in ends.values()),
+        "seconds": is_number(seconds) and seconds >= 0,
+        "began_from": began is None or (type(began) is int and began >= 0),
+    }
+    known |= {name: status[name] for name in is_right if is_right[name] and name in status}
+    wrong = [name for name in is_right if name in status and not is_right[name]]
+    if wrong:
+        problem = f"{file} cannot be read at {', '.join(wrong)}"
+    return known["eval"], known["seconds"], known["began_from"], problem

@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """The methods of a class that takes metrics; it needs no base class.
 
     It may also have `log_samples(step, rows)`, which gets the completions of a step as samples/ has
-    them, and `log_histograms(step, values)`, which gets arrays of plain numbers by name.
+    them.
 
     Example: `tracker.log(12, {"train/loss": 0.31, "reward/mean": 0.5})`.
     """
@@ -62,8 +62,7 @@ class JsonLines:
         line: of more, `train/metrics_left_out` with the longest names are left out."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            row[name] = value if is_finite else None
+            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         line = json.dumps(row, allow_nan=False)
         if len(line) > MOST_LINE:
             line = json.dumps(_shortest_names(row), allow_nan=False)
@@ -106,8 +105,6 @@ class TensorBoard:
     FLUSH_SECONDS = 30
     # completions of a step that are shown as text
     SAMPLES = 5
-    # of a histogram
-    BINS = 30
 
     def __init__(self, folder: Path, resume_at: int | None = None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""
@@ -143,14 +140,6 @@ class TensorBoard:
         text = "\n".join(sample_text(ranked[i]) for i in places)
         if text:
             self._write(step, self._summary.text("samples", text))
-
-    def log_histograms(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """Writes a histogram of each, of at most BINS bins."""
-        for name, numbers in values.items():
-            array = np.asarray(numbers, np.float64)
-            array = array[np.isfinite(array)]
-            if array.size:
-                self._write(step, self._summary.histogram(name, array, bins=self.BINS))
 
     def _write(self, step: int, summary: Any) -> None:
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))

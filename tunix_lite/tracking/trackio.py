@@ -1,4 +1,4 @@
-"""Metrics, completions and histograms to Trackio (extra `trackio`): a database on this machine."""
+"""Metrics and completions to Trackio (extra `trackio`): a database on this machine."""
 
 from dataclasses import dataclass
 

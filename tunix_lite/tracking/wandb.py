@@ -1,4 +1,4 @@
-"""Metrics, completions and histograms to Weights & Biases (extra `wandb`)."""
+"""Metrics and completions to Weights & Biases (extra `wandb`)."""
 
 from dataclasses import dataclass
 

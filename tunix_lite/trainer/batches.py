@@ -6,7 +6,6 @@ with them gives the same numbers.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,35 +14,43 @@ import jax
 import numpy as np
 
 from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.learner.apart import gradient_program
-from tunix_lite.learner.policy import STORED, make_policy
+from tunix_lite.learner.policy import STORED
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.learner.step import TrainStep
 from tunix_lite.models import decoder, source
 from tunix_lite.models.lora import LoraConfig, acting_params
-from tunix_lite.parallel.compiler_options import update_options
-from tunix_lite.resolved.parts import policy_of
-from tunix_lite.runs.learner import sampler_of_run
+from tunix_lite.models.source import FoundModel
+from tunix_lite.resolved.parts import policy_of, sampler_of_run
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose
 from tunix_lite.trainer.data import TOKENS_AT_ONCE
-from tunix_lite.trainer.home import TrainedWeights, TrainerHome
-from tunix_lite.trainer.programs import shardings_of
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch
+from tunix_lite.types import Batch, Graded, Metrics, Params
 
 
 class Collecting:
     """What samples, grades and lays out batches as a run with the trainer's settings.
 
-    Example: batch, metrics, graded = trainer.collecting.collect(client, step=0).
+    Example: batch, metrics, graded = trainer.collecting.collect(params, None, None, step=0).
     """
 
-    def __init__(self, trainer: TrainerHome):
-        self.trainer = trainer
-        run = trainer.run
+    def __init__(self, run: RunConfig, found: FoundModel):
+        """Raises ConfigError for settings that only a run can follow."""
         self.algorithm = run.algorithm
-        _check_collects(trainer)
+        needs = run.algorithm.needs
+        needs_run = {
+            f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
+            "curriculum": run.curriculum.is_on,
+            "algorithm.mini_batches above 1": needs.mini_batches > 1,
+            "algorithm.agreeing_groups=replace": needs.rounds > 1,
+            "algorithm.reference_every above 0": needs.reference_every > 0,
+            "training.micro_batch_size=auto": run.training.micro_batch_size == "auto",
+            "an algorithm with a teacher": bool(needs.frozen_models),
+        }
+        for name, is_on in needs_run.items():
+            if is_on:
+                raise ConfigError(f"{name} is for run_training.py: collect does not follow it")
+        self.found = found
         parts = find_parts(run)
         self.resolved = parts.resolved
         self._closing = contextlib.ExitStack()
@@ -51,7 +58,7 @@ class Collecting:
         # Only a run says things on the console.
         workers = task.with_workers(run.rewards, lambda text: None, conversation=run.conversation)
         self._task = self._closing.enter_context(workers)
-        self._generate = sampler_of_run(self.resolved, trainer.tokenizer)
+        self._generate = sampler_of_run(self.resolved, found.tokenizer)
         self._policies: dict[LoraConfig | None, Policy] = {}
 
     @property
@@ -59,95 +66,33 @@ class Collecting:
         """Of the batches: sequences, tokens of each."""
         return self.resolved.batch.sequences, sum(self.resolved.lengths)
 
-    def policy(self, client: TrainedWeights) -> Policy:
-        """The policy of clients with these adapters; its reference is where their training
-        starts."""
-        if client.lora not in self._policies:
-            reference = self._reference(client) if self.algorithm.needs.reference else None
-            resolved = replace(self.resolved, lora=client.lora)
-            self._policies[client.lora] = policy_of(resolved, self._generate, reference)
-        return self._policies[client.lora]
-
-    def _reference(self, client: TrainedWeights) -> Params:
-        if client.lora is not None:
-            return client.frozen
-        run = self.trainer.run
-        storage = STORED[run.training.mixed_precision]
-        params = source.load_base(self.trainer.found, run.seed, storage)
-        return decoder.copy_to_score(params, self.trainer.cfg, self.resolved.dtype)
-
-    def collect(self, client: TrainedWeights, step: int) -> tuple[Batch, Metrics, Graded | None]:
-        """See TrainingClient.collect."""
-        seed = self.trainer.run.seed
-        acting = acting_params(client.frozen, client.params, client.lora)
+    def collect(
+        self, params: Params, frozen: Params | None, lora: LoraConfig | None, step: int
+    ) -> tuple[Batch, Metrics, Graded | None]:
+        """See TrainingClient.collect. frozen: the base under adapters."""
+        run = self.resolved.run
+        if lora not in self._policies:
+            # the reference is where the training of these clients starts
+            reference = None
+            if self.algorithm.needs.reference and lora is not None:
+                reference = frozen
+            elif self.algorithm.needs.reference:
+                storage = STORED[run.training.mixed_precision]
+                start = source.load_base(self.found, run.seed, storage)
+                reference = decoder.copy_to_score(start, self.found.cfg, self.resolved.dtype)
+            resolved = replace(self.resolved, lora=lora)
+            self._policies[lora] = policy_of(resolved, self._generate, reference)
+        policy = self._policies[lora]
+        acting = acting_params(frozen, params, lora)
         with error_context(f"step {step + 1}", RunFailed):
             rollout = step // self.algorithm.updates_per_rollout
-            examples, _ = self._task.batch(self.resolved.batch.prompts, seed, rollout)
-            key = jax.random.fold_in(jax.random.key(seed), step)
-            return self.algorithm.collect(self.policy(client), self._task, acting, examples, key)
+            examples, _ = self._task.batch(self.resolved.batch.prompts, run.seed, rollout)
+            key = jax.random.fold_in(jax.random.key(run.seed), step)
+            return self.algorithm.collect(policy, self._task, acting, examples, key)
 
     def close(self) -> None:
         """Ends the reward workers."""
         self._closing.close()
-
-
-def _check_collects(trainer: TrainerHome) -> None:
-    """Raises ConfigError for settings that only a run can follow."""
-    run = trainer.run
-    algorithm = run.algorithm
-    needs_run = {
-        f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
-        "curriculum": run.curriculum.is_on,
-        "algorithm.mini_batches above 1": algorithm.needs.mini_batches > 1,
-        "algorithm.agreeing_groups=replace": algorithm.needs.rounds > 1,
-        "algorithm.reference_every above 0": algorithm.needs.reference_every > 0,
-        "training.micro_batch_size=auto": run.training.micro_batch_size == "auto",
-        "an algorithm with a teacher": bool(algorithm.needs.frozen_models),
-    }
-    for name, is_on in needs_run.items():
-        if is_on:
-            raise ConfigError(f"{name} is for run_training.py: collect does not follow it")
-
-
-def gradient_of_batch(
-    trainer: TrainerHome,
-    client: TrainedWeights,
-    loss: str | Algorithm,
-    settings: Mapping[str, Any],
-    batch: Batch,
-) -> tuple[Callable, RowBatch]:
-    """The program of the gradient of a batch, and the batch in rows. Raises ValueError for a batch
-    or a loss that do not go together."""
-    algorithm = algorithm_named(loss, tuple(sorted(settings.items())))
-    check_batch(batch, algorithm, trainer.cfg.vocab_size, trainer.max_length)
-    collecting = trainer.__dict__.get("collecting")
-    is_of_run = collecting is not None and np.shape(batch.tokens) == collecting.shape
-    shards = trainer.mesh.shape["fsdp"]
-    rows = collecting.resolved.rows if is_of_run else layout_of(*np.shape(batch.tokens), shards)
-    key = algorithm, is_of_run, rows, client.lora, shardings_of(client.params)
-
-    def make() -> Callable:
-        if is_of_run:
-            policy = policy_of(replace(collecting.resolved, lora=client.lora))
-        else:
-            temperature = trainer.run.learning_temperature
-            policy = make_policy(
-                trainer.cfg, None, temperature, trainer.dtype, **trainer.forward_settings
-            )
-        training = trainer.run.training
-        every = training.sync_gradients_every if is_of_run else 1
-        step = TrainStep(
-            policy,
-            algorithm,
-            None,
-            client.lora,
-            trainer.run.seed,
-            every,
-            update_options(training.scan_layers),
-        )
-        return gradient_program(step, client.params)
-
-    return trainer.programs.once("batch", key, make), rows.lay_out(batch)[0]
 
 
 @cache

@@ -7,7 +7,7 @@ compiled: both are powers of two.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -60,7 +60,11 @@ def check_data(
         for name in VALUES:
             values = getattr(datum, name)
             if values is not None:
-                _check_values(f"datum {i}: {name}", values, length)
+                array = _array(f"datum {i}: {name}", values, length)
+                if array.dtype.kind not in "iuf":
+                    raise ValueError(f"datum {i}: {name}: these are numbers, not {array.dtype}")
+                for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
+                    raise ValueError(f"datum {i}: {name}[{t}] is {array[t]}; it must be finite")
             elif name in needs:
                 raise ValueError(f"datum {i}: {name} is missing; this loss needs it")
 
@@ -79,14 +83,6 @@ def _check_ids(name: str, ids: Sequence[int], length: int, vocab_size: int) -> N
     for t in np.flatnonzero((array < 0) | (array >= vocab_size)):
         most = vocab_size - 1
         raise ValueError(f"{name}[{t}] is {array[t]}; a token of this model is 0 to {most}")
-
-
-def _check_values(name: str, values: Sequence[float], length: int) -> None:
-    array = _array(name, values, length)
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"{name}: these are numbers, not {array.dtype}")
-    for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
-        raise ValueError(f"{name}[{t}] is {array[t]}; it must be finite")
 
 
 def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
@@ -123,40 +119,29 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
             chunk = indices[start : start + most * shards]
             least = max(1, TOKENS_AT_LEAST // width)
             num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
-            yield Part(chunk, _in_rows([data[i] for i in chunk], num_rows, width))
+
+            # a datum a row, then empty rows: arrays [R, W]
+            ids = {name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")}
+            values = {name: np.zeros((num_rows, width), np.float32) for name in VALUES}
+            mask = np.zeros((num_rows, width), bool)
+            for row, i in enumerate(chunk):
+                length = len(data[i].tokens)
+                mask[row, :length] = True
+                for name, array in ids.items():
+                    array[row, :length] = getattr(data[i], name)
+                for name, array in values.items():
+                    of_datum = getattr(data[i], name)
+                    array[row, :length] = DEFAULTS[name] if of_datum is None else of_datum
+            rows = RowBatch(
+                tokens=ids["tokens"],
+                token_mask=mask,
+                loss_weight=mask.astype(np.float32),
+                segment_ids=mask.astype(np.int32),
+                positions=np.tile(np.arange(width, dtype=np.int32), (num_rows, 1)),
+                streams={"targets": ids["targets"], **values},
+            )
+            yield Part(chunk, jax.tree.map(on_mesh, rows))
 
 
 def _power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
-
-
-def _in_rows(data: Sequence[Datum], num_rows: int, width: int) -> RowBatch:
-    """A datum a row, then empty rows: arrays [R, W] on the mesh."""
-    ids = {name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")}
-    values = {name: np.zeros((num_rows, width), np.float32) for name in VALUES}
-    mask = np.zeros((num_rows, width), bool)
-    for row, datum in enumerate(data):
-        length = len(datum.tokens)
-        mask[row, :length] = True
-        for name, array in ids.items():
-            array[row, :length] = getattr(datum, name)
-        for name, array in values.items():
-            of_datum = getattr(datum, name)
-            array[row, :length] = DEFAULTS[name] if of_datum is None else of_datum
-    positions = np.broadcast_to(np.arange(width, dtype=np.int32), mask.shape)
-    return RowBatch(
-        tokens=on_mesh(ids["tokens"]),
-        token_mask=on_mesh(mask),
-        loss_weight=on_mesh(mask.astype(np.float32)),
-        segment_ids=on_mesh(mask.astype(np.int32)),
-        positions=on_mesh(np.ascontiguousarray(positions)),
-        streams={
-            "targets": on_mesh(ids["targets"]),
-            **{name: on_mesh(array) for name, array in values.items()},
-        },
-    )
-
-
-def masked(x_RW: ArrayLike, rows: RowBatch) -> ArrayLike:
-    """0 where a row holds no token."""
-    return jnp.where(rows.token_mask, x_RW, jnp.zeros((), x_RW.dtype))

@@ -1,28 +1,32 @@
-"""The compiled programs of a trainer, each kept for the next call with the same settings."""
+"""The compiled programs of a trainer: gradients, which add up over calls, and the step of the
+optimizer. They are made of learner/update.py, as the single program of a run is."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.learner.apart import gradient_program, loss_program, optimizer_program
-from tunix_lite.learner.optim import Optimizer
-from tunix_lite.learner.step import TrainStep
+from tunix_lite.learner.micro_batches import Sums
+from tunix_lite.learner.optim import Optimizer, make_optimizer
+from tunix_lite.learner.update import TrainStep, apply, widen
 from tunix_lite.models import attention, decoder
-from tunix_lite.models.lora import LoraConfig
+from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.models.vocabulary import token_scores
 from tunix_lite.models.weights import Table
-from tunix_lite.parallel.compiler_options import OptionsByPlatform
-from tunix_lite.trainer.data import masked
+from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.trainer.losses import TokenLoss
-from tunix_lite.types import Params, RowBatch, TokenScores, TrainState
+from tunix_lite.types import Metrics, Params, RowBatch, TokenScores, TrainState
 
 # Programs that are kept of each kind: clients of a server may send ever new settings.
 MOST_KEPT = 32
+# (params, frozen, number of the update, batch in rows) -> (gradients, metrics)
+Gradients = Callable[[Params, Params | None, jax.Array, RowBatch], Sums]
 
 
 def target_scores(
@@ -39,8 +43,42 @@ def target_scores(
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     table_VD = decoder.output_table(params, cfg)
     targets_RW = batch.streams["targets"]
-    found = token_scores(hidden_RWD, table_VD, targets_RW, cfg.final_softcap, 1.0)
-    return TokenScores(*(masked(x_RW, batch) for x_RW in found))
+    scores = token_scores(hidden_RWD, table_VD, targets_RW, cfg.final_softcap, 1.0)
+    return TokenScores(
+        *(jnp.where(batch.token_mask, x_RW, jnp.zeros((), x_RW.dtype)) for x_RW in scores)
+    )
+
+
+def gradient_program(step: TrainStep, params: Params) -> Gradients:
+    """(params, frozen, number of the update, batch in rows) -> (gradients, metrics), compiled.
+
+    Gradients are float32 and lie where the parameters lie. params: such as it will get.
+    """
+    places = jax.tree.map(lambda x: x.sharding, params)
+
+    def gradients(
+        params: Params, frozen: Params | None, number: jax.Array, batch: RowBatch
+    ) -> Sums:
+        grads, metrics = step.gradients(params, frozen, number, batch, places)
+        return widen(grads), metrics
+
+    options = options_of_mesh(step.compiler_options)
+    return jax.jit(gradients, out_shardings=(places, None), compiler_options=options)
+
+
+@jax.jit
+def add_gradients(grads: Params, more: Params) -> Params:
+    """The sum of two gradients."""
+    return jax.tree.map(jnp.add, grads, more)
+
+
+def optimizer_of_client(
+    cfg: Optimizer, table: Table | None, rate: jax.Array | None = None, max_steps: int = 1
+) -> optax.GradientTransformation:
+    """The chain of these settings, with this learning rate; None: with their schedule over
+    max_steps. Its state has the same form whether gradients are clipped or not."""
+    clipped = replace(cfg, max_grad_norm=cfg.max_grad_norm or math.inf)
+    return make_optimizer(clipped, max_steps, table, None if rate is None else lambda count: rate)
 
 
 @dataclass
@@ -60,24 +98,52 @@ class TrainerPrograms:
     compiler_options: OptionsByPlatform = field(default_factory=dict)
     kept: dict[str, OrderedDict] = field(default_factory=dict)
 
-    def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Callable:
-        """As learner.apart.gradient_program."""
-        settings = {"lora": lora, "seed": self.seed, "compiler_options": self.compiler_options}
-        step = partial(TrainStep, self.policy, loss, None, **settings)
-        key = loss, lora, shardings_of(params)
-        return self.once("gradients", key, lambda: gradient_program(step(), params))
+    def gradients(self, loss: TokenLoss, lora: LoraConfig | None, params: Params) -> Gradients:
+        """The gradients of a token loss. params: such as it will get."""
 
-    def losses(self, loss: TokenLoss, lora: LoraConfig | None) -> Callable:
-        """As learner.apart.loss_program."""
-        step = partial(TrainStep, self.policy, loss, None, lora=lora, seed=self.seed)
-        return self.once("losses", (loss, lora), lambda: loss_program(step()))
+        def make() -> Gradients:
+            settings = {"seed": self.seed, "compiler_options": self.compiler_options}
+            return gradient_program(TrainStep(self.policy, loss, None, lora, **settings), params)
 
-    def optimizer(self, cfg: Optimizer, table: Table | None, state: TrainState) -> Callable:
-        """As learner.apart.optimizer_program."""
-        make = partial(optimizer_program, cfg, table, self.seed, state, self.max_steps)
+        return self.once("gradients", (loss, lora, shardings_of(params)), make)
+
+    def losses(
+        self, loss: TokenLoss, lora: LoraConfig | None
+    ) -> Callable[[Params, Params | None, RowBatch], Metrics]:
+        """(params, frozen, batch in rows) -> the metrics that `gradients` gives."""
+
+        def losses(params: Params, frozen: Params | None, batch: RowBatch) -> Metrics:
+            scores = self.policy.scores(acting_params(frozen, params, lora), batch)
+            total, metrics = loss.loss(scores, batch)
+            entropy = jnp.sum(batch.loss_weight * scores.entropy)
+            return {"train/loss": total, "train/entropy": entropy, **metrics}
+
+        return self.once("losses", (loss, lora), lambda: jax.jit(losses))
+
+    def optimizer(
+        self, cfg: Optimizer, table: Table | None, state: TrainState
+    ) -> Callable[..., tuple[TrainState, Metrics]]:
+        """(state, gradients, loss, learning rate) -> (state, metrics); it donates the state.
+
+        A learning rate of None is that of the schedule. It is computed inside, as in a run:
+        outside, its last digit could differ. state: such as it will get.
+        """
+        places = jax.tree.map(lambda x: x.sharding, state)
+
+        def update(
+            state: TrainState, grads: Params, loss: jax.Array, rate: jax.Array | None
+        ) -> tuple[TrainState, Metrics]:
+            optimizer = optimizer_of_client(cfg, table, rate, self.max_steps)
+            return apply(optimizer, state, grads, loss, self.seed)
+
+        def make() -> Callable[..., tuple[TrainState, Metrics]]:
+            return jax.jit(update, out_shardings=(places, None), donate_argnums=0)
+
         return self.once("optimizer", (cfg, shardings_of(state)), make)
 
-    def once(self, kind: str, key: Hashable, make: Callable[[], Callable]) -> Callable:
+    def once(
+        self, kind: str, key: Hashable, make: Callable[[], Callable[..., Any]]
+    ) -> Callable[..., Any]:
         """The program of this key, made by the first call; the one used longest ago goes."""
         kept = self.kept.setdefault(kind, OrderedDict())
         if key not in kept:

@@ -5,7 +5,7 @@ base lie on the devices once as sampling reads them, and each client attaches it
 """
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import Lora
 from tunix_lite.plain_text import shown
-from tunix_lite.rollout.engine import make_prepare
-from tunix_lite.rollout.live import DrawSettings, LiveEngine, LiveSequence, NewTokens
+from tunix_lite.rollout.generate import make_prepare
+from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
+from tunix_lite.rollout.requests import DrawSettings, StopCriteria
 from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
 from tunix_lite.trainer.data import check_tokens
@@ -190,30 +190,40 @@ class SamplingEngine:
         vocab_size = self.model.cfg.vocab_size
         for i, prompt in enumerate(prompts):
             check_tokens(f"prompt {i}", prompt, vocab_size, self.generation.max_prompt_length)
-        ended: queue.SimpleQueue = queue.SimpleQueue()
-        watchers = []
-        for p, (prompt, how) in enumerate(zip(prompts, settings)):
-            for g in range(num_samples):
-                watchers.append(_Watcher(Sample(p, g), how, self.model.tokenizer, ended))
-                watchers[-1].sequence = self._sequence(prompt, how, g, watchers[-1])
+        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def on_tokens(new: NewTokens) -> None:
+            if new.reason is not None:
+                ended.put(new.message)
+
+        sequences = {
+            (p, g): self._sequence(prompt, how, g, on_tokens)
+            for p, (prompt, how) in enumerate(zip(prompts, settings))
+            for g in range(num_samples)
+        }
         try:
-            self._engine.submit([watcher.sequence for watcher in watchers])
-            for _ in watchers:
-                watcher = ended.get()
-                if watcher.failure:
-                    raise RuntimeError(f"sampling failed: {watcher.failure}")
-                if watcher.sample.stop_reason == "stop":
-                    self._engine.cancel(watcher.sequence)
+            self._engine.submit(list(sequences.values()))
+            for _ in sequences:
+                if failure := ended.get():
+                    raise RuntimeError(f"sampling failed: {failure}")
         except BaseException:
-            for watcher in watchers:
-                self._engine.cancel(watcher.sequence)
+            for sequence in sequences.values():
+                self._engine.cancel(sequence)
             raise
         finally:
             self._engine.wait_until_idle()
-        return [watcher.sample for watcher in watchers]
+        drawn = {key: sequence.request for key, sequence in sequences.items()}
+        return [
+            Sample(p, g, one.tokens, one.full_logprobs, one.logprobs, one.reason)
+            for (p, g), one in drawn.items()
+        ]
 
     def _sequence(
-        self, prompt: Sequence[int], how: SampleSettings, generation: int, watcher: "_Watcher"
+        self,
+        prompt: Sequence[int],
+        how: SampleSettings,
+        generation: int,
+        on_tokens: Callable[[NewTokens], None],
     ) -> LiveSequence:
         room = self.model.cfg.max_positions - len(prompt)
         limit = min(room, self.generation.max_new_tokens, how.max_tokens or room)
@@ -225,7 +235,9 @@ class SamplingEngine:
             seed=how.seed,
             generation=generation,
         )
-        return LiveSequence(tuple(map(int, prompt)), draw, limit, watcher)
+        tokens = dict.fromkeys(how.stop_token_ids, "stop")
+        criteria = StopCriteria(tokens, tuple(how.stop), self.model.tokenizer)
+        return LiveSequence(tuple(map(int, prompt)), draw, limit, on_tokens, criteria)
 
     def close(self) -> None:
         """Ends the engine's thread, and frees its memory."""
@@ -234,42 +246,3 @@ class SamplingEngine:
         self._engine = None
         self._base = None
         self._holds = None
-
-
-class _Watcher:
-    """Collects the tokens of one completion, in the engine's thread."""
-
-    def __init__(
-        self, sample: Sample, how: SampleSettings, tokenizer: Tokenizer, ended: queue.SimpleQueue
-    ):
-        self.sample = sample
-        self.stop_tokens = frozenset(how.stop_token_ids)
-        self.stop_texts = tuple(how.stop)
-        self.stream = tokenizer.stream() if self.stop_texts else None
-        self.text = ""
-        self.ended = ended
-        self.sequence: LiveSequence | None = None
-        self.failure = ""
-
-    def __call__(self, new: NewTokens) -> None:
-        """What the engine calls with each chunk of tokens."""
-        sample = self.sample
-        if sample.stop_reason or self.failure:
-            return
-        if new.reason == "error":
-            self.failure = new.message
-            self.ended.put(self)
-            return
-        for token, drawn, full in zip(new.tokens, new.logprobs, new.full_logprobs):
-            sample.tokens.append(token)
-            sample.sampled_logprobs.append(drawn)
-            sample.logprobs.append(full)
-            if self.stream is not None:
-                self.text += self.stream.feed([token])
-            is_stop_text = any(text in self.text for text in self.stop_texts)
-            if token in self.stop_tokens or is_stop_text:
-                sample.stop_reason = "stop"
-                break
-        sample.stop_reason = sample.stop_reason or new.reason or ""
-        if sample.stop_reason:
-            self.ended.put(self)

@@ -24,6 +24,7 @@ from tunix_lite.types import Params, TrainState
 KIND = "trainer.json"
 # And what a process that was killed may leave of it.
 HALF = f"{KIND}.tmp"
+MADE_ALIKE = "load it into a client that is made like that"
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,13 @@ def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
 
     like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
     """
-    saved = _check_kind(folder, kind, "load it into a client that is made like that")
     if not kind.optimizer:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like.params
         )
         step, params = load_trained(folder, shapes, kind)
         return like.replace(step=put(np.int32(step)), params=params)
-    if not saved.optimizer:
+    if not _check_kind(folder, kind, MADE_ALIKE).optimizer:
         raise ValueError(f"{folder} was saved without its optimizer; load it with optimizer=False")
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         return checkpoints.restore(like)
@@ -97,7 +97,7 @@ def load_trained(folder: Path, like: Params, kind: SavedKind) -> tuple[int, Para
 
     Raises ValueError if it does not fit.
     """
-    _check_kind(folder, kind, "load it into a client that is made like that")
+    _check_kind(folder, kind, MADE_ALIKE)
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         return checkpoints.restore_params(like)
 

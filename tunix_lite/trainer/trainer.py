@@ -8,26 +8,449 @@ you write yourself.
   client.sample([[5, 6]], settings={"max_tokens": 16})
 """
 
-from dataclasses import replace
-from functools import cached_property
+import asyncio
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from tunix_lite.learner.policy import STORED
-from tunix_lite.models import decoder, source, weights
+from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.config import RunConfig
+from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.inference.language_model import LanguageModel
+from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
+from tunix_lite.learner.policy import DTYPES, STORED, make_policy
+from tunix_lite.learner.update import TrainStep
+from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
-from tunix_lite.seeds import check_seed
-from tunix_lite.trainer.batches import Collecting
-from tunix_lite.trainer.client import TrainingClient, Weights
-from tunix_lite.trainer.home import TrainerHome
-from tunix_lite.trainer.saved import kind_of, load_trained, read_kind
-from tunix_lite.types import Params
+from tunix_lite.models.weights import Table
+from tunix_lite.parallel.compiler_options import update_options
+from tunix_lite.parallel.mesh import make_mesh, put, set_rules
+from tunix_lite.resolved.parts import policy_of
+from tunix_lite.resolved.run import with_defaults
+from tunix_lite.seeds import check_seed, seed_of_call
+from tunix_lite.settings.compose import compose
+from tunix_lite.trainer.batches import Collecting, algorithm_named, check_batch, layout_of
+from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
+from tunix_lite.trainer.losses import TokenLoss, token_loss
+from tunix_lite.trainer.programs import (
+    Gradients,
+    TrainerPrograms,
+    add_gradients,
+    gradient_program,
+    optimizer_of_client,
+    shardings_of,
+    target_scores,
+)
+from tunix_lite.trainer.sampling import Sample, SampleSettings, SamplingEngine, as_settings
+from tunix_lite.trainer.saved import (
+    kind_of,
+    load_state,
+    load_trained,
+    read_kind,
+    save_state,
+)
+from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
 
 
-class Trainer(TrainerHome):
+@dataclass(frozen=True)
+class LossOutput:
+    """What a forward pass gives.
+
+    Example: LossOutput(2.5, [[-1.0, -1.5]], {"train/loss": 2.5}) of one datum with two targets.
+    """
+
+    # the sum over all tokens
+    loss: float
+    # of each datum, the log-probability of each of its targets; of a Batch: []
+    logprobs: list[list[float]] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def locked(method: Callable[P, R]) -> Callable[P, R]:
+    """The method on the trainer's mesh, one call at a time."""
+
+    @functools.wraps(method)
+    def alone(self: "Weights", *arguments: P.args, **settings: P.kwargs) -> R:
+        with self.trainer.on_mesh():
+            self.check_open()
+            return method(self, *arguments, **settings)
+
+    return alone
+
+
+def in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
+    """The method in the trainer's worker thread, in the order of the calls; it returns at once, and
+    needs a running event loop."""
+
+    @functools.wraps(method)
+    def later(self: "Weights", *arguments: P.args, **settings: P.kwargs) -> asyncio.Future[R]:
+        call = self.trainer.worker.submit(method, self, *arguments, **settings)
+        return asyncio.wrap_future(call)
+
+    later.__name__ = f"{method.__name__}_async"
+    later.__doc__ = f"`{method.__name__}`, in the trainer's worker thread, in the order of calls."
+    return later
+
+
+class Weights:
+    """Weights that sample and score: those of a client now, or a snapshot of them.
+
+    Example: client.snapshot().sample([[5, 6]], settings={"max_tokens": 8}).
+    """
+
+    def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
+        self.trainer = trainer
+        self.lora = lora
+        self.seed = seed
+        self._params: Params | None = params
+        # stands for the weights as they are now, for the sampler
+        self._owner = object()
+        self._calls = 0
+
+    @property
+    def params(self) -> Params:
+        """What trains, on the mesh: adapters, or all weights. The next update donates it."""
+        self.check_open()
+        return self._params
+
+    @property
+    def frozen(self) -> Params | None:
+        """The base under adapters, which all clients share; None: all weights train."""
+        return None if self.lora is None else self.trainer.base
+
+    def check_open(self) -> None:
+        """Raises ValueError after `close`."""
+        if self._params is None:
+            raise ValueError("this client was closed")
+
+    @locked
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int = 1,
+        settings: SampleSettings | Mapping | Sequence | None = None,
+    ) -> list[Sample]:
+        """num_samples completions of each prompt, a list of token ids; all of prompt 0 come first.
+
+        settings: SampleSettings or their names and values; or a list of them, one per prompt.
+        Without a seed each call draws others, which the client's seed decides. Raises ValueError,
+        naming the prompt or the setting.
+        """
+        if not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples={num_samples}; it is 1 or more")
+        if isinstance(settings, Sequence):
+            each = [as_settings(one) for one in settings]
+        else:
+            each = [as_settings(settings)] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} settings for {len(prompts)} prompts; give one of each")
+        if not len(prompts):
+            raise ValueError("there are no prompts to continue")
+        self._calls += 1
+        engine = self.trainer.engine
+        # the base of the trainer, if it is there, which sampling reads as it is
+        if self._params is self.trainer.__dict__.get("base"):
+            engine.use(self._owner, self._params, None, None)
+        else:
+            engine.use(self._owner, self.frozen, self._params, self.lora)
+        for p, how in enumerate(each):
+            if how.seed is None:
+                each[p] = replace(how, seed=seed_of_call(self.seed, self._calls, p))
+        return engine.sample(prompts, num_samples, each)
+
+    @locked
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
+        """log p of each token given those before it, in nats; None for the first of a sequence.
+
+        Raises ValueError, naming the sequence.
+        """
+        cfg = self.trainer.cfg
+        for i, tokens in enumerate(sequences):
+            check_tokens(f"sequence {i}", tokens, cfg.vocab_size, cfg.max_positions + 1)
+        data = [Datum(tokens[:-1], tokens[1:]) for tokens in sequences if len(tokens) > 1]
+        loss = token_loss("cross_entropy", {})
+        scored = iter(self._over_parts(data, loss).logprobs if data else [])
+        return [[None, *(next(scored) if len(tokens) > 1 else [])] for tokens in sequences]
+
+    def _over_parts(
+        self,
+        data: Sequence[Datum],
+        loss: TokenLoss,
+        run: Callable[[RowBatch], Metrics] | None = None,
+    ) -> LossOutput:
+        """Runs each part of the data, and puts together what they give. run: None: the losses."""
+        if run is None:
+            program = self.trainer.programs.losses(loss, self.lora)
+            run = partial(program, self._params, self.frozen)
+        cfg = self.trainer.cfg
+        check_data(data, loss.needs, cfg.vocab_size, cfg.max_positions)
+        totals = {"train/loss": 0.0, "train/entropy": 0.0}
+        logprobs: list[list[float]] = [[] for _ in data]
+        for part in parts_of_data(data, self.trainer.mesh.shape["fsdp"], cfg.max_positions):
+            metrics = jax.device_get(run(part.rows))
+            for row, i in enumerate(part.indices):
+                logprobs[i] = metrics["logprobs"][row, : len(data[i].tokens)].tolist()
+            for name in totals:
+                totals[name] += float(metrics[name])
+        # a mean over tokens, as in a run
+        totals["train/entropy"] /= sum(len(datum.tokens) for datum in data)
+        return LossOutput(totals["train/loss"], logprobs, totals)
+
+    def close(self) -> None:
+        """Frees the weights. A second call does nothing."""
+        self._params = None
+
+    # the same in the trainer's worker
+    sample_async = in_worker(sample)
+    logprobs_async = in_worker(logprobs)
+
+
+class TrainingClient(Weights):
+    """Weights that train: adapters on the shared base, or all weights.
+
+    Example: client = trainer.adapter(rank=8); client.forward_backward(data); client.optim_step().
+    """
+
+    def __init__(self, trainer: "Trainer", params: Params, lora: LoraConfig | None, seed: int):
+        super().__init__(trainer, params, lora, seed)
+        # of the kind in the trainer's settings; each step says its numbers
+        self._optimizer = trainer.run.optimizer
+        self._table = trainer.trained_table(lora)
+        fresh = optimizer_of_client(self._optimizer, self._table)
+        self._opt_state = init_opt_state(fresh, params)
+        self._step = put(np.int32(0))
+        self._grads: Params | None = None
+        self._loss = 0.0
+
+    @property
+    def step(self) -> int:
+        """Calls of optim_step so far, those of a loaded checkpoint included."""
+        return int(self._step)
+
+    @property
+    def state(self) -> TrainState:
+        """The step, the weights that train and the optimizer's state. An update donates it."""
+        self.check_open()
+        return TrainState(self._step, self._params, self._opt_state)
+
+    @locked
+    def forward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", settings: Mapping | None = None
+    ) -> LossOutput:
+        """The loss and the log-probabilities of the targets, in nats; no gradient. As
+        `forward_backward`."""
+        return self._over_parts(data, token_loss(loss, settings or {}))
+
+    @locked
+    def forward_backward(
+        self,
+        data: Sequence[Datum] | Batch,
+        loss: str | Algorithm = "cross_entropy",
+        settings: Mapping | None = None,
+    ) -> LossOutput:
+        """Adds the gradient of the loss to those of the calls before; `optim_step` takes the sum.
+
+        data: Datums, for a loss of trainer/losses.py, a sum over their tokens; or a Batch, for the
+        loss of an algorithm: one of conf/algorithm by name, or the object. settings: of the loss,
+        such as {"clip_high_threshold": 1.28}; of an algorithm by name: its settings. Raises
+        ValueError, naming datum and token, before anything is added.
+        """
+        if isinstance(data, Batch):
+            program, rows = self._program_of_batch(data, loss, settings or {})
+            grads, metrics = program(self._params, self.frozen, self._step, rows)
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            self._add(grads, metrics["train/loss"])
+            return LossOutput(metrics["train/loss"], [], metrics)
+        if not isinstance(loss, str):
+            raise ValueError(f"loss={type(loss).__name__}: an algorithm's loss wants a Batch")
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(f"lora.dropout={self.lora.dropout} is for a Batch; set it to 0")
+        loss_of_tokens = token_loss(loss, settings or {})
+        program = self.trainer.programs.gradients(loss_of_tokens, self.lora, self._params)
+
+        def run(rows: RowBatch) -> Metrics:
+            grads, metrics = program(self._params, self.frozen, self._step, rows)
+            sums.append(grads if not sums else add_gradients(sums.pop(), grads))
+            return metrics
+
+        # the sum of this call is added when all of it is there
+        sums: list[Params] = []
+        output = self._over_parts(data, loss_of_tokens, run)
+        self._add(sums.pop(), output.loss)
+        return output
+
+    @locked
+    def collect(self, step: int) -> tuple[Batch, Metrics, Graded | None]:
+        """What update number `step` (from 0) of a run with the trainer's settings would learn from:
+        (batch, metrics, graded completions), sampled with this client's weights now.
+
+        Prompts, sampling keys, rewards and advantages are those of run_training.py. Raises
+        ConfigError for settings that need a run, such as rollout.overlap; RunFailed, naming the
+        step, if data or a reward fails.
+        """
+        return self.trainer.collecting.collect(self._params, self.frozen, self.lora, step)
+
+    def _program_of_batch(
+        self, batch: Batch, loss: str | Algorithm, settings: Mapping
+    ) -> tuple[Gradients, RowBatch]:
+        """The program of the gradient of a batch, and the batch in rows. Raises ValueError."""
+        trainer = self.trainer
+        run = trainer.run
+        algorithm = algorithm_named(loss, tuple(sorted(settings.items())))
+        check_batch(batch, algorithm, trainer.cfg.vocab_size, trainer.max_length)
+        # A batch of the shape of a run has its rows, and so the numbers of a run.
+        collecting = trainer.__dict__.get("collecting")
+        is_of_run = collecting is not None and np.shape(batch.tokens) == collecting.shape
+        if is_of_run:
+            rows = collecting.resolved.rows
+        else:
+            rows = layout_of(*np.shape(batch.tokens), trainer.mesh.shape["fsdp"])
+
+        def make() -> Gradients:
+            if is_of_run:
+                policy = policy_of(replace(collecting.resolved, lora=self.lora))
+            else:
+                how = (trainer.cfg, None, run.learning_temperature, trainer.dtype)
+                policy = make_policy(*how, **trainer.forward_settings)
+            every = run.training.sync_gradients_every if is_of_run else 1
+            options = update_options(run.training.scan_layers)
+            step = TrainStep(policy, algorithm, None, self.lora, run.seed, every, options)
+            return gradient_program(step, self._params)
+
+        key = algorithm, is_of_run, rows, self.lora, shardings_of(self._params)
+        return trainer.programs.once("batch", key, make), rows.lay_out(batch)[0]
+
+    def _add(self, grads: Params, loss: float) -> None:
+        self._grads = grads if self._grads is None else add_gradients(self._grads, grads)
+        self._loss += loss
+
+    @locked
+    def optim_step(
+        self,
+        learning_rate: float = 1e-4,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+        *,
+        optimizer: Optimizer | None = None,
+    ) -> Metrics:
+        """One update with the gradients since the last; returns their norm, and that of the update.
+
+        The first six are those of AdamW; grad_clip_norm=0 does not clip. optimizer: settings as of
+        a run in place of them, with their schedule. An update that is not finite is not made, and
+        train/skipped is 1. Raises ValueError where there is no gradient, or for a setting that
+        cannot be right.
+        """
+        if self._grads is None:
+            raise ValueError("there are no gradients: call forward_backward before optim_step")
+        if optimizer is None:
+            numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+            for name, value in {"learning_rate": learning_rate, **numbers}.items():
+                if not (isinstance(value, int | float) and math.isfinite(value)):
+                    raise ValueError(f"{name}={value}; it must be a finite number")
+                numbers[name] = float(value)
+            if (rate := numbers.pop("learning_rate")) < 0:
+                raise ValueError(f"learning_rate={learning_rate}; it is 0 or more")
+            optimizer = OptimizerConfig(max_grad_norm=grad_clip_norm, **numbers)
+            rate = put(np.float32(rate))
+        else:
+            optimizer = scaled_for(optimizer, self.trainer.mesh.shape["fsdp"])
+            # its schedule says the rate
+            rate = None
+        if type(optimizer) is not type(self._optimizer):
+            raise ValueError(
+                f"this client's optimizer is {type(self._optimizer).__name__}, and these are "
+                f"settings of {type(optimizer).__name__}"
+            )
+        program = self.trainer.programs.optimizer(optimizer, self._table, self.state)
+        loss = put(np.float32(self._loss))
+        grads = self._grads
+        self._grads = None
+        self._loss = 0.0
+        state, metrics = program(self.state, grads, loss, rate)
+        self._take(state)
+        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+    def _take(self, state: TrainState) -> None:
+        self._step = state.step
+        self._params = state.params
+        self._opt_state = state.opt_state
+        self._owner = object()
+
+    @locked
+    def snapshot(self) -> Weights:
+        """A sampler with the weights as they are now; later updates do not change it.
+
+        It holds a copy of what trains: of adapters, not of their base.
+        """
+        params = jax.tree.map(lambda x: x.copy(), self._params)
+        return Weights(self.trainer, params, self.lora, self.seed)
+
+    @locked
+    def save(self, path: str | Path, optimizer: bool = True) -> Path:
+        """Saves into this folder, as its checkpoint number `step`; returns when it is on disk.
+
+        optimizer: whether the state of the optimizer is saved, too. Gradients are not. Raises
+        ValueError if the folder holds something else, or this step; OSError.
+        """
+        folder = Path(path).absolute()
+        save_state(folder, self.state, kind_of(self.trainer.model_name, self.lora, optimizer))
+        return folder
+
+    @locked
+    def load(self, path: str | Path, optimizer: bool = True) -> int:
+        """Takes the newest checkpoint of this folder, and forgets gradients; returns its step.
+
+        optimizer: False leaves the optimizer of the checkpoint, and begins with a new one. Raises
+        ValueError if the checkpoint is damaged, or of other weights: this client stays as it was.
+        """
+        kind = kind_of(self.trainer.model_name, self.lora, optimizer)
+        state = load_state(Path(path).absolute(), self.state, kind)
+        if not optimizer:
+            fresh = optimizer_of_client(self._optimizer, self._table)
+            state = state.replace(opt_state=init_opt_state(fresh, state.params))
+        self._grads = None
+        self._loss = 0.0
+        self._take(state)
+        return self.step
+
+    def close(self) -> None:
+        """Frees weights, gradients and the optimizer's state. A second call does nothing."""
+        super().close()
+        self._grads = None
+        self._opt_state = None
+        if self.trainer.client_of_all_weights is self:
+            self.trainer.client_of_all_weights = None
+
+    # the same in the trainer's worker
+    collect_async = in_worker(collect)
+    forward_async = in_worker(forward)
+    forward_backward_async = in_worker(forward_backward)
+    optim_step_async = in_worker(optim_step)
+    snapshot_async = in_worker(snapshot)
+    save_async = in_worker(save)
+    load_async = in_worker(load)
+
+
+class Trainer:
     """One base on one mesh, loaded once, and the clients that train beside it.
 
     Calls may come from several threads: one runs at a time. Adapters share the base; each has its
@@ -35,6 +458,82 @@ class Trainer(TrainerHome):
 
     Example: Trainer("model=bundled", 'model.mesh_shape=[[2,2],[fsdp,tp]]').adapter(rank=8).
     """
+
+    def __init__(
+        self,
+        *settings: str | RunConfig,
+        max_prompt_length: int = 2048,
+        max_new_tokens: int = 2048,
+    ):
+        """settings: as on the command line of run_training.py, or one RunConfig (`compose`).
+
+        Read are model, training.mixed_precision, remat, scan_layers, attention, reduce_dtype and
+        tp_reduce_dtype, rollout, sharding, optimizer and seed. max_prompt_length, max_new_tokens:
+        of samples, at most. Raises ConfigError.
+        """
+        is_whole = len(settings) == 1 and isinstance(settings[0], RunConfig)
+        run = settings[0] if is_whole else compose(list(settings))
+        if jax.process_count() > 1:
+            raise ConfigError("Trainer runs in one process; run_training.py spans several")
+        with error_context(""):
+            self.found = source.download(source.locate(run.model))
+        with error_context("model.mesh_shape"):
+            self.mesh = make_mesh(run.model.mesh_shape)
+            set_rules(run.sharding)
+            source.check_mesh(self.found, self.mesh)
+        self.cfg = self.found.cfg
+        self._platform = self.mesh.devices.flat[0].platform
+        self.run, _ = with_defaults(run, self.cfg, self.found.lora, self._platform)
+        self.tokenizer = self.found.tokenizer
+        training = self.run.training
+        self.dtype = DTYPES[training.mixed_precision]
+        self._lock = threading.RLock()
+        self.worker = ThreadPoolExecutor(1, "trainer")
+        # of which there is one at a time
+        self.client_of_all_weights: TrainingClient | None = None
+        model = LanguageModel(self.found, None, self.mesh, self.dtype)
+        self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
+        options = update_options(training.scan_layers)
+        scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
+        policy = Policy(None, scores)
+        self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
+
+    @cached_property
+    def forward_settings(self) -> dict[str, Any]:
+        """The settings of decoder.forward besides weights, architecture and dtype."""
+        training = self.run.training
+        with error_context("training"):
+            longest = self.cfg.max_positions
+            name, _ = attention.choose(
+                training.attention, self.cfg, self._platform, self.dtype, longest, False
+            )
+        return {
+            "remat": training.remat,
+            "attend": attention.IMPLEMENTATIONS[name],
+            "reduce_dtype": jnp.dtype(training.reduce_dtype),
+            "tp_reduce_dtype": jnp.dtype(training.tp_reduce_dtype),
+            "scan_layers": training.scan_layers,
+        }
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence, prompt and completion together."""
+        return self.cfg.max_positions
+
+    @property
+    def model_name(self) -> str:
+        """model.weights in the settings."""
+        return self.run.model.weights
+
+    @cached_property
+    def base(self) -> Params:
+        """The frozen weights under adapters, stored as model.lora.base says."""
+        return source.load_base(self.found, self.run.seed, self.run.model.lora.base)
+
+    def trained_table(self, lora: LoraConfig | None) -> Table:
+        """The declared weights that a client with these adapters trains."""
+        table = decoder.weights(self.cfg)
+        return table if lora is None else adapter_weights(table, lora)
 
     def adapter(
         self,
@@ -59,7 +558,7 @@ class Trainer(TrainerHome):
             params = source.load_new_adapters(replace(self.found, lora=lora), seed)
             stored = STORAGE[STORED[self.run.training.mixed_precision]]
             params = jax.tree.map(lambda x: x.astype(stored), params)
-            return self._client(params, lora, seed)
+            return TrainingClient(self, params, lora, seed)
 
     def full(self) -> TrainingClient:
         """The client that trains all weights: a copy of them, and its optimizer.
@@ -72,7 +571,7 @@ class Trainer(TrainerHome):
             storage = STORED[self.run.training.mixed_precision]
             found = replace(self.found, lora=None)
             params = source.load_base(found, self.run.seed, storage)
-            self.client_of_all_weights = self._client(params, None, self.run.seed)
+            self.client_of_all_weights = TrainingClient(self, params, None, self.run.seed)
             return self.client_of_all_weights
 
     def sampler(self, path: str | Path | None = None) -> Weights:
@@ -98,18 +597,23 @@ class Trainer(TrainerHome):
             _, params = load_trained(folder, shapes, kind_of(self.model_name, lora, False))
             return Weights(self, params, lora, self.run.seed)
 
-    def _client(self, params: Params, lora: LoraConfig | None, seed: int) -> TrainingClient:
-        return TrainingClient(self, params, lora, seed, self.run.optimizer)
+    @contextlib.contextmanager
+    def on_mesh(self) -> Iterator[None]:
+        """Inside, the trainer's mesh and rules are the current ones, and no other call runs."""
+        with self._lock, jax.set_mesh(self.mesh):
+            set_rules(self.run.sharding)
+            yield
 
     @cached_property
     def collecting(self) -> Collecting:
         """The part that samples and grades as run_training.py does."""
-        return Collecting(self)
+        return Collecting(self.run, self.found)
 
     def close(self) -> None:
         """Ends the sampler and the worker. Clients keep their weights, and can be saved."""
-        super().close()
+        self.worker.shutdown()
         with self._lock:
+            self.engine.close()
             if "collecting" in self.__dict__:
                 self.collecting.close()
                 del self.collecting

@@ -1,5 +1,4 @@
-"""Runs code from a folder that we do not trust in another process, with limits: chat templates, and
-regular expressions of settings.
+"""Runs code from a folder that we do not trust in another process, with limits: chat templates.
 
 The process has a limit on memory, one on the processor's time of each call, no environment to read
 secrets from, and answers with text only. It is killed when it exceeds a limit. One serves all
@@ -9,12 +8,10 @@ calls. It starts with the first one (some 0.1 s), and an answer takes a fraction
 import atexit
 import os
 import pickle
-import re
 import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import markupsafe
@@ -47,7 +44,7 @@ class Refused(ValueError):
     """The call failed, or exceeded a limit. The message is the end of a sentence: what it did."""
 
 
-def ask(function: Callable[..., str], *arguments: Any) -> str:
+def ask(function: Callable[..., str], *arguments: object) -> str:
     """The answer of a function of a module, called in the other process. arguments: plain values.
     Raises Refused."""
     global _running
@@ -56,7 +53,21 @@ def ask(function: Callable[..., str], *arguments: Any) -> str:
     with _LOCK:
         for _ in range(STARTS):
             if _running is None:
-                _running = _start()
+                # An editable install is found by a hook, not by sys.path: packages are named.
+                files = (jinja2.__file__, markupsafe.__file__)
+                _running = WorkerProcess(
+                    {name: os.environ[name] for name in KEPT if name in os.environ},
+                    limits=(MEMORY, SECONDS),
+                    output=subprocess.DEVNULL,
+                    flags=FLAGS,
+                    import_path=[
+                        str(Path(__file__).parents[2]),
+                        *(str(Path(file).parents[1]) for file in files),
+                    ],
+                    longest=LONGEST_ANSWER,
+                )
+                _running.send(pickle.dumps([_call]), START_SECONDS)
+                _running.answer(START_SECONDS)
             _running.send(calls, WAITED)
             kind, answer = _running.answer(WAITED, 0)
             if not kind:
@@ -73,35 +84,7 @@ def ask(function: Callable[..., str], *arguments: Any) -> str:
     raise Refused(f"ends the process that runs it ({how.removeprefix('ended its process with ')})")
 
 
-def try_pattern(pattern: str, texts: list[str]) -> None:
-    """Matches a regular expression with each of the texts. Raises Refused if it is none, or takes
-    too long."""
-    ask(_match, pattern, texts)
-
-
-def _match(pattern: str, texts: list[str]) -> str:
-    for text in texts:
-        re.fullmatch(pattern, text)
-    return ""
-
-
-def _start() -> WorkerProcess:
-    # An editable install is found by a hook, not by sys.path, so the packages are named.
-    packages = [str(Path(file).parents[1]) for file in (jinja2.__file__, markupsafe.__file__)]
-    worker = WorkerProcess(
-        {name: os.environ[name] for name in KEPT if name in os.environ},
-        limits=(MEMORY, SECONDS),
-        output=subprocess.DEVNULL,
-        flags=FLAGS,
-        import_path=[str(Path(__file__).parents[2]), *packages],
-        longest=LONGEST_ANSWER,
-    )
-    worker.send(pickle.dumps([_call]), START_SECONDS)
-    worker.answer(START_SECONDS)
-    return worker
-
-
-def _call(function: Callable[..., str], *arguments: Any) -> tuple[bool, str]:
+def _call(function: Callable[..., str], *arguments: object) -> tuple[bool, str]:
     """Calls the function; returns whether it succeeded, and its result or its error."""
     try:
         return True, function(*arguments)

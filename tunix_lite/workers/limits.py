@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+T = TypeVar("T")
 # bytes of memory that a child may take beside what it begins with
 CHILD_MEMORY = 1024**3
 
@@ -39,7 +39,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def call_with_limits(fn: Callable[[], Any], seconds: float, what: str) -> Any:
+def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
     """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds in any
     case.
 
@@ -51,7 +51,19 @@ def call_with_limits(fn: Callable[[], Any], seconds: float, what: str) -> Any:
             return fn()
     fork = multiprocessing.get_context("fork")
     reading, writing = fork.Pipe(duplex=False)
-    child = fork.Process(target=_answer, args=(fn, writing), daemon=True)
+
+    def answer() -> None:
+        if sys.platform == "linux":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + CHILD_MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        try:
+            result = (True, fn())
+        except Exception as error:
+            result = (False, RuntimeError(f"{type(error).__name__}: {error}"[:1000]))
+        writing.send(result)
+
+    child = fork.Process(target=answer, daemon=True)
     child.start()
     writing.close()
     try:
@@ -67,16 +79,3 @@ def call_with_limits(fn: Callable[[], Any], seconds: float, what: str) -> Any:
     if not is_returned:
         raise value
     return value
-
-
-def _answer(fn: Callable[[], Any], writing: Connection) -> None:
-    """Sends the result or the error of fn from the child."""
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + CHILD_MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    try:
-        answer = (True, fn())
-    except Exception as error:
-        answer = (False, RuntimeError(f"{type(error).__name__}: {error}"[:1000]))
-    writing.send(answer)

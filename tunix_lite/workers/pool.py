@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tunix_lite.workers.child import NotANumber, outcome, short_repr
 from tunix_lite.workers.process import START_SECONDS, Outcome, WorkerProcess
@@ -57,16 +57,19 @@ class RewardsConfig:
     on_none: str = "error"
 
     def __post_init__(self):
-        if self.on_error not in ON_ERROR:
-            raise ValueError(f"on_error={self.on_error!r}; it is raise, zero or drop")
+        check_workers(self.on_error, self.timeout, self.workers)
         if self.on_none not in ON_NONE:
             raise ValueError(f"on_none={self.on_none!r}; it is error, unscorable or skip")
-        if self.timeout <= 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0")
-        if self.workers < 0:
-            raise ValueError(
-                f"workers={self.workers} must not be negative; 0: in the process that trains"
-            )
+
+
+def check_workers(on_error: str, timeout: float, workers: int) -> None:
+    """Raises ValueError for settings that no pool can have."""
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error={on_error!r}; it is raise, zero or drop")
+    if timeout <= 0:
+        raise ValueError(f"timeout={timeout} must be above 0")
+    if workers < 0:
+        raise ValueError(f"workers={workers} must not be negative; 0: in the process that trains")
 
 
 def check_portable(functions: dict[str, Callable], group: str = "rewards") -> None:
@@ -77,7 +80,7 @@ def check_portable(functions: dict[str, Callable], group: str = "rewards") -> No
             _Packing(io.BytesIO()).dump(fn)
         except Exception as error:
             # pickling runs what objects say of themselves, so it can be any
-            raise ValueError(_cannot_be_sent(name, str(error), group)) from error
+            raise ValueError(_cannot_run(name, str(error), group)) from error
 
 
 def check_times(functions: dict[str, Callable], settings: RewardsConfig) -> None:
@@ -127,9 +130,9 @@ class Pool:
         self._seconds: deque[float] = deque()
         if settings.workers:
             check_portable(functions, group)
-        places = range(settings.workers)
         self._threads = [
-            threading.Thread(target=self._serve, args=(place,), daemon=True) for place in places
+            threading.Thread(target=self._serve, args=(place,), daemon=True)
+            for place in range(settings.workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -147,9 +150,16 @@ class Pool:
         if self._threads:
             self._jobs.put(_Job(future, completion, example, names))
             return future
+
+        def call_here() -> Iterator[Outcome]:
+            for name in names:
+                began = time.perf_counter()
+                result = outcome(self.functions[name], completion, example)
+                self._seconds.append(time.perf_counter() - began)
+                yield result
+
         try:
-            called = (self._called_here(name, completion, example) for name in names)
-            future.set_result(self._by_name(names, completion, called))
+            future.set_result(self._by_name(names, completion, call_here()))
         except ValueError as error:
             future.set_exception(error)
         return future
@@ -159,12 +169,6 @@ class Pool:
         lost with its worker, rewards.timeout."""
         count = len(self._seconds)
         return [self._seconds.popleft() for _ in range(count)]
-
-    def _called_here(self, name: str, completion: str | list[str], example: dict) -> Outcome:
-        began = time.perf_counter()
-        result = outcome(self.functions[name], completion, example)
-        self._seconds.append(time.perf_counter() - began)
-        return result
 
     def describe_failure(self, name: str, result: Outcome, completion: str | list[str]) -> str:
         """Describes a failure: `reward 'short' is nan for the completion '...'`."""
@@ -188,26 +192,25 @@ class Pool:
     def _by_name(
         self, names: list[str], completion: str | list[str], outcomes: Iterator[Outcome]
     ) -> dict[str, Outcome]:
+        """The next outcomes, by the names of their functions, as the settings have them. Raises
+        ValueError for a failure if on_error=raise."""
+        on_none = self.settings.on_none
         by_name = {}
         for name in names:
-            by_name[name] = self._with_none_treated(next(outcomes))
-            if by_name[name][0] in FAILURES and self.settings.on_error == "raise":
+            kind, value = next(outcomes)
+            # In a list of a group, None stays where it is no error.
+            is_in_list = isinstance(value, list) and None in value
+            if on_none == "error" and (kind == "none" or is_in_list):
+                kind, value = "not_number", IS_NONE
+            elif kind == "none":
+                kind, value = on_none, IS_NONE
+            by_name[name] = kind, value
+            if kind in FAILURES and self.settings.on_error == "raise":
                 problem = self.describe_failure(name, by_name[name], completion)
                 raise ValueError(
                     f"{problem}; {self.group}.on_error=zero or drop continues without it"
                 )
         return by_name
-
-    def _with_none_treated(self, result: Outcome) -> Outcome:
-        """The outcome as rewards.on_none has it, where a function returned None, or a list with it.
-
-        In a list of a group, None stays where it is no error.
-        """
-        kind, value = result
-        is_in_list = isinstance(value, list) and None in value
-        if self.settings.on_none == "error":
-            return ("not_number", IS_NONE) if kind == "none" or is_in_list else result
-        return (self.settings.on_none, IS_NONE) if kind == "none" else result
 
     # ---- a thread and its worker
 
@@ -215,7 +218,14 @@ class Pool:
         """Starts the worker before the first job; if it cannot start, the first jobs report it."""
         with suppress(Exception):
             self._worker(place)
-        while jobs := self._next_jobs():
+        while True:
+            # A share of the jobs, so that no worker idles while another has much before it.
+            jobs: list[_Job] = [self._jobs.get()]
+            with suppress(queue.Empty):
+                for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
+                    jobs.append(self._jobs.get_nowait())
+            if self._ending or None in jobs:
+                return self._drop(place)
             try:
                 outcomes = self._outcomes(place, jobs)
                 for job in jobs:
@@ -225,16 +235,6 @@ class Pool:
                 for job in jobs:
                     if not job.future.done():
                         job.future.set_exception(error)
-        self._drop(place)
-
-    def _next_jobs(self) -> list[_Job]:
-        """Takes a share of the waiting jobs, so that no worker idles while another has much before
-        it; [] at the end."""
-        jobs = [self._jobs.get()]
-        with suppress(queue.Empty):
-            for _ in range(min(BATCH - 1, self._jobs.qsize() // len(self._threads))):
-                jobs.append(self._jobs.get_nowait())
-        return [] if self._ending or None in jobs else jobs
 
     def _outcomes(self, place: int, jobs: list[_Job]) -> Iterator[Outcome]:
         """The outcome of each function of each job, in order. The first call without an answer is
@@ -247,17 +247,18 @@ class Pool:
         ]
         while calls:
             worker = self._worker(place)
-            worker.send(_packed(calls, self.group), self.settings.timeout)
+            try:
+                message = pickle.dumps(calls)
+            except Exception as error:
+                raise self._cannot_send(str(error)) from error
+            worker.send(message, self.settings.timeout)
             for number, *_ in calls:
                 result = worker.answer(self.settings.timeout, number)
                 is_lost = result[0] in ("timeout", "crash")
                 self._seconds.append(self.settings.timeout if is_lost else worker.seconds)
                 calls = calls[1:]
                 if result[0] == "refused":
-                    raise ValueError(
-                        f"an example cannot be sent to a worker process: {result[1]}; "
-                        f"{_in_process(self.group)}"
-                    )
+                    raise self._cannot_send(result[1])
                 if self._ending:
                     raise ValueError(f"the workers of {self.group} were closed")
 
@@ -267,6 +268,11 @@ class Pool:
                 yield result
                 if is_lost:
                     break
+
+    def _cannot_send(self, why: str) -> ValueError:
+        return ValueError(
+            f"an example cannot be sent to a worker process: {why}; {_in_process(self.group)}"
+        )
 
     def _worker(self, place: int) -> WorkerProcess:
         """The worker of this place, or a new one if that has ended. It ended while it had nothing
@@ -287,7 +293,7 @@ class Pool:
             # close() may have looked before it stood there
             if self._ending:
                 worker.kill()
-            worker.send(_packed(list(self.functions.values()), self.group), START_SECONDS)
+            worker.send(pickle.dumps(list(self.functions.values())), START_SECONDS)
             kind, how = worker.answer(START_SECONDS)
             if kind == "ready":
                 return worker
@@ -296,7 +302,7 @@ class Pool:
         self._drop(place)
         how = how or f"not ready after {START_SECONDS} seconds"
         why = f"a worker process could not start: {how}"
-        raise ValueError(_cannot_be_sent(self.group, why, self.group))
+        raise ValueError(_cannot_run(self.group, why, self.group))
 
     def _drop(self, place: int) -> None:
         if self._workers[place] is not None:
@@ -305,7 +311,14 @@ class Pool:
             self._workers[place] = None
 
 
-# ---- small print
+class _Packing(pickle.Pickler):
+    """Refuses objects of __main__: a worker has another one."""
+
+    def reducer_override(self, obj: object) -> object:
+        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
+        return NotImplemented
+
 
 # words of messages for functions that run in a worker, by the group of their settings
 WORKERS_RUN = {"rewards": "rewards", "conversation": "environments"}
@@ -315,25 +328,7 @@ def _in_process(group: str) -> str:
     return f"{group}.workers=0 runs {WORKERS_RUN[group]} in the process that trains"
 
 
-class _Packing(pickle.Pickler):
-    """Refuses objects of __main__: a worker has another one."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
-            raise pickle.PicklingError(f"{obj.__qualname__} is defined in __main__")
-        return NotImplemented
-
-
-def _packed(what: Any, group: str) -> bytes:
-    try:
-        return pickle.dumps(what)
-    except Exception as error:
-        raise ValueError(
-            f"an example cannot be sent to a worker process: {error}; {_in_process(group)}"
-        ) from error
-
-
-def _cannot_be_sent(name: str, why: str, group: str) -> str:
+def _cannot_run(name: str, why: str, group: str) -> str:
     return (
         f"{name}: {why}. {WORKERS_RUN[group].capitalize()} run in other processes: put it at the "
         f"top of a module of its own; or {_in_process(group)}"

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunix_lite.workers.child import short_repr
-from tunix_lite.workers.marked_processes import find_marked, send_signal
 
 # ("", what a function returned) or (error, timeout, crash or not_number, how it failed)
 Outcome = tuple[str, Any]
@@ -32,6 +32,8 @@ END_SECONDS = 5
 # seconds between two looks at whether a silent process is still there
 LOOK_SECONDS = 0.2
 READ_BYTES = 64 * 1024
+# most seconds that the kernel is waited for while it loads a program
+LOADING = 1.0
 # bytes of an answer, at most: a text of child.KEPT characters takes far less
 LONGEST = 4 * 1024 * 1024
 # bytes that an empty pipe takes at once
@@ -56,7 +58,7 @@ class WorkerProcess:
 
     def __init__(
         self,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
         limits: tuple[int, float] | None = None,
         output: BinaryIO | int | None = None,
         flags: Sequence[str] = (),
@@ -69,7 +71,7 @@ class WorkerProcess:
         # seconds of the last call, as the process measured them
         self.seconds = 0.0
         # whole lines of answers, and the beginning of the next one
-        self._lines: deque = deque()
+        self._lines: deque[bytes] = deque()
         self._rest = bytearray()
         self._longest = longest
         self._mark = secrets.token_hex(16)
@@ -86,7 +88,7 @@ class WorkerProcess:
                 pass_fds=(calls.fileno(), answers),
                 # out of reach of Ctrl-C, and a group that can be killed as one
                 start_new_session=True,
-                env={**(os.environ if environment is None else environment), MARK: self._mark},
+                env={**environment, MARK: self._mark},
             )
 
     def send(self, message: bytes, seconds: float) -> None:
@@ -109,45 +111,50 @@ class WorkerProcess:
         process has crashed. look: called with the seconds so far, a few times a second."""
         began = time.monotonic()
         while not self._lines:
-            gone = self.process.poll() is not None
+            is_gone = self.process.poll() is not None
             left = began + seconds - time.monotonic()
             if self._arriving.poll(1000 * max(0.0, min(LOOK_SECONDS, left))):
+                # Splits it into whole lines and a rest, which is never copied for those behind it.
                 part = self._answers.read(READ_BYTES)
-                self._take(part)
-                gone = not part
+                is_gone = not part
+                *lines, rest = part.split(b"\n")
+                if lines:
+                    lines[0] = bytes(self._rest) + lines[0]
+                    self._rest = bytearray()
+                    self._lines.extend(lines)
+                self._rest += rest
             else:
                 look(time.monotonic() - began)
             if self._lines:
                 break
-            if gone:
-                return self._crashed()
+            if is_gone:
+                # the pipe may be closed before the process is gone
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(LOOK_SECONDS)
+                code = self.process.poll()
+                how = f"ended its process with exit code {code}"
+                if code is None:
+                    how = "closed the pipes of its process"
+                elif code < 0:
+                    known = -code in set(signal.Signals)
+                    name = signal.Signals(-code).name if known else f"signal {-code}"
+                    how = f"ended its process with {name}"
+                return "crash", how
             if len(self._rest) > self._longest:
-                return (
-                    "crash",
-                    f"wrote more than {self._longest:,} bytes to the pipe of its process",
-                )
+                how = f"wrote more than {self._longest:,} bytes to the pipe of its process"
+                return "crash", how
             # whether or not something still comes
             if left <= 0:
                 return "timeout", None
         line = self._lines.popleft()
         try:
-            answers, kind, value, *rest = json.loads(line)
-            self.seconds = float(rest[0]) if rest else 0.0
+            about, kind, value, taken = json.loads(line)
+            self.seconds = float(taken)
         except (TypeError, ValueError):
             return "crash", f"wrote {short_repr(line)} to the pipe of its process"
-        if answers != number and kind != "refused":
+        if about != number and kind != "refused":
             return "crash", "got the answer to another call from its process"
         return kind, value
-
-    def _take(self, part: bytes) -> None:
-        """Splits the bytes that came into whole lines and a rest, which is never copied for those
-        behind it."""
-        *lines, rest = part.split(b"\n")
-        if lines:
-            lines[0] = bytes(self._rest) + lines[0]
-            self._rest = bytearray()
-            self._lines.extend(lines)
-        self._rest += rest
 
     def kill(self) -> None:
         """Kills it and all processes that it started. It may be done twice, and from another
@@ -157,7 +164,8 @@ class WorkerProcess:
         self.process.kill()
         # its descendants in any session or group
         for pid in find_marked(f"{MARK}={self._mark}".encode()):
-            send_signal(pid, signal.SIGKILL)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
 
@@ -168,18 +176,33 @@ class WorkerProcess:
         with suppress(OSError):
             self._calls.close()
 
-    def _crashed(self) -> Outcome:
-        # the pipe may be closed before the process is gone
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(LOOK_SECONDS)
-        code = self.process.poll()
-        if code is None:
-            return "crash", "closed the pipes of its process"
-        if code < 0:
-            return "crash", f"ended its process with {signal_name(-code)}"
-        return "crash", f"ended its process with exit code {code}"
+
+def find_marked(mark: bytes) -> set[int]:
+    """The ids of the other running processes that were started with `mark` in their environment."""
+    pids = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process may be gone by now, or belong to another user.
+        with suppress(OSError):
+            pid = int(process.name)
+            if pid != os.getpid() and mark in _environment(process):
+                pids.add(pid)
+    return pids
 
 
-def signal_name(number: int) -> str:
-    """SIGTERM, or `signal 40` where it has no name."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+def _environment(process: Path) -> bytes:
+    """The variables that a process was started with; b"" if it has ended, or is of the kernel.
+
+    While the kernel loads a program, its process shows no environment, although whoever started it
+    goes on already. Such a process is asked again until it shows one, for LOADING seconds at most.
+    """
+    deadline = time.monotonic() + LOADING
+    while True:
+        # Such a process has memory, but no place in it for an environment: its field env_end, of
+        # number 51 in proc(5), is 0. Asked first, since it may be loaded at any moment.
+        memory = int((process / "statm").read_text().split()[0])
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        is_loading = memory > 0 and fields[51 - 3] == "0"
+        environment = (process / "environ").read_bytes()
+        if environment or not is_loading or time.monotonic() > deadline:
+            return environment
+        time.sleep(0.001)

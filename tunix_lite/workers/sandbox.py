@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # seconds that starting and ending the processes of a job may take beside the code
@@ -57,11 +58,8 @@ NOBODY = 65534
 libc = ctypes.CDLL(None, use_errno=True)
 
 # of unshare(2), prctl(2), mount(2)
-CLONE_NEWNS = 0x00020000
-CLONE_NEWIPC = 0x08000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
+# new ones of mounts, IPC, users, processes and the network
+NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
@@ -90,18 +88,16 @@ def run_job(job: dict) -> dict:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(json.dumps(job).encode(), timeout=job["seconds"] + GRACE)
+        output, _ = process.communicate(json.dumps(job).encode(), timeout=job["seconds"] + GRACE)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return {"status": "could not be ended in time", "why": ""}
     if process.returncode < 0:
-        return {
-            "status": f"killed the process that watched it (signal {-process.returncode})",
-            "why": "",
-        }
+        how = f"killed the process that watched it (signal {-process.returncode})"
+        return {"status": how, "why": ""}
     try:
-        verdict = json.loads(said)
+        verdict = json.loads(output)
     except ValueError as error:
         raise RuntimeError(
             f"{os.path.basename(RUNNER)} ended with exit code {process.returncode}"
@@ -146,35 +142,27 @@ def run(job: dict, folder: str) -> dict:
     secret = os.memfd_create("secret")
     first = os.fork()
     if first == 0:
+        # Waits for the code, and takes all that it started with it.
         with contextlib.suppress(BaseException):
-            _first_process(job, folder, (code_input, writes_output, writes_reports, secret))
-        os._exit(1)
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.setsid()
+            pipes = (code_input, writes_output, writes_reports, secret)
+            code = os.fork()
+            if code == 0:
+                _code_process(job, folder, pipes)
+            for pipe in pipes:
+                os.close(pipe)
+            while os.waitpid(-1, 0)[0] != code:
+                pass
+        os._exit(0)
     nonce = secrets.token_hex(16)
     os.write(secret, nonce.encode())
     os.close(writes_output)
     os.close(writes_reports)
-    status, printed, said = _watch(job, first, output, reports_fd)
-    # With the first process of a namespace, the kernel ends all in it before it can be waited for.
-    os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)
-    *reports, last = said.decode(errors="replace").split("\n")
-    return {
-        "status": status,
-        "printed": printed.decode(errors="replace"),
-        "is_done": last == nonce,
-        "reports": reports,
-        "why": "" if last == nonce else last[-KEPT:],
-        "missing": missing,
-    }
 
-
-# ---- the process that watches
-
-
-def _watch(job: dict, first: int, output: int, reports: int) -> tuple[str, bytes, bytes]:
-    """Reads what the code prints until it ends or goes beyond a limit."""
+    # Reads what the code prints until it ends or goes beyond a limit.
     deadline = time.monotonic() + job["seconds"]
-    received = {output: bytearray(), reports: bytearray()}
+    received = {output: bytearray(), reports_fd: bytearray()}
     arriving = select.poll()
     for pipe in received:
         os.set_blocking(pipe, False)
@@ -186,7 +174,8 @@ def _watch(job: dict, first: int, output: int, reports: int) -> tuple[str, bytes
         for pipe, read in received.items():
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 65536)
-        if len(received[output]) > job["output_bytes"] or len(received[reports]) > LONGEST_REPORTS:
+        too_long = len(received[reports_fd]) > LONGEST_REPORTS
+        if len(received[output]) > job["output_bytes"] or too_long:
             status = "output"
         elif is_gone:
             break
@@ -194,36 +183,41 @@ def _watch(job: dict, first: int, output: int, reports: int) -> tuple[str, bytes
             status = "time"
         else:
             status = _too_much(job, first) or status
-
         # once more after its end, for what it printed last
         is_gone = os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    return status, bytes(received[output][: job["output_bytes"]]), bytes(received[reports])
+
+    # With the first process of a namespace, the kernel ends all in it before it can be waited for.
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    *reports, last = received[reports_fd].decode(errors="replace").split("\n")
+    return {
+        "status": status,
+        "printed": received[output][: job["output_bytes"]].decode(errors="replace"),
+        "is_done": last == nonce,
+        "reports": reports,
+        "why": "" if last == nonce else last[-KEPT:],
+        "missing": missing,
+    }
 
 
 def _too_much(job: dict, first: int) -> str | None:
     """The limit that all processes of the code together exceed; None: none of them."""
-    processes = _descendants(first)
+    # also those that left its group
+    processes = [first]
+    for parent in processes:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{task}/children") as file:
+                    processes += map(int, file.read().split())
+        if len(processes) > 10_000:
+            break
     if len(processes) > job["processes"] + 2:
         return "processes"
-    page = resource.getpagesize()
     pages = 0
     for pid in processes:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
             pages += int(file.read().split()[1])
-    return "memory" if pages * page > job["memory_mib"] * MIB * 1.25 else None
-
-
-def _descendants(pid: int) -> list[int]:
-    """Lists the process and all that it started, also those that left its group."""
-    pids = [pid]
-    for parent in pids:
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{task}/children") as file:
-                    pids += map(int, file.read().split())
-        if len(pids) > 10_000:
-            break
-    return pids
+    return "memory" if pages * resource.getpagesize() > job["memory_mib"] * MIB * 1.25 else None
 
 
 # ---- what keeps the code apart
@@ -241,8 +235,7 @@ def _isolate(folder: str, job: dict) -> list[str]:
     user, group = os.getuid(), os.getgid()
     if _landlock_version() < 1:
         missing.append("it can write wherever this user may write (this kernel has no landlock)")
-    wanted = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
-    if libc.unshare(wanted):
+    if libc.unshare(NAMESPACES):
         # Without a process namespace nothing ends code that forks faster than it can be looked for.
         refused = os.strerror(ctypes.get_errno())
         raise OSError(
@@ -253,13 +246,9 @@ def _isolate(folder: str, job: dict) -> list[str]:
 
     # who it is there
     with contextlib.suppress(OSError):
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{NOBODY} {user} 1"),
-            ("gid_map", f"{NOBODY} {group} 1"),
-        ):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
 
     # a file system of its own for its folder, which ends with it and cannot fill the disk
     size = f"size={job['disk_mib']}m,mode=700".encode()
@@ -317,41 +306,7 @@ def _restrict_writes(folder: str) -> None:
     os.close(ruleset)
 
 
-def _limit(job: dict) -> None:
-    """Sets the kernel's limits for each process of the code."""
-    seconds = int(job["seconds"]) + 1
-    # threads and processes count alike; a kernel before 5.14 counts those of the whole machine
-    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
-    if release >= (5, 14):
-        resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"] + 2,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * MIB,) * 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk_mib"] * MIB,) * 2)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # where memory runs out, the code goes first
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
 # ---- the processes of the code
-
-
-def _first_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> None:
-    """Waits for the code, and takes all that it started with it."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setsid()
-    code = os.fork()
-    if code == 0:
-        try:
-            _code_process(job, folder, pipes)
-        finally:
-            os._exit(1)
-    for pipe in pipes:
-        os.close(pipe)
-    while os.waitpid(-1, 0)[0] != code:
-        pass
-    os._exit(0)
 
 
 def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> None:
@@ -376,7 +331,22 @@ def _code_process(job: dict, folder: str, pipes: tuple[int, int, int, int]) -> N
     _restrict_writes(folder)
     # no rights in its own namespaces either
     libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24))
-    _limit(job)
+
+    # the kernel's limits for each process of the code
+    seconds = int(job["seconds"]) + 1
+    # threads and processes count alike; a kernel before 5.14 counts those of the whole machine
+    release = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    if release >= (5, 14):
+        resource.setrlimit(resource.RLIMIT_NPROC, (job["processes"] + 2,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (job["memory_mib"] * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk_mib"] * MIB,) * 2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # where memory runs out, the code goes first
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
     is_program = job["kind"] == "stdin"
     steps = [(job["code"], "solution.py"), (job["test"], "test.py")][: 1 if is_program else 2]
     job.clear()
@@ -417,17 +387,21 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
 # ---- what a test reports
 
 
-def reporter(write: Callable) -> Callable:
+COMPARE = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
     """Makes the function that replaces an assert in a test (code_checks.py): it writes the values
     of the operands, a line each, for the process that compares them."""
-    compare = {
-        "==": operator.eq,
-        "!=": operator.ne,
-        "<": operator.lt,
-        "<=": operator.le,
-        ">": operator.gt,
-        ">=": operator.ge,
-    }
+    # not looked up by a name that the code can change
+    compare = dict(COMPARE)
     dumps = json.dumps
 
     def report(number: int, signs: tuple[str, ...], *values: Any) -> None:
@@ -450,7 +424,11 @@ def reporter(write: Callable) -> Callable:
     return report
 
 
-def encoded(value: Any) -> Any:
+KEYS = type({}.keys())
+ITEMS = type({}.items())
+
+
+def encoded(value: object) -> Any:
     """A plain value as JSON holds it. Subclasses become what they are a subclass of. Raises
     TypeError for one that is not plain."""
     if value is None or isinstance(value, bool):
@@ -475,11 +453,7 @@ def encoded(value: Any) -> Any:
         return {"complex": [encoded(value.real), encoded(value.imag)]}
     if isinstance(value, range):
         return {"range": [encoded(n) for n in (value.start, value.stop, value.step)]}
-    return _encoded_of_module(value)
-
-
-def _encoded_of_module(value: Any) -> Any:
-    """Numbers of modules that the code may have imported."""
+    # Numbers of modules that the code may have imported.
     kind = type(value)
     if kind.__name__ == "Fraction" and kind.__module__ == "fractions":
         return {"Fraction": [encoded(value.numerator), encoded(value.denominator)]}
@@ -489,10 +463,6 @@ def _encoded_of_module(value: Any) -> Any:
     if numpy is not None and isinstance(value, numpy.generic):
         return encoded(value.item())
     raise TypeError(f"{kind.__name__} is not plain")
-
-
-KEYS = type({}.keys())
-ITEMS = type({}.items())
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.tasks.generated import Split, answer_text, example_of
+from tunix_lite.tasks.generated import GeneratedSource, answer_text, example_of
 
 SIGNS = {100: "C", 90: "XC", 50: "L", 40: "XL", 10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}
 
 
 @dataclass(frozen=True)
-class Roman:
+class Roman(GeneratedSource):
     """Numbers from 1 to `largest`."""
 
     largest: int = 300
@@ -20,14 +20,6 @@ class Roman:
     def __post_init__(self):
         if not 20 <= self.largest <= 399:
             raise ValueError(f"largest={self.largest} is from 20 to 399")
-
-    @property
-    def train(self) -> Split:
-        return Split(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Split:
-        return Split(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
         number = int(rng.integers(1, self.largest + 1))

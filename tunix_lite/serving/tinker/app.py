@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
-from tunix_lite.serving.face import Face, Handler
-from tunix_lite.serving.listen import ServerSettings, TimedOut, read_body, read_json
+from tunix_lite.serving.face import Face, Handler, ServerSettings, TimedOut, read_body, read_json
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody, TinkerLimits
 from tunix_lite.serving.tinker.store import (
     DONE,
     WAITING,
+    Adapters,
     Checkpoint,
     Model,
     Record,
@@ -33,7 +33,7 @@ from tunix_lite.serving.tinker.store import (
     disk_trouble,
     session_of,
 )
-from tunix_lite.serving.tinker.work import LiveModels, Worker
+from tunix_lite.serving.tinker.work import LiveModels, Worker, WorkerFailed
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -50,13 +50,8 @@ TIDY_SECONDS = 600.0
 PAGE = 20
 # Digits of a number of entries; int() refuses thousands of them.
 MOST_DIGITS = 18
-# Sessions without a model that are kept. One that was silent for so many seconds makes room.
-MOST_SESSIONS = 1024
-SILENT_SECONDS = 120.0
 SAVES = ("save_weights", "save_weights_for_sampler")
 PROTOBUF = "application/x-protobuf"
-# What a client gets to see of a record.
-View = Callable[[Record], dict | str]
 OUTPUT_LAYER = (
     "this server gives the output layer no adapter of its own: train_unembed has no effect"
 )
@@ -103,22 +98,22 @@ class TinkerServer(Face):
             "parallel_fwdbwd_chunks": True,
             "sample_join_sampling_session": True,
         }
-        at_once: dict[str, Callable[[TinkerBody], dict | None]] = {
+        answers: dict[str, Callable[[TinkerBody], dict | None]] = {
             "client/config": lambda body: config,
             "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
             "telemetry": lambda body: {"status": "accepted"},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": self._finish,
+            "sessions/{session_id}/finish": lambda body: self._end(self._session(body.session_id)),
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "get_info": self._model_info,
             "weights_info": self._weights_info,
-            "cancel_future": lambda body: self.worker.cancel(body.request_id),
+            "cancel_future": self._cancel,
         }
-        in_turn = ("create_model", "optim_step", "load_weights", *SAVES, "asample")
-        queued = {path: partial(self._enqueue, path) for path in in_turn}
-        for path, answer in (at_once | queued).items():
+        for path in ("create_model", "optim_step", "load_weights", *SAVES, "asample"):
+            answers[path] = partial(self._enqueue, path)
+        for path, answer in answers.items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
         yield "post", f"{API}/forward_backward", self._forward_backward
         yield "post", f"{API}/retrieve_future", self._retrieve
@@ -127,13 +122,8 @@ class TinkerServer(Face):
             ("training_runs/{id}", "model", self._run_info),
             ("training_runs/{id}/checkpoints", "model", self._checkpoints_of),
             ("checkpoints", "checkpoint", self._checkpoint_info),
-            ("samplers/{id}", "sampler", self._sampler_info),
-            ("sessions", "session", lambda session: session.id),
-            ("sessions/{id}", "session", self._session_info),
         ):
-            one = partial(self._one, kind, view)
-            several = partial(self._page, path, kind, view)
-            yield "get", f"{API}/{path}", one if "{id}" in path else several
+            yield "get", f"{API}/{path}", partial(self._lookup, path, kind, view)
         yield "get", f"{API}/get_server_capabilities", self._capabilities
         checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
         yield "delete", checkpoint, self._delete_checkpoint
@@ -143,9 +133,7 @@ class TinkerServer(Face):
     async def _answered(
         self, answer: Callable[[TinkerBody], dict | None], request: "web.Request"
     ) -> dict:
-        body = await read_json(request)
-        if isinstance(body, dict):
-            body |= request.match_info
+        body = await read_json(request) | dict(request.match_info)
         # The journal is on a disk, and other clients do not wait for it.
         return await asyncio.to_thread(answer, bodies.body_of(body)) or {}
 
@@ -168,11 +156,11 @@ class TinkerServer(Face):
         }
         return gauges, {"tinker_requests_done_total": self.worker.done}
 
-    async def run(self, ready: Callable[[str], None]) -> None:
+    async def run(self, ready: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
         """Serves; then waits for the request that is under way. Raises WorkerFailed, sqlite3.Error
         if the journal cannot be written."""
         try:
-            await super().run(ready)
+            await super().run(ready, stop)
         finally:
             await asyncio.to_thread(self.worker.close)
 
@@ -182,39 +170,43 @@ class TinkerServer(Face):
             self._wake(name)
 
     async def _health(self, request: "web.Request") -> tuple[int, dict]:
-        is_well = self.worker.is_alive and not self.is_stopping
-        status = "ok" if is_well else "stopping"
         try:
             await asyncio.to_thread(self.store.settle)
         except sqlite3.Error as error:
             return 503, {"status": f"the journal cannot be written: {error}"}
-        return 200 if is_well else 503, {"status": status}
+        is_well = self.worker.is_alive and not self.is_stopping
+        return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
 
     # ---- sessions
 
     def check(self) -> None:
         """Drops what nobody can ask for any more. Raises WorkerFailed."""
-        self.worker.check()
+        if not self.worker.is_alive:
+            raise WorkerFailed(f"the worker failed: {self.worker.failure}")
         if time.time() > self._tidied + TIDY_SECONDS:
             self._tidied = time.time()
             self._tidy(self._tidied)
 
     def _tidy(self, now: float) -> None:
         self.store.forget_results(now - RESULT_SECONDS)
-        for checkpoint in self.store.all("checkpoint"):
-            if checkpoint.expires is not None and checkpoint.expires < now:
-                self.store.remove(checkpoint)
         for session in self.store.all("session"):
             # While the server was away it could hear nobody.
             heard = session.heard if session.is_finished else max(session.heard, self._began)
-            if heard < now - RESULT_SECONDS:
-                self._forget_session(session)
+            if heard >= now - RESULT_SECONDS:
+                continue
+            # All of it goes but what has a name.
+            self._end(session)
+            models = [model for model in self.store.all("model") if model.session == session.id]
+            for model in models:
+                file = model.saved
+                model.saved = None
+                self.store.put(model)
+                self.store.delete(file)
+            if not models:
+                self.store.remove(session)
 
-    def _finish(self, body: TinkerBody) -> None:
-        self._end_session(self._session(body.session_id))
-
-    def _end_session(self, session: TinkerSession) -> None:
-        """Gives up what still waits of it, and deletes its samplers without a name."""
+    def _end(self, session: TinkerSession) -> None:
+        """Gives up what still waits of a session, and deletes its samplers without a name."""
         session.is_finished = True
         session.heard = time.time()
         self.store.put(session)
@@ -223,29 +215,9 @@ class TinkerServer(Face):
             if sampler.session == session.id and sampler.model_path is None:
                 self.store.remove(sampler)
 
-    def _forget_session(self, session: TinkerSession) -> None:
-        """Ends it, and deletes all but what has a name."""
-        self._end_session(session)
-        models = [model for model in self.store.all("model") if model.session == session.id]
-        for model in models:
-            file, model.saved = model.saved, None
-            self.store.put(model)
-            self.store.delete(file)
-        if not models:
-            self.store.remove(session)
-
     def _create_session(self, body: TinkerBody) -> dict:
-        # Sessions without a model make room, those that have ended and the silent ones first.
-        with_model = {model.session for model in self.store.all("model")}
-        others = [one for one in self.store.all("session") if one.id not in with_model]
-        others.sort(key=lambda one: (not one.is_finished, one.heard))
-        for session in others[: max(0, len(others) + 1 - MOST_SESSIONS)]:
-            if not session.is_finished and session.heard >= time.time() - SILENT_SECONDS:
-                message = f"{MOST_SESSIONS} sessions without a model are open already"
-                raise BadCall(message, code="rate_limit_exceeded")
-            self._forget_session(session)
         name = uuid.uuid4().hex
-        self.store.put(TinkerSession(name, time.time(), body.user_metadata, body.display_name))
+        self.store.put(TinkerSession(name))
         return {"type": "create_session", "session_id": name, "info_message": OUTPUT_LAYER}
 
     def _session(self, name: str) -> TinkerSession:
@@ -258,6 +230,11 @@ class TinkerServer(Face):
         # Not written: a server that begins again waits for its clients anyway.
         self._session(body.session_id).heard = time.time()
         return {"type": "session_heartbeat"}
+
+    def _cancel(self, body: TinkerBody) -> None:
+        # a sample request that nobody has begun
+        if ":sample:" in body.request_id:
+            self.worker.give_up(session_of(body.request_id), body.request_id)
 
     # ---- models and samplers
 
@@ -307,19 +284,16 @@ class TinkerServer(Face):
         return await asyncio.to_thread(self._enqueue, "forward_backward", body, raw)
 
     def _enqueue(self, path: str, body: TinkerBody, raw: bytes | None = None) -> dict:
-        """Writes a request into the journal, and then says its name. Raises BadCall for one that is
-        over, or where too many wait."""
+        """Writes a request into the journal, and then says its name."""
         kind, owner, number = self._turn_of(path, body)
         session = session_of(owner)
-        model = self.store.get("model", owner)
-        next_seq = 0 if model is None else model.next_seq
+        next_seq = self.store.next_seq(owner)
         if number is None or self.store.result(f"{owner}:{number}") is None:
             # The result of a request is kept for a day. Nothing is done twice.
             if number is not None and number < next_seq:
-                message = f"request {number} is over; the next one is {next_seq}"
-                raise BadCall(message, "seq_id")
+                raise BadCall(f"request {number} is over; the next one is {next_seq}", "seq_id")
             # The next request of a model always has room, as those may wait for it.
-            is_next = model is not None and number == next_seq
+            is_next = number == next_seq and self.store.get("model", owner) is not None
             if not is_next and len(self.store.waiting(session)) >= self.limits.max_waiting:
                 message = f"{self.limits.max_waiting} requests of this session wait already"
                 raise BadCall(message, code="rate_limit_exceeded")
@@ -348,10 +322,9 @@ class TinkerServer(Face):
             self.store.found("checkpoint", body.path)
         if path == "create_model" or (path == "load_weights" and body.session_id):
             owner = f"{self._session(body.session_id).id}:train:{body.model_seq_id}"
-            if path == "load_weights":
-                return "create_from", owner, 0
-            self._check_base(body)
-            return path, owner, 0
+            if path == "create_model":
+                self._check_base(body)
+            return "create_from" if path == "load_weights" else path, owner, 0
         is_named = path == "save_weights" or body.path is not None
         if path in SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
             message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
@@ -377,23 +350,24 @@ class TinkerServer(Face):
         if state == WAITING:
             return 408, {"type": "try_again", "request_id": name, "queue_state": "active"}
         is_protobuf = state == DONE and kind in ("forward_backward", "sample")
-        form = PROTOBUF if is_protobuf else "application/json"
-        return web.Response(body=result, content_type=form)
+        content = PROTOBUF if is_protobuf else "application/json"
+        return web.Response(body=result, content_type=content)
 
     # ---- lookups
 
-    async def _one(self, kind: str, view: View, request: "web.Request") -> dict:
-        return view(self.store.found(kind, request.match_info["id"]))
-
-    async def _page(self, key: str, kind: str, view: View, request: "web.Request") -> dict:
-        """The newest records of a kind, as many as the client asks for."""
+    async def _lookup(
+        self, path: str, kind: str, view: Callable[[Record], dict], request: "web.Request"
+    ) -> dict:
+        """One record, or the newest of a kind, as many as the client asks for."""
+        if "id" in request.match_info:
+            return view(self.store.found(kind, request.match_info["id"]))
         newest = sorted(self.store.all(kind), key=lambda one: -one.created)
         cursor = {"total_count": len(newest)}
         for name, default in (("offset", 0), ("limit", PAGE)):
             text = request.query.get(name, "")
             cursor[name] = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
         some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
-        return {key: [view(one) for one in some], "cursor": cursor}
+        return {path: [view(one) for one in some], "cursor": cursor}
 
     async def _capabilities(self, request: "web.Request") -> dict:
         length = self.limits.max_length
@@ -404,7 +378,7 @@ class TinkerServer(Face):
     def _model_info(self, body: TinkerBody) -> dict:
         model = self._model(body)
         name = self.limits.model_name
-        return _lora(model) | {
+        return _lora(model.adapters) | {
             "type": "get_info",
             "model_data": {"arch": "decoder", "model_name": name, "tokenizer_id": name},
             "model_id": model.id,
@@ -412,25 +386,24 @@ class TinkerServer(Face):
         }
 
     def _weights_info(self, body: TinkerBody) -> dict:
-        checkpoint = self.store.found("checkpoint", body.tinker_path)
-        adapters = checkpoint.adapters
-        return _lora(checkpoint) | {
+        adapters = self.store.found("checkpoint", body.tinker_path).adapters
+        return _lora(adapters) | {
             "base_model": self.limits.model_name,
             "train_unembed": False,
-            "train_mlp": adapters is None or adapters.mlp,
-            "train_attn": adapters is None or adapters.attention,
+            "train_mlp": adapters is None or adapters.train_mlp,
+            "train_attn": adapters is None or adapters.train_attn,
         }
 
     def _checkpoint_info(self, checkpoint: Checkpoint) -> dict:
         return {
             "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
             "checkpoint_type": checkpoint.kind,
-            "time": _time(checkpoint.created),
+            "time": datetime.fromtimestamp(checkpoint.created, UTC).isoformat(),
             "tinker_path": checkpoint.id,
             "size_bytes": checkpoint.size,
             "public": False,
             "user_metadata": checkpoint.metadata,
-            "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
+            "expires_at": None,
         }
 
     def _checkpoints_of(self, model: Model) -> dict:
@@ -440,33 +413,16 @@ class TinkerServer(Face):
     def _run_info(self, model: Model) -> dict:
         checkpoints = self._checkpoints_of(model)["checkpoints"]
         newest = {one["checkpoint_type"]: one for one in checkpoints}
-        return _lora(model) | {
+        return _lora(model.adapters) | {
             "training_run_id": model.id,
             "base_model": self.limits.model_name,
             "model_owner": "local",
-            "last_request_time": _time(model.last_request),
+            "last_request_time": datetime.fromtimestamp(model.created, UTC).isoformat(),
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": model.metadata,
         }
 
-    def _sampler_info(self, sampler: Sampler) -> dict:
-        where = {"base_model": self.limits.model_name, "model_path": sampler.model_path}
-        return {"sampler_id": sampler.id} | where
 
-    def _session_info(self, session: TinkerSession) -> dict:
-        return {
-            "training_run_ids": [m.id for m in self.store.all("model") if m.session == session.id],
-            "sampler_ids": [s.id for s in self.store.all("sampler") if s.session == session.id],
-            "user_metadata": session.metadata,
-            "display_name": session.display_name,
-        }
-
-
-def _lora(record: Model | Checkpoint) -> dict:
-    adapters = record.adapters
+def _lora(adapters: Adapters | None) -> dict:
     return {"is_lora": adapters is not None, "lora_rank": adapters and adapters.rank}
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

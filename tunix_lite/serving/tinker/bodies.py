@@ -3,13 +3,13 @@
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
-from tunix_lite.serving.tinker.store import Adapters
+from tunix_lite.serving.tinker.store import MOST_RANK, Adapters
 from tunix_lite.trainer.sampling import SampleSettings, as_settings
 
 # Numbers of a sample, which the trainer checks.
@@ -18,6 +18,7 @@ DRAWN_BY = ("max_tokens", "temperature", "top_k", "top_p")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Fields that ask for what this server does not have, unless they are empty.
 NOT_SUPPORTED = (
+    "ttl_seconds",
     "optimizer_params",
     "topk_prompt_logprobs",
     "topk_sample_logprobs",
@@ -27,11 +28,8 @@ NOT_SUPPORTED = (
     "record_stability_info",
 )
 MOST_SAMPLES = 1024
-MOST_RANK = 4096
 # Bytes of what a client writes beside its models.
 MOST_METADATA = 65536
-# Seconds that a checkpoint may be kept for: a hundred years.
-MOST_SECONDS = 100 * 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,6 @@ class TinkerLimits:
     max_waiting: int = 4096
     # models, and samplers, that stay on the devices
     max_models: int = 16
-
-
-@dataclass(frozen=True)
-class LoraBody:
-    """The adapters of a new model. A model of all weights may leave the rank out."""
-
-    rank: int = between(0, MOST_RANK, 0)
-    seed: int = 0
-    train_attn: bool = True
-    train_mlp: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,11 +75,10 @@ class TinkerBody:
     tinker_path: str = ""
     path: str | None = None
     overwrite: bool = False
-    ttl_seconds: float | None = between(0, MOST_SECONDS, None)
     kind: str = "snapshot"
-    display_name: str | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
-    lora_config: LoraBody | None = None
+    # a model of all weights may leave the rank out
+    lora_config: Adapters | None = None
     optimizer_config: dict[str, Any] = field(default_factory=dict)
     # whether the optimizer is loaded, too
     optimizer: bool = False
@@ -106,12 +93,11 @@ class TinkerBody:
             raise BadCall(f"kind={shown(self.kind)} is not supported; 'snapshot' is", "kind")
         optimizer = self.optimizer_config.get("type", "adamw")
         if optimizer != "adamw":
-            message = f"optimizer {shown(optimizer)} is not supported; adamw is"
-            raise BadCall(message, "optimizer_config")
-        for name in ("user_metadata", "display_name"):
-            size = len(json.dumps(getattr(self, name)))
-            if size > MOST_METADATA:
-                raise BadCall(f"{name} has {size} bytes; there is room for {MOST_METADATA}", name)
+            raise BadCall(f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer")
+        size = len(json.dumps(self.user_metadata))
+        if size > MOST_METADATA:
+            message = f"user_metadata has {size} bytes; there is room for {MOST_METADATA}"
+            raise BadCall(message, "user_metadata")
 
     @property
     def adapters(self) -> Adapters | None:
@@ -121,7 +107,7 @@ class TinkerBody:
             return None
         if lora.rank < 1:
             raise BadCall(f"rank={lora.rank}; it is a whole number from 1 to {MOST_RANK}", "rank")
-        return Adapters(lora.rank, lora.seed % 2**32, lora.train_attn, lora.train_mlp)
+        return replace(lora, seed=lora.seed % 2**32)
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -138,21 +124,20 @@ class TinkerBody:
     def sample_settings(self, request_id: str) -> SampleSettings:
         """Without a seed, the name of the request is one, so that a server that was killed draws
         the same tokens again. Raises BadCall."""
-        stop = self.sampling_params.get("stop")
+        params = {name: one for name, one in self.sampling_params.items() if one is not None}
+        stop = params.get("stop", ())
         if stop == []:
             raise BadCall("stop=[] (not even at the end of sequence) is not supported", "stop")
-        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        stops = stop if isinstance(stop, list | tuple) else [stop]
         if not all(isinstance(one, int | str) for one in stops):
             raise BadCall("stop must hold texts or tokens", "stop")
-        seed = self.sampling_params.get("seed")
-        if seed is None:
-            seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
-        values = {name: self.sampling_params.get(name) for name in DRAWN_BY}
+        seed = params.get("seed", int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4]))
+        values = {name: params[name] for name in DRAWN_BY if name in params}
         values["seed"] = seed % 2**32 if isinstance(seed, int) else seed
         values["stop"] = tuple(one for one in stops if isinstance(one, str))
         values["stop_token_ids"] = tuple(one for one in stops if isinstance(one, int))
         try:
-            return as_settings({name: one for name, one in values.items() if one is not None})
+            return as_settings(values)
         except (ValueError, TypeError) as error:
             raise BadCall(str(error), "sampling_params") from error
 

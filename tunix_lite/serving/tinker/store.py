@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
 
 JOURNAL = "journal.sqlite"
+MOST_RANK = 4096
 WAITING = 0
 DONE = 1
 FAILED = 2
@@ -47,11 +48,9 @@ CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
 CREATE INDEX IF NOT EXISTS waiting ON requests (arrival, owner) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS with_body ON requests (owner, seq) WHERE body != x'';
 """
-COLUMNS = ("arrival", "id", "owner", "seq", "kind", "body", "state", "result", "attempts", "ended")
+COLUMNS = "arrival, id, owner, seq, kind, body, state, result, attempts, ended, digest"
 # Folders of weights, and what a message calls the files in them.
 ROOMS = {"models": "models", "samplers": "samplers", "checkpoints": "saved checkpoints"}
-# Names of files that a message shows.
-MOST_SHOWN = 5
 OTHER_VERSION = (
     "it is damaged, or of another version of this server: start that version, or take another "
     "folder (state_folder=)"
@@ -65,9 +64,6 @@ class TinkerSession:
     """A client's run. Its id is like 4f2a."""
 
     id: str
-    created: float = field(default_factory=time.time)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    display_name: str | None = None
     is_finished: bool = False
     # the last time that its client was heard
     heard: float = field(default_factory=time.time)
@@ -75,12 +71,12 @@ class TinkerSession:
 
 @dataclass
 class Adapters:
-    """The adapters of a model."""
+    """The adapters of a model, as a client asks for them."""
 
-    rank: int
-    seed: int
-    attention: bool
-    mlp: bool
+    rank: int = between(0, MOST_RANK, 0)
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
 
 
 @dataclass
@@ -100,7 +96,6 @@ class Model:
     saved: str | None = None
     # whether gradients since the last step are incomplete
     has_failed: bool = False
-    last_request: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -128,12 +123,10 @@ class Checkpoint:
     adapters: Adapters | None
     created: float = field(default_factory=time.time)
     size: int = 0
-    expires: float | None = None
     metadata: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class TinkerRequest:
+class TinkerRequest(NamedTuple):
     """A request in the journal. Its id is that of its owner, a model or a sampler, and its seq."""
 
     arrival: int
@@ -142,16 +135,13 @@ class TinkerRequest:
     seq: int
     kind: str
 
-    @property
-    def session(self) -> str:
-        return session_of(self.owner)
-
 
 class StoreDamaged(ValueError):
     """The folder does not hold what a server of this version left there."""
 
 
 RECORDS = {"session": TinkerSession, "model": Model, "sampler": Sampler, "checkpoint": Checkpoint}
+KINDS = {made: kind for kind, made in RECORDS.items()}
 Record = TinkerSession | Model | Sampler | Checkpoint
 
 
@@ -167,49 +157,34 @@ class Store:
         how = {"check_same_thread": False, "isolation_level": None, "timeout": 1.0}
         self._db = sqlite3.connect(folder / JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
-        # what stands in the folder and not in the journal, or the other way round
-        self.differences: list[str] = []
         try:
             self._read_journal()
-            self._compare_files()
         except BaseException:
             self._db.close()
             raise
 
     def _read_journal(self) -> None:
         self._db.executescript(TABLES)
-        columns = [row[1] for row in self._db.execute("PRAGMA table_info(requests)")]
-        if missing := [name for name in COLUMNS if name not in columns]:
-            raise StoreDamaged(f"{JOURNAL}: requests have no {missing[0]}; {OTHER_VERSION}")
-        if "digest" not in columns:
-            # a journal of the version before
-            self._db.execute("ALTER TABLE requests ADD COLUMN digest BLOB")
+        try:
+            self._db.execute(f"SELECT {COLUMNS} FROM requests LIMIT 0")
+        except sqlite3.OperationalError as error:
+            raise StoreDamaged(f"{JOURNAL}: {error}; {OTHER_VERSION}") from error
         for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
             self._records.setdefault(kind, {})[name] = _record(kind, name, value)
-
-    def _compare_files(self) -> None:
-        """Without its newest part, which is a file of its own, SQLite opens an older journal."""
-        named = {one.saved for one in self.all("model")} - {None}
-        named |= {one.file for kind in ("sampler", "checkpoint") for one in self.all(kind)} - {None}
-        files: dict[str, set[str]] = {}
-        for room, title in ROOMS.items():
+        if any(self._records.values()):
+            return
+        # Without its newest part, which is a file of its own, SQLite opens an older journal. What a
+        # server that was killed left half written begins with a dot.
+        counts = {}
+        for room in ROOMS:
             paths = (self.folder / room).glob("*/*/*" if room == "checkpoints" else "*")
-            whole = [path for path in paths if path.name[:1] != "."]
-            files[room] = {path.relative_to(self.folder).as_posix() for path in whole}
-            # one may be left by a server that was killed while it saved
-            self._note(f"{title} here are in no journal", files[room] - named)
-        if any(files.values()) and not any(self._records.values()):
-            counts = " and ".join(f"{len(files[room])} {ROOMS[room]}" for room in ROOMS)
+            counts[room] = sum(path.name[:1] != "." for path in paths)
+        if any(counts.values()):
+            lie = " and ".join(f"{count} {ROOMS[room]}" for room, count in counts.items())
             raise StoreDamaged(
-                f"{JOURNAL} is empty, and {counts} lie beside it: it was damaged, or deleted. Take "
+                f"{JOURNAL} is empty, and {lie} lie beside it: it was damaged, or deleted. Take "
                 "another folder (state_folder=), or move these files away"
             )
-        self._note("files of the journal are not here", named.difference(*files.values()))
-
-    def _note(self, difference: str, files: set[str]) -> None:
-        if files:
-            names = ", ".join(sorted(files)[:MOST_SHOWN])
-            self.differences.append(f"{len(files)} {difference}: {names}")
 
     def close(self) -> None:
         with self._lock:
@@ -237,6 +212,11 @@ class Store:
         """The record of this name, or None."""
         return self._records[kind].get(name)
 
+    def next_seq(self, owner: str) -> int:
+        """The number of the next request of a model; 0 if there is no such model."""
+        model = self.get("model", owner)
+        return 0 if model is None else model.next_seq
+
     def found(self, kind: str, name: str) -> Any:
         """The record of this name. Raises BadCall if there is none."""
         record = self.get(kind, name)
@@ -248,12 +228,9 @@ class Store:
         with self._lock:
             return list(self._records[kind].values())
 
-    def _kind(self, record: Record) -> str:
-        return next(kind for kind, made in RECORDS.items() if isinstance(record, made))
-
     def put(self, record: Record) -> None:
         """Writes a record, new or changed."""
-        kind = self._kind(record)
+        kind = KINDS[type(record)]
         values = (kind, record.id, getattr(record, "session", ""), json.dumps(asdict(record)))
         with self._lock:
             self._rows("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", *values)
@@ -261,7 +238,7 @@ class Store:
 
     def remove(self, record: TinkerSession | Sampler | Checkpoint) -> None:
         """Deletes a record, and then its file."""
-        kind = self._kind(record)
+        kind = KINDS[type(record)]
         with self._lock:
             self._rows("DELETE FROM records WHERE kind = ? AND id = ?", kind, record.id)
             self._records[kind].pop(record.id, None)
@@ -288,10 +265,9 @@ class Store:
             self._rows(query, f"{owner}:{seq}", owner, seq, kind, body, digest)
             [request] = self._requests("owner = ? AND seq = ?", owner, seq)
             [(first,)] = self._rows("SELECT digest FROM requests WHERE id = ?", request.id)
-        if request.kind != kind:
-            raise BadCall(f"request {seq} of {owner} was {request.kind}, not {kind}", "seq_id")
-        if first not in (None, digest):
-            raise BadCall(f"request {seq} of {owner} was {kind} with other data", "seq_id")
+        if first != digest:
+            other = " with other data" if request.kind == kind else f", not {kind}"
+            raise BadCall(f"request {seq} of {owner} was {request.kind}{other}", "seq_id")
         return request
 
     def waiting(self, session: str = "") -> list[TinkerRequest]:
@@ -299,10 +275,10 @@ class Store:
         where = f"state = {WAITING} AND owner LIKE ? ORDER BY arrival"
         return self._requests(where, f"{session}:%" if session else "%")
 
-    def done_after(self, owner: str, seq: int, kind: str) -> list[TinkerRequest]:
-        """Requests of this kind after seq that have a result, in their order."""
-        where = f"owner = ? AND seq > ? AND kind = ? AND state = {DONE} ORDER BY seq"
-        return self._requests(where, owner, seq, kind)
+    def gradients_after(self, owner: str, seq: int) -> list[TinkerRequest]:
+        """Gradients after seq that have a result, in their order."""
+        where = f"owner = ? AND seq > ? AND kind = 'forward_backward' AND state = {DONE}"
+        return self._requests(f"{where} ORDER BY seq", owner, seq)
 
     def _requests(self, where: str, *values: str | int) -> list[TinkerRequest]:
         query = f"SELECT arrival, id, owner, seq, kind FROM requests WHERE {where}"
@@ -312,10 +288,10 @@ class Store:
         [(body,)] = self._rows("SELECT body FROM requests WHERE arrival = ?", request.arrival)
         return body
 
-    def begin(self, request: TinkerRequest, attempts: int = 1) -> int:
-        """Adds to the attempts at a request; returns how many there are now."""
-        query = "UPDATE requests SET attempts = attempts + ? WHERE arrival = ? RETURNING attempts"
-        [(count,)] = self._rows(query, attempts, request.arrival)
+    def begin(self, request: TinkerRequest) -> int:
+        """Counts an attempt at a request; returns how many there are now."""
+        query = "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ? RETURNING attempts"
+        [(count,)] = self._rows(query, request.arrival)
         return count
 
     def end(self, request: TinkerRequest, state: int, result: bytes) -> None:
@@ -369,28 +345,27 @@ def session_of(owner: str) -> str:
 
 def _record(kind: str, name: str, value: str) -> Record:
     """A record as the journal holds it. Raises StoreDamaged for one that is not as expected."""
-    where = f"{JOURNAL}: the record {shown(kind)} {shown(name)}"
-    if kind not in RECORDS:
-        raise StoreDamaged(f"{where} is of no kind that this server knows; {OTHER_VERSION}")
-    try:
-        values = json.loads(value)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StoreDamaged(f"{where} is no JSON; {OTHER_VERSION}") from error
-    try:
-        record = read(RECORDS[kind], values)
-        wrong = sorted(set(values) - {one.name for one in fields(record)})
-        wrong += [] if record.id == name else ["id"]
-    except BadCall as error:
-        wrong = [error.field or "the record itself"]
-    if wrong:
-        message = f"{where} is not as expected ({shown(', '.join(wrong))}); {OTHER_VERSION}"
-        raise StoreDamaged(message)
-    return record
+    problem = "is of no kind that this server knows"
+    if kind in RECORDS:
+        try:
+            values = json.loads(value)
+            record = read(RECORDS[kind], values)
+            wrong = sorted(set(values) - {one.name for one in fields(record)})
+            wrong += [] if record.id == name else ["id"]
+            if not wrong:
+                return record
+        except BadCall as error:
+            wrong = [error.field or "the record itself"]
+        except (ValueError, TypeError, RecursionError):
+            wrong = ["it is no JSON"]
+        problem = f"is not as expected ({shown(', '.join(wrong))})"
+    raise StoreDamaged(
+        f"{JOURNAL}: the record {shown(kind)} {shown(name)} {problem}; {OTHER_VERSION}"
+    )
 
 
 def disk_trouble(error: BaseException | None) -> str | None:
-    """The reason that the journal or a file beside it cannot be written; None if neither the error
-    nor its causes say one."""
+    """The reason that the journal or a file cannot be written; None: the error has none of it."""
     while error is not None:
         is_of_disk = isinstance(error, OSError) and error.errno in DISK
         if is_of_disk or isinstance(error, sqlite3.Error):

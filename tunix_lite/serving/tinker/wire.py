@@ -79,29 +79,29 @@ def loss_settings(request: Message) -> dict[str, float | str]:
 
 def data_of(request: Message) -> list[Datum]:
     """The data of a forward_backward request. Raises BadCall for what this server cannot train."""
-    return [_datum(one, f"data[{i}]") for i, one in enumerate(request.data)]
-
-
-def _datum(message: Message, where: str) -> Datum:
-    tokens: list[int] = []
-    for chunk in message.chunks:
-        if not chunk.HasField("text"):
-            raise BadCall(f"{where}: images and sound are not supported, only encoded_text")
-        tokens += _array(chunk.text.tokens, 3, where).tolist()
-    inputs = {}
-    for one in message.inputs:
-        here = f"{where}.loss_fn_inputs[{one.name!r}]"
-        name = one.name.replace("target_tokens", "targets")
-        if one.tensor.sparse:
-            raise BadCall(f"{here}: sparse tensors are not supported")
-        if name not in ("targets", *VALUES):
-            raise BadCall(f"{here} is not supported; target_tokens, {', '.join(VALUES)} are")
-        inputs[name] = _array(one.tensor.dense, one.tensor.dtype or FLOAT32, here)
-        if list(one.tensor.shape) not in ([], [inputs[name].size]):
-            raise BadCall(f"{here} has the shape {list(one.tensor.shape)}; 1 dim is supported")
-    if "targets" not in inputs:
-        raise BadCall(f"{where}.loss_fn_inputs['target_tokens'] is missing")
-    return Datum(tokens, **inputs)
+    data = []
+    for i, message in enumerate(request.data):
+        where = f"data[{i}]"
+        tokens: list[int] = []
+        for chunk in message.chunks:
+            if not chunk.HasField("text"):
+                raise BadCall(f"{where}: images and sound are not supported, only encoded_text")
+            tokens += _array(chunk.text.tokens, 3, where).tolist()
+        inputs = {}
+        for one in message.inputs:
+            here = f"{where}.loss_fn_inputs[{one.name!r}]"
+            name = one.name.replace("target_tokens", "targets")
+            if one.tensor.sparse:
+                raise BadCall(f"{here}: sparse tensors are not supported")
+            if name not in ("targets", *VALUES):
+                raise BadCall(f"{here} is not supported; target_tokens, {', '.join(VALUES)} are")
+            inputs[name] = _array(one.tensor.dense, one.tensor.dtype or FLOAT32, here)
+            if list(one.tensor.shape) not in ([], [inputs[name].size]):
+                raise BadCall(f"{here} has the shape {list(one.tensor.shape)}; 1 dim is supported")
+        if "targets" not in inputs:
+            raise BadCall(f"{where}.loss_fn_inputs['target_tokens'] is missing")
+        data.append(Datum(tokens, **inputs))
+    return data
 
 
 def _array(raw: bytes, dtype: int, where: str) -> np.ndarray:

@@ -8,7 +8,6 @@ weights are drawn together.
 import json
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -31,8 +30,7 @@ from tunix_lite.serving.tinker.store import (
 )
 
 if TYPE_CHECKING:
-    from tunix_lite.trainer.client import LossOutput, TrainingClient, Weights
-    from tunix_lite.trainer.trainer import Trainer
+    from tunix_lite.trainer.trainer import LossOutput, Trainer, TrainingClient, Weights
 
     Live = dict[str, Weights]
 
@@ -41,12 +39,9 @@ ATTENTION = ("q", "k", "v", "o")
 MLP = ("gate", "up", "down")
 # Sequences that are drawn in one turn, at most.
 SEQUENCES_PER_TURN = 256
-# Times that a request may end with the end of the server before it is given up. Somebody else may
-# have ended the server each time, so a short attempt counts one, and one that took LONG_SECONDS
-# counts LONG_ATTEMPT: three of them are too many.
-MOST_ATTEMPTS = 20
-LONG_SECONDS = 30.0
-LONG_ATTEMPT = 7
+# Times that a request may end with the end of the server before it is given up: somebody else may
+# have ended the server each time.
+MOST_ATTEMPTS = 12
 # A sample request, and its body.
 Sampling = tuple[TinkerRequest, TinkerBody]
 # The result of a request, and what it made.
@@ -82,31 +77,31 @@ class LiveModels:
         return live[name]
 
     def client(self, model: Model) -> "TrainingClient":
-        """The trainer's client of a model, with all that it was asked to do. Raises ValueError for
-        adapters that cannot be."""
+        """The trainer's client of a model, with all that it was asked to do. Raises ValueError."""
+        adapters = model.adapters
+
+        def make() -> "TrainingClient":
+            if adapters is None:
+                # There is room for one of them. Another one comes back when its client asks again.
+                for name in [name for name, one in self._clients.items() if one.lora is None]:
+                    self.forget(name)
+                client = self.trainer.full()
+            else:
+                parts = ATTENTION * adapters.train_attn + MLP * adapters.train_mlp
+                if not parts:
+                    raise ValueError("train_attn and train_mlp are both off: nothing would train")
+                how = {"rank": adapters.rank, "seed": adapters.seed}
+                client = self.trainer.adapter(targets=f".*/({'|'.join(parts)})", **how)
+            if model.saved is not None:
+                client.load(self.store.folder / model.saved, optimizer=True)
+            return client
+
         is_live = model.id in self._clients
-        client = self._newest(self._clients, model.id, lambda: self._made(model))
+        client = self._newest(self._clients, model.id, make)
         if not is_live:
             # Gradients since the weights were saved are in no file.
-            for done in self.store.done_after(model.id, model.saved_seq, "forward_backward"):
+            for done in self.store.gradients_after(model.id, model.saved_seq):
                 self.forward_backward(model, self.store.body(done))
-        return client
-
-    def _made(self, model: Model) -> "TrainingClient":
-        adapters = model.adapters
-        if adapters is None:
-            # There is room for one of them. Another one comes back when its client asks again.
-            for name in [name for name, one in self._clients.items() if one.lora is None]:
-                self.forget(name)
-            client = self.trainer.full()
-        else:
-            parts = ATTENTION * adapters.attention + MLP * adapters.mlp
-            if not parts:
-                raise ValueError("train_attn and train_mlp are both off: nothing would train")
-            targets = f".*/({'|'.join(parts)})"
-            client = self.trainer.adapter(rank=adapters.rank, seed=adapters.seed, targets=targets)
-        if model.saved is not None:
-            client.load(self.store.folder / model.saved, optimizer=True)
         return client
 
     def forward_backward(self, model: Model, body: bytes) -> "LossOutput":
@@ -142,7 +137,7 @@ def next_turn(
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
         if one.kind == "sample" or one.seq == next_seq(one.owner):
-            ready.setdefault(one.session, []).append(one)
+            ready.setdefault(session_of(one.owner), []).append(one)
     if not ready:
         return []
     session = min(ready, key=lambda name: turns.get(name, 0))
@@ -165,9 +160,8 @@ class Worker:
         self._lock = threading.Condition()
         self._is_closing = False
         self._turns: dict[str, int] = {}
-        # what is under way, and since when; 0.0 once a long attempt is counted
+        # what is under way
         self._current: list[TinkerRequest] = []
-        self._since = 0.0
         for session in store.all("session"):
             if session.is_finished:
                 self.give_up(session.id)
@@ -178,24 +172,9 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_closing
 
-    def check(self) -> None:
-        """Counts an attempt that takes long as more than one. Raises WorkerFailed if the thread has
-        ended."""
-        if not self.is_alive:
-            raise WorkerFailed(f"the worker failed: {self.failure}")
-        if self._since and time.monotonic() > self._since + LONG_SECONDS:
-            self._since = 0.0
-            for request in self._current:
-                self.store.begin(request, LONG_ATTEMPT - 1)
-
     def wake(self) -> None:
         with self._lock:
             self._lock.notify()
-
-    def cancel(self, name: str) -> None:
-        """Gives up a sample request that nobody has begun."""
-        if ":sample:" in name:
-            self.give_up(session_of(name), name)
 
     def give_up(self, session: str, name: str | None = None) -> None:
         """Ends what still waits of a session, or one request of it: nobody will ask for it."""
@@ -210,9 +189,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends after the request that is under way; the others stay in the journal."""
-        with self._lock:
-            self._is_closing = True
-            self._lock.notify()
+        self._is_closing = True
+        self.wake()
         self._thread.join()
 
     # ---- the thread
@@ -223,53 +201,44 @@ class Worker:
                 with self._lock:
                     while not self._is_closing and not self._current:
                         waiting = self.store.waiting()
-                        self._current = next_turn(waiting, self._turns, self._next_seq)
+                        self._current = next_turn(waiting, self._turns, self.store.next_seq)
                         if not self._current:
                             self._lock.wait()
                 if self._is_closing:
                     return
-                self._turn(self._current)
+                tried = []
+                for request in self._current:
+                    if self.store.begin(request) <= MOST_ATTEMPTS:
+                        tried.append(request)
+                    else:
+                        self._fail(request, "the server ended each time that it did this", "server")
+                if tried and tried[0].kind == "sample":
+                    self._sample(tried)
+                elif tried:
+                    self._train(tried[0])
+                self.done += len(self._current)
+                for request in self._current:
+                    self.on_end(request.id)
                 self._current = []
         except BaseException as error:
             self.failure = error
             if disk_trouble(error) is None:
                 traceback.print_exc()
 
-    def _next_seq(self, owner: str) -> int:
-        model = self.store.get("model", owner)
-        return 0 if model is None else model.next_seq
-
-    def _turn(self, requests: list[TinkerRequest]) -> None:
-        """Does these requests and writes their results."""
-        tried = [one for one in requests if self.store.begin(one) <= MOST_ATTEMPTS]
-        self._since = time.monotonic()
-        for request in requests:
-            if request not in tried:
-                self._fail(request, "the server ended each time that it did this", "server")
-        if tried and tried[0].kind == "sample":
-            self._sample(tried)
-        elif tried:
-            self._train(tried[0])
-        self._since = 0.0
-        self.done += len(requests)
-        for request in requests:
-            self.on_end(request.id)
-
     def _train(self, request: TinkerRequest) -> None:
         try:
-            if request.kind not in OPERATIONS:
-                message = f"this server knows no {request.kind}; another version has accepted it"
-                raise ValueError(message)
-            body = TinkerBody() if request.kind == "forward_backward" else self._body(request)
+            body = TinkerBody()
+            if request.kind != "forward_backward":
+                body = bodies.body_of(json.loads(self.store.body(request)))
             model = self.store.get("model", request.owner)
             if model is None:
                 adapters = body.adapters
                 if body.path is not None:
                     adapters = self.store.found("checkpoint", body.path).adapters
-                model = Model(request.owner, request.session, adapters=adapters)
+                model = Model(request.owner, session_of(request.owner), adapters=adapters)
                 model.metadata = body.user_metadata
             files = {model.saved}
-            result, made = OPERATIONS[request.kind](self, request, model, body)
+            result, made = self._do(request, model, body)
             if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
                 files.add(old.file)
             with self.store.transaction():
@@ -291,9 +260,6 @@ class Worker:
                 self.live.forget(request.owner)
             self._fail(request, message, category)
 
-    def _body(self, request: TinkerRequest) -> TinkerBody:
-        return bodies.body_of(json.loads(self.store.body(request)))
-
     def _fail(self, request: TinkerRequest, message: str, category: str) -> None:
         with self.store.transaction():
             model = self.store.get("model", request.owner)
@@ -306,38 +272,37 @@ class Worker:
             self.store.end(request, FAILED, as_json(error=message, category=category))
         print(visible(f"{request.id} {request.kind}: {message}"), file=sys.stderr, flush=True)
 
-    # ---- operations: each gives the result of a request, and the record that it made
-
-    def _create(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
-        self.live.client(model)
-        return as_json(model_id=model.id, type="create_model"), None
-
-    def _load(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
-        """Takes the weights of a checkpoint, for a model that exists or for a new one."""
-        checkpoint = self.store.found("checkpoint", body.path)
-        client = self.live.client(model)
-        client.load(self.store.folder / checkpoint.file, optimizer=body.optimizer)
-        self._save(model, request.seq)
-        return as_json(path=checkpoint.id, model_id=model.id, type="load_weights"), None
-
-    def _learn(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
-        out = self.live.forward_backward(model, self.store.body(request))
-        return wire.write_forward_backward(out.logprobs, {"loss:sum": out.loss}), None
-
-    def _step(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
-        if model.has_failed:
-            # Half of the gradients would be another step than the one that was meant.
-            model.has_failed = False
-            model.saved_seq = request.seq
-            self.live.forget(model.id)
-            message = "a forward_backward since the last step failed: nothing was changed, and "
-            raise ValueError(message + "all gradients since then are dropped")
-        metrics = self.live.client(model).optim_step(**asdict(body.adam_params))
-        self._save(model, request.seq)
-        return as_json(metrics=metrics), None
+    def _do(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+        """The result of a request of a model, and the record that it made."""
+        match request.kind:
+            case "create_model":
+                self.live.client(model)
+                return as_json(model_id=model.id, type="create_model"), None
+            case "create_from" | "load_weights":
+                checkpoint = self.store.found("checkpoint", body.path)
+                client = self.live.client(model)
+                client.load(self.store.folder / checkpoint.file, optimizer=body.optimizer)
+                self._save(model, request.seq)
+                return as_json(path=checkpoint.id, model_id=model.id, type="load_weights"), None
+            case "forward_backward":
+                out = self.live.forward_backward(model, self.store.body(request))
+                return wire.write_forward_backward(out.logprobs, {"loss:sum": out.loss}), None
+            case "optim_step" if model.has_failed:
+                # Half of the gradients would be another step than the one that was meant.
+                model.has_failed = False
+                model.saved_seq = request.seq
+                self.live.forget(model.id)
+                message = "a forward_backward since the last step failed: nothing was changed, and "
+                raise ValueError(message + "all gradients since then are dropped")
+            case "optim_step":
+                metrics = self.live.client(model).optim_step(**asdict(body.adam_params))
+                self._save(model, request.seq)
+                return as_json(metrics=metrics), None
+            case "save_weights" | "save_weights_for_sampler":
+                return self._keep(request, model, body)
+        raise ValueError(f"this server knows no {request.kind}; another version has accepted it")
 
     def _save(self, model: Model, seq: int) -> None:
-        """Writes the weights and the optimizer of a model."""
         save = partial(self.live.client(model).save, optimizer=True)
         model.saved = self.store.write("models", f"{model.id}.{seq}", save)
         model.saved_seq = seq
@@ -363,8 +328,6 @@ class Worker:
         parts = (written, *written.rglob("*"))
         checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
         checkpoint.metadata = body.user_metadata or None
-        if body.ttl_seconds is not None:
-            checkpoint.expires = checkpoint.created + body.ttl_seconds
         return as_json(path=path, type=request.kind), checkpoint
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
@@ -372,41 +335,29 @@ class Worker:
         by_count: dict[int, list[Sampling]] = {}
         for request in requests:
             try:
-                body = self._body(request)
+                body = bodies.body_of(json.loads(self.store.body(request)))
                 by_count.setdefault(body.num_samples, []).append((request, body))
             except ValueError as error:
                 self._fail(request, *blame(error))
+        parts = []
         for count, samples in by_count.items():
             most = max(1, SEQUENCES_PER_TURN // count)
-            for start in range(0, len(samples), most):
-                self._draw(samples[start : start + most])
-
-    def _draw(self, samples: list[Sampling]) -> None:
-        try:
-            results = self.live.sample(samples)
-        except Exception as error:
-            if len(samples) == 1 or disk_trouble(error) is not None:
-                self._fail(samples[0][0], *blame(error))
-                return
-            # One of them may be wrong, and the others are not to fail with it.
-            for one in samples:
-                self._draw([one])
-            return
-        with self.store.transaction():
-            for (request, _), result in zip(samples, results):
-                self.store.end(request, DONE, result)
-                self.store.forget_bodies(request.owner, request.seq)
-
-
-OPERATIONS = {
-    "create_model": Worker._create,
-    "create_from": Worker._load,
-    "load_weights": Worker._load,
-    "forward_backward": Worker._learn,
-    "optim_step": Worker._step,
-    "save_weights": Worker._keep,
-    "save_weights_for_sampler": Worker._keep,
-}
+            parts += [samples[start : start + most] for start in range(0, len(samples), most)]
+        while parts:
+            samples = parts.pop(0)
+            try:
+                results = self.live.sample(samples)
+            except Exception as error:
+                if len(samples) == 1 or disk_trouble(error) is not None:
+                    self._fail(samples[0][0], *blame(error))
+                else:
+                    # One of them may be wrong, and the others are not to fail with it.
+                    parts += [[one] for one in samples]
+                continue
+            with self.store.transaction():
+                for (request, _), result in zip(samples, results):
+                    self.store.end(request, DONE, result)
+                    self.store.forget_bodies(request.owner, request.seq)
 
 
 def blame(error: Exception) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from tunix_lite.tasks.generated import Split, answer_text, check_counts, check_range, example_of
+from tunix_lite.tasks.generated import GeneratedSource, answer_text, check_range, example_of
 
 # characters of an expression that is read at all
 LONGEST = 200
@@ -22,7 +22,7 @@ SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(GeneratedSource):
     """Numbers and a target that an expression of all of them reaches, with whole numbers on the
     way. Other expressions that reach it are right, too.
 
@@ -39,10 +39,6 @@ class Countdown:
     max_target: int = 100
     # true wants an answer with every number. false also takes one with some of them.
     use_all: bool = False
-    # Problems in one pass of the training data.
-    num_train: int = 1_000_000
-    # Held-out problems, for evaluation.
-    num_held_out: int = 256
 
     def __post_init__(self):
         check_range(self, 2, "min_numbers", "max_numbers")
@@ -52,15 +48,7 @@ class Countdown:
             raise ValueError(
                 f"max_value={self.max_value}, max_target={self.max_target}: use at least 9 and 10"
             )
-        check_counts(self)
-
-    @property
-    def train(self) -> Split:
-        return Split(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Split:
-        return Split(self, held_out=True, count=self.num_held_out)
+        super().__post_init__()
 
     def make(self, rng: np.random.Generator) -> dict:
         """See generated.Generator."""

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.tasks.generated import Split, answer_text, check_counts, check_range, example_of
+from tunix_lite.tasks.generated import GeneratedSource, answer_text, check_range, example_of
 
 KINDS = ("numbers", "words")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
-class Sorting:
+class Sorting(GeneratedSource):
     """Lists to put in order, without equal items. The question names the order: from the smallest,
     or for a share `descending` of the lists from the largest.
 
@@ -31,10 +31,6 @@ class Sorting:
     word_length: int = 3
     # Share of lists to sort from the largest, from 0 to 1.
     descending: float = 0.5
-    # Problems in one pass of the training data.
-    num_train: int = 1_000_000
-    # Held-out problems, for evaluation.
-    num_held_out: int = 256
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -49,15 +45,7 @@ class Sorting:
             raise ValueError(f"word_length={self.word_length} must be at least 2")
         if not 0 <= self.descending <= 1:
             raise ValueError(f"descending={self.descending} is a share, from 0 to 1")
-        check_counts(self)
-
-    @property
-    def train(self) -> Split:
-        return Split(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Split:
-        return Split(self, held_out=True, count=self.num_held_out)
+        super().__post_init__()
 
     def make(self, rng: np.random.Generator) -> dict:
         """See generated.Generator."""
@@ -65,18 +53,17 @@ class Sorting:
         is_descending = bool(rng.random() < self.descending)
         items: list = []
         while len(items) < count:
-            item = self._item(rng)
+            if self.kind == "numbers":
+                item = int(rng.integers(0, self.max_value + 1))
+            else:
+                letters = rng.integers(0, len(LETTERS), self.word_length)
+                item = "".join(LETTERS[i] for i in letters)
             if item not in items:
                 items.append(item)
         ordered = sorted(items, reverse=is_descending)
         order = "descending" if is_descending else "ascending"
         question = f"Sort in {order} order: {', '.join(map(str, items))}"
         return example_of(question, ", ".join(map(str, ordered)))
-
-    def _item(self, rng: np.random.Generator) -> int | str:
-        if self.kind == "numbers":
-            return int(rng.integers(0, self.max_value + 1))
-        return "".join(LETTERS[i] for i in rng.integers(0, len(LETTERS), self.word_length))
 
 
 def is_sorted_right(completion: str, example: dict) -> float:

@@ -1,4 +1,5 @@
-"""One update: loss -> gradient -> new state."""
+"""One update: loss -> `gradients` -> `apply` -> new state. A run compiles both as one program; the
+clients of a Trainer compile each by itself (trainer/programs.py)."""
 
 import functools
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from tunix_lite.algorithms.algorithm import Algorithm, Policy
 from tunix_lite.learner.micro_batches import Sums, accumulate
-from tunix_lite.learner.optim import apply_update, widen
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.parallel.compiler_options import OptionsByPlatform, options_of_mesh
 from tunix_lite.parallel.compiling import compiled_once
@@ -20,6 +21,8 @@ from tunix_lite.types import Metrics, Params, RowBatch, TrainState
 
 # folded into the seed, so that dropout and sampling share no numbers
 DROPOUT = 0xD0
+# and rounding
+ROUNDING = 0x70D
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
         grads, metrics = self.gradients(state.params, frozen, state.step, batch, grad_shardings)
-        state, moved = applied(self.optimizer, state, grads, metrics["train/loss"], self.seed)
+        state, moved = apply(self.optimizer, state, grads, metrics["train/loss"], self.seed)
         return state, metrics | moved
 
     def gradients(
@@ -93,8 +96,13 @@ class TrainStep:
 
         number: of the update, which dropout depends on.
         """
-        has_dropout = self.lora is not None and self.lora.dropout > 0
-        keys_R = dropout_keys(self.seed, number, len(batch.tokens)) if has_dropout else None
+        keys_R = None
+        if self.lora is not None and self.lora.dropout > 0:
+            # One key per sequence of the whole batch: what is dropped does not depend on
+            # micro-batches or the mesh.
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), DROPOUT), number)
+            rows = jnp.arange(len(batch.tokens))
+            keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
         return accumulate(
             partial(self.gradient, params, frozen, constants=batch.constants),
             (batch.per_row, keys_R),
@@ -111,8 +119,7 @@ class TrainStep:
         part: tuple[RowBatch, jax.Array | None],
         constants: dict | None = None,
     ) -> tuple[Params, Metrics]:
-        """The gradient of the loss of a micro-batch; part: (its rows, their dropout keys).
-        constants: of the whole batch."""
+        """The gradient of a micro-batch: its rows and their dropout keys."""
         batch, keys_R = part
 
         def objective(params: Params) -> tuple[jax.Array, Metrics]:
@@ -125,7 +132,7 @@ class TrainStep:
         return jax.grad(objective, has_aux=True)(params)
 
 
-def applied(
+def apply(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     grads: Params,
@@ -134,14 +141,30 @@ def applied(
 ) -> tuple[TrainState, Metrics]:
     """The state after an update with these gradients, traced inside of jit. seed: of rounding.
 
-    Where the loss, a gradient or the change is not finite nothing moves, not even the optimizer's
-    moments; only the step is counted.
+    It is computed in float32. Where the loss, a gradient or the change is not finite nothing moves,
+    not even the optimizer's moments; only the step is counted.
     """
     norm = optax.tree.norm(widen(grads))
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    new, size = apply_update(optimizer, grads, state, seed)
-    is_finite &= jnp.isfinite(size)
     old = state.params, state.opt_state
+    params = widen(state.params)
+    updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
+    new = optax.apply_updates(params, updates), opt_state
+
+    # What is kept in bfloat16 (training.mixed_precision=bf16_params) is rounded by chance. Rounded
+    # to the nearest, an update of less than half a last digit would never arrive. The random
+    # numbers come from (seed, step), so that they are the same on every mesh.
+    old_leaves = jax.tree.leaves(old)
+    leaves, form = jax.tree.flatten(new)
+    if [x.dtype for x in leaves] != [x.dtype for x in old_leaves]:
+        key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
+        key = jax.random.fold_in(key, state.step)
+        keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+        rounded = [round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, old_leaves, keys)]
+        new = form.unflatten(rounded)
+
+    size = optax.tree.norm(updates)
+    is_finite &= jnp.isfinite(size)
     params, opt_state = jax.tree.map(partial(jnp.where, is_finite), new, old)
     metrics = {
         "train/grad_norm": norm,
@@ -151,8 +174,22 @@ def applied(
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
 
-def dropout_keys(seed: int, step: jax.Array, rows: int) -> jax.Array:
-    """One key per sequence of the whole batch, [B]: what is dropped does not depend on
-    micro-batches or the mesh."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+def widen(tree: Any) -> Any:
+    """Floating-point arrays in float32 at least."""
+
+    def in_float32(x: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
+
+    return jax.tree.map(in_float32, tree)
+
+
+def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
+    """x as dtype. From float32 to bfloat16 it is rounded stochastically: bfloat16 is the upper half
+    of float32, and the lower half gives the probability of rounding up."""
+    if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    upper = (bits + (jax.random.bits(key, x.shape, jnp.uint16)).astype(jnp.uint32)) >> 16
+    rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(dtype))

@@ -1,4 +1,4 @@
-"""Completions that go on over an update: a rollout ends before they do, and the next one continues
+"""Partial rollouts: a rollout ends before all of its completions do, and the next one continues
 them with the new weights.
 
 Nothing of a cache is kept. A completion that goes on is read again, prompt and tokens so far, with
@@ -7,7 +7,6 @@ the weights that draw its next token; so a run that is resumed from tokens alone
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +16,21 @@ from jax.typing import DTypeLike
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import axis_size
-from tunix_lite.rollout.compile_ahead import RolloutSize, compile_rollout
-from tunix_lite.rollout.engine import (
-    RolloutArrays,
+from tunix_lite.rollout.compile_ahead import RolloutSize, compile_append, compile_rollout
+from tunix_lite.rollout.engine import padded_width, prompt_widths
+from tunix_lite.rollout.generate import (
     check_kernels,
+    engine_of,
     make_prepare,
     sampler_spec,
 )
-from tunix_lite.rollout.programs import (
-    Programs,
-    make_programs,
-)
-from tunix_lite.rollout.requests import Request, StopCriteria, check_prompts, stop_text_end
-from tunix_lite.rollout.reread import (
-    RereadPrograms,
-    compile_reread,
-    make_reread_programs,
-    read_again,
-)
-from tunix_lite.rollout.scheduler import (
-    RolloutScheduler,
-    padded_width,
-    prompt_blocks,
-    prompt_widths,
+from tunix_lite.rollout.programs import Programs, make_programs
+from tunix_lite.rollout.requests import (
+    Request,
+    RolloutArrays,
+    StopCriteria,
+    check_prompts,
+    stop_end,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
@@ -76,11 +67,13 @@ class OpenCompletion:
         """Returns whether it has begun and not ended."""
         return bool(self.tokens) and self.reason is None
 
-    def as_request(self, place: int, limit: int, criteria: StopCriteria) -> Request:
-        """The request that continues it; place: of its prompt, for messages."""
-        request = Request(place, self.prompt, self.generation, limit)
+    def as_request(
+        self, ids: tuple[int, ...], place: int, limit: int, criteria: StopCriteria
+    ) -> Request:
+        """The request that continues it. ids: its prompt; place: of its prompt, for messages."""
+        request = Request(place, self.prompt, self.generation, limit, ids)
         # the text so far, in which the next tokens may complete a stop text
-        stop_text_end(request, list(self.tokens), criteria)
+        stop_end(request, list(self.tokens), criteria)
         request.tokens = list(self.tokens)
         request.logprobs = list(self.logprobs)
         request.full_logprobs = list(self.full_logprobs)
@@ -100,17 +93,16 @@ class OpenCompletion:
 
 
 @dataclass(frozen=True)
-class CarrySampler:
+class PartialSampler:
     """Continues completions until enough have ended.
 
-    Example: `make_carry_sampler(cfg, generation, eos_ids, pad_id)`, then `go_on` once an update.
+    Example: `make_partial_sampler(cfg, generation, eos_ids, pad_id)`, then `go_on` once an update.
     """
 
     generation: GenerationConfig
     rollout: RolloutConfig
     programs: Programs
-    reread: RereadPrograms
-    prepare: Callable
+    prepare: Callable[[Params], Params]
     criteria: StopCriteria
 
     def go_on(
@@ -140,76 +132,52 @@ class CarrySampler:
         cfg = self.programs.spec.cfg
         check_kernels(self.programs.spec, self.rollout, params)
         check_prompts(every_prompt, cfg, self.generation, self.criteria.tokenizer)
-        requests = self._requests(in_order)
 
-        # As in make_sampler from here on, but that the first slots are not empty.
-        key = _keys(seed_key, [one.step for one in in_order])
-        most = len(completions)
-        scheduler = self._scheduler(params, in_order, every_prompt, requests, key, usual, most)
-        scheduler.fill_slots()
-        next_chunk = scheduler.next_chunk
-        while (decoded := next_chunk()) is not None:
-            scheduler.absorb(decoded, self.criteria, every_prompt)
+        # As in make_sampler from here on, but that some requests have tokens already.
+        num_slots = self.rollout.slots(usual[0] * usual[1], axis_size("fsdp"))
+        engine = engine_of(
+            self.programs,
+            self.prepare(params),
+            num_slots,
+            usual,
+            self.criteria,
+            self.generation.temperature,
+            most_requests=len(completions),
+        )
+        requests = self._requests(in_order, every_prompt)
+        keys = {step: jax.random.fold_in(seed_key, step) for step in {one.step for one in in_order}}
+        key_data = {step: np.asarray(jax.random.key_data(key)) for step, key in keys.items()}
+        for one, request in zip(in_order, requests):
+            request.key_data = key_data[one.step]
+        lengths = [len(one.tokens) for one in in_order if one.tokens]
+        if lengths:
+            # Tokens are appended to slots of all columns, so that few programs are compiled.
+            engine.columns = engine.length
+        engine.admit(requests)
+        is_over = False
+        while (decoded := engine.next_chunk(starts=not is_over)) is not None:
+            engine.absorb(decoded)
             has_ended[order] = [request.reason is not None for request in requests]
-            if is_enough(has_ended):
-                next_chunk = scheduler.next_started_chunk
+            is_over = is_over or is_enough(has_ended)
             if between_chunks is not None:
                 between_chunks()
 
         after = list(completions)
         for i, one, request in zip(order, in_order, requests):
             after[i] = one.after(request, version)
-        return after, scheduler.metrics() | reread_metrics(in_order, every_prompt)
+        read_again = {"rollout/carried": len(lengths), "rollout/reread_tokens": sum(lengths)}
+        return after, engine.metrics() | read_again
 
-    def _requests(self, in_order: Sequence[OpenCompletion]) -> list[Request]:
+    def _requests(
+        self, in_order: Sequence[OpenCompletion], prompts: Sequence[Sequence[int]]
+    ) -> list[Request]:
         limit = self.generation.max_new_tokens
-        return [one.as_request(i, limit, self.criteria) for i, one in enumerate(in_order)]
-
-    def _scheduler(
-        self,
-        params: Params,
-        in_order: Sequence[OpenCompletion],
-        every_prompt: Prompts,
-        requests: list[Request],
-        key: jax.Array,
-        usual: tuple[int, int],
-        most: int,
-    ) -> RolloutScheduler:
-        """Builds the scheduler. Completions under way come first: they are read whole. The prompts
-        of the others are read once for their group."""
-        num_carried = sum(one.is_under_way for one in in_order)
-        counts: dict[tuple[int, int], int] = {}
-        of_groups = []
-        for one, prompt in zip(in_order[num_carried:], every_prompt[num_carried:]):
-            if one.group not in counts:
-                of_groups.append(prompt)
-            counts[one.group] = counts.get(one.group, 0) + 1
-
-        num_slots = self.rollout.slots(usual[0] * usual[1], axis_size("fsdp"))
-        blocks = prompt_blocks(
-            self.programs.spec,
-            of_groups,
-            usual[1],
-            num_slots,
-            requests_of=[*counts.values()],
-            usual=usual[0],
-        )
-        weights = self.prepare(params)
-        carried = every_prompt[:num_carried]
-        read = partial(read_again, self.reread, weights, carried, requests, num_slots)
-        temperature = np.float32(self.generation.temperature)
-        return RolloutScheduler(
-            self.programs,
-            weights,
-            temperature,
-            requests,
-            blocks,
-            num_slots,
-            key,
-            carried,
-            read,
-            most,
-        )
+        # One tuple for each group, whose completions share one reading of the prompt.
+        ids = {one.group: tuple(map(int, prompt)) for one, prompt in zip(in_order, prompts)}
+        return [
+            one.as_request(ids[one.group], i, limit, self.criteria)
+            for i, one in enumerate(in_order)
+        ]
 
     def compile_ahead(
         self, params: Params, num_prompts: int, num_generations: int, num_in_flight: int
@@ -220,12 +188,12 @@ class CarrySampler:
         temperature = self.generation.temperature
         size = RolloutSize(num_prompts, num_generations, num_slots, temperature, num_in_flight)
         weights = self.prepare(params)
-        queue, slots = compile_rollout(self.programs, weights, size)
+        slots = compile_rollout(self.programs, weights, size)
         if num_in_flight > num_prompts * num_generations:
-            compile_reread(self.reread, slots, queue, weights)
+            compile_append(self.programs, slots, weights)
 
 
-def make_carry_sampler(
+def make_partial_sampler(
     cfg: Architecture,
     generation: GenerationConfig,
     eos_ids: tuple[int, ...],
@@ -234,7 +202,7 @@ def make_carry_sampler(
     rollout: RolloutConfig | None = None,
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> CarrySampler:
+) -> PartialSampler:
     """Builds the sampler from the arguments of make_generate."""
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
@@ -243,8 +211,7 @@ def make_carry_sampler(
     criteria = StopCriteria(ends, generation.stop, tokenizer)
     criteria.check()
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-    reread = make_reread_programs(programs)
-    return CarrySampler(generation, rollout, programs, reread, prepare, criteria)
+    return PartialSampler(generation, rollout, programs, prepare, criteria)
 
 
 def order_of_requests(
@@ -263,21 +230,6 @@ def order_of_requests(
         return not one.is_under_way, one.step, -width, one.prompt, one.generation
 
     return sorted((i for i, one in enumerate(completions) if one.reason is None), key=rank)
-
-
-def _keys(seed_key: jax.Array, steps: Sequence[int]) -> jax.Array:
-    """[Q] the random key of the rollout that each request is of."""
-    of_step = {
-        step: np.asarray(jax.random.key_data(jax.random.fold_in(seed_key, step)))
-        for step in set(steps)
-    }
-    return jax.random.wrap_key_data(np.stack([of_step[step] for step in steps]))
-
-
-def reread_metrics(completions: Sequence[OpenCompletion], prompts: Prompts) -> Metrics:
-    """Counts the completions that continued, and the tokens that were read again for them."""
-    lengths = [len(one.tokens) + len(p) for one, p in zip(completions, prompts) if one.is_under_way]
-    return {"rollout/carried": len(lengths), "rollout/reread_tokens": sum(lengths)}
 
 
 def _nothing_sampled() -> Metrics:

@@ -1,0 +1,425 @@
+"""Sampling completions of a batch of prompts: each prompt is read once, a fixed number of slots
+decode, and a completion that ends makes room for the next request.
+
+`make_sampler` yields completions while they grow; `make_generate` makes a `Rollout` of them.
+programs.py holds what runs on the devices, engine.py what the host does meanwhile.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.models import decoder
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.weights import are_plain
+from tunix_lite.parallel.mesh import (
+    axis_size,
+    current_mesh,
+    current_platform,
+    gathered_sharding,
+)
+from tunix_lite.rollout.compile_ahead import (
+    RolloutSize,
+    as_shape,
+    compile_append,
+    compile_rewind,
+    compile_rollout,
+)
+from tunix_lite.rollout.conversations import (
+    ConversationScheduler,
+    Partner,
+    chunk_of_turns,
+    conversation_requests,
+    conversations_as_rollout,
+    most_offloaded,
+)
+from tunix_lite.rollout.engine import (
+    Engine,
+    padded_width,
+    prompt_cache_blocks,
+    prompt_widths,
+    queue_length,
+)
+from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, longest_chunk, make_programs
+from tunix_lite.rollout.requests import (
+    OnChunk,
+    Request,
+    RolloutArrays,
+    StopCriteria,
+    check_limits,
+    check_prompts,
+)
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.types import Metrics, Params, Prompts, Rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A function that samples, and one that compiles its programs.
+
+    Example: generate = make_generate(...); generate.compile_ahead(params, 16, 4), then
+    generate(params, prompts, key, 4), with 16 prompts, compiles nothing.
+    """
+
+    sample: Callable
+    # (params, num_prompts, num_generations, temperature=...): compiles every program that so many
+    # prompts and completions of any length need
+    compile_ahead: Callable[..., None]
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.sample(*arguments, **options)
+
+
+def make_sampler(
+    cfg: Architecture,
+    generation: GenerationConfig,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dtype: DTypeLike = jnp.float32,
+    rollout: RolloutConfig | None = None,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> "Sampling":
+    """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
+    tokenizer=None).
+
+    It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
+    rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
+    generation and position draw the same token. The mesh, the number of slots, the chunk and other
+    requests change nothing. limits: tokens of each completion, [P * G], at most; None:
+    max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward takes
+    it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
+    """
+    rollout = RolloutConfig() if rollout is None else rollout
+    generation.check_fits(cfg.vocab_size)
+    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
+    programs = make_programs(spec)
+    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
+    widths = prompt_widths(generation.max_prompt_length)
+
+    def sample(
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int = 1,
+        temperature: float = generation.temperature,
+        indices: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> Generator[list[Request], None, Metrics]:
+        # What is asked is checked before anything is computed.
+        criteria = StopCriteria(ends, generation.stop, tokenizer)
+        criteria.check()
+        check_kernels(spec, rollout, params)
+        check_prompts(prompts, cfg, generation, tokenizer)
+        limits = check_limits(limits, len(prompts) * num_generations, generation)
+
+        num_slots = rollout.slots(len(limits), axis_size("fsdp"))
+        size = (len(prompts), num_generations)
+        engine = engine_of(programs, prepare(params), num_slots, size, criteria, temperature)
+        indices = range(len(prompts)) if indices is None else indices
+        engine.admit(make_requests(prompts, indices, limits, num_generations, key, widths))
+        while (decoded := engine.next_chunk()) is not None:
+            yield engine.absorb(decoded)
+        return engine.metrics()
+
+    return Sampling(sample, partial(compile_ahead, programs, prepare, rollout))
+
+
+def compile_ahead(
+    programs: Programs,
+    prepare: Callable[[Params], Params],
+    rollout: RolloutConfig,
+    params: Params,
+    num_prompts: int,
+    num_generations: int,
+    temperature: float | None = None,
+) -> tuple[Params, Slots]:
+    """Compiles the programs that `Sampling` describes. temperature: None takes that of the
+    settings. Returns the shapes of the weights as the programs take them, and of the slots."""
+    if temperature is None:
+        temperature = programs.spec.generation.temperature
+    num_slots = rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
+    size = RolloutSize(num_prompts, num_generations, num_slots, temperature)
+    # One copy of the weights at a time, and none while programs compile.
+    with _preparing:
+        weights = jax.tree.map(as_shape, prepare(params))
+    return weights, compile_rollout(programs, weights, size)
+
+
+_preparing = threading.Lock()
+
+
+def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:
+    """Raises ValueError where decoding with these weights on the current mesh cannot use the
+    kernels that `rollout.kernels` asks for."""
+    if rollout.is_fused:
+        check_fused(
+            spec.cfg,
+            spec.dtype,
+            current_platform(),
+            axis_size("tp"),
+            spec.int8,
+            are_plain(params),
+            spec.generation.has_cutoffs,
+            spec.generation.repetition_penalty,
+        )
+
+
+def make_requests(
+    prompts: Prompts,
+    indices: Sequence[int],
+    limits: Sequence[int],
+    num_generations: int,
+    key: jax.Array,
+    widths: list[int],
+) -> list[Request]:
+    """The requests of all completions, prompt by prompt.
+
+    limits: of completion g of prompt p at p * num_generations + g.
+    """
+    # The widest prompts first: if memory does not suffice, that shows at once.
+    order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
+    key_data = np.asarray(jax.random.key_data(key))
+    ids = [tuple(map(int, prompt)) for prompt in prompts]
+    return [
+        Request(p, indices[p], g, limits[row], ids[p], key_data, row)
+        for p in order
+        for g, row in enumerate(range(p * num_generations, (p + 1) * num_generations))
+    ]
+
+
+def engine_of(
+    programs: Programs,
+    per_layer_params: Params,
+    num_slots: int,
+    size: tuple[int, int],
+    criteria: StopCriteria,
+    temperature: float,
+    most_requests: int = 0,
+) -> Engine:
+    """The engine of a rollout of (prompts, completions of each). most_requests: of a rollout of
+    this kind, if it may be more."""
+    spec = programs.spec
+    num_prompts, num_generations = size
+    block, cache_blocks = prompt_cache_blocks(
+        num_prompts,
+        num_generations,
+        prompt_widths(spec.generation.max_prompt_length),
+        num_slots,
+        spec.generation.max_new_tokens,
+        spec.chunk,
+        axis_size("fsdp"),
+    )
+    queue = queue_length(max(num_prompts * num_generations, most_requests))
+    blocks = ((block,), cache_blocks)
+    return Engine(programs, per_layer_params, num_slots, queue, blocks, criteria, temperature)
+
+
+def sampler_spec(
+    cfg: Architecture,
+    generation: GenerationConfig,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    dtype: DTypeLike,
+    rollout: RolloutConfig,
+    tp_reduce_dtype: DTypeLike,
+) -> tuple[SamplerSpec, dict[int, str]]:
+    """The spec of a sampler's programs; and "eos" or "stop", by the token that ends a completion.
+
+    A token that is both counts as end-of-sequence.
+    """
+    ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
+    spec = SamplerSpec(
+        cfg=cfg,
+        generation=generation,
+        end_ids=tuple(ends),
+        pad_id=pad_id,
+        dtype=dtype,
+        chunk=min(rollout.chunk, generation.max_new_tokens),
+        int8=rollout.cache == "int8",
+        tp_reduce_dtype=tp_reduce_dtype,
+        on_cpu=current_platform() == "cpu",
+        fused=rollout.is_fused,
+    )
+    return spec, ends
+
+
+def make_generate(
+    cfg: Architecture,
+    generation: GenerationConfig,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dtype: DTypeLike = jnp.float32,
+    rollout: RolloutConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+) -> Sampling:
+    """generate(params, prompts, key, num_generations=1, temperature=..., limits=None,
+    on_finished=None, on_chunk=None, between_chunks=None, partner=None, stepwise=False)
+
+    -> Rollout of P * G rows: row p * G + g is generation g of prompt p. on_finished(row, tokens) is
+    called when the host reads the chunk in which a completion ended, while others still decode.
+    on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
+    row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
+    which all processes run the same; what it raises ends the rollout. With stepwise it returns a
+    generator that stops after each chunk, while the next one is under way, and returns the Rollout.
+    The rest is as in `make_sampler`.
+
+    With a partner, each row is a conversation. generation.max_new_tokens bounds all that comes
+    after a prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken
+    back. on_finished(row, tokens) gets the last turn. compile_ahead takes `converses`, and the
+    partner's `max_turn_tokens`.
+
+    Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids,
+    tokenizer.pad_id)`, called with prompts as lists of token numbers.
+    """
+    rollout = RolloutConfig() if rollout is None else rollout
+    sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
+    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
+    criteria = StopCriteria(ends, generation.stop, tokenizer)
+    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
+    programs_of_turns = make_programs_of_turns(spec)
+
+    def in_steps(
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int = 1,
+        temperature: float = generation.temperature,
+        limits: Sequence[int] | None = None,
+        on_finished: Callable[[int, list[int]], None] | None = None,
+        on_chunk: OnChunk | None = None,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> Generator[None, None, Rollout]:
+        metrics: Metrics = {}
+
+        def chunks():
+            arguments = (params, prompts, key, num_generations, temperature, None)
+            metrics.update((yield from sample(*arguments, limits=limits, tokenizer=tokenizer)))
+
+        arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
+        for touched in chunks():
+            ended = [request for request in touched if request.reason is not None]
+            for request in ended:
+                arrays.write_completion(request.row, request)
+                if on_finished is not None:
+                    on_finished(request.row, request.tokens)
+            if on_chunk is not None:
+                alone = {one.row: arrays.only(one.row).rollout([one.ids], 1, {}) for one in ended}
+                on_chunk(touched, alone)
+            if between_chunks is not None:
+                between_chunks()
+            yield
+        return arrays.rollout(prompts, num_generations, metrics)
+
+    def in_turns(
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int = 1,
+        temperature: float = generation.temperature,
+        *,
+        partner: Partner,
+        on_finished: Callable[[int, list[int]], None] | None = None,
+        on_chunk: OnChunk | None = None,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> Generator[None, None, Rollout]:
+        criteria.check()
+        programs = programs_of_turns(partner.max_turn_tokens)
+        check_kernels(programs.spec, rollout, params)
+        check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
+        requests = conversation_requests(prompts, num_generations, generation, partner, key)
+        num_slots = rollout.slots(len(requests), axis_size("fsdp"))
+        size = (len(prompts), num_generations)
+        engine = engine_of(programs, prepare(params), num_slots, size, criteria, temperature)
+        most = most_offloaded(rollout, engine, len(requests))
+        talks = ConversationScheduler(engine, partner, requests, most)
+        while not talks.is_over:
+            talks.hand_over(talks.advance(), on_finished, on_chunk)
+            if between_chunks is not None:
+                between_chunks()
+            yield
+        partner.close()
+        return conversations_as_rollout(talks)
+
+    def generate(
+        *arguments: Any, stepwise: bool = False, partner: Partner | None = None, **options: Any
+    ) -> Rollout | Generator[None, None, Rollout]:
+        if partner is None:
+            steps = in_steps(*arguments, **options)
+        else:
+            steps = in_turns(*arguments, partner=partner, **options)
+        return steps if stepwise else to_the_end(steps)
+
+    def compile_all(
+        params: Params,
+        *size: int,
+        temperature: float | None = None,
+        converses: bool = False,
+        max_turn_tokens: int | None = None,
+    ) -> None:
+        if not converses:
+            sample.compile_ahead(params, *size, temperature)
+            return
+        programs = programs_of_turns(max_turn_tokens)
+        weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
+        compile_append(programs, slots, weights)
+        if generation.stop:
+            compile_rewind(programs, slots, programs.spec.chunk)
+
+    return Sampling(generate, compile_all)
+
+
+def make_programs_of_turns(spec: SamplerSpec) -> Callable[[int | None], Programs]:
+    """programs_of(max_turn_tokens) -> the programs for such turns, the same ones each time."""
+    longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
+    of_chunk = cache(lambda chunk: make_programs(replace(spec, holds=True, chunk=chunk)))
+    return lambda max_turn_tokens: of_chunk(chunk_of_turns(longest, max_turn_tokens))
+
+
+def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
+    """Runs the generator to its end, and returns its rollout."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def make_prepare(
+    cfg: Architecture,
+    dtype: DTypeLike,
+    gather: bool,
+    may_join: bool = True,
+) -> Callable[[Params], dict[str, jax.Array]]:
+    """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
+    computation, and, if `gather`, gathered over fsdp, once instead of for every token.
+
+    may_join: q, k and v of a layer are joined where `decoder.joins_qkv` says so; False keeps the
+    names of all weights.
+    """
+    compiled = {}
+
+    def prepare(params: Params) -> Params:
+        # One program for each way in which the weights may be sharded.
+        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
+        place = (treedef, *leaves)
+        if place not in compiled:
+            join_qkv = may_join and decoder.joins_qkv(params, dtype, current_mesh())
+            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, join_qkv)
+            if gather:
+                shardings = jax.tree.map(gathered_sharding, shardings)
+            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, join_qkv=join_qkv)
+            compiled[place] = jax.jit(per_layer, out_shardings=shardings)
+        return compiled[place](params)
+
+    return prepare
