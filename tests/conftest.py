@@ -1,10 +1,12 @@
 """Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
 
+import copy
 import importlib.util
 import os
 import signal
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compiling is what the suite costs: what one test or the run before has compiled is taken from disk, in programs that
@@ -30,7 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from jax.experimental.compilation_cache import compilation_cache
+from omegaconf import omegaconf
 
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import decoder, weights
@@ -44,6 +48,21 @@ collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devi
 PROMPT, NEW = 10, 12
 EOS = (1, 3)
 USES_DISK = jax.config.jax_enable_compilation_cache
+
+
+def load_yaml(file, Loader):
+    """A file of conf/ is parsed once: composing settings is mostly that, and the suite does it a thousand times."""
+    if isinstance(file, str):
+        return yaml.load(file, Loader=Loader)
+    text = file.read()
+    if text not in PARSED:
+        file.seek(0)  # so that an error names the file
+        PARSED[text] = yaml.load(file, Loader=Loader)
+    return copy.deepcopy(PARSED[text])
+
+
+PARSED: dict[str, object] = {}
+omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load_yaml})
 
 
 def set_mesh(fsdp: int, tp: int):

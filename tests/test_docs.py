@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import html
 import importlib
 import itertools
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -168,17 +170,21 @@ def of_readme(language: str) -> str:
     return body
 
 
+@pytest.fixture(scope="module")
+def example_conf(tmp_path_factory):
+    """conf/ with the YAML of docs/extend and of the README in it."""
+    folder = tmp_path_factory.mktemp("example") / "conf"
+    shutil.copytree(composing.conf_dir(), folder)
+    shutil.copytree(EXAMPLE / "conf", folder, dirs_exist_ok=True)
+    (folder / "model" / "deep.yaml").write_text(of_readme("yaml"))
+    return folder
+
+
 @pytest.fixture
-def with_the_example(monkeypatch, tmp_path):
+def with_the_example(monkeypatch, example_conf):
     """What a reader of docs/extend has: its files next to run_training.py and its YAML in conf/."""
-    for folder in (composing.conf_dir(), EXAMPLE / "conf"):
-        for file in folder.rglob("*.yaml"):
-            copy = tmp_path / file.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(file.read_text())
-    (tmp_path / "model" / "deep.yaml").write_text(of_readme("yaml"))
     for module in (composing, program):
-        monkeypatch.setattr(module, "conf_dir", lambda: tmp_path)
+        monkeypatch.setattr(module, "conf_dir", lambda: example_conf)
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.chdir(EXAMPLE)
 
@@ -288,15 +294,25 @@ def check_run(run: RunConfig, devices: int | None) -> None:
         package is not None for source, package in OF_PACKAGES.items() if isinstance(run.task.source, source)
     )
     if run.model.weights in ("bundled", "random") and can_be_made:
-        task = Task(run.task, Tokenizer.load(BUNDLED), run.generation.max_prompt_length, run.generation.max_new_tokens)
+        task = Task(run.task, bundled_tokenizer(), run.generation.max_prompt_length, run.generation.max_new_tokens)
         examples = [*task.held_out(run.evaluation.num_examples), *task.batch(4, run.seed, 0)[0]]
         task.prompts(examples)
+
+
+@functools.cache
+def of_the_bundled_model() -> decoder.Architecture:
+    return composing.compose(["model=random"]).model.architecture
+
+
+@functools.cache
+def bundled_tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED)
 
 
 def architecture(run: RunConfig) -> decoder.Architecture | None:
     """Of the run's model; None for a folder or a hub name of which the page says no more."""
     if run.model.weights == "bundled":
-        return composing.compose(["model=random"]).model.architecture
+        return of_the_bundled_model()
     return run.model.architecture
 
 

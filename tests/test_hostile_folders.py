@@ -50,7 +50,7 @@ from tunix_lite.plain_text import escaped
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.runs import leaving
-from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
+from tunix_lite.runs.fingerprint import fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings import compose as composing
@@ -927,38 +927,6 @@ def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_f
     said.training = SimpleNamespace(max_steps=8)
     assert within_two_seconds(lambda: leaving.unmeasured(said, run_dir, 2)) is None
     is_refused(lambda: check_rows(run_dir.metrics, 1, 0), "metrics.jsonl")
-
-
-ABSURD = {  # (the file, what stands in it, what is said)
-    "a fingerprint nested 900 deep": (
-        "fingerprint.json",
-        '{"model": {}, "task": ' + "[" * 900 + "]" * 900 + "}",
-        ("fingerprint.json is nested too deep", "what made its checkpoints is not known"),
-    ),
-    "a reference that is infinite": (
-        "reference.json",
-        '{"reference": "x", "kept": Infinity}',
-        ("kept=inf, which are not a text and a step", "the reference is not known; resume="),
-    ),
-    "minus one update": ("checkpoints/1/about.json", '{"skipped_in_a_row": -1}', ("skipped_in_a_row is -1, and not",)),
-}
-
-
-@pytest.mark.parametrize("name", ABSURD)
-def test_absurd_values_in_the_files_of_a_run_are_refused_in_one_line(name, good, training, tmp_path):
-    place, text, words = ABSURD[name]
-    run_dir = RunDir(shutil.copytree(good / "run", tmp_path / "run"))
-    (run_dir.path / place).write_text(text)
-    run = SimpleNamespace(algorithm=SimpleNamespace(needs=Needs(reference=True)), resume=SimpleNamespace(force=False))
-    acts = {
-        "fingerprint.json": lambda: check_same_run(
-            fingerprint(training, source.download(source.locate(training.model)), 4),
-            read_fingerprint(run_dir.fingerprint), run_dir.path, force=False,
-        ),
-        "reference.json": lambda: find_reference(run, None, run_dir, run_dir.checkpoints),
-        "checkpoints/1/about.json": lambda: Checkpoints(run_dir.checkpoints).skipped_in_a_row(1),
-    }  # fmt: skip
-    is_refused(acts[place], *words)
 
 
 def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_still_read(tmp_path):

@@ -4,13 +4,15 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
+from tunix_lite.api import GenerationConfig, make_mesh
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 SMALL = ["training.prompts_per_step=4", "algorithm.num_generations=4", "model.mesh_shape=[[1,1],[fsdp,tp]]"]
-SMALL += ["optimizer.schedule=constant", "optimizer.warmup_steps=0"]
+SMALL += ["optimizer.schedule=constant", "optimizer.warmup_steps=0", "generation.max_new_tokens=16"]
 FILE = Path(__file__).parents[1] / "examples" / "rl_loop.py"
 
 
@@ -19,6 +21,9 @@ def test_the_loop_by_hand_makes_the_steps_of_a_run(tmp_path, capsys):
     by_hand = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(by_hand)
     by_hand.PROMPTS = by_hand.GENERATIONS = 4
+    by_hand.GENERATION = GenerationConfig(32, 16)
+    # one device, whose programs come from disk
+    by_hand.make_mesh = lambda shape: make_mesh(((1, 1), shape[1]), jax.devices()[:1])
     by_hand.main(2)
     printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     train(
