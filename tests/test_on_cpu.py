@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import decode_random, random_params, set_mesh
 
-from tunix_lite.learner import step as learner_step
+from tunix_lite.learner import update as learner_update
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.matmul import matmul
 from tunix_lite.models.unfused import unfused, with_unfused_cotangent
@@ -221,7 +221,7 @@ def test_layers_apart_are_compiled_for_little_memory(cfg):
 
 def test_the_setting_reaches_the_compiler_of_an_update(monkeypatch):
     seen = []
-    monkeypatch.setattr(learner_step, "options_of_mesh", seen.append)
+    monkeypatch.setattr(learner_update, "options_of_mesh", seen.append)
     small = ["model=random", "training.prompts_per_step=1", "algorithm.num_generations=2", "training.packing=none"]
     run = compose([*small, "training.scan_layers=false"])
     case = resolve_run(run, *find_model(run.model), {"fsdp": 1, "tp": 1}, "cpu")
