@@ -105,10 +105,10 @@ class Distill:
             raise ValueError(f"teacher_coef={self.teacher_coef} must be above 0")
         if self.reward_coef < 0:
             raise ValueError(f"reward_coef={self.reward_coef} must not be negative")
-        if self.num_generations < (2 if self.reward_coef else 1):
+        least, why = (2, ": rewards are compared within a group") if self.reward_coef else (1, "")
+        if self.num_generations < least:
             raise ValueError(
-                f"num_generations={self.num_generations} must be at least 1, and 2 with "
-                "reward_coef: rewards are compared within a group"
+                f"num_generations={self.num_generations} must be at least {least}{why}"
             )
 
     # advantages are those of the policy that sampled, and nothing bounds a ratio

@@ -87,7 +87,7 @@ class Server(Face):
         yield "get", "/healthz", self._health
         for at in [""] if self.recorder is None else ["", OF_EPISODE]:
             yield "get", f"{at}/v1/models", self._models
-            yield "get", f"{at}/v1/models/{{name:.+}}", self._model
+            yield "get", f"{at}/v1/models/{{name:.+}}", self._models
             yield "post", f"{at}/v1/completions", partial(self._answer, False)
             yield "post", f"{at}/v1/chat/completions", partial(self._answer, True)
         if self.recorder is not None:
@@ -125,24 +125,21 @@ class Server(Face):
         is_well = self.engine.is_alive and not self.is_stopping
         return web.Response(text="ok" if is_well else "stopping", status=200 if is_well else 503)
 
-    def _model_object(self) -> dict:
-        limits = self.limits
-        return {
-            "id": limits.model_name,
+    async def _models(self, request: "web.Request") -> dict:
+        """All models, or the one of this name."""
+        model = {
+            "id": self.limits.model_name,
             "object": "model",
             "created": self.created,
             "owned_by": "tunix_lite",
-            "max_model_len": limits.max_length,
+            "max_model_len": self.limits.max_length,
         }
-
-    async def _models(self, request: "web.Request") -> dict:
-        return {"object": "list", "data": [self._model_object()]}
-
-    async def _model(self, request: "web.Request") -> dict:
-        name = request.match_info["name"]
+        name = request.match_info.get("name")
+        if name is None:
+            return {"object": "list", "data": [model]}
         if name != self.limits.model_name:
             raise BadCall(f"there is no model {name!r}", "model", "model_not_found")
-        return self._model_object()
+        return model
 
     async def _answer(self, is_chat: bool, request: "web.Request") -> "dict | web.StreamResponse":
         body = await read_json(request)
