@@ -30,9 +30,9 @@ from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.partial import OpenCompletion, make_partial_sampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap import Carry, OneStep
+from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
 from tunix_lite.runs.overlap_rules import groups_to_take
-from tunix_lite.runs.sampling_apart import SamplingApart, shardings_on
+from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.processes import SharedError
 from tunix_lite.types import (
@@ -186,12 +186,12 @@ def session_of(overlap, staleness, prompts=3):
 
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
-    return Carry(session, session.run, sampler or of_cfg(make_partial_sampler, cfg), start or InFlight([], 0))
+    return PartialRollouts(session, session.run, sampler or of_cfg(make_partial_sampler, cfg), start or InFlight([], 0))
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return OneStep(session, session.run, start or InFlight([], 0), apart)
+    return OneStepOffPolicy(session, session.run, start or InFlight([], 0), apart)
 
 
 def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
@@ -203,9 +203,9 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()
-    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, OneStep)
+    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, OneStepOffPolicy)
     assert overlap.beside_update() == {}
-    grader = task.grader(None) if isinstance(overlap, OneStep) else Grades(examples)
+    grader = task.grader(None) if isinstance(overlap, OneStepOffPolicy) else Grades(examples)
     answers = who_answers(task, examples)
     rollout = found.generate(None, examples, None, GENERATIONS, on_finished=grader.submit, **answers)
     for row, mask in enumerate(rollout.completion_mask):
@@ -296,7 +296,7 @@ class Talks(Numbers):
 def one_step_of_talks(start=None, delay=0):
     session = session_of("one_step", 1)
     session.task = Talks(delay=delay)
-    return OneStep(session, session.run, start or InFlight([], 0))
+    return OneStepOffPolicy(session, session.run, start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):
@@ -420,7 +420,7 @@ def test_sampling_with_devices_of_its_own_draws_the_same(cfg, learning, own, ran
     model = SimpleNamespace(cfg=cfg, lora=LoraConfig(rank=rank) if rank else None)
     mesh = make_mesh((own, AXES), jax.devices()[2:])
     generate = of_cfg(make_generate, cfg)
-    apart = SamplingApart(mesh, generate, shardings_on(mesh, model), has_frozen=bool(rank))
+    apart = SeparateSampling(mesh, generate, shardings_on(mesh, model), has_frozen=bool(rank))
     beside = of_cfg(make_generate, cfg)
     base = random_params(cfg, seed=9)
     found = []

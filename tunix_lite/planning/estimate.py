@@ -159,11 +159,11 @@ def choose_sampling_weights(
 def apart(resolved: ResolvedRun, capacity: int | None) -> dict[str, int]:
     """The parts of memory of a device on which only sampling is done (rollout.mesh_shape): the
     weights as they were copied there, and what sampling adds; {} without such devices."""
-    sampler = with_sampling_weights_apart(resolved, capacity)
+    sampler = with_own_sampling_weights(resolved, capacity)
     return {} if sampler is None else _weights_apart(sampler) | rollout(sampler)
 
 
-def with_sampling_weights_apart(resolved: ResolvedRun, capacity: int | None) -> ResolvedRun | None:
+def with_own_sampling_weights(resolved: ResolvedRun, capacity: int | None) -> ResolvedRun | None:
     """`resolved.apart` with the choice of its sampling weights; capacity: of a device, if known."""
     if (sampler := resolved.apart) is None:
         return None

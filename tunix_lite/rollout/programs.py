@@ -81,7 +81,7 @@ class SamplerSpec:
     tp_reduce_dtype: DTypeLike = jnp.float32
     # whether a slot keeps its sequence when a turn of it has ended, until the host frees the slot
     holds: bool = False
-    # whether each request has Draws of its own
+    # whether each request has RequestDraws of its own
     per_request: bool = False
     # whether kernels of our own decode (tunix_lite/kernels)
     fused: bool = False
@@ -119,10 +119,10 @@ class PromptCache:
 
 
 @flax.struct.dataclass
-class Draws:
+class RequestDraws:
     """Sampling settings of each request, where a server's requests have settings of their own.
 
-    Example: Draws of one request that is greedy: temperature [0.], top_k [0], top_p [1.],
+    Example: RequestDraws of one request that is greedy: temperature [0.], top_k [0], top_p [1.],
     min_p [0.].
     """
 
@@ -154,7 +154,7 @@ class Queue:
     # tokens of the completion, at most; 0: it waits for `append`
     limits: np.ndarray
     # None: all requests are drawn as SamplerSpec.generation says
-    draws: Draws | None = None
+    draws: RequestDraws | None = None
 
 
 @flax.struct.dataclass
@@ -184,7 +184,7 @@ class Slots:
     # [] requests taken so far
     num_taken: jax.Array
     # [B]; None as in Queue
-    draws: Draws | None = None
+    draws: RequestDraws | None = None
 
 
 @flax.struct.dataclass
@@ -442,10 +442,10 @@ def resize(
     return slots
 
 
-def no_draws(count: int) -> Draws:
+def no_draws(count: int) -> RequestDraws:
     """Makes settings of so many requests that draw from the whole distribution."""
     zeros = np.zeros(count, np.float32)
-    return Draws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
+    return RequestDraws(zeros + 1, np.zeros(count, np.int32), zeros + 1, zeros)
 
 
 # ---- prefill

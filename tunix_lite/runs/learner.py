@@ -26,7 +26,7 @@ from tunix_lite.rollout.generate import Sampling
 from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
-from tunix_lite.runs.sampling_apart import sampler_of_run
+from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed

@@ -33,7 +33,7 @@ from tunix_lite.rollout.partial import (
 )
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
 from tunix_lite.runs.overlap_rules import groups_to_take, rollouts_behind
-from tunix_lite.runs.sampling_apart import SamplingApart, sampling_apart
+from tunix_lite.runs.separate_sampling import SeparateSampling, separate_sampling
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.tasks.processes import SharedError
@@ -110,7 +110,7 @@ class BatchesInFlight:
         self._found = {step: examples for step, examples in self._found.items() if step in steps}
 
 
-class Carry:
+class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
     its groups, and the completions under way go on with the new weights."""
 
@@ -310,7 +310,7 @@ class UnderWay:
         return Sampled(self.step, self.version, rollout, self.examples, self.grader)
 
 
-class OneStep:
+class OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them.
 
@@ -323,7 +323,7 @@ class OneStep:
         session: Session,
         run: RunConfig,
         start: InFlight | ConversationsInFlight,
-        apart: SamplingApart | None = None,
+        apart: SeparateSampling | None = None,
     ):
         """apart: samples where sampling has devices of its own; None: the policy does."""
         self._task = session.task
@@ -447,7 +447,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
         return None
     start = restored(run, session.parts, step)
     if run.rollout.overlap == "one_step":
-        return OneStep(session, run, start, sampling_apart(session, resolved))
+        return OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
     tokenizer = session.task.tokenizer
     sampler = make_partial_sampler(
         resolved.cfg,
@@ -459,7 +459,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
         tokenizer,
         jnp.dtype(run.training.tp_reduce_dtype),
     )
-    return Carry(session, run, sampler, start)
+    return PartialRollouts(session, run, sampler, start)
 
 
 def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:

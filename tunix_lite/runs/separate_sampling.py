@@ -12,7 +12,7 @@ from tunix_lite.models import source, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.planning.estimate import with_sampling_weights_apart
+from tunix_lite.planning.estimate import with_own_sampling_weights
 from tunix_lite.planning.hardware import attached_machine
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.generate import Sampling, make_generate
@@ -35,10 +35,10 @@ def sampler_of_run(resolved: ResolvedRun, tokenizer: Tokenizer) -> Sampling:
 
 
 @dataclass
-class SamplingApart:
+class SeparateSampling:
     """Samples on a mesh of its own, whatever the current mesh is.
 
-    Example: `sampling_apart(session, resolved).steps(params, prompts, key, 8, grader.submit)`.
+    Example: `separate_sampling(session, resolved).steps(params, prompts, key, 8, grader.submit)`.
     """
 
     mesh: jax.sharding.Mesh
@@ -111,19 +111,19 @@ def shardings_on(mesh: jax.sharding.Mesh, model: FoundModel) -> Params:
         return acting_params(base, weights.shardings(trained), model.lora)
 
 
-def sampling_apart(session: Session, resolved: ResolvedRun) -> SamplingApart | None:
+def separate_sampling(session: Session, resolved: ResolvedRun) -> SeparateSampling | None:
     """Builds the sampling on devices of its own, as rollout.mesh_shape asks; None without it."""
     mesh = session.parts.rollout_mesh
     if mesh is None:
         return None
     model = session.parts.model
-    chosen = with_sampling_weights_apart(resolved, attached_machine().capacity)
+    chosen = with_own_sampling_weights(resolved, attached_machine().capacity)
     session.console.say(
         f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
         f"{', '.join(str(device.id) for device in mesh.devices.flat)}"
     )
     generate = sampler_of_run(chosen, model.tokenizer)
-    return SamplingApart(
+    return SeparateSampling(
         mesh,
         generate,
         shardings_on(mesh, model),
