@@ -117,16 +117,16 @@ def weight(value):
     return put(np.full((1, 1), value, np.float32), "embed", "embed")
 
 
-def test_a_mean_of_policies_loses_no_small_step_to_rounding(tmp_path):
+def test_a_mean_of_policies_loses_no_small_step_to_rounding(tmp_path, monkeypatch):
     """A policy that has drifted by 1 % after 100 updates, mix 0.05: in bfloat16 nothing of it would arrive. float64 by
     hand: reference = 0.95 reference + 0.05 policy."""
     run = compose(["training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "algorithm.reference_every=20"])
-    whole = SimpleNamespace(run=run, dtype=jnp.bfloat16)
+    whole = SimpleNamespace(needs=run.algorithm.needs, dtype=jnp.bfloat16)
     assert ResolvedRun.reference_dtype.fget(whole) == jnp.bfloat16, "a copy of the policy is scored with as it is"
     mean = replace(run, algorithm=replace(run.algorithm, reference_mix=0.05))
-    dtype = ResolvedRun.reference_dtype.fget(SimpleNamespace(run=mean, dtype=jnp.bfloat16))
+    dtype = ResolvedRun.reference_dtype.fget(SimpleNamespace(needs=mean.algorithm.needs, dtype=jnp.bfloat16))
     reference = MovingReference(RunDir(tmp_path), 1, 0.05, partial(jax.tree.map, lambda x: x.astype(dtype)), 0)
-    reference._keep = lambda step, params: None
+    monkeypatch.setattr("tunix_lite.runs.reference._keep", lambda run_dir, step, params: None)
     policy = Policy(None, None, {"reference": Timed(Scorer({"w": weight(1.0).astype(dtype)}))})
     expected = 1.0
     for step in range(1, 101):

@@ -75,6 +75,10 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+# the name of the comparer among the scorers
+TEACHER = "teacher"
+
+
 @dataclass(frozen=True)
 class Timed:
     """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`.
@@ -105,5 +109,5 @@ def timed(policy: Policy, seconds: Counter) -> Policy:
     rescore = Timed("time/rescore", policy.rescore, seconds)
     compare = policy.compare
     if compare is not None:
-        compare = Timed("time/teacher", compare, seconds)
+        compare = Timed(f"time/{TEACHER}", compare, seconds)
     return replace(policy, scorers=scorers, rescore=rescore, compare=compare)
