@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from tunix_lite.checks import devices, machine
-from tunix_lite.checks.lines import CheckLine, look_within
 from tunix_lite.commands import check
+from tunix_lite.commands.checks import devices, machine
+from tunix_lite.commands.checks.lines import CheckLine, look_within
 from tunix_lite.distributed.process_place import LaunchConfig
 
 ROOT = Path(__file__).parents[1]

@@ -33,6 +33,7 @@ from tunix_lite.commands import chat, doctor, evaluate, export, generate, progra
 from tunix_lite.config import ResumeConfig, RunConfig, build
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import digests
+from tunix_lite.files.plain_text import escaped
 from tunix_lite.files.untrusted import MOST_LINE
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import load, run_settings
@@ -46,7 +47,6 @@ from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.models.tokenizer import FILES, Tokenizer
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import put
-from tunix_lite.plain_text import escaped
 from tunix_lite.report.evidence import read_evidence
 from tunix_lite.report.findings import diagnose
 from tunix_lite.runs import leaving

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import yaml
 
-from tunix_lite import plain_text
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import evaluate as evaluating
@@ -28,11 +27,12 @@ from tunix_lite.commands.replay import Replay, as_lines, nearest, read_batch, re
 from tunix_lite.config import build
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.files import plain_text
+from tunix_lite.files.plain_text import visible
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.source import ModelConfig
-from tunix_lite.plain_text import visible
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.replay import check_reached, nearest_before, replay_step

@@ -22,8 +22,8 @@ import orbax.checkpoint as ocp
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.errors import is_of_a_peer
 from tunix_lite.files import digests
+from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import check_only_files, read_object
-from tunix_lite.plain_text import shown
 from tunix_lite.types import Params, TrainState
 
 # nested arrays, or shapes of arrays

@@ -16,6 +16,7 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
+from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import TARGET
 from tunix_lite.hints import mesh_setting, shell_quoted, unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
@@ -25,7 +26,6 @@ from tunix_lite.models.attention import IMPLEMENTATIONS
 from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
-from tunix_lite.plain_text import shown
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.seeds import check_seed
 from tunix_lite.tasks.curriculum import CurriculumConfig

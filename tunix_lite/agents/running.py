@@ -14,7 +14,7 @@ from typing import Any
 
 from tunix_lite.agents.episodes import Episode, OpenEpisodes
 from tunix_lite.errors import ConfigError
-from tunix_lite.plain_text import message_of, shown
+from tunix_lite.files.plain_text import message_of, shown
 from tunix_lite.serving.app import MOST_REWARD
 
 # (client, example) -> the reward, a text that is graded, or None: the reward comes by HTTP

@@ -9,7 +9,7 @@ from tunix_lite.commands.generate import print_while_sampled
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
-from tunix_lite.plain_text import visible
+from tunix_lite.files.plain_text import visible
 
 HELP = "/reset begins anew, /system TEXT does so with a system message, exit or Ctrl-D ends"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.checks import machine
-from tunix_lite.checks.devices import look_at_devices, probe_environment
-from tunix_lite.checks.lines import CheckLine, fails, look_within, ok
 from tunix_lite.commands import program
+from tunix_lite.commands.checks import machine
+from tunix_lite.commands.checks.devices import look_at_devices, probe_environment
+from tunix_lite.commands.checks.lines import CheckLine, fails, look_within, ok
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.distributed.process_place import find_place

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError
+from tunix_lite.files.plain_text import escaped
 from tunix_lite.files.untrusted import as_path
-from tunix_lite.plain_text import escaped
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose
 

@@ -34,6 +34,7 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.evaluation import report
 from tunix_lite.evaluation.statistics import Estimate
 from tunix_lite.files.imports import looking_in_working_folder
+from tunix_lite.files.plain_text import visible
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import LanguageModel, load, run_settings
 from tunix_lite.inference.rollouts import generate_of
@@ -41,7 +42,6 @@ from tunix_lite.models import source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.plain_text import visible
 from tunix_lite.runs.evaluate import rollout_sizes
 from tunix_lite.runs.samples import evaluation_rows, graded_row
 from tunix_lite.runs.sampling_progress import SamplingProgress

@@ -34,10 +34,10 @@ from tunix_lite.distributed.folder_lock import LOCK
 from tunix_lite.distributed.host_memory import keep_freed_memory
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.plain_text import visible, without_secrets
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.hints import unknown_key
 from tunix_lite.inference.language_model import run_settings
-from tunix_lite.plain_text import visible, without_secrets
 from tunix_lite.report.evidence import read_overrides
 from tunix_lite.settings.compose import (
     as_yaml,

@@ -20,11 +20,11 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.plain_text import escaped, visible
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.learner.policy import sequence_scores
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.plain_text import escaped, visible
 from tunix_lite.planning.packing_choice import AUTO
 from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
 from tunix_lite.runs.fingerprint import packing_of

@@ -7,8 +7,8 @@ from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.errors import ConfigError, RunFailed
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path
-from tunix_lite.plain_text import escaped, shown
 from tunix_lite.report.comparison import comparison_page, runs_in
 from tunix_lite.report.page import write_page
 from tunix_lite.report.run_page import run_page

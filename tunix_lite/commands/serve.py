@@ -16,8 +16,8 @@ from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.plain_text import visible
 from tunix_lite.inference.live import live_engine
-from tunix_lite.plain_text import visible
 from tunix_lite.serving.app import EngineFailed, Server
 from tunix_lite.serving.calls import Limits
 from tunix_lite.serving.face import ServerSettings, check_port

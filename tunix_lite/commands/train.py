@@ -30,9 +30,9 @@ from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.stopping import job_start_time
 from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.imports import looking_in_working_folder
+from tunix_lite.files.plain_text import visible
 from tunix_lite.models.source import weights_digest
 from tunix_lite.parallel.compiling import keep_programs
-from tunix_lite.plain_text import visible
 from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
 from tunix_lite.planning.hardware import find_machine

@@ -17,8 +17,8 @@ from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import ConfigError
+from tunix_lite.files.plain_text import escaped, visible
 from tunix_lite.files.untrusted import MOST_LINE, as_path, read_from, read_object, read_yaml
-from tunix_lite.plain_text import escaped, visible
 from tunix_lite.report.evidence import read_samples, sample_steps
 from tunix_lite.tracking.console import Screen, Terminal, is_live, lines_of_sample, step_line
 from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst

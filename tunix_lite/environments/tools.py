@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tunix_lite.environments.environment import Loop, Turn
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
-from tunix_lite.plain_text import message_of
+from tunix_lite.files.plain_text import message_of
 from tunix_lite.workers.child import short_repr
 
 ROLES = ("tool", "user", "assistant")

@@ -16,6 +16,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, build
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import as_path, check_settings
 from tunix_lite.learner.defaults import AUTO, precision
 from tunix_lite.learner.policy import DTYPES, token_logprobs
@@ -26,7 +27,6 @@ from tunix_lite.models.lora import LoraConfig, acting_params, merge
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
-from tunix_lite.plain_text import shown
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.engine import next_power_of_two
 from tunix_lite.rollout.generate import make_sampler

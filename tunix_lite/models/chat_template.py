@@ -18,6 +18,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.models.template_environment import (
     TemplateFailed,
     check_text,
@@ -25,7 +26,6 @@ from tunix_lite.models.template_environment import (
     render_template,
     render_text,
 )
-from tunix_lite.plain_text import escaped, shown
 from tunix_lite.workers import confined
 
 # Characters of a template. Published ones have up to 20,000.

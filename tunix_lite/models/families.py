@@ -15,10 +15,10 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from tunix_lite.files.imports import import_named
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.architecture import MOST_LAYERS, Architecture, RopeScaling
 from tunix_lite.models.decoder import layer_weights
-from tunix_lite.plain_text import escaped, shown
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 # Field of Architecture -> key of config.json.

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
@@ -38,7 +39,6 @@ from tunix_lite.models.weights import (
     unstacked,
 )
 from tunix_lite.parallel.mesh import sharding
-from tunix_lite.plain_text import escaped, shown
 from tunix_lite.types import Params
 
 INDEX = "model.safetensors.index.json"

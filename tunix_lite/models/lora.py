@@ -17,6 +17,7 @@ from flax import traverse_util
 from jax.typing import DTypeLike
 
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.plain_text import shown
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.decoder import layer_weights
 from tunix_lite.models.quantize import STORAGE
@@ -32,7 +33,6 @@ from tunix_lite.models.weights import (
     stacked,
     unstacked,
 )
-from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 # Folded into the seed of a run, so that adapters do not start from the numbers of random weights.

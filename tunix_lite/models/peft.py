@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from flax import traverse_util
 
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
@@ -15,7 +16,6 @@ from tunix_lite.models.families import Family
 from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
 from tunix_lite.models.weights import flatten, unstacked
 from tunix_lite.parallel.mesh import put
-from tunix_lite.plain_text import escaped, shown
 from tunix_lite.types import Params
 
 # Wider than any matrix that an adapter is for.

@@ -13,6 +13,7 @@ import jax
 
 from tunix_lite.errors import error_context
 from tunix_lite.files.addresses import check_on_disk
+from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.architecture import Architecture
@@ -22,7 +23,6 @@ from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.mesh import MeshShape, MeshSizes, check_mesh_shape
-from tunix_lite.plain_text import shown
 from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"

@@ -14,9 +14,9 @@ from typing import Any
 
 import tokenizers
 
+from tunix_lite.files.plain_text import escaped, shortened, shown
 from tunix_lite.files.untrusted import read_object, read_text
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, to_plain_values
-from tunix_lite.plain_text import escaped, shortened, shown
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
 FILES = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from tunix_lite.plain_text import visible
+from tunix_lite.files.plain_text import visible
 from tunix_lite.report.charts import COLORS, Chart, line_chart, stacked_bar
 
 # most bytes of a page; a larger one loses its largest blocks

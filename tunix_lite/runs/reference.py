@@ -21,12 +21,12 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.lora import attach
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.parallel.mesh import put
-from tunix_lite.plain_text import escaped, shown
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Params, TrainState
 

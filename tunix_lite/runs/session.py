@@ -14,9 +14,9 @@ from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import ConfigError
+from tunix_lite.files.plain_text import hide_users_of_urls
 from tunix_lite.learner.defaults import AUTO, HIGH, REAL, usual_rate, what_trains
 from tunix_lite.models import decoder, weights
-from tunix_lite.plain_text import hide_users_of_urls
 from tunix_lite.planning.at_start import choose_micro_batch, is_out_of_memory, out_of_memory_lines
 from tunix_lite.report.page import write_at_end
 from tunix_lite.report.run_page import run_page

@@ -21,6 +21,7 @@ from tunix_lite.distributed.process_place import TORCH_SETS
 from tunix_lite.environments.pool import try_environment
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.plain_text import device_name
 from tunix_lite.learner.optim import describe
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
@@ -33,7 +34,6 @@ from tunix_lite.parallel.mesh import (
     set_rules,
     split_devices,
 )
-from tunix_lite.plain_text import device_name
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.resolved.batch_size import BatchPlan
 from tunix_lite.resolved.run import ResolvedRun, resolve_run

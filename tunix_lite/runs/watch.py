@@ -18,10 +18,10 @@ from tunix_lite.config import plain
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.errors import RunFailed, SamplerFault, error_context
+from tunix_lite.files.plain_text import without_secrets
 from tunix_lite.learner.optim import learning_rate_at, num_updates
 from tunix_lite.models import source
 from tunix_lite.parallel.compiling import stopwatch, watching_compiler
-from tunix_lite.plain_text import without_secrets
 from tunix_lite.planning import report
 from tunix_lite.planning.at_start import (
     check_fits,

@@ -9,9 +9,9 @@ import json
 import secrets
 
 from tunix_lite.environments.tool_calls import PYTHON_TAG, calls_in
+from tunix_lite.files.plain_text import shown
 from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 
 # What a call begins with. A bare one begins with a bracket, at the start of what is said.

@@ -27,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.files.plain_text import SHOWN, hide, hide_users_of_urls
 from tunix_lite.hints import options_of, shell_quoted
-from tunix_lite.plain_text import SHOWN, hide, hide_users_of_urls
 from tunix_lite.settings.flags import check_values, wrong_override
 
 # Enough for the sums of the bundled model, chat template included.

@@ -8,7 +8,7 @@ that is too long, and task.on_error=skip leaves out all of them.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tunix_lite.plain_text import shortened
+from tunix_lite.files.plain_text import shortened
 from tunix_lite.tasks.prompt_text import PromptText
 
 TRUNCATE = "or set generation.long_prompts=truncate or drop"

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tunix_lite.files.plain_text import SHOWN, shortened
 from tunix_lite.models.chat_template import with_read_arguments
 from tunix_lite.models.tokenizer import Quoted
-from tunix_lite.plain_text import SHOWN, shortened
 
 ROLES = ("system", "user", "assistant", "tool")
 # keys of a message that a chat template may leave out; a template need not read all the others,

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tunix_lite.files.addresses import NO_ADDRESSES, is_address
+from tunix_lite.files.plain_text import shortened
 from tunix_lite.files.untrusted import is_deeper
-from tunix_lite.plain_text import shortened
 
 ON_ERROR = ("raise", "skip")
 # brackets in brackets that a row may have: what is written of it later must be readable, too

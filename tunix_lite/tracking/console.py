@@ -18,7 +18,7 @@ import rich.console
 import rich.live
 import rich.text
 
-from tunix_lite.plain_text import SHOWN, visible
+from tunix_lite.files.plain_text import SHOWN, visible
 from tunix_lite.tracking.dashboard import BARS, Dashboard, headline
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics

@@ -14,7 +14,7 @@ import rich.panel
 import rich.table
 import rich.text
 
-from tunix_lite.plain_text import visible
+from tunix_lite.files.plain_text import visible
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tunix_lite.plain_text import escaped, visible
+from tunix_lite.files.plain_text import escaped, visible
 from tunix_lite.tracking.rundir import json_value
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.types import Metrics

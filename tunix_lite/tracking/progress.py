@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import jax
 
-from tunix_lite.plain_text import visible
+from tunix_lite.files.plain_text import visible
 from tunix_lite.tracking.console import Screen, Terminal
 from tunix_lite.tracking.dashboard import seconds_in_words
 

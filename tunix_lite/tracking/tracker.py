@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tunix_lite.files.plain_text import visible
 from tunix_lite.files.untrusted import MOST_LINE
-from tunix_lite.plain_text import visible
 from tunix_lite.tracking.rows import drops_rows, rows_until
 from tunix_lite.types import Metrics
 

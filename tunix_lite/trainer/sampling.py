@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
+from tunix_lite.files.plain_text import shown
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.weights import Lora
-from tunix_lite.plain_text import shown
 from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria

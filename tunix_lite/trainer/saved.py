@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
-from tunix_lite.plain_text import shown
 from tunix_lite.types import Params, TrainState
 
 # The file beside the checkpoints.

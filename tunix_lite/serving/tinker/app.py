@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tunix_lite.plain_text import shown
+from tunix_lite.files.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.face import Face, Handler, ServerSettings, TimedOut, read_body, read_json
 from tunix_lite.serving.tinker import bodies, wire

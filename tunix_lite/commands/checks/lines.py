@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TextIO
 
-from tunix_lite.plain_text import escaped
+from tunix_lite.files.plain_text import escaped
 
 # state -> its mark, and its plain letters
 STATES = {"ok": ("✔", "ok  "), "warns": ("!", "warn"), "fails": ("✘", "FAIL")}

@@ -29,7 +29,7 @@ from tunix_lite.distributed.join import (
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.process_place import LaunchConfig, find_place
 from tunix_lite.errors import is_of_a_peer
-from tunix_lite.plain_text import device_name
+from tunix_lite.files.plain_text import device_name
 from tunix_lite.planning import hardware
 from tunix_lite.workers.process import WorkerProcess
 
