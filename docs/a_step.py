@@ -145,7 +145,9 @@ def advantages(graded: Graded, batch: Batch) -> str:
     return "\n".join(lines)
 
 
-def token_table(tokenizer: object, batch: Batch, rollout: Rollout, scores: object, row: int) -> str:
+def token_table(
+    tokenizer: object, batch: Batch, rollout: Rollout, scores: object, row: int
+) -> str:
     """Sequence `row`, a line for its prompt and one for each token of its completion."""
     logprobs = np.asarray(scores.logprobs)[row]
     first, *_ = learned = np.flatnonzero(np.asarray(batch.loss_weight)[row])

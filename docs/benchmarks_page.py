@@ -113,7 +113,9 @@ def _load(one: dict) -> str:
 
 
 def _rounds(one: dict) -> str:
-    return str(max((len(each.get("steps", ())) for each in one["frameworks"].values()), default=0))
+    return str(
+        max((len(each.get("steps", ())) for each in one["frameworks"].values()), default=0)
+    )
 
 
 def _step_seconds(one: dict, framework: str) -> str:

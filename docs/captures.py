@@ -142,7 +142,9 @@ def four_devices(folder: Path) -> str:
     less = ["training.max_steps=1", "evaluation.num_examples=0"]
     printed = _run(folder, *words, *less, devices=4)
     lines = [line.strip() for line in printed.splitlines()]
-    return "\n".join(line for line in lines if line.split(" ")[0] in ("devices", "mesh", "batch"))
+    return "\n".join(
+        line for line in lines if line.split(" ")[0] in ("devices", "mesh", "batch")
+    )
 
 
 def check(folder: Path) -> str:
@@ -183,7 +185,11 @@ def sweep(folder: Path) -> str:
 
 
 def finding(folder: Path) -> str:
-    words = ["optimizer.learning_rate=1e-2", "training.max_steps=25", "hydra.run.dir=outputs/steep"]
+    words = [
+        "optimizer.learning_rate=1e-2",
+        "training.max_steps=25",
+        "hydra.run.dir=outputs/steep",
+    ]
     _run(folder, *words, "evaluation.num_examples=128", "evaluation.num_samples=0")
     lines = _command(folder, "doctor", "outputs/steep").splitlines()
     first = [i for i, line in enumerate(lines) if re.match(r"2\. ", line)] or [len(lines)]

@@ -167,7 +167,11 @@ FUNCTIONS = (
         (advantages,),
         ("rewards_PG", "whole"),
     ),
-    ("Completions to loss weights: `algorithm.weighting`", (weighting,), ("completion_mask_BT",)),
+    (
+        "Completions to loss weights: `algorithm.weighting`",
+        (weighting,),
+        ("completion_mask_BT",),
+    ),
     (
         "The same with the prompt of each completion: `algorithm.weighting`",
         (weighting,),
@@ -231,7 +235,12 @@ def _group(group: Group, run: config.RunConfig) -> str:
     for f in (f for f in dataclasses.fields(group.kind) if f.init):
         meaning = comments.get(f.name) or _first_paragraph(hints[f.name])
         rows.append(
-            (f"`{group.prefix}{f.name}`", _type(hints[f.name]), _default(f, used), _text(meaning))
+            (
+                f"`{group.prefix}{f.name}`",
+                _type(hints[f.name]),
+                _default(f, used),
+                _text(meaning),
+            )
         )
     path = f"`{group.kind.__module__}.{group.kind.__qualname__}`"
     said = _text(_first_paragraph(group.kind))

@@ -262,7 +262,9 @@ def formulas(name: str, algorithm: Any) -> tuple[list[str], list[str]]:
     if name in OF_THE_REST:
         tex, legend = OF_THE_REST[name]
         known = {
-            key: f"{value:g}" for key, value in vars(algorithm).items() if isinstance(value, float)
+            key: f"{value:g}"
+            for key, value in vars(algorithm).items()
+            if isinstance(value, float)
         }
         return [_filled(line, known) for line in tex], legend
     clipped = {"clipped": _clipped(algorithm.clip_low, algorithm.clip_high)}
@@ -381,7 +383,9 @@ def section(name: str) -> str:
 
 
 def _command(overrides: str) -> str:
-    lines = textwrap.wrap(f"python run_training.py {overrides}", WIDTH - 4, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        f"python run_training.py {overrides}", WIDTH - 4, break_on_hyphens=False
+    )
     return " \\\n  ".join(lines)
 
 

@@ -35,7 +35,9 @@ class GuessingGame(Environment):
         self.secret = 0
         self.guesses = 0
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> Hint:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **options: Any
+    ) -> Hint:
         """Begins with a secret that depends on the seed alone."""
         self.secret = (seed or 0) % 10
         self.guesses = 0
@@ -44,7 +46,9 @@ class GuessingGame(Environment):
     def step(self, action: Guess, timeout_s: float | None = None, **options: Any) -> Hint:
         """Says whether the secret is higher or lower than the guess, four times at most."""
         self.guesses += 1
-        digits = [word.strip(".") for word in action.message.split() if word.strip(".").isdigit()]
+        digits = [
+            word.strip(".") for word in action.message.split() if word.strip(".").isdigit()
+        ]
         guess = int(digits[-1]) if digits else -1
         if guess == self.secret:
             return Hint(text="right", guesses=self.guesses, reward=1.0, done=True)

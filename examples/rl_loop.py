@@ -51,7 +51,9 @@ def main(num_steps: int) -> list[float]:
     _, params = load_weights(model, SEED)
     rewards = {"correct": Reward(correct)}
     settings = TaskConfig(Arithmetic(), "What is {question}?", rewards)
-    task = Task(settings, model.tokenizer, GENERATION.max_prompt_length, GENERATION.max_new_tokens)
+    task = Task(
+        settings, model.tokenizer, GENERATION.max_prompt_length, GENERATION.max_new_tokens
+    )
 
     # The policy samples completions and scores their tokens; the algorithm makes a batch and a
     # loss of them; the train step is one compiled update.
@@ -75,7 +77,9 @@ def main(num_steps: int) -> list[float]:
         state, learned = train_step(state, None, rows)
 
         means.append(float(graded.rewards.mean()))
-        print(f"step {step + 1}: reward {means[-1]:.3f}, loss {float(learned['train/loss']):+.4f}")
+        print(
+            f"step {step + 1}: reward {means[-1]:.3f}, loss {float(learned['train/loss']):+.4f}"
+        )
     return means
 
 

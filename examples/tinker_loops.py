@@ -63,14 +63,21 @@ def write_data(folder: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         (home / "train.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         files = "data_files:\n  - split: train\n    path: train.jsonl"
-        (home / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  {files}\n---\n")
+        (home / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: {config}\n  {files}\n---\n"
+        )
 
 
 def register() -> None:
     """The bundled tokenizer and chat format, in the cookbook's registers."""
     import tinker
     from tinker_cookbook import renderers, tokenizer_utils
-    from tinker_cookbook.renderers.base import Message, ParseTermination, RenderedMessage, Renderer
+    from tinker_cookbook.renderers.base import (
+        Message,
+        ParseTermination,
+        RenderedMessage,
+        Renderer,
+    )
     from transformers import PreTrainedTokenizerFast
 
     bundled = Path(__file__).resolve().parents[1] / "tunix_lite" / "models" / "bundled"
@@ -104,7 +111,10 @@ def register() -> None:
             text = tokenizer.decode(response, skip_special_tokens=True)
             ended = bool(response) and response[-1] in self.get_stop_sequences()
             message = Message(role="assistant", content=ANSWER.sub(r"\\boxed{\1}", text))
-            return message, ParseTermination.STOP_SEQUENCE if ended else ParseTermination.MALFORMED
+            return (
+                message,
+                ParseTermination.STOP_SEQUENCE if ended else ParseTermination.MALFORMED,
+            )
 
     for name in (MODEL, f"{MODEL}:full"):
         tokenizer_utils.register_tokenizer(name, lambda: tokenizer)

@@ -95,7 +95,8 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     special = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
     _write(
-        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", **special},
     )
     ids = {
         "bos_token_id": 2,

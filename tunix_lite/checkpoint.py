@@ -325,7 +325,9 @@ class Checkpoints:
     def _why_not(self, step: int, wanted: Tree, whole: bool, error: Exception) -> str:
         """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
-            tree = ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
+            tree = (
+                ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
+            )
             here = _shapes(wanted)
             there = _shapes(tree)
         except Exception as unreadable:
@@ -334,7 +336,9 @@ class Checkpoints:
         other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if not other:
             return self._damaged(step, _reason(error))
-        shapes = [f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other]
+        shapes = [
+            f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other
+        ]
         more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
         return (
             f"step {step} of {self.folder} does not fit this model or optimizer: "

@@ -528,7 +528,9 @@ def build(kind: Kind, value: object, where: str = "") -> Any:
     if (origin is Callable or kind is Callable) and isinstance(value, str):
         return _build_target(kind, {TARGET: value}, where)
     if kind is Any or origin is Callable or kind is Callable:
-        raise ConfigError(f"{where}: expected a group of settings with a _target_, got {value!r}")
+        raise ConfigError(
+            f"{where}: expected a group of settings with a _target_, got {value!r}"
+        )
 
     # Dicts and tuples of them.
     if origin is dict:

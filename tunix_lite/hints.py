@@ -261,7 +261,9 @@ def mesh_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, .
     sizes = re.findall(r"-?\d+", value)
     names = re.findall(r"[a-z_]+", value)
     axes = [AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
-    fits = 1 <= len(sizes) <= 2 and len(axes) == len(sizes) == len(set(axes)) and None not in axes
+    fits = (
+        1 <= len(sizes) <= 2 and len(axes) == len(sizes) == len(set(axes)) and None not in axes
+    )
     if not fits:
         return ()
     if axes == ["fsdp"]:

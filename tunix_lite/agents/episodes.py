@@ -19,9 +19,7 @@ from tunix_lite.serving.answers import Piece
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call
 
-IS_OVER = (
-    "there is no such episode, or it is over: base_url is .../episodes/ID/v1, or the API key is ID"
-)
+IS_OVER = "there is no such episode, or it is over: base_url is .../episodes/ID/v1, or the API key is ID"
 
 
 @dataclass
@@ -126,7 +124,9 @@ class OpenEpisodes:
         self._lock = threading.Lock()
         self._open: dict[str, Episode] = {}
 
-    def open(self, example: dict[str, Any], seed: int, draw: DrawSettings | None = None) -> Episode:
+    def open(
+        self, example: dict[str, Any], seed: int, draw: DrawSettings | None = None
+    ) -> Episode:
         """A new episode. draw: how tokens are drawn in it; None: as the agent asks."""
         episode = Episode(secrets.token_hex(12), example, seed, draw)
         with self._lock:

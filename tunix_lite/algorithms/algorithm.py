@@ -11,7 +11,16 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tunix_lite.types import Batch, Graded, Metrics, Params, Prompts, Rollout, RowBatch, TokenScores
+from tunix_lite.types import (
+    Batch,
+    Graded,
+    Metrics,
+    Params,
+    Prompts,
+    Rollout,
+    RowBatch,
+    TokenScores,
+)
 
 
 class Generate(Protocol):

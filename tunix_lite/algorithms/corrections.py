@@ -22,7 +22,9 @@ from tunix_lite.types import Batch, Metrics
 STREAM_NAME = "correction"
 
 
-def truncate_tokens(log_weight_BT: np.ndarray, mask_BT: np.ndarray, cap: float = 2.0) -> np.ndarray:
+def truncate_tokens(
+    log_weight_BT: np.ndarray, mask_BT: np.ndarray, cap: float = 2.0
+) -> np.ndarray:
     """min(w, cap) (truncated importance sampling, TIS)."""
     _check_above("cap", cap, 0)
     return np.minimum(np.exp(log_weight_BT), cap)

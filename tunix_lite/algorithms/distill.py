@@ -105,7 +105,9 @@ class Distill:
             raise ValueError(f"teacher_coef={self.teacher_coef} must be above 0")
         if self.reward_coef < 0:
             raise ValueError(f"reward_coef={self.reward_coef} must not be negative")
-        least, why = (2, ": rewards are compared within a group") if self.reward_coef else (1, "")
+        least, why = (
+            (2, ": rewards are compared within a group") if self.reward_coef else (1, "")
+        )
         if self.num_generations < least:
             raise ValueError(
                 f"num_generations={self.num_generations} must be at least {least}{why}"
@@ -164,7 +166,9 @@ class Distill:
         """Prompts -> completions -> what the teacher finds of them -> the batch to learn from."""
         groups = sample_groups(policy, task, params, examples, key, self.num_generations)
         # rewards may not count: a group of one has no others to compare with
-        batch = groups.batch(self.advantages if self.reward_coef else np.zeros_like, self.weighting)
+        batch = groups.batch(
+            self.advantages if self.reward_coef else np.zeros_like, self.weighting
+        )
         # The teacher may read the completions after prompts of its own.
         seen = None
         settings = self.teacher

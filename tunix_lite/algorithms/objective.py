@@ -235,7 +235,9 @@ class Objective:
     weighting: Callable = weighting.per_token  # completion mask [B, T] -> loss weights [B, T]
     # log-ratios of tokens -> log-ratios (algorithms/ratios.py)
     ratio: Callable = ratios.token_ratio
-    surrogate: Callable = surrogates.clip  # what is maximised per token (algorithms/surrogates.py)
+    surrogate: Callable = (
+        surrogates.clip
+    )  # what is maximised per token (algorithms/surrogates.py)
     # Lower clip of the ratio, at 1 - clip_low. null does not clip it from below.
     clip_low: float | None = 0.2
     # Upper clip of the ratio, at 1 + clip_high. null does not clip it from above.
@@ -374,7 +376,9 @@ class Objective:
             function = getattr(self, name)
             if function is None:
                 continue
-            known = {"whole": whole} if name == "advantages" and adv.takes_whole(function) else {}
+            known = (
+                {"whole": whole} if name == "advantages" and adv.takes_whole(function) else {}
+            )
             try:
                 inspect.signature(function).bind(*values, **known)
             except TypeError as error:

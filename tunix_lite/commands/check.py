@@ -61,7 +61,9 @@ def main() -> None:
     program.run_command("check", Check, check_machine, without_run=check_alone)
 
 
-def check_machine(run: RunConfig | None, settings: Check, error: ConfigError | None = None) -> None:
+def check_machine(
+    run: RunConfig | None, settings: Check, error: ConfigError | None = None
+) -> None:
     """Looks at everything, prints a line for each, and ends the process: 1 if anything fails.
 
     error: why there is no run.
@@ -141,7 +143,12 @@ def _on_devices(run: RunConfig | None, settings: Check, facts: dict) -> list[Che
     lines: list[CheckLine] = []
     platform = facts["platform"]
     wants_cpu = machine.wants_cpu() or settings.devices is not None
-    if platform == "cpu" and not wants_cpu and machine.cuda_version() and machine.nvidia_gpus()[0]:
+    if (
+        platform == "cpu"
+        and not wants_cpu
+        and machine.cuda_version()
+        and machine.nvidia_gpus()[0]
+    ):
         text = "jax runs on the CPU, though it has a plugin for the GPUs here"
         why = "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # says why"
         lines.append(fails("devices", text, why))

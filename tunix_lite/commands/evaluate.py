@@ -84,7 +84,9 @@ class EvaluateTaskConfig:
 
     def __post_init__(self):
         if self.num_examples is not None and self.num_examples < 1:
-            raise ValueError(f"num_examples={self.num_examples} must be at least 1, or null: all")
+            raise ValueError(
+                f"num_examples={self.num_examples} must be at least 1, or null: all"
+            )
         if self.num_samples < 0:
             raise ValueError(f"num_samples={self.num_samples} must not be negative; 0: none")
         if self.temperature <= 0:
@@ -264,7 +266,10 @@ def score_models(
             dtype = run.training.mixed_precision
             with _naming_against(options):
                 model = load(
-                    options.against, step=options.against_step, mesh_shape=mesh_shape, dtype=dtype
+                    options.against,
+                    step=options.against_step,
+                    mesh_shape=mesh_shape,
+                    dtype=dtype,
                 )
         weights = str(model.source.name if model.run is None else model.run)
         dtype = np.dtype(model.dtype).name
@@ -344,7 +349,9 @@ def _evaluate_one(
     rollouts = rollout_sizes(count, options.num_samples)
     path = None if out is None else out / f"{which}.{name}{PARTIAL}"
     if path is not None:
-        before = " (there are some of an evaluation that did not finish)" if path.exists() else ""
+        before = (
+            " (there are some of an evaluation that did not finish)" if path.exists() else ""
+        )
         _say(f"completions are in {path} as they are graded{before}")
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(PartialFile(path))
@@ -355,7 +362,9 @@ def _evaluate_one(
 
         progress = SamplingProgress(StandardError(), rollouts, None if out is None else write)
         task = opened.enter_context(
-            held_out.task.with_workers(run.rewards, progress.line.say, processes, run.conversation)
+            held_out.task.with_workers(
+                run.rewards, progress.line.say, processes, run.conversation
+            )
         )
         opened.enter_context(progress)
         evaluated, scores = model_scores(

@@ -223,7 +223,9 @@ def _read_prompt(where: str, line: str, most: int) -> tuple[Prompt, int]:
         raise ConfigError(str(error)) from error
     row = row if isinstance(row, dict) else {"prompt": row}
     prompt = row.get("prompt", row.get("messages"))
-    is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    is_messages = isinstance(prompt, list) and all(
+        isinstance(message, dict) for message in prompt
+    )
     if not prompt or not (isinstance(prompt, str) or is_messages):
         raise ConfigError(f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
     if row.get("tools") is not None:

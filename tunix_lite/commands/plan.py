@@ -100,7 +100,9 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         lengths = recorded_lengths(settings.lengths_of)
     found = replace(found, plans=tuple(with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
-    print("\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"]))
+    print(
+        "\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"])
+    )
     if all(plan.fits is False for plan in found.plans):
         # The last line is then the command that fits.
         if found.command is not None:
@@ -193,7 +195,9 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     if found.fits:
         change = f"would fit, with {peak}:"
         if found.is_near_the_limit:
-            change = f"may fit, with {peak}, which may be wrong by {planning.ESTIMATE_MARGIN:.0%}:"
+            change = (
+                f"may fit, with {peak}, which may be wrong by {planning.ESTIMATE_MARGIN:.0%}:"
+            )
         return replace(plans, command=command_that_fits(words, overrides), change=change)
     least = "nothing makes it smaller"
     if overrides:

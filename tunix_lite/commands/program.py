@@ -99,7 +99,9 @@ def main(
         given = [] if others else [known.overrides]
         for overrides in runs_of_sweep(known.overrides) if given and known.multirun else given:
             try:
-                values = compose_values(overrides, known.config_dir, config_name=known.config_name)
+                values = compose_values(
+                    overrides, known.config_dir, config_name=known.config_name
+                )
             except ConfigError as error:
                 # What a setting refers to may be missing where the settings are only shown.
                 if known.cfg and lacks_a_reference(error):
@@ -212,7 +214,9 @@ def run_command(
         # A folder is data: `_of_run` refuses one whose settings hold a _target_.
         if values.get("checkpoint") is not None:
             if not isinstance(values["checkpoint"], str):
-                raise ConfigError(f"checkpoint={values['checkpoint']!r} is not the folder of a run")
+                raise ConfigError(
+                    f"checkpoint={values['checkpoint']!r} is not the folder of a run"
+                )
             values["model"] = _of_run(values, overrides)
         if change_settings is not None:
             values = change_settings(values, [key_of(text) for text in overrides])
@@ -241,7 +245,9 @@ def run_command(
     _or_exit(as_long_as_read()(act_without_run if without_run else act), interrupted="")
 
 
-def missing_overrides(folder: Path, words: Sequence[str], no_matter: tuple[str, ...]) -> list[str]:
+def missing_overrides(
+    folder: Path, words: Sequence[str], no_matter: tuple[str, ...]
+) -> list[str]:
     """The overrides that a run was started with, by its folder, and whose setting these words do
     not name. no_matter: how those begin that are left out."""
     named = {word.lstrip("+~").partition("=")[0] for word in words}
@@ -295,7 +301,9 @@ def _check_working_folder() -> None:
         os.getcwd()
     except FileNotFoundError as error:
         gone = os.environ.get("PWD", "")
-        raise ConfigError(f"the working folder {gone} is gone: cd to one that is there") from error
+        raise ConfigError(
+            f"the working folder {gone} is gone: cd to one that is there"
+        ) from error
 
 
 RESUME_HINT = (

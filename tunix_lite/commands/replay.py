@@ -61,7 +61,9 @@ class Replay:
 
     def __post_init__(self):
         if self.checkpoint is None or (self.skipped is None and self.step is None):
-            folder = "outputs/latest" if self.checkpoint is None else shlex.quote(self.checkpoint)
+            folder = (
+                "outputs/latest" if self.checkpoint is None else shlex.quote(self.checkpoint)
+            )
             raise ValueError(
                 "give the folder of a run and one of its steps: tunix-lite replay "
                 f"{visible(folder)} step=12; or skipped=12 for an update that the run skipped"
@@ -72,7 +74,10 @@ class Replay:
 
 # Settings that change no number of a step, or that the folder holds.
 NO_MATTER = ("model", "hydra.", "launch", "project_name", "resume", "runtime.", "tracking")
-NO_MATTER += ("evaluation.", *(f"training.{name}" for name in ("save_", "keep_", "log_", "grace_")))
+NO_MATTER += (
+    "evaluation.",
+    *(f"training.{name}" for name in ("save_", "keep_", "log_", "grace_")),
+)
 
 
 def main() -> None:
@@ -139,7 +144,15 @@ def as_lines(done: Replayed) -> list[str]:
         return [*lines, f"completions: {count}, and samples/ has no file of this step"]
     pairs = list(zip(done.samples, done.logged_samples))
     total = max(len(done.samples), len(done.logged_samples))
-    for name in ("completion", "tokens", "logprobs", "reward", "correct", "extracted", "advantage"):
+    for name in (
+        "completion",
+        "tokens",
+        "logprobs",
+        "reward",
+        "correct",
+        "extracted",
+        "advantage",
+    ):
         if any(name in theirs for _, theirs in pairs):
             same = sum(ours.get(name) == theirs.get(name) for ours, theirs in pairs)
             lines.append(f"samples/: {name} the same in {same} of {total} completions")
@@ -223,7 +236,9 @@ def read_batch(folder: RunDir, settings: Replay) -> Batch:
         return batch
     except UNREADABLE as error:
         why = escaped(str(error) or type(error).__name__)
-        raise ConfigError(f"skipped={settings.skipped}: {file} cannot be read ({why})") from error
+        raise ConfigError(
+            f"skipped={settings.skipped}: {file} cannot be read ({why})"
+        ) from error
 
 
 def saw(folder: RunDir, skipped: int, step: int) -> bool:
@@ -263,7 +278,9 @@ def sequence_losses(
         # the rows are the sequences, so a batch is in rows already
         loss = float(algorithm.loss(of_row[0], RowBatch(**vars(of_row[1])))[0])
         losses.append(loss)
-        wrong = {name: int((~np.isfinite(x[b]) & counts_BT[b]).sum()) for name, x in inputs.items()}
+        wrong = {
+            name: int((~np.isfinite(x[b]) & counts_BT[b]).sum()) for name, x in inputs.items()
+        }
         if any(wrong.values()) or not np.isfinite(loss):
             not_finite[b] = {name: count for name, count in wrong.items() if count}
     return np.array(losses), not_finite

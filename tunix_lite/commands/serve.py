@@ -62,7 +62,9 @@ class ServeConfig(WhichWeights):
         if self.api not in APIS:
             raise ValueError(f"api={self.api}; there is {' and '.join(APIS)}")
         if self.api == "tinker" and self.checkpoint is not None:
-            raise ValueError("checkpoint= is for api=openai; api=tinker starts from model.weights")
+            raise ValueError(
+                "checkpoint= is for api=openai; api=tinker starts from model.weights"
+            )
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port}; it is 0 to 65535")
         for name in ("max_waiting", "max_body", "request_seconds", "stop_seconds", "max_models"):

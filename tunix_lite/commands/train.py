@@ -216,7 +216,9 @@ def join(run: RunConfig) -> None:
         if "$" in folder and not is_alone(run.launch, os.environ):
             # each process would expand ${now} differently; process 0 decides
             folder = composing.fill_in_folder(folder, values)
-        ours = process_info(values | ({"hydra": {"run.dir": run_dir}} if run_dir else {}), folder)
+        ours = process_info(
+            values | ({"hydra": {"run.dir": run_dir}} if run_dir else {}), folder
+        )
         try:
             place, agreed = initialise(run.launch, os.environ, ours)
         except NotMet as error:

@@ -52,7 +52,9 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
             if other is None:
                 other = (lock_owner(folder) or "another process").partition(",")[0]
                 print(
-                    f"waiting for {folder}, which is in use by {other}", file=sys.stderr, flush=True
+                    f"waiting for {folder}, which is in use by {other}",
+                    file=sys.stderr,
+                    flush=True,
                 )
             if time.monotonic() > deadline:
                 raise ValueError(

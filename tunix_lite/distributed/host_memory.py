@@ -101,7 +101,9 @@ def can_reserve_addresses() -> bool:
         return False
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     # glibc then fills every block that it gives.
-    is_filled = "MALLOC_PERTURB_" in os.environ or "perturb" in os.environ.get("GLIBC_TUNABLES", "")
+    is_filled = "MALLOC_PERTURB_" in os.environ or "perturb" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
     # Another allocator, such as tcmalloc, may stand in for glibc's.
     used, own = (
         ctypes.cast(f, ctypes.c_void_p).value for f in (ctypes.CDLL(None).malloc, of_glibc)

@@ -223,7 +223,9 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace) -> None:
         )
 
     if launch.expect_devices not in (None, len(devices)):
-        share = "Of several processes on a machine each has one GPU: start one process for each GPU"
+        share = (
+            "Of several processes on a machine each has one GPU: start one process for each GPU"
+        )
         raise ValueError(
             f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: "
             f"{counts[0]} ({kinds[0]}) in each of {len(counts)} processes. "
@@ -299,7 +301,9 @@ def exit_when_a_peer_is_lost() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if not _has_joined_jax() or not is_of_a_peer(error):
             raise
-        print(f"error: {LOST_A_PEER} ({str(error).strip().splitlines()[0][:200]})", file=sys.stderr)
+        print(
+            f"error: {LOST_A_PEER} ({str(error).strip().splitlines()[0][:200]})", file=sys.stderr
+        )
         sys.exit(1)
 
 

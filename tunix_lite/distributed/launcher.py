@@ -88,7 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    only_reads = program[:1] in (["check"], ["evaluate"]) or command_line.SHOWS_ONLY & set(program)
+    only_reads = program[:1] in (["check"], ["evaluate"]) or command_line.SHOWS_ONLY & set(
+        program
+    )
     if group.first == 0 and not only_reads and folder_given(program) is None:
         project = command_line.project_name(program)
         folder = command_line.fresh_folder(project, program)
@@ -194,7 +196,8 @@ class LocalProcesses:
             "LOCAL_WORLD_SIZE": str(self.nprocs),
         }
         return [
-            shared | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)} for i in range(self.nprocs)
+            shared | {"RANK": str(self.first + i), "LOCAL_RANK": str(i)}
+            for i in range(self.nprocs)
         ]
 
 
@@ -339,7 +342,10 @@ def supervise(
         # All have stopped by themselves. As of a run without a launcher: commands/train.py.
         return INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
     unused = {".hydra", LOCK, logs.name}
-    if failure.code == WRONG_SETTINGS and {path.name for path in logs.parent.iterdir()} <= unused:
+    if (
+        failure.code == WRONG_SETTINGS
+        and {path.name for path in logs.parent.iterdir()} <= unused
+    ):
         shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
             # rmdir fails where something else is in the folder.
@@ -471,9 +477,12 @@ class Attempt:
         lasted = silent[culprit]
         since = "before its first step" if lasted is None else f"for {lasted:.0f} s"
         signs = "; ".join(
-            f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}" for p, s in silent.items()
+            f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}"
+            for p, s in silent.items()
         )
-        text = f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
+        text = (
+            f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
+        )
         return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
 
 
@@ -485,7 +494,8 @@ def blamed(failed: list["Process"]) -> Failure | None:
     if not failed:
         return None
     culprit = min(
-        failed, key=lambda p: (p.lost_a_peer(), p.returncode == -signal.SIGABRT, p.ended, p.index)
+        failed,
+        key=lambda p: (p.lost_a_peer(), p.returncode == -signal.SIGABRT, p.ended, p.index),
     )
     code = culprit.returncode
     # Process 0 has printed on the screen what is wrong with the settings.
@@ -508,7 +518,12 @@ class Process(subprocess.Popen):
     """A process of the run: started, read, and asked whether it is alive."""
 
     def __init__(
-        self, command: list[str], environment: dict[str, str], index: int, logs: Path, beats: Path
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        index: int,
+        logs: Path,
+        beats: Path,
     ):
         """Starts it. index: among the processes of this machine; 0 has the screen.
 

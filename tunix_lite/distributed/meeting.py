@@ -17,7 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from tunix_lite.distributed.agreement import Agreement, ProcessInfo, enumerate_names, mismatch_error
+from tunix_lite.distributed.agreement import (
+    Agreement,
+    ProcessInfo,
+    enumerate_names,
+    mismatch_error,
+)
 from tunix_lite.distributed.process_place import ProcessPlace
 
 # Bytes of a message, at most.
@@ -64,7 +69,10 @@ class Waiting:
 
 
 def meet(
-    place: ProcessPlace, own: ProcessInfo, timeout: float, say: Callable[[str], None] | None = None
+    place: ProcessPlace,
+    own: ProcessInfo,
+    timeout: float,
+    say: Callable[[str], None] | None = None,
 ) -> Agreement:
     """Lets all processes of a run meet: each reports to process 0, which compares them and answers.
 

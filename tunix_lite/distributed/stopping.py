@@ -19,7 +19,11 @@ from jax.experimental import multihost_utils
 
 from tunix_lite.distributed.join import HEARTBEAT, STARTED
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []),
+)
 # Signals that a scheduler or a closed terminal sends, sometimes both.
 OF_MACHINES = ("SIGTERM", "SIGHUP")
 # Seconds in which a second signal may be the first one, sent once more.
@@ -180,7 +184,9 @@ class Stopping:
         about = f", in about {left:.0f} s" if left > 1 else ""
         if left > self._grace:
             about += f", longer than training.grace_seconds={self._grace:g}"
-        return f"{name}: stopping after the {what} under way{about}, with a checkpoint{once_more}"
+        return (
+            f"{name}: stopping after the {what} under way{about}, with a checkpoint{once_more}"
+        )
 
     @contextlib.contextmanager
     def uninterruptible(self, what: str, times: int = 1) -> Iterator[None]:

@@ -86,7 +86,9 @@ class Python:
         if min(self.seconds, self.memory_mib, self.output_bytes) <= 0:
             raise ValueError("seconds, memory_mib and output_bytes must be above 0")
         if sys.platform != "linux":
-            raise ValueError("environments.bundled_tools.Python limits code by means of Linux only")
+            raise ValueError(
+                "environments.bundled_tools.Python limits code by means of Linux only"
+            )
 
     def __call__(self, code: str) -> str:
         """Run Python code and return what it prints.

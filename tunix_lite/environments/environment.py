@@ -189,7 +189,9 @@ def _read_observation(value: object, where: str) -> str | list[dict]:
             "of messages {role, content}"
         )
     if not value:
-        raise NotATurn(f"returned an empty list from {where}; it is a text, or a list of messages")
+        raise NotATurn(
+            f"returned an empty list from {where}; it is a text, or a list of messages"
+        )
     for message in value:
         is_message = (
             isinstance(message, Mapping)

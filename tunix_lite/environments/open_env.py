@@ -84,7 +84,9 @@ class OpenEnv:
 
     def __post_init__(self):
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ValueError(f"url={self.url!r} must begin with http://, https://, ws:// or wss://")
+            raise ValueError(
+                f"url={self.url!r} must begin with http://, https://, ws:// or wss://"
+            )
         self._client = None
 
     def reset(self, example: dict) -> str | None:
@@ -118,7 +120,9 @@ class OpenEnv:
         # The client connects again by itself: to a new session, in which this episode is not.
         if self._connection() is not self._session:
             self.close()
-            raise ConnectionError(f"the session at {self.url} was lost in the middle of an episode")
+            raise ConnectionError(
+                f"the session at {self.url} was lost in the middle of an episode"
+            )
         if result.done:
             self.close()
         return Turn(self._text(result.observation), result.reward or 0.0, bool(result.done))

@@ -258,7 +258,9 @@ class _Call:
         wrong, _, right = how.rpartition("; ") if kind == "not_a_turn" else (how, "", "")
         message = f"the environment {wrong} for {what}" + (f"; {right}" if right else "")
         if settings.on_error == "raise":
-            raise ValueError(f"{message}; conversation.on_error=zero or drop continues without it")
+            raise ValueError(
+                f"{message}; conversation.on_error=zero or drop continues without it"
+            )
         # it may have waited behind others, and has not taken longer than it may
         seconds = min(time.monotonic() - self.began, settings.timeout)
         self.reply.set_result(Reply(None, kind, message, seconds))

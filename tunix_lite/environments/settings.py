@@ -43,7 +43,9 @@ class ConversationConfig:
         if self.max_turns < 1:
             raise ValueError(f"max_turns={self.max_turns} must be at least 1")
         if self.max_turn_tokens is not None and self.max_turn_tokens < 1:
-            raise ValueError(f"max_turn_tokens={self.max_turn_tokens} must be at least 1, or null")
+            raise ValueError(
+                f"max_turn_tokens={self.max_turn_tokens} must be at least 1, or null"
+            )
         if self.on_limit not in ON_LIMIT:
             raise ValueError(f"on_limit={self.on_limit!r}; it is keep, penalise or mask")
         if self.credit not in CREDIT:

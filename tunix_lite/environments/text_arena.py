@@ -22,7 +22,9 @@ except ImportError as error:
     WHY_NOT = str(error)
 
 # beginning of a list of moves, as in "Available Moves: '[0]', '[4]'"
-LISTS_MOVES = re.compile(r"(?:available|legal|possible|valid) (?:actions?|moves?)\b[^:\n]*:", re.I)
+LISTS_MOVES = re.compile(
+    r"(?:available|legal|possible|valid) (?:actions?|moves?)\b[^:\n]*:", re.I
+)
 MOVE = re.compile(r"\[[^\[\]\n]+\]")
 # stands for a number that a player chooses, as in "[bet X]"
 PLACEHOLDER = re.compile(r"\bX\b")

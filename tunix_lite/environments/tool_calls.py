@@ -142,7 +142,9 @@ def _of_python(text: str) -> list[ToolCall]:
             call = ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
             if not node.args and all(keyword.arg is not None for keyword in node.keywords):
                 try:
-                    arguments = {item.arg: ast.literal_eval(item.value) for item in node.keywords}
+                    arguments = {
+                        item.arg: ast.literal_eval(item.value) for item in node.keywords
+                    }
                     call = ToolCall(name, arguments)
                 except (ValueError, TypeError, RecursionError, MemoryError):
                     call = ToolCall(name, problem=f"{name}: an argument is no plain value")

@@ -195,7 +195,9 @@ def parameters_of(tool: Callable[..., object]) -> dict[inspect.Parameter, Any]:
         if parameter.name in bound:
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"the tool {name} takes *{parameter.name}; name each of its arguments")
+            raise ValueError(
+                f"the tool {name} takes *{parameter.name}; name each of its arguments"
+            )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ValueError(f"the tool {name} takes {parameter.name} without its name")
         if parameter.name not in hints:

@@ -57,7 +57,9 @@ def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> s
         lines.append(f"- {name}: {model['weights']}{step}")
     level = settings["level"]
     samples = settings["num_samples"]
-    drawn = f"{samples} samples at temperature {settings['temperature']:g}" if samples else "none"
+    drawn = (
+        f"{samples} samples at temperature {settings['temperature']:g}" if samples else "none"
+    )
     lines.append(f"- samples: {drawn}; seed {settings['seed']}")
     lines.append(f"- intervals hold {100 * level:g}%: bootstrap over the examples")
     for name, result in tasks.items():

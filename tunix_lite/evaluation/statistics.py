@@ -93,7 +93,9 @@ def maj_at_k(
     else:
         every = np.tile(np.arange(num_samples), (MOST_SUBSETS, 1))
         subsets_SK = np.random.default_rng(seed).permuted(every, axis=1)[:, :k]
-    return np.array([_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)])
+    return np.array(
+        [_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)]
+    )
 
 
 def _checked(correct_EN: np.ndarray, k: int) -> np.ndarray:

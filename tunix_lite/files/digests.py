@@ -73,7 +73,9 @@ def changed_files(
         try:
             there = (folder / name).stat().st_size
             if there != size:
-                return f"{escaped(name)} has {there:,} bytes, and had {size:,} when it was written"
+                return (
+                    f"{escaped(name)} has {there:,} bytes, and had {size:,} when it was written"
+                )
             if _digest(folder / name)[1] != digest:
                 return (
                     f"{escaped(name)} was changed after it was written, by the {ALGORITHM} "

@@ -186,7 +186,10 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     coarsest = max(dtypes, key=lambda name: TOLERANCE[name])
     named = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[coarsest]
     source = model.source
-    ids = {"eos_token_id": list(source.tokenizer.eos_ids), "pad_token_id": source.tokenizer.pad_id}
+    ids = {
+        "eos_token_id": list(source.tokenizer.eos_ids),
+        "pad_token_id": source.tokenizer.pad_id,
+    }
     original = {} if source.folder is None else read_object(source.folder / "config.json")
     if original.get("model_type") == family.model_type:
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
@@ -219,7 +222,9 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
 def _write_adapter(model: LanguageModel, folder: Path) -> float:
     """Writes a PEFT adapter and the tokenizer. Returns the difference after reading back."""
     source = model.source
-    leaves = {name: leaf for name, leaf in model.params["layers"].items() if isinstance(leaf, Lora)}
+    leaves = {
+        name: leaf for name, leaf in model.params["layers"].items() if isinstance(leaf, Lora)
+    }
     adapters = {"layers": {name: {"a": leaf.a, "b": leaf.b} for name, leaf in leaves.items()}}
     wrapped = families.is_wrapped(source.folder, source.family)
     peft.save_adapters(
@@ -227,7 +232,9 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
     )
     _copy_tokenizer(model, folder)
     with error_context("what was written"):
-        read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), model.cfg, source.family)
+        read = peft.read_adapter_config(
+            LoraConfig(adapter=str(folder)), model.cfg, source.family
+        )
         again = peft.load_adapters(folder, model.cfg, source.family, read)
     base = jax.tree.map(
         lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf,
@@ -241,7 +248,9 @@ def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
     """The difference of the logits with `params` and the model's own, relative to their size, over
     two rows of random tokens. Raises ConfigError if it is above `tolerance`."""
     cfg = model.cfg
-    tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, min(32, cfg.max_positions)))
+    tokens = np.random.default_rng(0).integers(
+        0, cfg.vocab_size, (2, min(32, cfg.max_positions))
+    )
 
     @jax.jit
     def logits(params: Params) -> jax.Array:
@@ -287,7 +296,9 @@ def _base_name(model: LanguageModel) -> str:
     return str(model.source.folder or named) if named in ("bundled", "random") else named
 
 
-def _describe(model: LanguageModel, folder: Path, out: Path, kind: str, difference: float) -> str:
+def _describe(
+    model: LanguageModel, folder: Path, out: Path, kind: str, difference: float
+) -> str:
     """Writes the model card and PROVENANCE. Returns the command that serves the model."""
     # the run's folder below `outputs`: project, date and time, without the path of a machine
     run = None
@@ -374,9 +385,13 @@ def _card(about: dict, served: str, name: str) -> str:
     ]
     if about["run"]:
         algorithm = about["metrics"].get("algorithm", "")
-        lines += [f"- run: `{about['run']}`, step {about['step']}{algorithm and f', {algorithm}'}"]
+        lines += [
+            f"- run: `{about['run']}`, step {about['step']}{algorithm and f', {algorithm}'}"
+        ]
     if about["lora"]:
-        lines += ["- LoRA: " + ", ".join(f"{key} {value}" for key, value in about["lora"].items())]
+        lines += [
+            "- LoRA: " + ", ".join(f"{key} {value}" for key, value in about["lora"].items())
+        ]
     evaluated = about["metrics"].get("eval")
     if evaluated:
         lines += ["", "| evaluation | accuracy on held-out prompts |", "|---|---|"]

@@ -283,7 +283,9 @@ class LanguageModel:
                 f"{len(prompts)} prompts and {len(texts)} completions; there must be as many"
             )
         before = [self.tokenizer.prompt(prompt) for prompt in prompts]
-        after = [self.tokenizer.demonstration(prompt, text) for prompt, text in zip(prompts, texts)]
+        after = [
+            self.tokenizer.demonstration(prompt, text) for prompt, text in zip(prompts, texts)
+        ]
         whole = [b + a for b, a in zip(before, after)]
         self._check_length(max(map(len, whole), default=0))
 
@@ -307,7 +309,10 @@ class LanguageModel:
         with jax.set_mesh(self.mesh):
             params = merge(self.params, self.cfg, self.dtype)
         return replace(
-            self, params=params, source=replace(self.source, lora=None), was_lora=self.source.lora
+            self,
+            params=params,
+            source=replace(self.source, lora=None),
+            was_lora=self.source.lora,
         )
 
     def _check_length(self, tokens: int) -> None:
@@ -369,7 +374,9 @@ def load(
         if (folder / RunDir.MODEL).is_file():
             run = folder
             settings, seed = run_settings(run, family)
-            model = build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
+            model = build(
+                ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model"
+            )
         else:
             model = ModelConfig(weights=str(model))
     if family is not None:

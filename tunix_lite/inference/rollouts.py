@@ -56,7 +56,9 @@ def generate_of(
         jnp.dtype(tp_reduce_dtype),
     )
 
-    def on_the_mesh(params: Params, prompts: Prompts, *args: object, **settings: object) -> Rollout:
+    def on_the_mesh(
+        params: Params, prompts: Prompts, *args: object, **settings: object
+    ) -> Rollout:
         with jax.set_mesh(model.mesh):
             return generate(params, prompts, *args, **settings)
 

@@ -57,6 +57,11 @@ def check_fused(
     refuse(has_cutoffs, cut)
     refuse(penalty != 1, f"change no logits, and generation.repetition_penalty is {penalty}")
     config = jax.config
-    defaults = (config.jax_default_prng_impl == "threefry2x32", config.jax_threefry_partitionable)
+    defaults = (
+        config.jax_default_prng_impl == "threefry2x32",
+        config.jax_threefry_partitionable,
+    )
     is_default = all(defaults) and not config.jax_high_dynamic_range_gumbel
-    refuse(not is_default, "draw the noise of JAX's default generator, and jax.config has another")
+    refuse(
+        not is_default, "draw the noise of JAX's default generator, and jax.config has another"
+    )

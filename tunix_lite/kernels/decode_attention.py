@@ -84,7 +84,9 @@ def fused_attend(
     of_angles = (P(of_cache[0], None),) * 2
     in_specs = (qkv, (P(None),) * len(norms), of_angles, P(of_cache[0]), (of_cache, of_cache))
     out_specs = (heads, of_cache, of_cache)
-    on_devices = jax.shard_map(on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    on_devices = jax.shard_map(
+        on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     return on_devices((q_BNH, k_BKH, v_BKH), norms, angles, newest_B, (k_BKCH, v_BKCH))
 
 
@@ -136,7 +138,11 @@ def _kernel(cfg: Architecture, *refs: Any) -> None:
         rescale = jnp.exp(top - new_top)
         probs = jnp.exp(scores - new_top[:, None])
         values = triton.dot(probs.astype(dtype), v_CH[here, :], precision=exact)
-        return new_top, total * rescale + jnp.sum(probs, axis=1), summed * rescale[:, None] + values
+        return (
+            new_top,
+            total * rescale + jnp.sum(probs, axis=1),
+            summed * rescale[:, None] + values,
+        )
 
     blocks = pl.cdiv(held, COLUMNS_AT_ONCE)
     _, total, summed = jax.lax.fori_loop(0, blocks, add_columns, (top, total, summed))

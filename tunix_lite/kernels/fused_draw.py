@@ -55,7 +55,9 @@ def fused_draw(
     rows, tokens = spec(("batch", "vocab"), (B, V), jax.sharding.get_abstract_mesh())
     dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
 
-    def on_a_device(hidden_BD: jax.Array, table_VD: jax.Array, *more: jax.Array) -> list[jax.Array]:
+    def on_a_device(
+        hidden_BD: jax.Array, table_VD: jax.Array, *more: jax.Array
+    ) -> list[jax.Array]:
         B, V = len(hidden_BD), len(table_VD)
         # a power of two, as Triton needs it
         R = max(FEWEST, min(MOST_ROWS, 1 << (B - 1).bit_length()))
@@ -79,7 +81,9 @@ def fused_draw(
     # Each device draws for its own rows from its own part of the vocabulary.
     in_specs = (P(rows, None), P(tokens, None), P(rows, None), P(None))
     out_specs = P(rows, tokens)
-    on_devices = jax.shard_map(on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    on_devices = jax.shard_map(
+        on_a_device, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     return best_of_pieces(V, *on_devices(hidden_BD, table_VD, key_data_B2, temperature_1))
 
 

@@ -153,7 +153,9 @@ def with_divergence(
             sampled = token_scores(before_RMD, table_VD, targets_RM, softcap, temperature)
             spec = head_spec(len(table_VD), softcap, temperature)
             ours = (kind, spec, before_RMD, table_VD)
-            theirs = {name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)}
+            theirs = {
+                name: at_scored(batch.streams[name], batch) for name in teacher.streams(None)
+            }
             if comparison.top_k:
                 divergence = list_divergence(*ours, theirs[TOKENS], theirs[LOGPROBS])
             else:

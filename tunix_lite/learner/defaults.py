@@ -16,9 +16,17 @@ REAL = 100_000_000
 ACCELERATORS = ("gpu", "cuda", "rocm", "tpu")
 # Rates of AdamW by what trains, and by what the algorithm learns from.
 RATES = {
-    "all weights of a real model": {"rewards": 1e-6, "demonstrations": 1e-5, "preferences": 1e-6},
+    "all weights of a real model": {
+        "rewards": 1e-6,
+        "demonstrations": 1e-5,
+        "preferences": 1e-6,
+    },
     "adapters of a real model": {"rewards": 1e-4, "demonstrations": 2e-4, "preferences": 1e-5},
-    "all weights of a small model": {"rewards": 4e-5, "demonstrations": 4e-5, "preferences": 4e-5},
+    "all weights of a small model": {
+        "rewards": 4e-5,
+        "demonstrations": 4e-5,
+        "preferences": 4e-5,
+    },
     "adapters of a small model": {"rewards": 2e-3, "demonstrations": 2e-3, "preferences": 2e-3},
 }
 # A rate of the user's that is so many times the usual one gets a hint.

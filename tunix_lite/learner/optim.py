@@ -54,7 +54,13 @@ class LearningRateConfig:
         rate = self.learning_rate
         if isinstance(rate, str) and rate != "auto":
             raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "clip_rms"):
+        for name in (
+            "learning_rate",
+            "weight_decay",
+            "max_grad_norm",
+            "warmup_steps",
+            "clip_rms",
+        ):
             value = getattr(self, name, 0)
             if value != "auto" and value < 0:
                 raise ValueError(f"{name}={value} must not be negative")

@@ -281,7 +281,9 @@ def _units(tokens: np.ndarray, sequences: list[_Sequence], shape: RowShape) -> I
             yield _Unit(prefix, [group[i] for i in np.flatnonzero(rows == row)])
 
 
-def _first_fit(lengths: list[int], room: np.ndarray, new: int | None = None) -> np.ndarray | None:
+def _first_fit(
+    lengths: list[int], room: np.ndarray, new: int | None = None
+) -> np.ndarray | None:
     """The place of each length: from the longest on, the first place with room for it, or a new one
     with room for `new`.
 
@@ -327,7 +329,9 @@ def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, li
     return rows, lanes
 
 
-def _spread_rows(fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int) -> np.ndarray:
+def _spread_rows(
+    fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int
+) -> np.ndarray:
     """Places the used rows: the fullest first, dealt across the shards of a part, then to the next
     part.
 

@@ -73,7 +73,9 @@ class RowLayout:
             scored_columns = {"is_scored": counts_BT[:, width - last :]}
         else:
             counts = self.rows_per_part, self.num_parts, axis_size("fsdp")
-            packed = packing.packed(batch.tokens, batch.token_mask, counts_BT, self.shape, *counts)
+            packed = packing.packed(
+                batch.tokens, batch.token_mask, counts_BT, self.shape, *counts
+            )
             names = ("scored", "previous", "is_scored", "num_parts")
             scored_columns = {name: getattr(packed, name) for name in names}
 

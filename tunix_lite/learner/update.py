@@ -100,7 +100,9 @@ class TrainStep:
         if self.lora is not None and self.lora.dropout > 0:
             # One key per sequence of the whole batch: what is dropped does not depend on
             # micro-batches or the mesh.
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), DROPOUT), number)
+            key = jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(self.seed), DROPOUT), number
+            )
             rows = jnp.arange(len(batch.tokens))
             keys_R = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
         return accumulate(
@@ -160,7 +162,9 @@ def apply(
         key = jax.random.fold_in(jax.random.key(seed), ROUNDING)
         key = jax.random.fold_in(key, state.step)
         keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
-        rounded = [round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, old_leaves, keys)]
+        rounded = [
+            round_by_chance(x, was.dtype, k) for x, was, k in zip(leaves, old_leaves, keys)
+        ]
         new = form.unflatten(rounded)
 
     size = optax.tree.norm(updates)

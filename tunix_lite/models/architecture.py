@@ -120,9 +120,13 @@ class Architecture:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even one")
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd; rotary embeddings need an even one"
+            )
         if not self.pattern or set(self.pattern) - {"local", "global"}:
-            raise ValueError(f"pattern={list(self.pattern)}: its entries are 'local' and 'global'")
+            raise ValueError(
+                f"pattern={list(self.pattern)}: its entries are 'local' and 'global'"
+            )
 
     @property
     def kinds(self) -> tuple[str, ...]:

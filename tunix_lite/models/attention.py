@@ -235,7 +235,9 @@ def by_lane(
 
     def prefix_and_lane_of(x: jax.Array) -> jax.Array:
         lanes = lanes_of(x)
-        shared = jnp.broadcast_to(x[:, None, :prefix], (B, len(lanes) // B, prefix, *x.shape[2:]))
+        shared = jnp.broadcast_to(
+            x[:, None, :prefix], (B, len(lanes) // B, prefix, *x.shape[2:])
+        )
         return jnp.concatenate([shared.reshape(-1, prefix, *x.shape[2:]), lanes], axis=1)
 
     # The prefix sees itself alone.
@@ -284,7 +286,9 @@ def _in_pieces(
 
     @jax.checkpoint
     def piece(q_meta: AttentionMeta, k_meta: AttentionMeta, *qkv: jax.Array) -> jax.Array:
-        return attend(cfg, *qkv, attention_mask(window, q_meta, k_meta), name="scores of a piece")
+        return attend(
+            cfg, *qkv, attention_mask(window, q_meta, k_meta), name="scores of a piece"
+        )
 
     T = q_BTNH.shape[1]
     S = k_BKSH.shape[2]
@@ -543,7 +547,9 @@ def choose(
         if why is not None:
             raise type(why)(f"attention={setting}: {why}; use auto or xla")
         return setting, "as training.attention says"
-    return (name, f"the one made for {platform}") if why is None else ("xla", f"not {name}: {why}")
+    return (
+        (name, f"the one made for {platform}") if why is None else ("xla", f"not {name}: {why}")
+    )
 
 
 def obstacle(
@@ -587,7 +593,9 @@ def obstacle(
     if width % LANES:
         return ValueError(f"it takes rows in multiples of {LANES} tokens, and they have {width}")
     if cfg.head_dim % LANES:
-        return ValueError(f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}")
+        return ValueError(
+            f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}"
+        )
     return None
 
 

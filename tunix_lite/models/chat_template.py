@@ -120,7 +120,9 @@ def as_template_reads(message: dict) -> dict:
     of its names. Raises ValueError for what is no message."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a dict of role and content; this one is {message!r}")
-    message = {key: value for key, value in to_plain_values(message).items() if value is not None}
+    message = {
+        key: value for key, value in to_plain_values(message).items() if value is not None
+    }
     names = [name for name in REASONING if name in message]
     if not names:
         return message

@@ -82,7 +82,9 @@ def weights(cfg: Architecture) -> dict:
     model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
-    model["layers"] = {name: stacked(w, cfg.num_layers) for name, w in layer_weights(cfg).items()}
+    model["layers"] = {
+        name: stacked(w, cfg.num_layers) for name, w in layer_weights(cfg).items()
+    }
     return model
 
 
@@ -240,7 +242,8 @@ def forward(
         w: dict[str, Any],
     ) -> jax.Array:
         w = {
-            name: for_compute(leaf, declared[name], dtype, reduce_dtype) for name, leaf in w.items()
+            name: for_compute(leaf, declared[name], dtype, reduce_dtype)
+            for name, leaf in w.items()
         }
 
         def attend_fn(*qkv: jax.Array) -> tuple[jax.Array, None]:
@@ -291,7 +294,8 @@ KEPT = jax.checkpoint_policies.save_only_these_names
 def _and_kernels(policy: Callable[..., bool]) -> Callable[..., bool]:
     """Also keeps what cuDNN's attention needs, whose forward pass would run twice without it."""
     return jax.checkpoint_policies.save_from_both_policies(
-        policy, lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd")
+        policy,
+        lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd"),
     )
 
 
@@ -343,7 +347,9 @@ def forward_by_layer(
     by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
         of_layer = partial(attend_fn, layer)
-        x_BTD, kept_of_layer = block(x_BTD, w, cfg, angles[kind], of_layer, products, attend_norms)
+        x_BTD, kept_of_layer = block(
+            x_BTD, w, cfg, angles[kind], of_layer, products, attend_norms
+        )
         by_layer.append(kept_of_layer)
     return norm(x_BTD, params["final_norm"], cfg), by_layer
 
@@ -526,7 +532,9 @@ def attention_part(
     v_BTKH = checkpoint_name(v_BTKH, "v")
 
     out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH)
-    out_BTNH = checkpoint_name(constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended")
+    out_BTNH = checkpoint_name(
+        constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
+    )
     return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
 
 

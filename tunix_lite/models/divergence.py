@@ -206,7 +206,9 @@ def top_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """The k likeliest tokens, [B, M, K] int32, and their log-probabilities with that of all others
     together, [B, M, K + 1] float32; without a gradient."""
-    table_NPSD = constrained(table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1]))
+    table_NPSD = constrained(
+        table_in_blocks(table_VD, hidden_BMD.shape[0] * hidden_BMD.shape[1])
+    )
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
     none = jnp.zeros((*zeros.shape, k), zeros.dtype)
 

@@ -102,7 +102,9 @@ def every_nth_global(n: int) -> Callable[[dict], list[str]]:
         check_agree(spellings)
         pattern = next((value for value in spellings.values() if value), None)
         every = _number(pattern or n, "sliding_window_pattern", int)
-        kinds = ["local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])]
+        kinds = [
+            "local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])
+        ]
         return _listed(hf, kinds, pattern and f"sliding_window_pattern={every}")
 
     return kinds
@@ -120,7 +122,9 @@ class Family:
     model_type: str  # in config.json
     architecture: str  # the class in transformers
     flags: dict[str, Any]  # fields of Architecture that all its models share
-    names: dict[str, str]  # our name of a layer's weight -> the tensor's, within model.layers.<i>.
+    names: dict[
+        str, str
+    ]  # our name of a layer's weight -> the tensor's, within model.layers.<i>.
     keys: dict[str, str] = field(default_factory=lambda: KEYS)
     # key -> the value that it must have if config.json has it
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -426,7 +430,9 @@ def _one_rope(
     """The rope object of one kind of layer, out of both spellings."""
     if "full_attention" in newer:
         newer = _object(newer[kind], "rope_parameters")
-    newer, older = map(_with_rope_type, (newer, {"rope_theta": config.get(theta_key), **scaling}))
+    newer, older = map(
+        _with_rope_type, (newer, {"rope_theta": config.get(theta_key), **scaling})
+    )
     for key, value in older.items():
         old_name = theta_key if key == "rope_theta" else f"rope_scaling.{key}"
         check_agree({f"rope_parameters.{key}": newer.get(key), old_name: value})
@@ -547,7 +553,9 @@ def architecture_differences(one: Architecture, other: Architecture) -> list[str
     def as_float32(value: object) -> object:
         return np.float32(value) if isinstance(value, float) else value
 
-    values = ((f.name, getattr(one, f.name), getattr(other, f.name)) for f in fields(Architecture))
+    values = (
+        (f.name, getattr(one, f.name), getattr(other, f.name)) for f in fields(Architecture)
+    )
     return [
         f"{name}={here!r} against {there!r}"
         for name, here, there in values

@@ -92,7 +92,9 @@ class Tensors:
         # The headers say which tensors there are. The index must agree with them.
         for file in files:
             if not (folder / file).is_file():
-                raise ValueError(f"{folder}: the index names {escaped(file)}, which is not there")
+                raise ValueError(
+                    f"{folder}: the index names {escaped(file)}, which is not there"
+                )
             for name, (shape, dtype) in header(folder / file).items():
                 plain = _without_prefix(name, family)
                 if plain in self._entries:
@@ -165,7 +167,9 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
     for prefix in family.prefixes:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.") if name == "language_model.lm_head.weight" else name
+    return (
+        name.removeprefix("language_model.") if name == "language_model.lm_head.weight" else name
+    )
 
 
 # ---- names and layouts
@@ -324,7 +328,9 @@ def load_params(
             # jnp.zeros(device=...) would make them on one device and copy them to the others, by
             # way of temporaries as large
             def make(leaf: Leaf = leaf) -> Leaf:
-                return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight)
+                return jax.tree.map(
+                    lambda w: jnp.zeros(w.shape, w.dtype), leaf, is_leaf=is_weight
+                )
 
             stack = jax.jit(make, out_shardings=shardings(leaf))()
         for i, name in enumerate(hf_names(path, cfg, family)):
@@ -413,7 +419,9 @@ def _write(
             lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v, layer, 0), stack, value
         )
     leaves, treedef = jax.tree.flatten(value)
-    constrained = [jax.lax.with_sharding_constraint(x, sharding) for x, sharding in zip(leaves, to)]
+    constrained = [
+        jax.lax.with_sharding_constraint(x, sharding) for x, sharding in zip(leaves, to)
+    ]
     return treedef.unflatten(constrained)
 
 
@@ -502,7 +510,9 @@ def write_shards(
             on_bytes(num_written, sum(sizes.values()))
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}}
-        index["weight_map"] = {name: file for file, names in zip(files, shards) for name in names}
+        index["weight_map"] = {
+            name: file for file, names in zip(files, shards) for name in names
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 

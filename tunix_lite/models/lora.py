@@ -125,7 +125,9 @@ def adapter_weights(table: Table, lora: LoraConfig) -> Table:
     for path in matched:
         weight = declared[path]
         if not weight.inputs:
-            raise ValueError(f"targets={lora.targets!r} matches {path}, which is not a projection")
+            raise ValueError(
+                f"targets={lora.targets!r} matches {path}, which is not a projection"
+            )
         a, b = adapter_pair(unstacked(weight), lora.rank, uniform_fan_in(weight.inputs))
         if weight.is_stacked:
             a, b = stacked(a, weight.shape[0]), stacked(b, weight.shape[0])

@@ -36,7 +36,10 @@ HARMLESS = set(
     qalora_group_size r revision runtime_config target_modules task_type use_rslora
     """.split()  # noqa: SIM905
 )
-ALLOWED = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}
+ALLOWED = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
 
 
 def read_adapter_config(
@@ -115,7 +118,9 @@ def _rank_and_alpha(folder: Path) -> tuple[int, float]:
     except ValueError as error:
         raise ValueError(f"adapter: {error}") from error
     except KeyError as error:
-        raise ValueError(f"adapter: {file} is no LoRA configuration: {error} is missing") from error
+        raise ValueError(
+            f"adapter: {file} is no LoRA configuration: {error} is missing"
+        ) from error
 
     if kind != "LORA":
         raise ValueError(f"adapter: {file}: peft_type is {shown(kind)}; supported is 'LORA'")

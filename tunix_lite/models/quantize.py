@@ -99,7 +99,11 @@ def init_stored(
 
     def packed(params: Params) -> Params:
         return jax.tree.map(
-            pack, params, table, wanted, is_leaf=lambda leaf: is_weight(leaf) or is_quantized(leaf)
+            pack,
+            params,
+            table,
+            wanted,
+            is_leaf=lambda leaf: is_weight(leaf) or is_quantized(leaf),
         )
 
     return jax.jit(packed, out_shardings=shardings(wanted))(init_params(table, key))

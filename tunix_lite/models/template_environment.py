@@ -133,7 +133,11 @@ def _environment() -> jinja2.Environment:
         sort_keys: bool = False,
     ) -> str:
         return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            x,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
         )
 
     def namespace(*args: object, **values: object) -> _Namespace:

@@ -141,7 +141,10 @@ class Tokenizer:
             start_ids=tuple(encoded.ids[:num_before]),
         )
         # The token with which the chat template ends a turn: Qwen's base models do not name it.
-        turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": PROBE}]
+        turns = [
+            {"role": "user", "content": "Question"},
+            {"role": "assistant", "content": PROBE},
+        ]
         written = ""
         # No template, or one for other conversations.
         with contextlib.suppress(ValueError):
@@ -416,10 +419,14 @@ class Tokenizer:
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Tokens by id: those that the tokenizer calls special, and those that end a turn."""
-        ends = {self.backend.token_to_id(text) for text in self.special.values()} | {*self.eos_ids}
+        ends = {self.backend.token_to_id(text) for text in self.special.values()} | {
+            *self.eos_ids
+        }
         added = self.backend.get_added_tokens_decoder()
         return {
-            i: token for i, token in added.items() if (token.special or i in ends) and token.content
+            i: token
+            for i, token in added.items()
+            if (token.special or i in ends) and token.content
         }
 
     @cached_property
@@ -453,7 +460,11 @@ class Tokenizer:
         ids = {}
         for i, token in self._special_tokens.items():
             name = names[token.content] = f"{prefix}{i}{prefix[0]}"
-            how = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            how = {
+                "single_word": token.single_word,
+                "lstrip": token.lstrip,
+                "rstrip": token.rstrip,
+            }
             backend.add_tokens(
                 [tokenizers.AddedToken(name, special=False, normalized=False, **how)]
             )

@@ -282,7 +282,8 @@ def for_compute(
         return leaf.replace(base=base, a=a, b=b)
     if is_quantized(leaf):
         return leaf.replace(
-            codes=gather(leaf.codes, weight.axes), scales=gather(leaf.scales, scales_axes(weight))
+            codes=gather(leaf.codes, weight.axes),
+            scales=gather(leaf.scales, scales_axes(weight)),
         )
     if leaf.ndim == 1:
         return leaf
@@ -352,7 +353,9 @@ def adapter_pair(
     init: Initializer = zeros,
 ) -> tuple[Weight, Weight]:
     """The a [*inputs, R] and b [R, *outputs] of an adapter of one layer's weight. init: of a."""
-    a = Weight((*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs)
+    a = Weight(
+        (*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs
+    )
     b = Weight((rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros)
     return a, b
 
@@ -393,7 +396,9 @@ def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
     """The table as ShapeDtypeStructs with shardings."""
 
     def shape(w: Weight) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(w.shape, dtype or w.dtype, sharding=sharding(w.axes, w.shape))
+        return jax.ShapeDtypeStruct(
+            w.shape, dtype or w.dtype, sharding=sharding(w.axes, w.shape)
+        )
 
     return jax.tree.map(shape, table, is_leaf=is_weight)
 

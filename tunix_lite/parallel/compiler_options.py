@@ -79,7 +79,9 @@ def known_options(
     """The options, if the compiler of the current mesh's devices knows all of them. If not, {} and
     a warning."""
     mesh = jax.sharding.get_mesh()
-    place = None if mesh.empty else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = (
+        None if mesh.empty else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()

@@ -34,7 +34,9 @@ LEAST_SECONDS = 0.1
 MOST_BYTES = 4 << 30
 
 
-def compiled_once(lower: Callable[..., jax.stages.Lowered]) -> Callable[..., jax.stages.Compiled]:
+def compiled_once(
+    lower: Callable[..., jax.stages.Lowered],
+) -> Callable[..., jax.stages.Compiled]:
     """compiled(*args) -> the executable of lower(*args).
 
     It compiles once for arguments (arrays or ShapeDtypeStructs) of one structure with the same

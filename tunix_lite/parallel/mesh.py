@@ -96,7 +96,9 @@ class ShardingConfig:
             raise ValueError(
                 "rollout.residual_seq: sampling takes one token at a time, which tp cannot divide"
             )
-        over_fsdp = [rules.get("batch", "fsdp") == "fsdp" for rules in (self.train, self.rollout)]
+        over_fsdp = [
+            rules.get("batch", "fsdp") == "fsdp" for rules in (self.train, self.rollout)
+        ]
         if not all(over_fsdp):
             raise ValueError(
                 "batch: sequences are divided over fsdp; train.embed=null copies the weights "
@@ -155,7 +157,9 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
             f"{as_text(mesh_shape)} is not a list of sizes and a list of as many names; {right}"
         )
     sizes, names = mesh_shape
-    if any(type(size) is not int for size in sizes) or any(type(name) is not str for name in names):
+    if any(type(size) is not int for size in sizes) or any(
+        type(name) is not str for name in names
+    ):
         raise ValueError(
             f"{as_text(mesh_shape)} must hold whole numbers first and names second; {right}"
         )
@@ -185,7 +189,9 @@ def resolve_mesh_shape(
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
     known = int(np.prod([size for size in sizes.values() if size != -1]))
-    resolved = {name: num_devices // known if size == -1 else size for name, size in sizes.items()}
+    resolved = {
+        name: num_devices // known if size == -1 else size for name, size in sizes.items()
+    }
     has_rest = -1 in sizes.values()
     may_be_smaller = not takes_all and not has_rest and known < num_devices
     if may_be_smaller or np.prod(list(resolved.values())) == num_devices:

@@ -103,7 +103,9 @@ def sampling_copy(resolved: ResolvedRun, is_gathered: bool) -> int:
     fsdp if gathered."""
 
     def size(weight: Weight, dtype: DTypeLike) -> int:
-        return resolved.elements(weight.shape, weight.axes, is_gathered) * jnp.dtype(dtype).itemsize
+        return (
+            resolved.elements(weight.shape, weight.axes, is_gathered) * jnp.dtype(dtype).itemsize
+        )
 
     table = resolved.tables
     both = (table.trained, table.frozen)
@@ -245,7 +247,9 @@ def teacher_table(resolved: ResolvedRun) -> int:
     if teacher is None or teacher.comparison.top_k:
         return 0
     model = resolved.frozen_models[teacher.comparison.model]
-    table = decoder.output_table(stored_table(decoder.weights(model.cfg), model.storage), model.cfg)
+    table = decoder.output_table(
+        stored_table(decoder.weights(model.cfg), model.storage), model.cfg
+    )
     return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
 
 

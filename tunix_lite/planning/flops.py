@@ -58,13 +58,18 @@ def update_flops(
     return layers + 4.0 * head_params(cfg) * scored + 3 * attention
 
 
-def mfu(flops: float, seconds: float, hardware: Hardware | None, num_devices: int) -> float | None:
+def mfu(
+    flops: float, seconds: float, hardware: Hardware | None, num_devices: int
+) -> float | None:
     """The share of the devices' bfloat16 peak; None if that is not known."""
     return None if hardware is None else flops / (seconds * num_devices * hardware.peak_flops)
 
 
 def decode_bytes(
-    cfg: Architecture, lengths: Iterable[int], weight_itemsize: float = 2, cache_itemsize: float = 2
+    cfg: Architecture,
+    lengths: Iterable[int],
+    weight_itemsize: float = 2,
+    cache_itemsize: float = 2,
 ) -> float:
     """Bytes that one decode step over sequences of these lengths must read, on all devices
     together: every weight once, and of each sequence the keys and values that its next token sees.
@@ -74,7 +79,9 @@ def decode_bytes(
     for kind in cfg.kinds:
         seen += sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
     weights = matmul_params(cfg) + head_params(cfg)
-    return weights * weight_itemsize + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
+    return (
+        weights * weight_itemsize + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
+    )
 
 
 def roofline(

@@ -191,7 +191,9 @@ def measured(folder: str) -> dict[str, float]:
     file = Path(folder).expanduser() / "metrics.jsonl"
     rows = [row for row in json_rows(file) if isinstance(row.get("time/step"), int | float)]
     if not rows:
-        raise ConfigError(f"verify={folder}: there is no metrics.jsonl with steps of a run in it")
+        raise ConfigError(
+            f"verify={folder}: there is no metrics.jsonl with steps of a run in it"
+        )
     if len(rows) <= FIRST:
         raise ConfigError(
             f"verify={folder}: the run has {len(rows)} steps; the first {FIRST} compile and do not "

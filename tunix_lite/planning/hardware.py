@@ -204,7 +204,9 @@ def find_target(text: str) -> Machine:
         )
     capacity_is = "all that its runtime offers"
     num_devices = count // hardware.chip.cores
-    return Machine(text.strip(), "tpu", num_devices, hardware, hardware.memory_bytes, capacity_is)
+    return Machine(
+        text.strip(), "tpu", num_devices, hardware, hardware.memory_bytes, capacity_is
+    )
 
 
 def slice_shapes(hardware: Hardware) -> dict[int, str]:

@@ -84,7 +84,9 @@ def with_packing(
 
     # Why this packing was chosen, with the gain that is expected.
     base = "none" if "none" in flops else max(flops, key=flops.get)
-    others = [f"{name} {value / flops[base]:.0%}" for name, value in flops.items() if name != base]
+    others = [
+        f"{name} {value / flops[base]:.0%}" for name, value in flops.items() if name != base
+    ]
     if not others:
         reason = f"auto: {best}, as these settings allow no other"
         return replace(trials[best], packing_reason=reason)
@@ -92,7 +94,9 @@ def with_packing(
     gain = f"; {LEAST_GAIN:.0%} must be saved" if is_less else ""
     source = f"lengths {lengths}"
     if not lengths.completions:
-        shares = f"prompts {lengths.prompt_share:.0%}, completions {lengths.completion_share:.0%}"
+        shares = (
+            f"prompts {lengths.prompt_share:.0%}, completions {lengths.completion_share:.0%}"
+        )
         source = f"assumed lengths: {shares} of the longest on average"
     reason = f"auto: {best}; FLOPs against {base}: {', '.join(others)}{gain} ({source})"
     return replace(trials[best], packing_reason=reason)
@@ -155,7 +159,13 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
         per_part = len(counts) // rows.num_parts
         return RowWork(rows.num_parts, per_part, counts.shape[1], rows.num_scored, tokens)
     packed = packing.packed(
-        batch.tokens, batch.token_mask, counts, rows.shape, rows.rows_per_part, rows.num_parts, fsdp
+        batch.tokens,
+        batch.token_mask,
+        counts,
+        rows.shape,
+        rows.rows_per_part,
+        rows.num_parts,
+        fsdp,
     )
     scored = packed.is_scored.shape[1]
     return RowWork(packed.num_parts, rows.rows_per_part * fsdp, rows.width, scored, tokens)

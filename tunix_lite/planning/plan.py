@@ -109,7 +109,9 @@ class Plan:
         """None: nobody knows how much memory there is."""
         if self.refused:
             return False
-        return None if self.machine.capacity is None else self.peak_bytes <= self.machine.capacity
+        return (
+            None if self.machine.capacity is None else self.peak_bytes <= self.machine.capacity
+        )
 
     @property
     def source(self) -> str:

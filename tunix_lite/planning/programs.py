@@ -195,7 +195,9 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         waiting = jax.eval_shape(lambda: programs.make_prompt_cache(num_prompts))
         tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
-        return programs.prefill.lower(_at_home(waiting, "prompts"), layered, tokens, lengths, row)
+        return programs.prefill.lower(
+            _at_home(waiting, "prompts"), layered, tokens, lengths, row
+        )
 
     def decode() -> jax.stages.Lowered:
         programs, layered = made()

@@ -50,7 +50,9 @@ def short_form(plan: Plan | Plans) -> list[str]:
             predicted = one.forecast and three_digits(one.forecast.step_seconds)
             bounds = (three_digits(one.step_seconds), three_digits(one.tokens_per_second))
             mesh = _sizes(one.resolved.mesh_shape)
-            rows.append((mesh, gib(one.peak_bytes), fits, predicted or "-", *bounds, source(one)))
+            rows.append(
+                (mesh, gib(one.peak_bytes), fits, predicted or "-", *bounds, source(one))
+            )
         lines += [*columns(rows), *_more(plans.plans), ""]
     if plans.refused:
         lines += [f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]]
@@ -135,7 +137,9 @@ def verdict(plan: Plan) -> str:
         return f"does not fit: peak {peak} of {gib(capacity)}"
     margin = ""
     if plan.is_near_the_limit:
-        margin = f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
+        margin = (
+            f"; an estimate may be wrong by {ESTIMATE_MARGIN:.0%}, and less than that is free"
+        )
     return f"fits: peak {peak} of {gib(capacity)}, {plan.peak_bytes / capacity:.0%}{margin}"
 
 
@@ -152,7 +156,9 @@ def speed(plan: Plan) -> str:
 def forecast_lines(found: Forecast) -> list[str]:
     """The predicted step: phases, tokens/s and hours."""
     parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
-    phases = ", ".join(f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items())
+    phases = ", ".join(
+        f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items()
+    )
     hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
     return [
         f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
@@ -214,12 +220,16 @@ def as_markdown(plan: Plan | Plans) -> str:
         # What lies on a device in each phase, by part.
         parts = [("always", part, size, "by formula") for part, size in one.resident.items()]
         for phase in one.phases:
-            parts += [(phase.name, part, size, phase.source) for part, size in phase.adds.items()]
+            parts += [
+                (phase.name, part, size, phase.source) for part, size in phase.adds.items()
+            ]
         only = "device that only samples"
         parts += [(only, part, size, "by formula") for part, size in one.apart.items()]
         resume = "a checkpoint, read where it stays"
         parts.append(("resume", resume, one.resume_bytes, "by formula"))
-        lines += [f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in parts]
+        lines += [
+            f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in parts
+        ]
         # What each call of a compiled program sends.
         rows = [
             f"| {program.name} | {group.kind} | {group.axis} | "

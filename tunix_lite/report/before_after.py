@@ -101,7 +101,9 @@ def _scores_of(measured: Measured) -> dict[str, dict[int, float]]:
             f"pass_at_{k}": statistics.pass_at_k(correct_EN, k),
             f"maj_at_{k}": statistics.maj_at_k(answers, correct_EN, k),
         }
-        by_name |= {name: dict(zip(measured.samples, x_E.tolist())) for name, x_E in values.items()}
+        by_name |= {
+            name: dict(zip(measured.samples, x_E.tolist())) for name, x_E in values.items()
+        }
     rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
     return by_name | ({"reward": rewards} if rewards else {})
 

@@ -91,7 +91,9 @@ CURVES = (
     Curve("right in training", ("completions/correct",), True),
     Curve("groups that teach nothing", ("reward/groups_that_agree",), True),
     Curve("completion length, tokens", LENGTHS, False, TWO, True),
-    Curve("cut off at the longest length", ("completions/truncated", "eval/truncated"), True, TWO),
+    Curve(
+        "cut off at the longest length", ("completions/truncated", "eval/truncated"), True, TWO
+    ),
     Curve("entropy, nats a token", ("train/entropy",), in_comparison=True),
     Curve("KL to the reference, nats a token", ("train/kl",), in_comparison=True),
     Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
@@ -101,7 +103,9 @@ CURVES = (
     Curve("learning rate", ("train/learning_rate",), in_comparison=True),
     Curve("seconds of a step", TIMES, names=("step", "sampling", "update")),
     Curve("peak memory of a device, GB", ("memory/peak_gb",)),
-    Curve("tokens a second and device", ("perf/tokens_per_second_per_device",), in_comparison=True),
+    Curve(
+        "tokens a second and device", ("perf/tokens_per_second_per_device",), in_comparison=True
+    ),
 )
 
 
@@ -149,7 +153,10 @@ def curve_lines(series: Series, name: str, color: int, only_one: bool = False) -
     smooth = smoothed(values, max(len(steps) / 12, 4))
     if only_one:
         return [Line(name, steps, smooth, color)]
-    return [Line(name, steps, values, color, "faint"), Line(name, steps, smooth, color, "smooth")]
+    return [
+        Line(name, steps, values, color, "faint"),
+        Line(name, steps, smooth, color, "smooth"),
+    ]
 
 
 # ---- numbers
@@ -257,7 +264,9 @@ def line_chart(chart: Chart) -> str:
             write(f"{step:.10g}", x(step), HEIGHT - 8)
 
     for line in lines:
-        points = [(f"{x(s):.1f}", f"{y(v):.1f}") for s, v in zip(*thinned(line.steps, line.values))]
+        points = [
+            (f"{x(s):.1f}", f"{y(v):.1f}") for s, v in zip(*thinned(line.steps, line.values))
+        ]
         color = f"c{line.color % COLORS}"
         dashes = ' stroke-dasharray="5 3"' if line.color >= COLORS else ""
         kind = "faint" if line.kind == "faint" else "line"
@@ -265,7 +274,9 @@ def line_chart(chart: Chart) -> str:
             curve = "L".join(map(" ".join, points))
             parts.append(f'<path class="{kind} {color}"{dashes} d="M{curve}"/>')
         if line.kind == "points" or len(points) == 1:
-            parts += [f'<circle class="dot {color}" cx="{a}" cy="{b}" r="3"/>' for a, b in points]
+            parts += [
+                f'<circle class="dot {color}" cx="{a}" cy="{b}" r="3"/>' for a, b in points
+            ]
     return "".join([*parts, *_hints(lines, x, chart.is_share), "</svg>"])
 
 

@@ -77,7 +77,9 @@ def compared(folders: Sequence[Path]) -> list[Compared]:
         status, _, _ = standing(run, None)
         seconds = run.status.get("seconds")
         accuracy = scores[0] if scores else None
-        runs.append(Compared(name, run, status, accuracy, seconds if is_number(seconds) else 0.0))
+        runs.append(
+            Compared(name, run, status, accuracy, seconds if is_number(seconds) else 0.0)
+        )
     return runs
 
 
@@ -153,7 +155,9 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
     rewards = [(run.run.series("reward/mean"), run.name) for run in runs]
     if known := [(reward.late, name) for reward, name in rewards if reward]:
         value, name = max(known)
-        figures.append(("highest reward", number_text(value), f"{name}; last third of its steps"))
+        figures.append(
+            ("highest reward", number_text(value), f"{name}; last third of its steps")
+        )
     steps = sum(run.run.num_steps for run in runs)
     took = seconds_in_words(sum(run.seconds for run in runs))
     figures.append(("steps of all runs", f"{steps:,}", f"in {took}"))

@@ -70,7 +70,8 @@ class Series:
     def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
         early, late = (
-            f"{mean:.0f}" if abs(mean) >= 100 else f"{mean:.3g}" for mean in (self.early, self.late)
+            f"{mean:.0f}" if abs(mean) >= 100 else f"{mean:.3g}"
+            for mean in (self.early, self.late)
         )
         return f"{self.name} {early} → {late} (steps {self.steps[0]} to {self.steps[-1]})"
 
@@ -183,7 +184,9 @@ def read_evidence(folder: Path) -> Evidence:
     """Reads the folder of a run. Raises ValueError if it is none: it has no metrics.jsonl."""
     run_dir = RunDir(folder)
     if not run_dir.metrics.is_file():
-        raise ValueError(f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}")
+        raise ValueError(
+            f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}"
+        )
 
     # A step that stands there twice counts once, as last written.
     unread: list[str] = []

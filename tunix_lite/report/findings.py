@@ -212,7 +212,9 @@ def step_too_small(run: Evidence) -> Shown:
 LARGE_GAP = 0.05
 
 
-@_fault(92, "sampler and trainer disagree on the same tokens: another temperature, place or token")
+@_fault(
+    92, "sampler and trainer disagree on the same tokens: another temperature, place or token"
+)
 def sampler_gap(run: Evidence) -> Shown:
     gap = run.at_rollouts("train/sampler_gap")
     if not gap.first >= LARGE_GAP:
@@ -275,7 +277,9 @@ def kl_large(run: Evidence) -> Shown:
 
 @_fault(96, "reward functions fail, and what they should have judged teaches nothing")
 def rewards_fail(run: Evidence) -> Shown:
-    kinds = [run.series(f"rewards/{k}") for k in ("errors", "timeouts", "crashes", "not_numbers")]
+    kinds = [
+        run.series(f"rewards/{k}") for k in ("errors", "timeouts", "crashes", "not_numbers")
+    ]
     counted = [series for series in kinds if series.values.sum() > 0]
     dropped = run.share(lambda row: "reward" in row and row["reward"] is None)
 
@@ -315,7 +319,9 @@ def groups_mixed(run: Evidence) -> Shown:
     adds = adds or run.setting("algorithm.kl_estimator") == "k1_reward"
     rewards = run.sampled[0].get("rewards") if run.sampled else None
     has_one = not adds and not (isinstance(rewards, dict) and len(rewards) > 1)
-    wrong = [step for step, group in groups if has_one and _against_rewards(group, run.group_size)]
+    wrong = [
+        step for step, group in groups if has_one and _against_rewards(group, run.group_size)
+    ]
     if len(mixed) + len(wrong) < max(2, len(groups) // 5):
         return None
     shown = []
@@ -554,7 +560,9 @@ def repetition_penalty(run: Evidence) -> Shown:
 # ---- completions
 
 
-@_fault(82, "completions answer and go on until they are cut: the end-of-sequence token is missing")
+@_fault(
+    82, "completions answer and go on until they are cut: the end-of-sequence token is missing"
+)
 def never_ends(run: Evidence) -> Shown:
     ends = "model.tokenizer: does it know the model's end tokens?"
     overrides = [ends, "generation.stop_token_ids=[...]"]
@@ -595,7 +603,10 @@ def _holds_answer(row: dict) -> bool:
 
 @_fault(78, "no answer can be read out of the completions")
 def parse_failures(run: Evidence) -> Shown:
-    overrides = ["task.extract: a function that finds the answer", "task.prompt: ask for its form"]
+    overrides = [
+        "task.extract: a function that finds the answer",
+        "task.prompt: ask for its form",
+    ]
     return run.share(is_unread) >= 0.5 and (run.shown(UNREAD, EXAMPLE), overrides)
 
 
@@ -715,7 +726,9 @@ def held_out_in_train(run: Evidence) -> Shown:
     count = data.get("held_out")
     if not _is_count(both) or not _is_count(count) or both > count:
         return None
-    shown = f"{both:,} of the {count:,} held-out prompts are training prompts ({both / count:.0%})"
+    shown = (
+        f"{both:,} of the {count:,} held-out prompts are training prompts ({both / count:.0%})"
+    )
     return [shown], ["task.held_out: a file of rows that are not in task.train"]
 
 

@@ -79,8 +79,12 @@ def page_as_html(page: Page) -> str:
     most = MOST_BYTES
     while len(text.encode()) > MOST_BYTES:
         most //= 2
-        cut = html.text("This page would be too large: a part of it is left out.", is_warning=True)
-        kept = [(title, [b for b in blocks if len(b) <= most]) for title, blocks in page.sections]
+        cut = html.text(
+            "This page would be too large: a part of it is left out.", is_warning=True
+        )
+        kept = [
+            (title, [b for b in blocks if len(b) <= most]) for title, blocks in page.sections
+        ]
         text = _TEMPLATE.render(vars(page) | {"sections": [("Cut", [cut]), *kept]})
     return text
 
@@ -106,4 +110,6 @@ def write_at_end(folder: Path, page: Callable[[], Page], say: Callable[[str], No
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
         # The disk of the log may be full, too.
         with contextlib.suppress(OSError):
-            say(f"warning: the report could not be written ({reason}); tunix-lite report {folder}")
+            say(
+                f"warning: the report could not be written ({reason}); tunix-lite report {folder}"
+            )

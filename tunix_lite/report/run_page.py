@@ -135,8 +135,12 @@ def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, st
         note = interval_text(score.after, True)
         if score.change:
             change = score.change.difference
-            note = f"{_signed(change.value)}, 95 %: {_signed(change.low)} to {_signed(change.high)}"
-        value = f"{number_text(score.before.value, True)} → {number_text(score.after.value, True)}"
+            note = (
+                f"{_signed(change.value)}, 95 %: {_signed(change.low)} to {_signed(change.high)}"
+            )
+        value = (
+            f"{number_text(score.before.value, True)} → {number_text(score.after.value, True)}"
+        )
         yield "held-out accuracy", value, note
     elif accuracy:
         note = f"of one evaluation, after step {run.evaluations[0]['step']}"
@@ -170,7 +174,9 @@ def interval_text(estimate: before_after.Estimate, is_share: bool) -> str:
     return f"{number_text(estimate.low, is_share)} to {number_text(estimate.high, is_share)}"
 
 
-def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) -> Iterator[Markup]:
+def _scores(
+    run: Evidence, scores: list[ScoreChange], measured: list[Measured]
+) -> Iterator[Markup]:
     if not scores:
         yield html.text("The run has no evaluation of two steps that could be compared.")
         return
@@ -191,7 +197,10 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
         else:
             by = score.change.difference
             row += [signed(by.value), f"{signed(by.low)} to {signed(by.high)}"]
-            row += [f"{score.change.better}, {score.change.worse}", f"{score.change.p_value:.2g}"]
+            row += [
+                f"{score.change.better}, {score.change.worse}",
+                f"{score.change.p_value:.2g}",
+            ]
         rows.append(row)
     note = "In brackets the 95 % interval of each. "
     change = scores[0].change
@@ -203,7 +212,9 @@ def _scores(run: Evidence, scores: list[ScoreChange], measured: list[Measured]) 
             "and after."
         )
     else:
-        note += "samples/ does not hold both evaluations: the interval is that of a share (Wilson)."
+        note += (
+            "samples/ does not hold both evaluations: the interval is that of a share (Wilson)."
+        )
     yield html.table([*heads, "higher, lower", "p"], rows, 1, note)
     best = run.series("eval/accuracy")
     if len(best) > 2:
@@ -217,7 +228,9 @@ def _curves(run: Evidence) -> Iterator[Markup]:
         yield html.text("No step was made.")
         return
     yield html.charts(curves(run))
-    many = "A thick line is the moving average of the thin one. " if len(run.rows) >= MANY else ""
+    many = (
+        "A thick line is the moving average of the thin one. " if len(run.rows) >= MANY else ""
+    )
     yield html.text(
         f"{many}Beside a title stand the first and the last evaluation, or else the means of the "
         "first and of the last third of the steps."
@@ -243,7 +256,10 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
             groups = moved[ends]
             chosen = groups[:: max(math.ceil(len(groups) / SHOWN), 1)]
             shown = [
-                (before.greedy[g], [(f"step {m.step}", m.greedy[g], "") for m in (before, after)])
+                (
+                    before.greedy[g],
+                    [(f"step {m.step}", m.greedy[g], "") for m in (before, after)],
+                )
                 for g in chosen
             ]
             title = f"{name} ({len(groups)})"
@@ -275,7 +291,11 @@ def _rewards(row: dict) -> str:
 
 # time/ keys of parts of collecting, but for the pass of each scorer, and of what is beside it
 COLLECTING = {"time/rollout": "sampling", "time/rewards": "waiting for rewards"}
-BESIDE = {"time/update": "update", "time/compile": "compiling in steps", "time/eval": "evaluation"}
+BESIDE = {
+    "time/update": "update",
+    "time/compile": "compiling in steps",
+    "time/eval": "evaluation",
+}
 # and those that lie in other ones
 OTHER_TIMES = {"time/collect", "time/step", "time/rollout_beside_update", "time/extra_rounds"}
 OTHER_TIMES |= {"time/reward_p50", "time/reward_p99"}

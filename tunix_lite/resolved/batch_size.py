@@ -77,7 +77,9 @@ def plan_batch(run: RunConfig, fsdp: int) -> BatchPlan:
     if prompts is None and (settings.is_packed or micro == "auto"):
         is_packed = settings.is_packed
         value = f"packing={settings.packing}" if is_packed else "micro_batch_size=auto"
-        raise ConfigError(f"training: {value} needs prompts_per_step: training.prompts_per_step=16")
+        raise ConfigError(
+            f"training: {value} needs prompts_per_step: training.prompts_per_step=16"
+        )
     if settings.is_packed:
         return BatchPlan(prompts, G, fsdp, 0, 0)
     if micro == "auto" and accumulation:
@@ -198,7 +200,9 @@ def lengths_of(generation: GenerationConfig) -> tuple[int, int]:
     return generation.max_prompt_length, generation.max_new_tokens
 
 
-def _parts(settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int) -> tuple[int, int]:
+def _parts(
+    settings: TrainingConfig, fsdp: int, shape: RowShape, num_rows: int
+) -> tuple[int, int]:
     """Returns the fewest micro-batches for so many rows, and the rows of a shard in each."""
     at_once = max(1, (settings.micro_batch_tokens or TOKENS_AT_ONCE) // shape.width)
     every = settings.sync_gradients_every

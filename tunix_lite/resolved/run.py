@@ -496,7 +496,9 @@ def check_model_divides(
         weights.check_divisible(part, mesh, run.sharding.table("train"))
 
 
-def check_apart(run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str) -> None:
+def check_apart(
+    run: RunConfig, cfg: Architecture, lora: LoraConfig | None, platform: str
+) -> None:
     """Raises ConfigError if the mesh that only samples does not divide the model."""
     shape = run.rollout.mesh_shape
     if shape is None:
@@ -529,7 +531,9 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
             f"vocab_size={cfg.vocab_size}; generation.top_k=0 draws from all tokens"
         )
     if settings.temperature == 0 and not run.algorithm.needs.demonstrations:
-        raise ValueError("temperature=0.0 must be above 0: a group needs completions that differ")
+        raise ValueError(
+            "temperature=0.0 must be above 0: a group needs completions that differ"
+        )
 
 
 def choose_attention(
@@ -595,5 +599,7 @@ def with_micro_batch(run: RunConfig, size: int | None) -> RunConfig:
     """The run with micro-batches of this size, and the number of micro-batches derived from it.
     None: the fewest micro-batches allowed, which is sync_gradients_every."""
     accumulation = run.training.sync_gradients_every if size is None else None
-    changed = replace(run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation)
+    changed = replace(
+        run.training, micro_batch_size=size, gradient_accumulation_steps=accumulation
+    )
     return replace(run, training=changed)

@@ -135,7 +135,9 @@ class NumericAnswer:
         expected = number_of(str(field_of(example, self.field)), self.percent)
         if expected is None:
             wrong = _of_example(example, self.field)
-            raise ValueError(f"{wrong} is not a number; rewards.answers.ExactAnswer compares text")
+            raise ValueError(
+                f"{wrong} is not a number; rewards.answers.ExactAnswer compares text"
+            )
         number = self._read(completion[-LOOKED_AT:])
         if number is None:
             return no_answer(f"it holds no number ({self.how})")

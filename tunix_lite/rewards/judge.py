@@ -135,7 +135,9 @@ class Judge:
         return self._score(self._ask(body))
 
     def _score(self, answer: str) -> float:
-        matches = [match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None]
+        matches = [
+            match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None
+        ]
         if not matches:
             raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
@@ -145,7 +147,9 @@ class Judge:
                 for name in (WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)])
             }
             if matches[-1].casefold() not in scores:
-                raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}")
+                raise JudgeError(
+                    f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}"
+                )
             return scores[matches[-1].casefold()]
         try:
             number = float(matches[-1])

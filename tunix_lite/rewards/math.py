@@ -20,4 +20,6 @@ def correct(completion: str, example: dict) -> float:
     try:
         return float(answer is not None and float(answer) == float(expected))
     except ValueError as error:
-        raise ValueError(f"the answer {expected[:200]!r} of an example is not a number") from error
+        raise ValueError(
+            f"the answer {expected[:200]!r} of an example is not a number"
+        ) from error

@@ -39,7 +39,9 @@ class MathVerify:
         if self.seconds <= 0:
             raise ValueError(f"seconds={self.seconds} must be above 0")
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("the package math-verify is not installed: pip install -e '.[math]'")
+            raise ValueError(
+                "the package math-verify is not installed: pip install -e '.[math]'"
+            )
 
     def __call__(self, completion: str, example: dict) -> float:
         """Raises ValueError for an example's answer that cannot be parsed."""
@@ -105,7 +107,9 @@ def _texts_of(completion: str) -> tuple[str, ...]:
     is_empty = not mark.text.strip("*_$ \n")
     if mark.kind == "words":
         # a formula may go on over several lines
-        return (completion[mark.place :],) if is_empty else (completion[mark.place :], completion)
+        return (
+            (completion[mark.place :],) if is_empty else (completion[mark.place :], completion)
+        )
     if is_empty:
         return ()
     return (f"\\boxed{{{mark.text}}}",) if mark.kind == "boxed" else _readings(mark.text)

@@ -37,9 +37,7 @@ _SIGNED = rf"[-+]?\s*{_DECIMAL}"
 # `{1.5}`, or one digit without braces
 _ARGUMENT = rf"(?:\{{\s*{_SIGNED}\s*\}}|\s*\d)"
 _FRACTION = rf"\\[dtc]?frac{_ARGUMENT}\s*{_ARGUMENT}"
-_POWER = (
-    r"(?:\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?|[eE]([-+]?\d+))"
-)
+_POWER = r"(?:\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?|[eE]([-+]?\d+))"
 # One number with its sign, currency, power of ten and percent sign; what follows it is a unit.
 NUMBER = re.compile(
     rf"""
@@ -284,7 +282,9 @@ def _is_of_a_unit(word: str, match: re.Match) -> bool:
         return True
     if len(word) == 1:
         return (
-            word in "aI" and match.start() > 0 and bool(_NEXT_WORD.match(match.string, match.end()))
+            word in "aI"
+            and match.start() > 0
+            and bool(_NEXT_WORD.match(match.string, match.end()))
         )
     if len(word) == 2:
         return word.lower() in _SHORT_WORDS

@@ -87,7 +87,9 @@ class OfVerl:
 
     def __call__(self, completion: str, example: dict) -> float | None:
         score = self.fn(
-            data_source=None if self.data_source is None else field_of(example, self.data_source),
+            data_source=None
+            if self.data_source is None
+            else field_of(example, self.data_source),
             solution_str=completion,
             ground_truth=field_of(example, self.ground_truth),
             extra_info=None if self.extra_info is None else field_of(example, self.extra_info),

@@ -40,7 +40,9 @@ class Tags:
         if not self.tags:
             raise ValueError("tags is empty: name at least one, as in [think, answer]")
         if len({*self.tags}) < len(self.tags):
-            raise ValueError(f"tags={list(self.tags)} has a tag twice; each may stand there once")
+            raise ValueError(
+                f"tags={list(self.tags)} has a tag twice; each may stand there once"
+            )
         for tag in self.tags:
             if not re.fullmatch(r"[A-Za-z][\w.-]*", tag):
                 raise ValueError(f"tags: {tag!r} is not the name of a tag, such as answer")

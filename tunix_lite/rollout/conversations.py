@@ -261,7 +261,9 @@ class ConversationScheduler:
     @property
     def num_queued(self) -> int:
         """Conversations that could use a slot now, and have none."""
-        ready = sum(talk.offloaded is not None and talk.answer is not None for talk in self.talks)
+        ready = sum(
+            talk.offloaded is not None and talk.answer is not None for talk in self.talks
+        )
         return len(self.talks) - self.engine.num_taken + ready
 
     @property

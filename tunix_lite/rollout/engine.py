@@ -26,7 +26,14 @@ import numpy as np
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.programs import DecodedChunk, Programs, PromptCache, Queue, Slots, no_draws
+from tunix_lite.rollout.programs import (
+    DecodedChunk,
+    Programs,
+    PromptCache,
+    Queue,
+    Slots,
+    no_draws,
+)
 from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_end
 from tunix_lite.types import Metrics, Params
 
@@ -140,7 +147,9 @@ class Engine:
             # Copies, as jax may read a host's array later than now, when the host has changed it.
             queue, stopped = jax.tree.map(np.copy, (self.queue, self.stopped))
             ready = np.int32(self.num_ready)
-            self.slots = self.programs.admit(self.slots, self.prompt_cache, queue, ready, stopped)
+            self.slots = self.programs.admit(
+                self.slots, self.prompt_cache, queue, ready, stopped
+            )
 
             # Free slots take the next requests in order.
             numbers = range(self.num_taken, self.num_ready)
@@ -292,7 +301,9 @@ class Engine:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
             has_top = any(draw.top_logprobs for draw in draws)
-            decoded = programs.decode_each(has_cutoffs, has_top, self.slots, self.per_layer_params)
+            decoded = programs.decode_each(
+                has_cutoffs, has_top, self.slots, self.per_layer_params
+            )
         else:
             program = programs.decode if self.temperature > 0 else programs.decode_greedy
             decoded = program(self.slots, self.per_layer_params, self.temperature)
@@ -359,7 +370,9 @@ class Engine:
         self.chunks_absorbed += 1
         self._read_again(resumed)
         if not self.in_flight:
-            self.is_free[:] = [number not in self.requests for number in decoded.requests.tolist()]
+            self.is_free[:] = [
+                number not in self.requests for number in decoded.requests.tolist()
+            ]
         return touched
 
     def take_tokens(self, decoded: DecodedChunk, slot: int, request: Request) -> int | None:

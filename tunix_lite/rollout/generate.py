@@ -48,7 +48,13 @@ from tunix_lite.rollout.engine import (
     prompt_widths,
     queue_length,
 )
-from tunix_lite.rollout.programs import Programs, SamplerSpec, Slots, longest_chunk, make_programs
+from tunix_lite.rollout.programs import (
+    Programs,
+    SamplerSpec,
+    Slots,
+    longest_chunk,
+    make_programs,
+)
 from tunix_lite.rollout.requests import (
     OnChunk,
     Request,
@@ -325,7 +331,9 @@ def make_generate(
                 if on_finished is not None:
                     on_finished(request.row, request.tokens)
             if on_chunk is not None:
-                alone = {one.row: arrays.only(one.row).rollout([one.ids], 1, {}) for one in ended}
+                alone = {
+                    one.row: arrays.only(one.row).rollout([one.ids], 1, {}) for one in ended
+                }
                 on_chunk(touched, alone)
             if between_chunks is not None:
                 between_chunks()
@@ -403,7 +411,9 @@ def make_prepare(
             shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, join_qkv)
             if gather:
                 shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, join_qkv=join_qkv)
+            per_layer = partial(
+                decoder.per_layer_params, cfg=cfg, dtype=dtype, join_qkv=join_qkv
+            )
             compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 

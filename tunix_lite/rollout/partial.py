@@ -145,7 +145,9 @@ class PartialSampler:
             most_requests=len(completions),
         )
         requests = self._requests(in_order, every_prompt)
-        keys = {step: jax.random.fold_in(seed_key, step) for step in {one.step for one in in_order}}
+        keys = {
+            step: jax.random.fold_in(seed_key, step) for step in {one.step for one in in_order}
+        }
         key_data = {step: np.asarray(jax.random.key_data(key)) for step, key in keys.items()}
         for one, request in zip(in_order, requests):
             request.key_data = key_data[one.step]

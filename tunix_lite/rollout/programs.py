@@ -370,7 +370,9 @@ def at_home(
 
     def place_any(x: Any) -> Any:
         if isinstance(x, KV):
-            return jax.tree.map(lambda part: place(part, kv_cache.logical_axes(part, rows_axis)), x)
+            return jax.tree.map(
+                lambda part: place(part, kv_cache.logical_axes(part, rows_axis)), x
+            )
         return place_rows(x)
 
     placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
@@ -570,7 +572,9 @@ def decode_greedy(
     temperature: jax.Array,
 ) -> tuple[Slots, DecodedChunk]:
     """`decode` at temperature 0, with nothing cut off."""
-    return decode_chunk(spec, spec.generation.without_cutoffs, slots, per_layer_params, temperature)
+    return decode_chunk(
+        spec, spec.generation.without_cutoffs, slots, per_layer_params, temperature
+    )
 
 
 def decode_chunk(
@@ -708,7 +712,9 @@ def draw_fused(
     # Pallas is only imported where it is used.
     from tunix_lite.kernels.fused_draw import fused_draw
 
-    table_VD = rounding.stored(decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype)
+    table_VD = rounding.stored(
+        decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype
+    )
     return fused_draw(
         spec.cfg,
         slots.hidden,

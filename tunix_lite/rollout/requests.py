@@ -262,7 +262,9 @@ def check_limits(
     if limits is None:
         return [generation.max_new_tokens] * num_requests
     if len(limits) != num_requests:
-        raise ValueError(f"{len(limits)} limits for {num_requests} completions; give one for each")
+        raise ValueError(
+            f"{len(limits)} limits for {num_requests} completions; give one for each"
+        )
     for i, limit in enumerate(limits):
         if not 1 <= limit <= generation.max_new_tokens:
             raise ValueError(

@@ -109,7 +109,9 @@ def best(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Arr
     token_BV = jax.lax.broadcasted_iota(jnp.int32, scores_BV.shape, 1)
     operands = (scores_BV, token_BV, logits_BV)
     lowest = jnp.float32(-jnp.inf)
-    _, tokens_B, top_B = jax.lax.reduce(operands, (lowest, jnp.int32(V - 1), lowest), better, (1,))
+    _, tokens_B, top_B = jax.lax.reduce(
+        operands, (lowest, jnp.int32(V - 1), lowest), better, (1,)
+    )
 
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
     sum_B = jnp.sum(jnp.exp(logits_BV - top_B[:, None]), axis=-1)

@@ -51,13 +51,13 @@ class GenerationConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.long_prompts not in ("error", "truncate", "drop"):
-            raise ValueError(f"long_prompts={self.long_prompts!r}; it is error, truncate or drop")
+            raise ValueError(
+                f"long_prompts={self.long_prompts!r}; it is error, truncate or drop"
+            )
 
         # The distribution.
         if not all(math.isfinite(x) for x in (self.temperature, self.repetition_penalty)):
-            both = (
-                f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
-            )
+            both = f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
             raise ValueError(f"{both} must be finite numbers")
         if self.temperature < 0 or self.top_k < 0:
             raise ValueError(
@@ -159,7 +159,9 @@ class RolloutConfig:
         if self.waiting not in ("auto", "hold", "park"):
             raise ValueError(f"waiting={self.waiting!r}; it is auto, hold or park")
         if self.num_slots is not None and self.num_slots < 1:
-            raise ValueError(f"num_slots={self.num_slots} must be at least 1, or null to derive it")
+            raise ValueError(
+                f"num_slots={self.num_slots} must be at least 1, or null to derive it"
+            )
         if self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} must be at least 1")
         if self.weights not in ("auto", "gathered", "sharded"):

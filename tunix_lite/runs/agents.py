@@ -212,9 +212,12 @@ def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
         weights = task.weights(0)
         for name, one in task.rewards.items():
             if one.group:
-                raise ValueError(f"task.rewards.{name} compares a group; an agent gives one text")
+                raise ValueError(
+                    f"task.rewards.{name} compares a group; an agent gives one text"
+                )
         return sum(
-            weights[name] * float(one.fn(completion, example)) for name, one in task.rewards.items()
+            weights[name] * float(one.fn(completion, example))
+            for name, one in task.rewards.items()
         )
 
     return reward

@@ -47,7 +47,9 @@ class RunCurriculum:
         self.counts.clear()
         return replace(task, on_graded=self.record)
 
-    def batch(self, task: Task, count: int, seed: int, number: int = 0) -> tuple[list[dict], int]:
+    def batch(
+        self, task: Task, count: int, seed: int, number: int = 0
+    ) -> tuple[list[dict], int]:
         """The next examples for round `number` of this rollout, and how many were dropped for their
         length. Raises ValueError, on all processes, as Task.batch does."""
         level = self.before.level

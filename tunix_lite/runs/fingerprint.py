@@ -63,7 +63,10 @@ def fingerprint(
         if not reward["group"]:
             del reward["group"]
     values = {
-        "model": {"architecture": model_settings["architecture"], "lora": model_settings["lora"]},
+        "model": {
+            "architecture": model_settings["architecture"],
+            "lora": model_settings["lora"],
+        },
         "weights": source.weights_digest(model),
         "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),
         "algorithm": plain(run.algorithm),
@@ -154,7 +157,12 @@ def _digests_of_code(settings: Plain) -> dict[str, str]:
     file = getattr(sys.modules.get(name), "__file__", None)
     is_ours = name.partition(".")[0] == "tunix_lite"
     # what is installed has a version
-    if file is None or is_ours or Path(file).suffix != ".py" or "site-packages" in Path(file).parts:
+    if (
+        file is None
+        or is_ours
+        or Path(file).suffix != ".py"
+        or "site-packages" in Path(file).parts
+    ):
         return {}
     return {name: _digest(ast.dump(ast.parse(Path(file).read_bytes())))}
 

@@ -178,7 +178,11 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
         raise ValueError(f"`conversations` has {len(conversations)} and not {shape[0]}")
     for one in conversations:
         places = [place for turn in one.turns for place in (turn.begin, turn.end)]
-        if not places or not 0 <= places[0] <= places[-1] <= shape[1] or places != sorted(places):
+        if (
+            not places
+            or not 0 <= places[0] <= places[-1] <= shape[1]
+            or places != sorted(places)
+        ):
             raise ValueError(f"`conversations` has turns at {places}, and rows have {shape[1]}")
     return conversations
 

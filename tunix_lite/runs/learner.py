@@ -217,7 +217,8 @@ def state_at_start(
         console.say(parts.damaged, style="red")
     if parts.differs:
         console.say(
-            f"settings that differ from the run that it goes on from: {parts.differs}", style="red"
+            f"settings that differ from the run that it goes on from: {parts.differs}",
+            style="red",
         )
     return state, skipped
 

@@ -114,7 +114,9 @@ class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
     its groups, and the completions under way go on with the new weights."""
 
-    def __init__(self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight):
+    def __init__(
+        self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight
+    ):
         self._sampler = sampler
         self._updates = run.algorithm.updates_per_rollout
         self._generations = run.algorithm.num_generations
@@ -182,7 +184,12 @@ class PartialRollouts:
         else:
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
-        return handed_out(policy, rollout.replace(metrics=metrics)), task, examples, example_metrics
+        return (
+            handed_out(policy, rollout.replace(metrics=metrics)),
+            task,
+            examples,
+            example_metrics,
+        )
 
     def beside_update(self) -> Metrics:
         """See Overlap: all was sampled before."""
@@ -385,7 +392,9 @@ class OneStepOffPolicy:
             return {}
         return self._after.rollout.metrics
 
-    def _start_rollout(self, step: int, version: int, policy: Policy, params: Params) -> UnderWay:
+    def _start_rollout(
+        self, step: int, version: int, policy: Policy, params: Params
+    ) -> UnderWay:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end."""
         elapsed = stopwatch()

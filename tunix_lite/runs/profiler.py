@@ -35,7 +35,10 @@ class Profile:
         if not ops:
             lines.append("Nothing: no device needs what another one has.")
         else:
-            lines += ["| kind | axis | times | buffers, MB | sent, MB |", "|---|---|---|---|---|"]
+            lines += [
+                "| kind | axis | times | buffers, MB | sent, MB |",
+                "|---|---|---|---|---|",
+            ]
             lines += [
                 f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | "
                 f"{g.sent_bytes / 1e6:,.2f} |"

@@ -165,7 +165,9 @@ def reference_of(
 
 def _placed(shapes: Params, params: Params) -> Params:
     return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), shapes, params
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding),
+        shapes,
+        params,
     )
 
 

@@ -167,7 +167,9 @@ def open_replay(parts: Parts, run_dir: RunDir) -> Iterator[Session]:
         closing.callback(console.close)
         stopping = Stopping(None, console.say)
         session = Session(run, parts, run_dir, console, Status(run_dir), stopping, closing)
-        workers = parts.task.with_workers(run.rewards, console.say, conversation=run.conversation)
+        workers = parts.task.with_workers(
+            run.rewards, console.say, conversation=run.conversation
+        )
         session.task = closing.enter_context(workers)
         yield session
 

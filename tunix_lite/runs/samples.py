@@ -122,7 +122,9 @@ def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
     if batch is None or batch.advantages is None or rollout is None:
         return None
     mask_BT = np.asarray(rollout.completion_mask)
-    if np.shape(batch.tokens) != mask_BT.shape or not np.array_equal(batch.tokens, rollout.tokens):
+    if np.shape(batch.tokens) != mask_BT.shape or not np.array_equal(
+        batch.tokens, rollout.tokens
+    ):
         return None
     return means_over_tokens(np.asarray(batch.advantages, np.float64), mask_BT)
 

@@ -17,7 +17,11 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.files.plain_text import hide_users_of_urls
 from tunix_lite.learner.defaults import AUTO, HIGH, REAL, usual_rate, what_trains
 from tunix_lite.models import decoder, weights
-from tunix_lite.planning.at_start import choose_micro_batch, is_out_of_memory, out_of_memory_lines
+from tunix_lite.planning.at_start import (
+    choose_micro_batch,
+    is_out_of_memory,
+    out_of_memory_lines,
+)
 from tunix_lite.report.page import write_at_end
 from tunix_lite.report.run_page import run_page
 from tunix_lite.resolved.run import ResolvedRun, learns_from
@@ -138,7 +142,9 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             # Reward workers start while the model loads.
             here = (jax.process_index(), jax.process_count())
             processes = Processes(*here, allgather_values, stopping)
-            workers = parts.task.with_workers(run.rewards, console.say, processes, run.conversation)
+            workers = parts.task.with_workers(
+                run.rewards, console.say, processes, run.conversation
+            )
             session.task = session.closing.enter_context(workers)
             yield session
         job.stopped = status.stopped
@@ -239,7 +245,9 @@ def _failed(session: Session, error: BaseException) -> None:
         session.console.say(f"{word} after step {session.status.steps}; {saved}", style="red")
         # What cannot be estimated must not hide the error under way.
         with contextlib.suppress(ConfigError, jax.errors.JaxRuntimeError):
-            lines = out_of_memory_lines(session.parts.resolved) if is_out_of_memory(error) else []
+            lines = (
+                out_of_memory_lines(session.parts.resolved) if is_out_of_memory(error) else []
+            )
             for line in lines:
                 session.console.say(line, style="yellow")
     _write_report(session)

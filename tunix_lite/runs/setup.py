@@ -411,7 +411,9 @@ def check_curriculum(curriculum: CurriculumConfig, task: Task) -> None:
     for i in range(len(curriculum.levels)):
         with error_context(f"curriculum.levels[{i}]"):
             if any(one.name == "source" and not one.init for one in fields(config)):
-                raise ValueError("levels are settings of task.source, which a task of files lacks")
+                raise ValueError(
+                    "levels are settings of task.source, which a task of files lacks"
+                )
             of_level = source_of_level(config.source, curriculum, i)
             check_all_rows(replace(task, config=replace(config, source=of_level)), False, 0)
 
@@ -460,7 +462,9 @@ def resume_from_folder(run: RunConfig, run_dir: RunDir) -> Path | None:
         # There are steps left. With the run's own last checkpoint there are none, and all is well.
         last = run.training.max_steps
         if step > last or (step == last and not has_own):
-            raise ValueError(f"{folder} is at step {step} already; raise training.max_steps={last}")
+            raise ValueError(
+                f"{folder} is at step {step} already; raise training.max_steps={last}"
+            )
         return folder
 
 
@@ -553,7 +557,9 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if resolved.packing_reason:
         rows.append(("packing", resolved.packing_reason))
     if run.algorithm.needs.demonstrations and run.task.environment is not None:
-        rows.append(("environment", "answers in evaluations; the run learns from demonstrations"))
+        rows.append(
+            ("environment", "answers in evaluations; the run learns from demonstrations")
+        )
     if parts.data:
         rows.append(("data", parts.data))
     if run.curriculum.is_on:

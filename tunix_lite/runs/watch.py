@@ -316,7 +316,9 @@ class Watch:
                 returned = observer(done)
                 if not isinstance(returned, dict):
                     kind = type(returned).__name__
-                    raise ValueError(f"it returned {kind}; return a dict like {{'my/number': 1.0}}")
+                    raise ValueError(
+                        f"it returned {kind}; return a dict like {{'my/number': 1.0}}"
+                    )
                 metrics |= {key: _own_metric(key, value) for key, value in returned.items()}
         return metrics
 

@@ -183,7 +183,9 @@ class ApiAnswer:
                 delta["content"] = text
             if piece.calls:
                 # A call comes whole.
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(piece.calls)]
+                delta["tool_calls"] = [
+                    {"index": i, **call} for i, call in enumerate(piece.calls)
+                ]
             choice["delta"] = delta
         else:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
@@ -225,7 +227,9 @@ class ApiAnswer:
         return self.tokenizer.decode([token], skip_special=False)
 
 
-def error_body(message: str, kind: str, field: str | None = None, code: str | None = None) -> dict:
+def error_body(
+    message: str, kind: str, field: str | None = None, code: str | None = None
+) -> dict:
     """An error as the API writes it."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 

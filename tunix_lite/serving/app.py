@@ -141,7 +141,9 @@ class Server(Face):
             raise BadCall(f"there is no model {name!r}", "model", "model_not_found")
         return model
 
-    async def _answer(self, is_chat: bool, request: "web.Request") -> "dict | web.StreamResponse":
+    async def _answer(
+        self, is_chat: bool, request: "web.Request"
+    ) -> "dict | web.StreamResponse":
         body = await read_json(request)
         # Templates and tokenizers take their time, and other clients do not wait for it.
         call = await asyncio.to_thread(read_call, body, is_chat, self.limits, self.tokenizer)
@@ -189,7 +191,10 @@ class Server(Face):
             async with contextlib.aclosing(pieces):
                 async for index, piece in pieces:
                     if response is None:
-                        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                        headers = {
+                            "Content-Type": "text/event-stream",
+                            "Cache-Control": "no-cache",
+                        }
                         response = web.StreamResponse(headers=headers)
                         await response.prepare(request)
                     is_first = index not in seen

@@ -199,9 +199,13 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
             high = 2**31 - 1 if limits.is_lenient else most
             max_tokens = min(checked_number(name, value, int, 1, high), most)
     stop = [checked.stop] if isinstance(checked.stop, str) else checked.stop
-    is_list = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
+    is_list = isinstance(stop, list | tuple) and all(
+        isinstance(one, str) and one for one in stop
+    )
     if not is_list or len(stop) > MOST_STOPS:
-        raise BadCall(f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop")
+        raise BadCall(
+            f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop"
+        )
 
     known = {*IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():

@@ -73,7 +73,9 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
         if (calls or is_of_tool) and not tokenizer.writes_tools:
             raise BadCall(NO_FORM, "messages")
         if calls:
-            calls = [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
+            calls = (
+                [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
+            )
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
         elif not isinstance(message.get("content"), str):

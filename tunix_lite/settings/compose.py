@@ -193,7 +193,9 @@ def explain(
     file = f"{config_name.removesuffix('.yaml')}.yaml"
     if not known and not any((folder / file).is_file() for folder in folders):
         places = " or ".join(str(folder) for folder in folders)
-        return f"--config-name={config_name}: there is no {file} in {places}; --config-dir=FOLDER"
+        return (
+            f"--config-name={config_name}: there is no {file} in {places}; --config-dir=FOLDER"
+        )
     if not known:
         return str(error).replace("\n", " ")
     wrong: list[str] = []

@@ -28,7 +28,9 @@ WITH_A_WORD = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--conf
 WITH_A_WORD += ("--config-dir", "-cd", "--experimental-rerun", "--info", "-i", "-sc")
 HYDRA = dict.fromkeys(ALONE, 0) | dict.fromkeys(WITH_A_WORD, 1)
 # Those of the commands beside training.
-OF_COMMANDS = {flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")}
+OF_COMMANDS = {
+    flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")
+}
 FILES = {"config", "config_file", "yaml", "config_path"}
 
 
@@ -161,7 +163,9 @@ def wrong_override(
             return f"{text}t{there}"
         # The hint comes first: some groups have thirty options.
         is_override = bool(hint.overrides)
-        return f"{text}did you mean {hint}? T{there}" if is_override else f"{text}{hint}; t{there}"
+        return (
+            f"{text}did you mean {hint}? T{there}" if is_override else f"{text}{hint}; t{there}"
+        )
     if any(name == key or name.startswith(f"{key}.") for name in known):
         return None
     near = nearest_settings(key, groups) if "." not in key else []

@@ -187,7 +187,9 @@ def _measure(
                 f"({place_of(examples[longest]) or f'example {longest}'}); raise it to at least "
                 f"{too_long[longest]}, {TRUNCATE}"
             )
-        how = "cut (generation.long_prompts=truncate)" if cuts else f"left out ({limits.setting})"
+        how = (
+            "cut (generation.long_prompts=truncate)" if cuts else f"left out ({limits.setting})"
+        )
         said.append(f"{begins} and are {how}")
     if refused:
         said.append(

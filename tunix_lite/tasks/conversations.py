@@ -105,7 +105,9 @@ class EnvironmentPartner:
         """Replaces an answer that the model cannot read, or raises SharedError on all processes."""
         message = f"the environment returned what the model cannot read: {why}"
         if self._stops:
-            raise SharedError(f"{message}; conversation.on_error=zero or drop continues without it")
+            raise SharedError(
+                f"{message}; conversation.on_error=zero or drop continues without it"
+            )
         return [None, 0.0, False, "not_a_turn", message, 0.0, {}]
 
     def submit(self, row: int, tokens: Sequence[int], ended: bool) -> None:
@@ -182,7 +184,9 @@ class EnvironmentPartner:
             if arrived or not wait_for_one:
                 return arrived
 
-    def _own_answers(self, seconds: float, patience: float) -> tuple[dict[int, Answer], str | None]:
+    def _own_answers(
+        self, seconds: float, patience: float
+    ) -> tuple[dict[int, Answer], str | None]:
         """Answers of this process, or what went wrong. It waits `seconds` for the first one, and
         from then on `patience` for the others."""
         futures = {future: row for row, future in self._futures.items()}

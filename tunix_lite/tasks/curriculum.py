@@ -41,7 +41,9 @@ class CurriculumConfig:
 
     def __post_init__(self):
         if self.drop_at is not None and not 0 < self.drop_at <= 1:
-            raise ValueError(f"drop_at={self.drop_at} is a pass rate above 0, at most 1; or null")
+            raise ValueError(
+                f"drop_at={self.drop_at} is a pass rate above 0, at most 1; or null"
+            )
         if self.band and not (len(self.band) == 2 and 0 <= self.band[0] <= self.band[1] <= 1):
             raise ValueError(f"band={list(self.band)}: two pass rates, such as [0.2,0.8]; or []")
         if not 0 <= self.outside <= 1:
@@ -103,7 +105,9 @@ class CurriculumConfig:
             parts.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
         if self.band:
             low, high = self.band
-            parts.append(f"those outside of {low:g} to {high:g} are asked {self.outside:g} times")
+            parts.append(
+                f"those outside of {low:g} to {high:g} are asked {self.outside:g} times"
+            )
         if self.judges_prompts:
             parts.append(f"after {self.min_completions} completions of a prompt")
         return ", ".join(parts)
@@ -262,7 +266,9 @@ def pass_rate(groups: Iterable[tuple[int, int]]) -> float:
     return sum(right for right, _ in groups) / judged if judged else 0.0
 
 
-def state_metrics(settings: CurriculumConfig, state: CurriculumState, num_prompts: int) -> Metrics:
+def state_metrics(
+    settings: CurriculumConfig, state: CurriculumState, num_prompts: int
+) -> Metrics:
     """Metrics of what is known. num_prompts: those to train on."""
     metrics: Metrics = {}
     if settings.judges_prompts:

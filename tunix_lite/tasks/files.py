@@ -43,7 +43,9 @@ class FileRows:
     format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
     template: PromptTemplate
-    shuffle_buffer: int | None = None  # rows shuffled at a time of files read in order; None: all
+    shuffle_buffer: int | None = (
+        None  # rows shuffled at a time of files read in order; None: all
+    )
 
     @cached_property
     def train(self) -> Rows | RowStream:
@@ -131,7 +133,9 @@ class FilesTaskConfig(TaskConfig):
             fn = self.reward.func if isinstance(self.reward, partial) else self.reward
             name = getattr(fn, "__name__", type(fn).__name__)
             if rewards.get(name, Reward(self.reward)) != Reward(self.reward):
-                raise ValueError(f"reward and rewards.{name} have the same name; rename the latter")
+                raise ValueError(
+                    f"reward and rewards.{name} have the same name; rename the latter"
+                )
             rewards = {name: Reward(self.reward)} | rewards
         if not rewards and self.environment is None:
             # `check_algorithm` refuses it where completions are to be learned from

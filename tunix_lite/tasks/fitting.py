@@ -62,7 +62,9 @@ class RowLimits:
             for name in self.learned:
                 tokens = len(text.demonstration(example, name)[0])
                 if tokens > self.max_new_tokens and not cuts:
-                    return Look(long_completion(text, example, name, tokens, self.max_new_tokens))
+                    return Look(
+                        long_completion(text, example, name, tokens, self.max_new_tokens)
+                    )
         except ValueError as error:
             if not self.skips:
                 raise

@@ -80,7 +80,9 @@ def grade_metrics(
     return metrics | group_metrics(graded.rewards, graded.dropped, groups)
 
 
-def group_metrics(total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]) -> Metrics:
+def group_metrics(
+    total_B: np.ndarray, dropped_B: np.ndarray, groups: list[list[int]]
+) -> Metrics:
     """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
     weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
     totals = [total_B[rows][~dropped_B[rows]] for rows in groups]

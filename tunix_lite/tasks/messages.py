@@ -85,7 +85,9 @@ def messages_in(name: str, turns: object) -> list[Message]:
             )
         calls = more.get("tool_calls", [])
         if not isinstance(calls, list | tuple):
-            raise ValueError(f"`{name}` has tool_calls={shortened(calls)}; it is a list of calls")
+            raise ValueError(
+                f"`{name}` has tool_calls={shortened(calls)}; it is a list of calls"
+            )
         try:
             read = [with_read_arguments(call) for call in calls]
         except ValueError as error:
@@ -109,7 +111,9 @@ def tools_in(example: Mapping) -> list[dict] | None:
             listed = json.loads(tools)
         except (ValueError, RecursionError):
             listed = tools
-    if not isinstance(listed, list | tuple) or not all(isinstance(one, Mapping) for one in listed):
+    if not isinstance(listed, list | tuple) or not all(
+        isinstance(one, Mapping) for one in listed
+    ):
         raise ValueError(
             f"`tools` is {shortened(tools)}; the chat template takes a list of objects, such as "
             '[{"type": "function", "function": {"name": "add", ...}}]. Give a column that is not '

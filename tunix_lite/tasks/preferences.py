@@ -38,7 +38,9 @@ class PairTemplate(PromptTemplate):
             begins = dict.fromkeys(FIELDS, len(before["chosen"]))
         else:
             begins = {}
-            prompt = [] if self.prompt is not None else list(map(_stripped, conversation_of(row)))
+            prompt = (
+                [] if self.prompt is not None else list(map(_stripped, conversation_of(row)))
+            )
             for name, messages in turns.items():
                 # an answer alone, or a conversation that begins with the prompt
                 begins[name] = 0 if messages[0].role == "assistant" else len(prompt)

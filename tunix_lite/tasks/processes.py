@@ -36,7 +36,9 @@ class Processes:
     count: int = 1
     # a value of this process -> the values of all processes
     share: Callable[[Any], list] = lambda value: [value]
-    stopping: Any = None  # knows whether the run is to end (distributed.stopping); None: it is not
+    stopping: Any = (
+        None  # knows whether the run is to end (distributed.stopping); None: it is not
+    )
 
 
 ALONE = Processes()
@@ -73,4 +75,6 @@ def same_on_all(processes: Processes, take: Callable[[], tuple]) -> tuple:
 
 def unlike_the_first(digests: list[str]) -> str:
     """Names processes whose value differs from process 0's; "" if there are none."""
-    return " and ".join(f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0])
+    return " and ".join(
+        f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0]
+    )

@@ -35,7 +35,9 @@ class PromptTemplate:
     # the user's message; None: the field `messages`, or else `prompt`, of an example has it
     prompt: str | None
     system: str | None = None  # before it; {names} are fields here, too
-    answered: str = "last"  # which assistant turn of `messages` is not asked but learned: last, all
+    answered: str = (
+        "last"  # which assistant turn of `messages` is not asked but learned: last, all
+    )
 
     def messages(self, example: dict) -> list[Message]:
         """The messages that the model answers. Raises ValueError if the example does not fit."""
@@ -132,7 +134,9 @@ class PromptText:
     template: PromptTemplate
     special_tokens_in_data: str  # setting of TaskConfig
     tokenizer: Tokenizer
-    variables: dict = field(default_factory=dict)  # variables of the chat template, such as `tools`
+    variables: dict = field(
+        default_factory=dict
+    )  # variables of the chat template, such as `tools`
 
     @cached_property
     def turn_tokens(self) -> TurnTokens:
@@ -162,7 +166,9 @@ class PromptText:
         token that ends it."""
         with self._naming(example):
             prompt = self._asked(example)
-            history = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            history = (
+                prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            )
             turns = [self._written(turn) for turn in self.completion(example, name)]
             variables = self.variables_of(example)
             num_answered = len(history)
@@ -195,7 +201,9 @@ class PromptText:
                 _, turns = self.template.split(example)
             if turns:
                 return turns
-            is_conversation = example.get("messages") is not None and self.template.prompt is None
+            is_conversation = (
+                example.get("messages") is not None and self.template.prompt is None
+            )
             if name != "completion" or not is_conversation:
                 raise ValueError(
                     f"an example for sft needs a `{name}`; this one has {fields_of(example)}"

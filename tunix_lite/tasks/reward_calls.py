@@ -54,7 +54,9 @@ def shared_outcomes(
             "same data files and the same tokenizer?"
         )
     count = len(everyone)
-    return [read_values(everyone[call % count][0][call // count]) for call in range(len(futures))]
+    return [
+        read_values(everyone[call % count][0][call // count]) for call in range(len(futures))
+    ]
 
 
 def read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:

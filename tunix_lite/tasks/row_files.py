@@ -137,7 +137,9 @@ class Rows(list):
                 self.skipped += 1
                 self.first_skipped = self.first_skipped or str(error)
         if not self:
-            left_out = f"; all {self.skipped} rows were left out, the first: {self.first_skipped}"
+            left_out = (
+                f"; all {self.skipped} rows were left out, the first: {self.first_skipped}"
+            )
             raise ValueError(f"{file} holds no examples{left_out if self.skipped else ''}")
 
     def part(self, places: Sequence[int]) -> "Rows":
@@ -283,7 +285,9 @@ class RowStream:
                 raise ValueError(self._empty())
             self.num_rows = num_read
 
-    def _epoch(self, why_not: Callable[[dict], str] | None = None) -> Iterator[Callable[[], dict]]:
+    def _epoch(
+        self, why_not: Callable[[dict], str] | None = None
+    ) -> Iterator[Callable[[], dict]]:
         """A function that reads it, for each row of all files. Where malformed rows are left out,
         a row must be read to know whether it counts."""
         for file in self.files:

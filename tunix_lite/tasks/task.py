@@ -215,7 +215,9 @@ def _check_call(where: str, fn: Callable[..., object], arguments: str) -> None:
     try:
         inspect.signature(fn).bind(*arguments.split(","))
     except TypeError as error:
-        raise ValueError(f"{where} is called with {arguments} and its settings: {error}") from error
+        raise ValueError(
+            f"{where} is called with {arguments} and its settings: {error}"
+        ) from error
 
 
 def _of(name: str) -> str:
@@ -464,7 +466,9 @@ class Grader:
         self._names = [name for name in self._pool.functions if name not in self._group_names]
         rows = list(range(len(examples)))
         # the rows of each group
-        self._groups = [rows[first : first + num_generations] for first in rows[::num_generations]]
+        self._groups = [
+            rows[first : first + num_generations] for first in rows[::num_generations]
+        ]
         # row -> its text
         self._completions: dict[int, CompletionText] = {}
         # number of a call -> its outcomes; None: another process makes it
@@ -481,7 +485,9 @@ class Grader:
         rows = self._groups[self.group_of(row)]
         if self._group_names and all(other in self._completions for other in rows):
             number = len(self.examples) + self.group_of(row)
-            calls.append((number, [self._completions[other] for other in rows], self._group_names))
+            calls.append(
+                (number, [self._completions[other] for other in rows], self._group_names)
+            )
         processes = self.task.processes
         for number, called_on, names in calls:
             is_ours = number % processes.count == processes.index

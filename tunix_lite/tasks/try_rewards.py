@@ -65,7 +65,9 @@ def failing_functions(
             ]
             for name, future in calls:
                 outcomes[name].append(future.result(SECONDS)[name])
-        failed = [name for name in outcomes if all(kind in FOR_GOOD for kind, _ in outcomes[name])]
+        failed = [
+            name for name in outcomes if all(kind in FOR_GOOD for kind, _ in outcomes[name])
+        ]
         shown = {name: [texts[0]] * group if name in groups else texts[0] for name in failed}
         return "; ".join(
             pool.describe_failure(name, outcomes[name][0], shown[name]) for name in failed

@@ -176,7 +176,9 @@ class Console:
             self._live.start()
 
     def _write(self, *lines: str) -> None:
-        self._log.write("".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines))
+        self._log.write(
+            "".join(f"{time.strftime('%H:%M:%S')} {visible(line)}\n" for line in lines)
+        )
         self._log.flush()
 
 

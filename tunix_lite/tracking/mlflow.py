@@ -52,7 +52,9 @@ class MlflowRun:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """All numbers of a step at once."""
-        self._mlflow.log_metrics({name: float(value) for name, value in metrics.items()}, step=step)
+        self._mlflow.log_metrics(
+            {name: float(value) for name, value in metrics.items()}, step=step
+        )
 
     def log_samples(self, step: int, rows: list[dict]) -> None:
         """The completions of a step as an artifact, one a line."""

@@ -76,7 +76,9 @@ def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
         own = [row.get(name) for name in plain]
         own += [(row.get("rewards") or {}).get(name) for name in rewards]
         own.append(row.get("advantage"))
-        cells.append([visible(x[:MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own])
+        cells.append(
+            [visible(x[:MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own]
+        )
     return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
 
 

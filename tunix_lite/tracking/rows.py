@@ -56,7 +56,9 @@ def drops_rows(file: Path, last: int) -> bool:
     kept = {number for number, _, _ in rows_until(file, last)}
     end = max(kept, default=0)
     return any(
-        line.strip() and number not in kept for number, line, _ in read_rows(file) if number < end
+        line.strip() and number not in kept
+        for number, line, _ in read_rows(file)
+        if number < end
     )
 
 
@@ -68,7 +70,11 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
     """
     # the number of the last line that counts
     end = max(
-        (number for number, _, row in read_rows(file) if row is not None and row["step"] <= last),
+        (
+            number
+            for number, _, row in read_rows(file)
+            if row is not None and row["step"] <= last
+        ),
         default=0,
     )
 
@@ -83,7 +89,9 @@ def check_rows(file: Path, last: int, began: int | None) -> None:
         # With an evaluation before the first step the run has a row of it.
         first = {0, 1} if began == 0 else {step if began is None else began + 1}
         if before is None and step not in first:
-            raise ValueError(f"{file} begins with step {step}, and the run with step {began + 1}")
+            raise ValueError(
+                f"{file} begins with step {step}, and the run with step {began + 1}"
+            )
         if before is not None and step != before + 1:
             raise ValueError(
                 f"line {number} of {file} is of step {step}, and the one before it of step {before}"

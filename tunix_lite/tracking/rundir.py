@@ -87,7 +87,9 @@ class RunDir:
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                raise ValueError(f"{folder} cannot be written to: {disk.reason(error)}") from error
+                raise ValueError(
+                    f"{folder} cannot be written to: {disk.reason(error)}"
+                ) from error
 
     def point_latest_here(self) -> None:
         """Points the link outputs/latest here, if this folder is below one that is named outputs: a
@@ -126,7 +128,9 @@ class RunDir:
         if not file.is_file():
             text = f"{self.path} is not the folder of a run: "
             if (self.path / "config.json").is_file():
-                raise ValueError(f"{text}it holds a model; give model.weights={self.path} instead")
+                raise ValueError(
+                    f"{text}it holds a model; give model.weights={self.path} instead"
+                )
             if self.path.is_dir():
                 raise ValueError(f"{text}it has no {self.MODEL}")
             beside = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
@@ -315,7 +319,11 @@ class Status:
             last = self.eval["last"]
             text = f"held-out accuracy {first['accuracy']:.1%} → {last['accuracy']:.1%}"
             for name in sorted(first.keys() & last.keys()):
-                if name.startswith("avg_at_") and is_number(first[name]) and is_number(last[name]):
+                if (
+                    name.startswith("avg_at_")
+                    and is_number(first[name])
+                    and is_number(last[name])
+                ):
                     text += f", {as_words(name)} {first[name]:.1%} → {last[name]:.1%}"
             lines.append((text, "bold green"))
         steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
@@ -358,7 +366,9 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
 
     # {}, or a first and a last accuracy
     ends = status.get("eval")
-    ends = ends if isinstance(ends, dict) and set(ends) in (set(), {"first", "last"}) else {"": 0}
+    ends = (
+        ends if isinstance(ends, dict) and set(ends) in (set(), {"first", "last"}) else {"": 0}
+    )
     seconds = status.get("seconds")
     began = status.get("began_from")
     is_right = {

@@ -57,7 +57,9 @@ class Collecting:
         self._closing = contextlib.ExitStack()
         task = parts.task
         # Only a run says things on the console.
-        workers = task.with_workers(run.rewards, lambda text: None, conversation=run.conversation)
+        workers = task.with_workers(
+            run.rewards, lambda text: None, conversation=run.conversation
+        )
         self._task = self._closing.enter_context(workers)
         self._generate = sampler_of_run(self.resolved, found.tokenizer)
         self._policies: dict[LoraConfig | None, Policy] = {}

@@ -92,7 +92,9 @@ def _array(name: str, values: ArrayLike, length: int) -> np.ndarray:
         raise ValueError(f"{name}: this is no list of numbers ({error})") from error
     if array.shape != (length,):
         shape = list(array.shape)
-        raise ValueError(f"{name} has shape {shape} for {length} tokens; give one entry per token")
+        raise ValueError(
+            f"{name} has shape {shape} for {length} tokens; give one entry per token"
+        )
     return array
 
 

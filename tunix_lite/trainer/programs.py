@@ -78,7 +78,9 @@ def optimizer_of_client(
     """The chain of these settings, with this learning rate; None: with their schedule over
     max_steps. Its state has the same form whether gradients are clipped or not."""
     clipped = replace(cfg, max_grad_norm=cfg.max_grad_norm or math.inf)
-    return make_optimizer(clipped, max_steps, table, None if rate is None else lambda count: rate)
+    return make_optimizer(
+        clipped, max_steps, table, None if rate is None else lambda count: rate
+    )
 
 
 @dataclass

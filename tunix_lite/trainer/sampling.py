@@ -128,7 +128,9 @@ class SamplingEngine:
         most = model.cfg.max_positions - 1
         self.model = model
         self.rollout = rollout
-        self.generation = GenerationConfig(min(max_prompt_length, most), min(max_new_tokens, most))
+        self.generation = GenerationConfig(
+            min(max_prompt_length, most), min(max_new_tokens, most)
+        )
         how = (model.cfg, model.dtype, rollout.weights != "sharded")
         self._prepare = make_prepare(*how)
         # Adapters are attached by the names of weights.

@@ -87,7 +87,9 @@ def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
         step, params = load_trained(folder, shapes, kind)
         return like.replace(step=put(np.int32(step)), params=params)
     if not _check_kind(folder, kind, MADE_ALIKE).optimizer:
-        raise ValueError(f"{folder} was saved without its optimizer; load it with optimizer=False")
+        raise ValueError(
+            f"{folder} was saved without its optimizer; load it with optimizer=False"
+        )
     with contextlib.closing(Checkpoints(folder)) as checkpoints:
         return checkpoints.restore(like)
 

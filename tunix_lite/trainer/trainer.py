@@ -104,7 +104,9 @@ def in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
         return asyncio.wrap_future(call)
 
     later.__name__ = f"{method.__name__}_async"
-    later.__doc__ = f"`{method.__name__}`, in the trainer's worker thread, in the order of calls."
+    later.__doc__ = (
+        f"`{method.__name__}`, in the trainer's worker thread, in the order of calls."
+    )
     return later
 
 
@@ -159,7 +161,9 @@ class Weights:
         else:
             each = [as_settings(settings)] * len(prompts)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} settings for {len(prompts)} prompts; give one of each")
+            raise ValueError(
+                f"{len(each)} settings for {len(prompts)} prompts; give one of each"
+            )
         if not len(prompts):
             raise ValueError("there are no prompts to continue")
         self._calls += 1

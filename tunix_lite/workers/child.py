@@ -116,7 +116,9 @@ def work(
 def short_repr(value: object) -> str:
     """Shows a value in one line, and not longer than SHOWN."""
     try:
-        text = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace("\n", " ")
+        text = repr(value[: SHOWN + 1] if type(value) in (str, bytes) else value).replace(
+            "\n", " "
+        )
     except Exception as error:
         # of integers beyond 4300 digits, and of objects that cannot say what they are
         text = f"<{type(value).__name__}, of which Python cannot say more: {error}>"

@@ -81,7 +81,9 @@ def ask(function: Callable[..., str], *arguments: object) -> str:
             how = answer
             if how in OVERRUNS:
                 raise Refused(OVERRUNS[how])
-    raise Refused(f"ends the process that runs it ({how.removeprefix('ended its process with ')})")
+    raise Refused(
+        f"ends the process that runs it ({how.removeprefix('ended its process with ')})"
+    )
 
 
 def _call(function: Callable[..., str], *arguments: object) -> tuple[bool, str]:
@@ -105,4 +107,6 @@ def close() -> None:
 _running: WorkerProcess | None = None
 _LOCK = threading.Lock()
 # A fork has the same pipes, and may not use them; a thread that is not there may hold the lock.
-os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _running=None))
+os.register_at_fork(
+    after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _running=None)
+)

@@ -69,7 +69,9 @@ def check_workers(on_error: str, timeout: float, workers: int) -> None:
     if timeout <= 0:
         raise ValueError(f"timeout={timeout} must be above 0")
     if workers < 0:
-        raise ValueError(f"workers={workers} must not be negative; 0: in the process that trains")
+        raise ValueError(
+            f"workers={workers} must not be negative; 0: in the process that trains"
+        )
 
 
 def check_portable(functions: dict[str, Callable], group: str = "rewards") -> None:

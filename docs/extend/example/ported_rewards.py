@@ -6,7 +6,9 @@ import re
 def accuracy(completions, answer, **kwargs):
     """For TRL: 1 for each completion that ends in its answer."""
     texts = [completion[0]["content"] for completion in completions]
-    return [float(text.strip().endswith(right)) for text, right in zip(texts, answer, strict=True)]
+    return [
+        float(text.strip().endswith(right)) for text, right in zip(texts, answer, strict=True)
+    ]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

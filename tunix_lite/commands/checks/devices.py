@@ -50,7 +50,10 @@ NCCL = "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries"
 TOGETHER = "start the same command on every machine, at one time"
 # stage -> what it does, and what mends it where it hangs or fails
 STAGES = {
-    "start": ("Python and jax start", "python -X importtime -c 'import jax'  # what takes so long"),
+    "start": (
+        "Python and jax start",
+        "python -X importtime -c 'import jax'  # what takes so long",
+    ),
     "processes": ("the processes meet", TOGETHER),
     "devices": (
         "jax starts on the devices",
@@ -221,11 +224,15 @@ class Probe:
                 seconds.append(_fastest(lambda ones=ones: product(ones)))
             if not is_right:
                 text = f"{device} gives wrong products"
-                return [fails("arithmetic", text, "take the device out: CUDA_VISIBLE_DEVICES=...")]
+                return [
+                    fails("arithmetic", text, "take the device out: CUDA_VISIBLE_DEVICES=...")
+                ]
         rate = 2 * side**3 / max(seconds)
         known = hardware.of_device(first)
         peak = f" of {known.peak_flops / 1e12:.0f}" if known else ""
-        text = f"right on each device, {rate / 1e12:.3g}{peak} TFLOP/s in bfloat16 on the slowest"
+        text = (
+            f"right on each device, {rate / 1e12:.3g}{peak} TFLOP/s in bfloat16 on the slowest"
+        )
         return [ok("arithmetic", text)]
 
     def _all_reduce(self) -> list[CheckLine]:
@@ -239,7 +246,9 @@ class Probe:
         size = (4 if devices[0].platform == "cpu" else 64) * 2**20
         seconds, wrong = reduce_over(devices, size)
         if wrong is not None:
-            return [fails("all-reduce", f"{wrong} where {count * (count + 1) // 2} is right", NCCL)]
+            return [
+                fails("all-reduce", f"{wrong} where {count * (count + 1) // 2} is right", NCCL)
+            ]
 
         # Bus bandwidth, as nccl-tests count it: what each device sends and receives.
         bus = size / seconds * 2 * (count - 1) / count
@@ -286,7 +295,9 @@ def _row_of(devices: "list[jax.Device]") -> "jax.sharding.Mesh":
     """A mesh of these devices with one axis, `all`."""
     import jax
 
-    return jax.make_mesh((len(devices),), ("all",), (jax.sharding.AxisType.Auto,), devices=devices)
+    return jax.make_mesh(
+        (len(devices),), ("all",), (jax.sharding.AxisType.Auto,), devices=devices
+    )
 
 
 def _fastest(run: "Callable[[], jax.Array]") -> float:
@@ -321,7 +332,9 @@ def reduce_over(devices: "list[jax.Device]", size: int) -> tuple[float, float | 
 
     array = jax.make_array_from_callback((count, width), NamedSharding(mesh, P("all")), piece)
     total = jax.jit(
-        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P())
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P()
+        )
     )
     right = count * (count + 1) / 2
     with jax.set_mesh(mesh):

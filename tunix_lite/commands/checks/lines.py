@@ -55,7 +55,9 @@ def fails(name: str, text: str, fix: str) -> CheckLine:
     return CheckLine("fails", name, text, fix)
 
 
-def look_within(seconds: float, name: str, look: Callable[[], list[CheckLine]]) -> list[CheckLine]:
+def look_within(
+    seconds: float, name: str, look: Callable[[], list[CheckLine]]
+) -> list[CheckLine]:
     """What `look` finds, or a line that fails if it has not answered in so many seconds.
 
     A folder on a server that is gone may never answer; its thread is then left behind.

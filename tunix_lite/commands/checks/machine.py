@@ -90,7 +90,9 @@ def host_memory_line() -> CheckLine:
         text += f"; this container may use {int(most) / GiB:.1f} GiB"
         free = min(free, int(most))
     if free < 2 * GiB:
-        return warns("memory", text, "end other programs: less than 2 GiB is too little for a run")
+        return warns(
+            "memory", text, "end other programs: less than 2 GiB is too little for a run"
+        )
     return ok("memory", text)
 
 
@@ -162,7 +164,9 @@ def nvidia_gpus() -> tuple[list[GpuInUse], str | None]:
     except OSError as error:
         return [], f"nvidia-smi cannot be run ({error.strerror})"
     if done.returncode:
-        lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+        lines = (done.stdout + done.stderr).strip().splitlines() or [
+            f"exit code {done.returncode}"
+        ]
         return [], f"nvidia-smi: {lines[0]}"
     gpus = []
     for line in done.stdout.splitlines():

@@ -61,7 +61,9 @@ class TinkerServer(Face):
     """The endpoints, the journal, and the thread that works."""
 
     open_paths = ("/healthz", f"{API}/healthz")
-    often = tuple(f"{API}/{path}" for path in ("retrieve_future", "session_heartbeat", "telemetry"))
+    often = tuple(
+        f"{API}/{path}" for path in ("retrieve_future", "session_heartbeat", "telemetry")
+    )
     unlogged = (*open_paths, "/metrics", *often)
     # 408 makes the SDK ask again
     statuses = {TimedOut: 408}
@@ -104,7 +106,9 @@ class TinkerServer(Face):
             "telemetry": lambda body: {"status": "accepted"},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": lambda body: self._end(self._session(body.session_id)),
+            "sessions/{session_id}/finish": lambda body: self._end(
+                self._session(body.session_id)
+            ),
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "get_info": self._model_info,
@@ -317,7 +321,11 @@ class TinkerServer(Face):
             if length > (most := self.limits.max_length):
                 message = f"prompt: {length} tokens; this model takes up to {most}"
                 raise BadCall(message, "prompt")
-            return "sample", self.store.found("sampler", body.sampling_session_id).id, body.seq_id
+            return (
+                "sample",
+                self.store.found("sampler", body.sampling_session_id).id,
+                body.seq_id,
+            )
         if path == "load_weights":
             self.store.found("checkpoint", body.path)
         if path == "create_model" or (path == "load_weights" and body.session_id):
@@ -365,7 +373,9 @@ class TinkerServer(Face):
         cursor = {"total_count": len(newest)}
         for name, default in (("offset", 0), ("limit", PAGE)):
             text = request.query.get(name, "")
-            cursor[name] = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+            cursor[name] = (
+                int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+            )
         some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
         return {path: [view(one) for one in some], "cursor": cursor}
 

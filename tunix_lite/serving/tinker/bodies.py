@@ -93,7 +93,9 @@ class TinkerBody:
             raise BadCall(f"kind={shown(self.kind)} is not supported; 'snapshot' is", "kind")
         optimizer = self.optimizer_config.get("type", "adamw")
         if optimizer != "adamw":
-            raise BadCall(f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer")
+            raise BadCall(
+                f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer"
+            )
         size = len(json.dumps(self.user_metadata))
         if size > MOST_METADATA:
             message = f"user_metadata has {size} bytes; there is room for {MOST_METADATA}"
@@ -106,7 +108,9 @@ class TinkerBody:
         if lora is None or self.base_model.endswith(":full"):
             return None
         if lora.rank < 1:
-            raise BadCall(f"rank={lora.rank}; it is a whole number from 1 to {MOST_RANK}", "rank")
+            raise BadCall(
+                f"rank={lora.rank}; it is a whole number from 1 to {MOST_RANK}", "rank"
+            )
         return replace(lora, seed=lora.seed % 2**32)
 
     @property
@@ -131,7 +135,9 @@ class TinkerBody:
         stops = stop if isinstance(stop, list | tuple) else [stop]
         if not all(isinstance(one, int | str) for one in stops):
             raise BadCall("stop must hold texts or tokens", "stop")
-        seed = params.get("seed", int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4]))
+        seed = params.get(
+            "seed", int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
+        )
         values = {name: params[name] for name in DRAWN_BY if name in params}
         values["seed"] = seed % 2**32 if isinstance(seed, int) else seed
         values["stop"] = tuple(one for one in stops if isinstance(one, str))

@@ -140,7 +140,12 @@ class StoreDamaged(ValueError):
     """The folder does not hold what a server of this version left there."""
 
 
-RECORDS = {"session": TinkerSession, "model": Model, "sampler": Sampler, "checkpoint": Checkpoint}
+RECORDS = {
+    "session": TinkerSession,
+    "model": Model,
+    "sampler": Sampler,
+    "checkpoint": Checkpoint,
+}
 KINDS = {made: kind for kind, made in RECORDS.items()}
 Record = TinkerSession | Model | Sampler | Checkpoint
 
@@ -290,7 +295,9 @@ class Store:
 
     def begin(self, request: TinkerRequest) -> int:
         """Counts an attempt at a request; returns how many there are now."""
-        query = "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ? RETURNING attempts"
+        query = (
+            "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ? RETURNING attempts"
+        )
         [(count,)] = self._rows(query, request.arrival)
         return count
 

@@ -97,7 +97,9 @@ def data_of(request: Message) -> list[Datum]:
                 raise BadCall(f"{here} is not supported; target_tokens, {', '.join(VALUES)} are")
             inputs[name] = _array(one.tensor.dense, one.tensor.dtype or FLOAT32, here)
             if list(one.tensor.shape) not in ([], [inputs[name].size]):
-                raise BadCall(f"{here} has the shape {list(one.tensor.shape)}; 1 dim is supported")
+                raise BadCall(
+                    f"{here} has the shape {list(one.tensor.shape)}; 1 dim is supported"
+                )
         if "targets" not in inputs:
             raise BadCall(f"{where}.loss_fn_inputs['target_tokens'] is missing")
         data.append(Datum(tokens, **inputs))

@@ -89,7 +89,9 @@ class LiveModels:
             else:
                 parts = ATTENTION * adapters.train_attn + MLP * adapters.train_mlp
                 if not parts:
-                    raise ValueError("train_attn and train_mlp are both off: nothing would train")
+                    raise ValueError(
+                        "train_attn and train_mlp are both off: nothing would train"
+                    )
                 how = {"rank": adapters.rank, "seed": adapters.seed}
                 client = self.trainer.adapter(targets=f".*/({'|'.join(parts)})", **how)
             if model.saved is not None:
@@ -211,7 +213,9 @@ class Worker:
                     if self.store.begin(request) <= MOST_ATTEMPTS:
                         tried.append(request)
                     else:
-                        self._fail(request, "the server ended each time that it did this", "server")
+                        self._fail(
+                            request, "the server ended each time that it did this", "server"
+                        )
                 if tried and tried[0].kind == "sample":
                     self._sample(tried)
                 elif tried:
@@ -292,7 +296,9 @@ class Worker:
                 model.has_failed = False
                 model.saved_seq = request.seq
                 self.live.forget(model.id)
-                message = "a forward_backward since the last step failed: nothing was changed, and "
+                message = (
+                    "a forward_backward since the last step failed: nothing was changed, and "
+                )
                 raise ValueError(message + "all gradients since then are dropped")
             case "optim_step":
                 metrics = self.live.client(model).optim_step(**asdict(body.adam_params))
