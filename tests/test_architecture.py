@@ -388,13 +388,14 @@ def test_the_loop_is_a_page():
 
 
 BARS = {  # measure -> the most there may be: what stands today, so that it only becomes less
-    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 360_200),
-    "public names": (lambda: len(house.public_names(SOURCES)), 1_725),
-    "arrows between rooms": (lambda: len(house.arrows()[0]), 219),
+    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 322_400),
+    "public names": (lambda: len(house.public_names(SOURCES)), 1_520),
+    "arrows between rooms": (lambda: len(house.arrows()[0]), 200),
     "circles of modules": (lambda: len(house.arrows()[1]), 0),
-    "functions that take all settings": (lambda: len(house.functions_of_wholes(SOURCES)), 196),
-    "parameters that are Any or Callable": (lambda: len(house.loose_parameters(SOURCES)), 247),
-    "names that say nothing": (lambda: len(house.empty_names(SOURCES)), 80),
+    "functions that take all settings": (lambda: len(house.functions_of_wholes(SOURCES)), 138),
+    "parameters that are Any or Callable": (lambda: len(house.loose_parameters(SOURCES)), 36),
+    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 262),
+    "names that say nothing": (lambda: len(house.empty_names(SOURCES)), 66),
 }
 
 
@@ -421,7 +422,7 @@ def test_values_that_do_not_belong_together_are_not_packed():
 
 def test_code_is_not_dense():
     # A table of short lines left the package for conf/words.yaml, which alone raised this from 8.6.
-    assert house.tokens_per_line(SOURCES) <= 8.8, "one statement a line; a long expression gets names for its parts"
+    assert house.tokens_per_line(SOURCES) <= 8.7, "one statement a line; a long expression gets names for its parts"
 
 
 def test_comments_stand_above_what_they_explain():

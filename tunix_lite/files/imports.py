@@ -71,7 +71,8 @@ def _hint(error: Exception, module: str, name: str) -> str:
         near = difflib.get_close_matches(top, here, n=1)
         if not near:
             here_too = "in this folder, " if _looks_here.get() else ""
-            return f"; Python looks {here_too}beside run_training.py and in the folders of PYTHONPATH"
+            folders = "beside run_training.py and in the folders of PYTHONPATH"
+            return f"; Python looks {here_too}{folders}"
     elif isinstance(error, AttributeError) and module in sys.modules:
         near = difflib.get_close_matches(name, dir(sys.modules[module]), n=1)
     return f"; did you mean {shown(near[0])}?" if near else ""

@@ -37,7 +37,8 @@ _SIGNED = rf"[-+]?\s*{_DECIMAL}"
 # `{1.5}`, or one digit without braces
 _ARGUMENT = rf"(?:\{{\s*{_SIGNED}\s*\}}|\s*\d)"
 _FRACTION = rf"\\[dtc]?frac{_ARGUMENT}\s*{_ARGUMENT}"
-_POWER = r"(?:\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?|[eE]([-+]?\d+))"
+_TIMES_TEN = r"\s*(?:\\times|\\cdot|[x\u00d7*\u00b7])\s*10\s*\^"
+_POWER = rf"(?:{_TIMES_TEN}\s*\{{?\s*([-+]?\d+)\s*\}}?|[eE]([-+]?\d+))"
 # One number with its sign, currency, power of ten and percent sign; what follows it is a unit.
 NUMBER = re.compile(
     rf"""

@@ -57,8 +57,10 @@ class GenerationConfig:
 
         # The distribution.
         if not all(math.isfinite(x) for x in (self.temperature, self.repetition_penalty)):
-            both = f"temperature={self.temperature} and repetition_penalty={self.repetition_penalty}"
-            raise ValueError(f"{both} must be finite numbers")
+            penalty = f"repetition_penalty={self.repetition_penalty}"
+            raise ValueError(
+                f"temperature={self.temperature} and {penalty} must be finite numbers"
+            )
         if self.temperature < 0 or self.top_k < 0:
             raise ValueError(
                 f"temperature={self.temperature} and top_k={self.top_k} must not be negative"
