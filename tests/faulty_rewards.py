@@ -54,7 +54,7 @@ FAILS = {
     "impostor": lambda: impostor(),
 }
 KINDS = {  # what becomes of them; of the others there is nothing to say
-    "error": ("raise", "two lines", "deep", "memory", "exit", "surrogate"),
+    "error": ("raise", "deep", "memory", "exit", "surrogate"),
     "timeout": ("loop", "sleep", "stop"),
     "crash": ("segfault", "null", "leave", "interrupt", "no pipes", "pipe", "impostor"),
     "not_number": ("text", "none", "nan", "inf", "large", "huge", "complex", "several", "digits", "unspeakable"),

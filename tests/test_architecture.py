@@ -253,7 +253,6 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "learner",
         "models",
         "parallel",
-        "files.plain_text",
         "planning",
         "report",
         "runs",
@@ -263,6 +262,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "train",
         "trainer",
         "types",
+        "workers.process",
     },
     "__main__.py": {"commands", "hints"},
 }

@@ -212,8 +212,6 @@ def test_texts_that_are_no_text_are_counted_and_the_run_goes_on(workers, tmp_pat
             "raise",
             r"reward 'faulty' failed with KeyError: 'missing' \(faulty_rewards.py, line \d+\) for the completion 'raise'",
         ),
-        ("two lines", r"reward 'faulty' failed with ValueError: one two \("),
-        ("exit", r"reward 'faulty' failed with SystemExit: 3 \("),
         ("loop", r"reward 'faulty' took more than rewards.timeout=0.5 seconds for the completion 'loop'"),
         ("segfault", r"reward 'faulty' ended its process with SIGSEGV for the completion 'segfault'"),
         ("leave", r"reward 'faulty' ended its process with exit code 3 for the completion 'leave'"),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_lite.checks.lines import CheckLine, fails, ok, warns
+from tunix_lite.commands.checks.lines import CheckLine, fails, ok, warns
 from tunix_lite.distributed.agreement import process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix_lite.checks.lines import CheckLine, fails, ok, warns
+from tunix_lite.commands.checks.lines import CheckLine, fails, ok, warns
 from tunix_lite.distributed.agreement import installed_version
 
 GiB = 2**30
