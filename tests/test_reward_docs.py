@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from test_docs import DOCS, EXAMPLE, blocks, with_the_example  # noqa: F401
+from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
 from tunix_lite.config import build
 from tunix_lite.rewards import answers, code, groups, judge, math_verify, schedules, similarity, text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_docs import with_the_example  # noqa: F401
+from test_docs import example_conf, with_the_example  # noqa: F401
 from test_packing import layouts
 
 from tunix_lite.algorithms.grpo import GRPO

@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from test_docs import DOCS, EXAMPLE, blocks, with_the_example  # noqa: F401
+from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer

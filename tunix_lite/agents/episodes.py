@@ -19,7 +19,10 @@ from tunix_lite.serving.answers import Piece
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Call
 
-IS_OVER = "there is no such episode, or it is over: base_url is .../episodes/ID/v1, or the API key is ID"
+IS_OVER = (
+    "there is no such episode, or it is over: "
+    "base_url is .../episodes/ID/v1, or the API key is ID"
+)
 
 
 @dataclass
