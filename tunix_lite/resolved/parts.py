@@ -177,7 +177,7 @@ def policy_of(
         cfg = resolved.frozen_models[name].cfg
         table = teacher.vocabulary_of(decoder.output_table(params, cfg))
     describe = description_of(resolved, name)
-    rows = policy.scorers[name].rows
+    rows = policy.scorers[name].rescore.rows
     comparer = FrozenComparer(params, table, rows, compiled_once(describe.lower))
     return replace(policy, compare=comparer)
 
