@@ -127,6 +127,21 @@ def test_the_waiting_line_is_bounded_and_cancelled_sequences_leave_it(model, eng
     until(lambda: engine.num_running == 0 and engine.num_waiting == 0)
 
 
+def test_a_sequence_that_is_cancelled_twice_harms_nobody(model, engine):
+    """A choice that a stop text ends is cancelled there, and again when its answer is complete."""
+    prompt = model.tokenizer.prompt(QUESTIONS[0])
+    heard = []
+    for count in (0, 1):  # while it waits, and while it runs
+        heard.clear()
+        one = LiveSequence(prompt, DrawSettings(), 48, heard.append)
+        engine.submit([one])
+        until(lambda count=count: len(heard) >= count)
+        engine.cancel(one)
+        engine.cancel(one)
+        assert sampled(engine, [prompt], [DrawSettings(seed=2)])[0].tokens and engine.failure is None
+    until(lambda: engine.num_running == 0 and engine.num_waiting == 0)
+
+
 def until(is_true, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not is_true():

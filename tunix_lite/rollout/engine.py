@@ -278,6 +278,9 @@ class Engine:
             return self.length
         ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
         longest = self.widths[0]
+        if self.programs.spec.per_request:
+            # A server's requests come and go: its cache only grows.
+            longest = max(longest, self.columns or 0)
         for request in chain(self.requests.values(), self.waiting):
             new = min(request.limit, len(request.tokens) + ahead)
             longest = max(longest, len(request.ids) + new)
@@ -333,8 +336,8 @@ class Engine:
         """Waits for the oldest chunk under way."""
         decoded = jax.device_get(self.in_flight.popleft())
         self.num_taken = max(self.num_taken, int(decoded.num_taken))
-        if not self.waits:
-            # Free its memory.
+        if not self.waits and not self.programs.spec.per_request:
+            # Free its memory. A server's next request is near.
             self.prompt_cache = None
             self.block_ends.clear()
         return decoded

@@ -175,9 +175,11 @@ class LiveEngine:
     def cancel(self, sequence: LiveSequence) -> None:
         """Ends a sequence; it is not called back any more."""
         with self._lock:
-            sequence.is_cancelled = True
-            self._cancelled.append(sequence)
-            self._lock.notify_all()
+            # A server may cancel a sequence twice: at its stop text, and when its client leaves.
+            if not sequence.is_cancelled:
+                sequence.is_cancelled = True
+                self._cancelled.append(sequence)
+                self._lock.notify_all()
 
     def warm_up(self) -> None:
         """Samples from a prompt of one token, so that the programs of most requests are compiled.
@@ -268,15 +270,15 @@ class LiveEngine:
             self._waiting.clear()
             cancelled = [one for one in self._cancelled if one.request in self._sequences]
             self._cancelled.clear()
-        for sequence in new:
-            draw = sequence.draw
-            key = np.asarray(jax.random.key_data(jax.random.key(draw.seed)))
-            prompt = tuple(sequence.prompt)
-            sequence.request = Request(
-                0, 0, draw.generation, sequence.limit, prompt, key, 0, draw, sequence.criteria
-            )
-            self._sequences[sequence.request] = sequence
-        self.engine.admit([sequence.request for sequence in new])
+            for sequence in new:
+                draw = sequence.draw
+                key = np.asarray(jax.random.key_data(jax.random.key(draw.seed)))
+                at = (0, 0, draw.generation, sequence.limit)
+                sequence.request = Request(*at, tuple(sequence.prompt), key, draw=draw)
+                sequence.request.criteria = sequence.criteria
+                self._sequences[sequence.request] = sequence
+            # Under the lock, so that whoever submits counts them.
+            self.engine.admit([sequence.request for sequence in new])
         for sequence in cancelled:
             self.engine.release(sequence.request)
             del self._sequences[sequence.request]

@@ -126,12 +126,12 @@ class PartialSampler:
         has_ended = np.array([one.reason is not None for one in completions])
         if is_enough(has_ended):
             return list(completions), _nothing_sampled()
+        cfg = self.programs.spec.cfg
+        check_kernels(self.programs.spec, self.rollout, params)
+        check_prompts(list(prompts.values()), cfg, self.generation, self.criteria.tokenizer)
         order = order_of_requests(completions, prompts, self.generation.max_prompt_length)
         in_order = [completions[i] for i in order]
         every_prompt = [prompts[one.group] for one in in_order]
-        cfg = self.programs.spec.cfg
-        check_kernels(self.programs.spec, self.rollout, params)
-        check_prompts(every_prompt, cfg, self.generation, self.criteria.tokenizer)
 
         # As in make_sampler from here on, but that some requests have tokens already.
         num_slots = self.rollout.slots(usual[0] * usual[1], axis_size("fsdp"))
