@@ -181,21 +181,19 @@ class ConversationScheduler:
     ) -> Generator[None, None, Rollout]:
         """Stops after each chunk, and returns the Rollout; the callbacks are those of
         make_generate."""
-        try:
-            while not self.is_over:
-                ended = self.advance()
-                if on_finished is not None:
-                    for talk in ended:
-                        on_finished(talk.row, talk.last_turn)
-                if on_chunk is not None:
-                    held = [talk.request for talk in self.by_slot if talk is not None]
-                    alone = {talk.row: conversations_as_rollout(self, [talk]) for talk in ended}
-                    on_chunk(held + [talk.request for talk in ended], alone)
-                if between_chunks is not None:
-                    between_chunks()
-                yield
-        finally:
-            self.partner.close()
+        while not self.is_over:
+            ended = self.advance()
+            if on_finished is not None:
+                for talk in ended:
+                    on_finished(talk.row, talk.last_turn)
+            if on_chunk is not None:
+                held = [talk.request for talk in self.by_slot if talk is not None]
+                alone = {talk.row: conversations_as_rollout(self, [talk]) for talk in ended}
+                on_chunk(held + [talk.request for talk in ended], alone)
+            if between_chunks is not None:
+                between_chunks()
+            yield
+        self.partner.close()
         return conversations_as_rollout(self)
 
     def advance(self) -> list[Talk]:
