@@ -118,7 +118,13 @@ def test_a_full_disk_is_one_line_and_with_more_room_the_same_command_goes_on(dis
 
 @pytest.mark.wide
 def test_a_metrics_file_on_a_full_disk_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(RunDir, "metrics", Path("/dev/full"))
+    init = RunDir.__init__
+
+    def with_a_full_disk(self, *arguments, **named):
+        init(self, *arguments, **named)
+        self.metrics = Path("/dev/full")
+
+    monkeypatch.setattr(RunDir, "__init__", with_a_full_disk)
     with pytest.raises(
         DiskError, match=f"the disk is full: {tmp_path}. The run ended after step 0; no whole checkpoint"
     ):
