@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -279,6 +281,20 @@ def test_without_staleness_carry_is_bit_equal_to_a_rollout_by_itself(cfg):
         whole = generate(random_params(cfg, seed=step), prompts, key, GENERATIONS)
         assert rollout.metrics.keys() == whole.metrics.keys()
         same(rollout.replace(versions=None), whole)
+
+
+@WIDE
+def test_the_mesh_changes_nothing_of_what_is_carried(cfg):
+    found = []
+    for mesh in ((1, 1), (2, 2)):
+        set_mesh(*mesh)
+        overlap = carry_of(cfg, staleness=2)
+        found.append([drawn(overlap, step, cfg) for step in range(4)])
+    for (ours, examples), (theirs, others) in zip(*found):
+        assert examples == others
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.versions, theirs.versions)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
 # ---- conversations
@@ -608,7 +624,51 @@ SMALL = [
 ]
 
 
+def rows_of(folder):
+    from tunix_lite.tracking.rundir import RunDir, rows_until
+
+    clock = ("time", "perf", "memory")
+    rows = [row for _, _, row in rows_until(RunDir(folder).metrics, 5)]
+    return [{name: x for name, x in row.items() if name.split("/")[0] not in clock} for row in rows]
+
+
 def start(folder, *settings):
     command = [sys.executable, "run_training.py", *SMALL, f"hydra.run.dir={folder}", *settings]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.overlap=carry"],
+        ["rollout.overlap=one_step"],
+        [
+            "rollout.overlap=one_step",
+            "model.mesh_shape=[[2,1],[fsdp,tp]]",
+            "rollout.mesh_shape=[[1,2],[fsdp,tp]]",
+            "model.lora.rank=4",
+        ],
+        ["rollout.overlap=one_step", "task=guessing"],
+    ],
+    ids=["carry", "one_step", "apart", "conversations"],
+)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, settings):
+    assert start(tmp_path / "whole", *settings).wait() == 0
+    killed = start(tmp_path / "killed", *settings)
+    while killed.poll() is None and not (tmp_path / "killed/checkpoints/2").is_dir():
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert start(tmp_path / "killed", *settings).wait() == 0
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_without_staleness_a_run_is_bit_equal_to_one_without_overlap(tmp_path):
+    assert start(tmp_path / "none").wait() == 0
+    for overlap in ("carry", "one_step"):
+        folder = tmp_path / overlap
+        assert start(folder, f"rollout.overlap={overlap}", "rollout.max_staleness=0").wait() == 0
+        assert rows_of(folder) == rows_of(tmp_path / "none")

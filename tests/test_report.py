@@ -314,6 +314,23 @@ def test_a_page_loads_nothing_from_elsewhere(run):
     assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", text)
 
 
+def test_lines_to_paste_are_quoted_and_name_the_run(run, tmp_path):
+    folder, _, _ = run
+    lines = read(folder).lines
+    assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
+    assert f"tunix-lite chat checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
+    # commands that leave a mark and nothing else, should one be run
+    given = ["task.prompt='a b'; touch ran-1", "seed=$(touch ran-2)", "x=`touch ran-3`"]
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
+    (again,) = [line for line in read(folder).lines if line.startswith("python") and "hydra.run.dir" not in line]
+    here = tmp_path / "here"
+    here.mkdir()
+    command = ["bash", "-c", again.replace("python run_training.py", "printf '%s\\n'")]
+    heard = subprocess.run(command, capture_output=True, cwd=here)
+    assert not list(here.iterdir()), "nothing of it is run"
+    assert heard.stdout.decode().splitlines() == given
+
+
 @pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", "samples"])
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": ', b"\xff\xfe", None])
 def test_a_damaged_or_missing_file_leaves_the_rest(run, name, content):
