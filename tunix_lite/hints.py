@@ -221,10 +221,10 @@ def model_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, 
 
 def data_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
     """A file as the task of its format; a name on the hub is nothing that we load."""
-    return file_setting(value) if re.search(r"\.(jsonl|parquet|csv)$", value) else ()
+    return _file_setting(value) if re.search(r"\.(jsonl|parquet|csv)$", value) else ()
 
 
-def file_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def _file_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
     """Files of rows, by the ending of their name."""
     ending = re.search(r"\.(jsonl|parquet|csv)\]?$", value)
     task = ending[1] if ending else "jsonl"
@@ -275,7 +275,7 @@ def mesh_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, .
 MADE_OF_VALUES: dict[str, Callable[..., tuple[str, ...]]] = {
     "<model>": model_setting,
     "<data>": data_setting,
-    "<file>": file_setting,
+    "<file>": _file_setting,
     "<reward>": reward_setting,
     "<mesh>": mesh_setting,
 }

@@ -68,7 +68,7 @@ class Ended:
     message: str = ""
 
 
-class NoReward(Exception):
+class _NoReward(Exception):
     """Says in words why the value that an agent returned is no reward."""
 
 
@@ -184,7 +184,7 @@ class Runner:
             else:
                 returned = self.agent(self._client.with_options(**names), episode.example)
             how = Ended(self._reward_of(returned, episode), time.monotonic() - start)
-        except NoReward as error:
+        except _NoReward as error:
             how = Ended(None, time.monotonic() - start, "no_reward", str(error))
         except BaseException as error:
             # the line of the agent's file where it failed; the first frames are those of this file
@@ -199,11 +199,11 @@ class Runner:
         """The reward that an agent returned, or that was sent for it. Raises NoReward."""
         if isinstance(returned, str):
             if self.reward is None:
-                raise NoReward("the agent returned a text, and there is no reward for texts")
+                raise _NoReward("the agent returned a text, and there is no reward for texts")
             returned = self.reward(returned, episode.example)
         if returned is None:
             if episode.reward is None:
-                raise NoReward(
+                raise _NoReward(
                     "the agent returned None, and nobody sent a reward to /episodes/ID/reward"
                 )
             return episode.reward
@@ -213,7 +213,7 @@ class Runner:
         except (OverflowError, TypeError, ValueError):
             reward = math.nan
         if not abs(reward) <= MOST_REWARD:
-            raise NoReward(
+            raise _NoReward(
                 f"the agent returned {shown(returned)}; it is a finite number, {MOST_REWARD:g} at "
                 "most, a text, or None"
             )

@@ -309,7 +309,7 @@ def sample_mixed_groups(
         "time/extra_rounds": seconds[-1] - seconds[0],
     }
     return Groups(
-        rollout=chosen_rows([groups.rollout for groups in rounds], rows),
+        rollout=_chosen_rows([groups.rollout for groups in rounds], rows),
         graded=chosen_completions([groups.graded for groups in rounds], rows),
         rewards_PG=rewards_PG[chosen],
         kept_PG=kept_PG[chosen],
@@ -319,7 +319,7 @@ def sample_mixed_groups(
     )
 
 
-def chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
+def _chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
     """Selects rows number `rows` of all parts together, without their metrics."""
     bare = [part.replace(metrics={}) for part in parts]
     return jax.tree.map(lambda *arrays: np.concatenate(arrays)[rows], *bare)
@@ -334,7 +334,7 @@ def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
         if first is None:
             return None
         if isinstance(first, Rollout):
-            return chosen_rows(values, rows)
+            return _chosen_rows(values, rows)
         if isinstance(first, dict):
             return {name: chosen([value[name] for value in values]) for name in first}
         if isinstance(first, list):

@@ -84,7 +84,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
         progress = SamplingProgress(StandardError(), [count], patience=SHORT_SECONDS)
         # Beside a pipe, such as /dev/stdout, there is no place for a file.
         is_file = out is not None and (out.is_file() or not out.exists())
-        with PartialFile(partial_file(out) if is_file else None) as ended, progress:
+        with PartialFile(_partial_file(out) if is_file else None) as ended, progress:
             progress.begin()
 
             def on_chunk(requests: list, completions: list[Completion]) -> None:
@@ -116,7 +116,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     if out is not None:
         rows = [_row(completion, prompts) for completion in completions]
         out.write_text(_lines(rows), encoding="utf-8")
-        partial_file(out).unlink(missing_ok=True)
+        _partial_file(out).unlink(missing_ok=True)
         answered = len(prompts) - dropped
         print(f"{len(rows)} completions of {answered} prompts are in {out}", file=sys.stderr)
 
@@ -172,7 +172,7 @@ class PartialFile:
         self._file.flush()
 
 
-def partial_file(out: Path) -> Path:
+def _partial_file(out: Path) -> Path:
     """Returns the file of the completions until all of them have ended."""
     return out.with_name(f"{out.name}.partial")
 

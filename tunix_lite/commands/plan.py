@@ -98,7 +98,7 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     lengths = Lengths(settings.prompt_share, settings.completion_share)
     if settings.lengths_of is not None:
         lengths = recorded_lengths(settings.lengths_of)
-    found = replace(found, plans=tuple(with_forecast(plan, lengths) for plan in found.plans))
+    found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
     print(
         "\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"])
@@ -207,7 +207,7 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     )
 
 
-def with_forecast(plan: Plan, lengths: Lengths) -> Plan:
+def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
     """The plan with a forecast, if it is compiled and may fit."""
     if not plan.programs or plan.fits is False:
         return plan
@@ -226,7 +226,7 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     else:
         lengths = recorded_lengths(settings.lengths_of)
     best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
-    found = with_forecast(best, lengths).forecast
+    found = _with_forecast(best, lengths).forecast
     if found is None:
         raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")
     return [

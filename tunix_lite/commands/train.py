@@ -165,15 +165,15 @@ def start(run: RunConfig, folder: Path) -> float | None:
         # A signal may have come with the last step, which ends the run but not the sweep.
         if sweep is not None and (reason := job.stopping.reason()):
             print(f"{reason}: the sweep starts no further run", flush=True)
-            sys.exit(exit_code_of(reason))
+            sys.exit(_exit_code_of(reason))
     if sweep is None and is_first() and sys.stdout.isatty():
         print(next_command(folder), end="", flush=True)
-    if code := exit_code_of(job.stopped):
+    if code := _exit_code_of(job.stopped):
         sys.exit(code)
     return last_accuracy(folder)
 
 
-def exit_code_of(reason: str | None) -> int:
+def _exit_code_of(reason: str | None) -> int:
     """The exit code of a run that ended before its last step for this reason, with a checkpoint.
 
     A scheduler that ends a job, or the time limit, is part of the plan. A person's Ctrl-C is not: a

@@ -21,7 +21,7 @@ def conf_dir() -> Path:
     return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "conf"
 
 
-def setting_given(key: str, words: list[str]) -> str | None:
+def _setting_given(key: str, words: list[str]) -> str | None:
     """The value of a setting on a command line, without quotes; None if it is not given.
 
     key: a regular expression for its name. Hydra's ways to write it are key=, +key= and ++key=. The
@@ -39,7 +39,7 @@ def setting_given(key: str, words: list[str]) -> str | None:
 
 def folder_given(words: list[str]) -> str | None:
     """The folder of the run, or of the sweep, that a command line gives; None if it gives none."""
-    return setting_given(FOLDER_KEYS, words)
+    return _setting_given(FOLDER_KEYS, words)
 
 
 def folder_key(words: list[str]) -> str:
@@ -65,7 +65,7 @@ def fresh_folder(project: str, words: list[str]) -> str:
 
 def project_name(words: list[str]) -> str:
     """The setting project_name, by the command line or conf/config.yaml."""
-    given = setting_given("project_name", words)
+    given = _setting_given("project_name", words)
     if given:
         return given
     import yaml

@@ -97,11 +97,11 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
             "all hosts must see it"
         )
-        join.agree({}, None if is_locked_by(owner, folder) else error)
+        join.agree({}, None if _is_locked_by(owner, folder) else error)
         yield
 
 
-def is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
+def _is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
     """Whether `lock_owner(folder)` is `owner`, or becomes it in some `seconds`, as on a network
     disk."""
     deadline = time.monotonic() + seconds

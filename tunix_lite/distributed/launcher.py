@@ -315,7 +315,7 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary:
         beats = Path(temporary)
         for restarts in itertools.count():
-            attempt = Attempt(policy, signals, beats)
+            attempt = _Attempt(policy, signals, beats)
             try:
                 logs.mkdir(parents=True, exist_ok=True)
                 for environment in environments():
@@ -354,7 +354,7 @@ def supervise(
     return failure.code
 
 
-class Attempt:
+class _Attempt:
     """The processes of this machine from one start to their end."""
 
     def __init__(self, policy: RestartPolicy, signals: list[int], beats: Path):
@@ -383,7 +383,7 @@ class Attempt:
                 running = self._running()
                 failed = self._failed()
 
-            failure = blamed(failed)
+            failure = _blamed(failed)
             if not running:
                 return failure
             if failure := failure or self._stalled():
@@ -445,7 +445,7 @@ class Attempt:
         # A process that the signal ended at once takes others with it: they lost a peer.
         early = [process for process in self.processes if process.returncode in BY_SIGNAL]
         failed = [process for process in self._failed() if process not in early]
-        failure = blamed([p for p in failed if not (early and p.is_victim())])
+        failure = _blamed([p for p in failed if not (early and p.is_victim())])
         too_late = ""
         if left and len(self._signals) == 1:
             names = " and ".join(map(str, left))
@@ -486,7 +486,7 @@ class Attempt:
         return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
 
 
-def blamed(failed: list["Process"]) -> Failure | None:
+def _blamed(failed: list["Process"]) -> Failure | None:
     """The failure of the process that probably failed first; None if none has failed.
 
     A process that reports a lost peer, or that jax aborted, comes after all others.

@@ -50,7 +50,7 @@ class Episodes:
 
     def make(self, rng: np.random.Generator) -> dict:
         """Makes one episode."""
-        check_openenv()
+        _check_openenv()
         return {"seed": int(rng.integers(2**31))}
 
 
@@ -91,7 +91,7 @@ class OpenEnv:
 
     def reset(self, example: dict) -> str | None:
         """Opens a session, and begins an episode."""
-        check_openenv()
+        _check_openenv()
         if missing := [name for name in self.reset_fields if name not in example]:
             raise ValueError(f"reset_fields has {missing[0]!r}, which the example has not")
         # It answers the server's pings in a thread of its own: the model may take minutes.
@@ -174,7 +174,7 @@ class OpenEnv:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def check_openenv() -> None:
+def _check_openenv() -> None:
     """Raises ValueError if OpenEnv is not installed."""
     if GenericEnvClient is None:
         raise ValueError(f"task=openenv needs OpenEnv ({WHY_NOT}): pip install -e '.[openenv]'")

@@ -50,7 +50,7 @@ class TextArenaGames:
         check_num_examples(self.num_train, self.num_held_out)
         # on a machine without it settings can be composed, but no game can be played
         for game in self.games if textarena is not None else ():
-            check_game(game)
+            _check_game(game)
 
     @property
     def train(self) -> Draws:
@@ -64,7 +64,7 @@ class TextArenaGames:
 
     def make(self, rng: np.random.Generator) -> dict:
         """Makes one game."""
-        check_textarena()
+        _check_textarena()
         game = self.games[int(rng.integers(len(self.games)))]
         return {"game": game, "seed": int(rng.integers(2**31))}
 
@@ -97,12 +97,12 @@ class TextArena:
 
     def reset(self, example: dict) -> str:
         """Begins a game. Returns its rules, and what else the model sees of it."""
-        check_textarena()
+        _check_textarena()
         if "game" not in example:
             raise ValueError("an example of TextArena has the id of a `game`, and a `seed`")
-        check_game(example["game"])
+        _check_game(example["game"])
         seed = example.get("seed", seed_of(example))
-        self._random = SeededRandom(seed)
+        self._random = _SeededRandom(seed)
         self.players = 1 if self.opponent is None else 2
         self.me = seed % 2 if self.players == 2 and self.player is None else self.player or 0
         self.heard: list[str] = []
@@ -190,7 +190,7 @@ def bracketed_number(completion: str) -> str:
     return f"[{numbers[-1]}]" if numbers else completion
 
 
-def check_textarena() -> None:
+def _check_textarena() -> None:
     """Raises ValueError if TextArena is not installed."""
     if textarena is None:
         raise ValueError(
@@ -198,7 +198,7 @@ def check_textarena() -> None:
         )
 
 
-def check_game(game: str) -> None:
+def _check_game(game: str) -> None:
     """Raises ValueError if TextArena has no game of this id."""
     if game not in ENV_REGISTRY:
         near = difflib.get_close_matches(str(game), ENV_REGISTRY, n=3, cutoff=0.4)
@@ -206,7 +206,7 @@ def check_game(game: str) -> None:
         raise ValueError(f"TextArena {textarena.__version__} has no game {game!r}{hint}")
 
 
-class SeededRandom:
+class _SeededRandom:
     """The global generators of Python and numpy, which games draw from, as one game sees them.
 
     Several games take turns in one process, and none must change what another one draws.

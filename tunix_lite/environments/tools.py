@@ -68,7 +68,7 @@ class ToolEnvironment:
             raise ValueError(
                 f"result={self.result!r} has no {{result}}, where a result would stand"
             )
-        names = [tool_name(tool) for tool in self.tools]
+        names = [_tool_name(tool) for tool in self.tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tools are called {twice[0]}")
         self.schemas = [schema_of(tool) for tool in self.tools]
@@ -117,7 +117,7 @@ class ToolEnvironment:
 
     def _make(self, call: ToolCall) -> tuple[str, bool]:
         """Makes a call. Returns its result, as the model reads it, and whether it went well."""
-        tools = {tool_name(tool): tool for tool in self.tools}
+        tools = {_tool_name(tool): tool for tool in self.tools}
         problem = call.problem
         if not problem and call.name not in tools:
             problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(tools)}"
@@ -139,7 +139,7 @@ class ToolEnvironment:
 # ---- schemas, and checks of arguments
 
 
-def tool_name(tool: Callable[..., object]) -> str:
+def _tool_name(tool: Callable[..., object]) -> str:
     """The name by which a model calls it: its attribute `name`, that of the function, or of the
     class in lower case."""
     plain = tool.func if isinstance(tool, partial) else tool
@@ -155,7 +155,7 @@ def tool_name(tool: Callable[..., object]) -> str:
 def schema_of(tool: Callable[..., object]) -> dict:
     """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
     description, parameters}}. Raises ValueError where it cannot be made."""
-    name = tool_name(tool)
+    name = _tool_name(tool)
     # The docstring has a first paragraph, and descriptions of arguments.
     first, _, rest = (inspect.getdoc(_documented(tool)) or "").partition("\n\n")
     described = " ".join(first.split())
@@ -168,7 +168,7 @@ def schema_of(tool: Callable[..., object]) -> dict:
         )
     properties = {}
     required = []
-    for parameter, hint in parameters_of(tool).items():
+    for parameter, hint in _parameters_of(tool).items():
         properties[parameter.name] = _schema_of_type(hint, f"{name}: {parameter.name}")
         if parameter.name in arguments:
             properties[parameter.name]["description"] = arguments[parameter.name]
@@ -179,10 +179,10 @@ def schema_of(tool: Callable[..., object]) -> dict:
     return {"type": "function", "function": function}
 
 
-def parameters_of(tool: Callable[..., object]) -> dict[inspect.Parameter, Any]:
+def _parameters_of(tool: Callable[..., object]) -> dict[inspect.Parameter, Any]:
     """The parameters that a call may give, and their types. Raises ValueError for one without a
     type hint, and for *args and **kwargs."""
-    name = tool_name(tool)
+    name = _tool_name(tool)
     plain = _documented(tool)
     bound = set(tool.keywords) if isinstance(tool, partial) else set()
     try:
@@ -211,8 +211,8 @@ def parameters_of(tool: Callable[..., object]) -> dict[inspect.Parameter, Any]:
 
 def misfit(tool: Callable[..., object], arguments: object) -> str:
     """Explains why the tool cannot be called with these arguments; "" if it can be."""
-    name = tool_name(tool)
-    parameters = {key.name: (key, hint) for key, hint in parameters_of(tool).items()}
+    name = _tool_name(tool)
+    parameters = {key.name: (key, hint) for key, hint in _parameters_of(tool).items()}
     if not isinstance(arguments, dict):
         return f"the arguments of {name} are {short_repr(arguments)}; they are a JSON object"
     unknown = [key for key in arguments if key not in parameters]

@@ -171,7 +171,7 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
 TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def threefry(keys: tuple[jax.Array, jax.Array], low: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _threefry(keys: tuple[jax.Array, jax.Array], low: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two words of threefry-2x32 with 20 rounds, of a key (two words) and the counter (0, low),
     uint32."""
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(0x1BD11BDA))
@@ -188,7 +188,7 @@ def threefry(keys: tuple[jax.Array, jax.Array], low: jax.Array) -> tuple[jax.Arr
 
 def gumbel(keys: tuple[jax.Array, jax.Array], counter: jax.Array) -> jax.Array:
     """Element `counter` of jax.random.gumbel of this key, float32."""
-    x, y = threefry(keys, counter)
+    x, y = _threefry(keys, counter)
     # 23 bits as a number from 0 to 1, and in place of 0 the smallest normal number.
     bits = ((x ^ y) >> jnp.uint32(9)).astype(jnp.int32)
     uniform = bits.astype(jnp.float32) * jnp.float32(2.0**-23)

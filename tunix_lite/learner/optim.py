@@ -99,7 +99,7 @@ class OptimizerConfig(LearningRateConfig):
             b2=self.beta2,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            mask=decay_mask,
+            mask=_decay_mask,
         )
 
 
@@ -241,7 +241,7 @@ class MuonConfig(LearningRateConfig):
         )
         return optax.chain(
             optax.partition(parts, names),
-            optax.add_decayed_weights(self.weight_decay, decay_mask),
+            optax.add_decayed_weights(self.weight_decay, _decay_mask),
             optax.scale_by_learning_rate(rate),
         )
 
@@ -264,7 +264,7 @@ class LionConfig(LearningRateConfig):
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates."""
         return optax.lion(
-            rate, b1=self.beta1, b2=self.beta2, weight_decay=self.weight_decay, mask=decay_mask
+            rate, b1=self.beta1, b2=self.beta2, weight_decay=self.weight_decay, mask=_decay_mask
         )
 
 
@@ -301,7 +301,7 @@ def scaled_for(cfg: LearningRateConfig, num_shards: int) -> LearningRateConfig:
     return replace(cfg, learning_rate=cfg.learning_rate * num_shards)
 
 
-def make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
+def _make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
     """The learning rate of update number 0, 1, ... max_steps - 1.
 
     With w = max(warmup_steps, 1): update w - 1 has the peak, and those before it 1/w, 2/w ... of
@@ -340,7 +340,7 @@ def make_optimizer(
 
     Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`.
     """
-    scale = cfg.scale(make_schedule(cfg, max_steps) if rate is None else rate, table)
+    scale = cfg.scale(_make_schedule(cfg, max_steps) if rate is None else rate, table)
     if not cfg.max_grad_norm:
         return scale
     return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), scale)
@@ -388,7 +388,7 @@ def _per_layer(
     return optax.stateless(update)
 
 
-def decay_mask(params: Params) -> Params:
+def _decay_mask(params: Params) -> Params:
     """True for weights that decay: projections, adapters and the embedding, not the scales of norms
     or biases."""
     return jax.tree_util.tree_map_with_path(
@@ -484,4 +484,4 @@ def num_updates(opt_state: Any) -> int:
 
 def learning_rate_at(cfg: LearningRateConfig, max_steps: int, step: int) -> float:
     """The rate that update number `step` (from 0) used."""
-    return float(np.float32(make_schedule(cfg, max_steps)(step)))
+    return float(np.float32(_make_schedule(cfg, max_steps)(step)))

@@ -54,7 +54,7 @@ class Rescore:
 
 
 @dataclass(frozen=True)
-class FrozenScorer:
+class _FrozenScorer:
     """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer.
 
     Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T].
@@ -145,7 +145,7 @@ def make_policy(
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
     rescore = Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
-    frozen = {} if reference is None else {"reference": FrozenScorer(reference, rescore)}
+    frozen = {} if reference is None else {"reference": _FrozenScorer(reference, rescore)}
     return Policy(generate, scores, frozen, rescore)
 
 

@@ -336,15 +336,15 @@ def cudnn(
     ) -> jax.Array:
         mask_BTS = attention_mask(window_of(cfg, is_local), q_meta, k_meta)
         # Without a division of the batch, a vmap over its shards is around us (micro_batches).
-        kernel = flash_attention if current_rules()["batch"] else flash_attention_under_vmap
-        k_BSKH = repeat_heads_for_tp(k_BSKH)
-        v_BSKH = repeat_heads_for_tp(v_BSKH)
+        kernel = flash_attention if current_rules()["batch"] else _flash_attention_under_vmap
+        k_BSKH = _repeat_heads_for_tp(k_BSKH)
+        v_BSKH = _repeat_heads_for_tp(v_BSKH)
         return kernel(cfg.query_scale**-0.5, q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
     return by_lane(flash, meta, q_BTNH, k_BTKH, v_BTKH)
 
 
-def repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
+def _repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
     """Keys or values with each head repeated, side by side, until tp divides the heads:
     [B, S, K * copies, H].
 
@@ -374,7 +374,7 @@ def flash_attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def flash_attention_under_vmap(
+def _flash_attention_under_vmap(
     scale: float,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -387,7 +387,7 @@ def flash_attention_under_vmap(
     become those of one call. The backward pass runs the forward pass again, because nothing that
     the kernel keeps can be passed on.
     """
-    return merge_vmapped_rows(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return _merge_vmapped_rows(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
 def _flash_vjp(
@@ -404,15 +404,15 @@ def _flash_vjp(
         _, pull_back = jax.vjp(of_qkv, *qkv)
         return pull_back(cotangent_BTNH)
 
-    return *merge_vmapped_rows(cotangents)(*residuals, cotangent_BTNH), None
+    return *_merge_vmapped_rows(cotangents)(*residuals, cotangent_BTNH), None
 
 
-flash_attention_under_vmap.defvjp(
-    lambda scale, *arrays: (flash_attention_under_vmap(scale, *arrays), arrays), _flash_vjp
+_flash_attention_under_vmap.defvjp(
+    lambda scale, *arrays: (_flash_attention_under_vmap(scale, *arrays), arrays), _flash_vjp
 )
 
 
-def merge_vmapped_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _merge_vmapped_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps fn of arrays [rows, ...]. Under a vmap over shards of rows, fn is called once, with the
     rows of all shards."""
     per_shard = jax.custom_batching.custom_vmap(fn)
@@ -457,8 +457,8 @@ def splash(
         return _splash_kernel(cfg, is_local, q_BTNH.shape, interpret)
 
     scaled = q_BTNH * jnp.asarray(cfg.query_scale**-0.5, q_BTNH.dtype)
-    k_BTKH = repeat_heads_for_tp(k_BTKH)
-    v_BTKH = repeat_heads_for_tp(v_BTKH)
+    k_BTKH = _repeat_heads_for_tp(k_BTKH)
+    v_BTKH = _repeat_heads_for_tp(v_BTKH)
     heads_first = [x.swapaxes(1, 2) for x in (scaled, k_BTKH, v_BTKH)]
     arrays = (*heads_first, meta.segments)
     if isinstance(is_local, bool):

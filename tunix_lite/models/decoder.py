@@ -79,7 +79,7 @@ TABLE_AXES = ("vocab", "embed")
 def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name: a nested dict of `Weight`."""
     table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
-    model = {"embed": table, "final_norm": norm_weight(cfg, cfg.embed_dim)}
+    model = {"embed": table, "final_norm": _norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
     model["layers"] = {
@@ -97,12 +97,12 @@ def layer_weights(cfg: Architecture) -> dict[str, Weight]:
     F = cfg.mlp_dim
 
     layer = {
-        "attn_norm": norm_weight(cfg, D),
+        "attn_norm": _norm_weight(cfg, D),
         "q": Weight((D, N, H), ("embed", "heads", "head_dim")),
         "k": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
         "v": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
         "o": Weight((N, H, D), ("heads", "head_dim", "embed"), fan_in(2), inputs=2),
-        "mlp_norm": norm_weight(cfg, D),
+        "mlp_norm": _norm_weight(cfg, D),
         "gate": Weight((D, F), ("embed", "mlp")),
         "up": Weight((D, F), ("embed", "mlp")),
         "down": Weight((F, D), ("mlp", "embed")),
@@ -114,15 +114,15 @@ def layer_weights(cfg: Architecture) -> dict[str, Weight]:
         layer["k_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
         layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
     if cfg.qk_norm:
-        layer["q_norm"] = norm_weight(cfg, H)
-        layer["k_norm"] = norm_weight(cfg, H)
+        layer["q_norm"] = _norm_weight(cfg, H)
+        layer["k_norm"] = _norm_weight(cfg, H)
     if cfg.post_norms:
-        layer["attn_post_norm"] = norm_weight(cfg, D)
-        layer["mlp_post_norm"] = norm_weight(cfg, D)
+        layer["attn_post_norm"] = _norm_weight(cfg, D)
+        layer["mlp_post_norm"] = _norm_weight(cfg, D)
     return layer
 
 
-def norm_weight(cfg: Architecture, size: int) -> Weight:
+def _norm_weight(cfg: Architecture, size: int) -> Weight:
     """The scale of a norm over `size` elements."""
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 

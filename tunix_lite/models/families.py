@@ -60,7 +60,7 @@ POST_NORMS = {
 }
 
 
-def local_by_list(hf: dict) -> list[str]:
+def _local_by_list(hf: dict) -> list[str]:
     """The kind of every layer: of `layer_types` if given, else of Qwen's two keys, else global.
 
     hf: a config.json. Raises ValueError for a list that does not fit.
@@ -91,15 +91,15 @@ def _listed(hf: dict, otherwise: list[str], keys: str | None) -> list[str]:
     return listed
 
 
-def every_nth_global(n: int) -> Callable[[dict], list[str]]:
-    """Like `local_by_list`, but without a list every nth layer is global; n may be overridden by
+def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
+    """Like `_local_by_list`, but without a list every nth layer is global; n may be overridden by
     `sliding_window_pattern`."""
 
     def kinds(hf: dict) -> list[str]:
         spellings = {
             key: hf.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")
         }
-        check_agree(spellings)
+        _check_agree(spellings)
         pattern = next((value for value in spellings.values() if value), None)
         every = _number(pattern or n, "sliding_window_pattern", int)
         kinds = [
@@ -130,7 +130,7 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     # key -> its value where config.json leaves it out
     absent: dict[str, Any] = field(default_factory=dict)
-    kinds: Callable[[dict], list[str]] = local_by_list  # config.json -> the kind of every layer
+    kinds: Callable[[dict], list[str]] = _local_by_list  # config.json -> the kind of every layer
     has_windows: bool = True  # config.json lists the kinds of layers
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     # model_type of models that hold one of this family as their text part
@@ -174,7 +174,7 @@ GEMMA2 = Family(
         "use_bidirectional_attention": False,
     },
     absent={"tie_word_embeddings": True, "rope_theta": 10_000.0},
-    kinds=every_nth_global(2),
+    kinds=_every_nth_global(2),
 )
 GEMMA3 = Family(
     name="gemma3",
@@ -204,7 +204,7 @@ GEMMA3 = Family(
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
     },
-    kinds=every_nth_global(6),
+    kinds=_every_nth_global(6),
     rope_by_kind=True,
     wrapper="gemma3",
     prefixes=("language_model.model.", "model.language_model."),
@@ -315,14 +315,14 @@ def read_config(folder: str | Path, family: Family | None = None) -> tuple[Archi
     if kind == named_family.wrapper:
         hf = hf.get("text_config") or {}
     try:
-        return config_from(_object(hf, "text_config"), named_family), named_family
+        return _config_from(_object(hf, "text_config"), named_family), named_family
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def config_from(hf: dict, family: Family) -> Architecture:
+def _config_from(hf: dict, family: Family) -> Architecture:
     """The architecture that a config.json, `hf`, describes.
 
     Raises ValueError for a value that is not supported, and KeyError for a key that is missing.
@@ -361,7 +361,7 @@ def config_from(hf: dict, family: Family) -> Architecture:
         values[name] = None if is_absent else _number(hf[key], key, kinds[0])
     values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
-    values["pattern"] = shortest_pattern(kinds)
+    values["pattern"] = _shortest_pattern(kinds)
     if "local" not in kinds:
         values["window"] = None
     values |= _rope(config, family, kinds)
@@ -396,7 +396,7 @@ def _object(value: object, key: str) -> dict:
     return value
 
 
-def shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
+def _shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
     """The shortest pattern that, repeated, gives the kinds of all layers."""
     count = len(kinds)
     patterns = (kinds[:period] for period in range(1, count + 1))
@@ -435,7 +435,7 @@ def _one_rope(
     )
     for key, value in older.items():
         old_name = theta_key if key == "rope_theta" else f"rope_scaling.{key}"
-        check_agree({f"rope_parameters.{key}": newer.get(key), old_name: value})
+        _check_agree({f"rope_parameters.{key}": newer.get(key), old_name: value})
     # A default is for what neither names.
     return ({} if newer else {"rope_theta": family.absent[theta_key]}) | newer | older
 
@@ -443,13 +443,13 @@ def _one_rope(
 def _with_rope_type(rope: dict) -> dict:
     """A rope object without what is null, and with its kind under the newer name."""
     spellings = {"rope_type": rope.get("rope_type"), "type": rope.get("type")}
-    check_agree(spellings)
+    _check_agree(spellings)
     rope = {key: value for key, value in rope.items() if value is not None and key != "type"}
     kind = next((value for value in spellings.values() if value is not None), None)
     return rope if kind is None else rope | {"rope_type": kind}
 
 
-def check_agree(spellings: dict[str, Any]) -> None:
+def _check_agree(spellings: dict[str, Any]) -> None:
     """Raises ValueError if keys that mean one setting have different values; None is not given."""
     named = {key: value for key, value in spellings.items() if value is not None}
     if any(value != next(iter(named.values())) for value in named.values()):
@@ -492,7 +492,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
         )
 
     # A config.json that is written and read again must give the same architecture.
-    read_back = config_from(_as_json(cfg, family), family)
+    read_back = _config_from(_as_json(cfg, family), family)
     lost = architecture_differences(as_computed(cfg), as_computed(read_back))
     if lost:
         raise ValueError(
@@ -503,7 +503,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
 
 def as_computed(cfg: Architecture) -> Architecture:
     """The architecture without what no layer uses, so that two that compute the same are equal."""
-    pattern = shortest_pattern(list(cfg.kinds))
+    pattern = _shortest_pattern(list(cfg.kinds))
     unused = {}
     if "local" not in pattern:
         unused = {"window": None, "rope_theta_local": cfg.rope_theta_global}
@@ -524,7 +524,7 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     if family.has_windows:
         names = {kind: name for name, kind in KINDS.items()}
         hf["layer_types"] = [names[kind] for kind in cfg.kinds]
-        if "use_sliding_window" not in family.fixed and family.kinds is local_by_list:
+        if "use_sliding_window" not in family.fixed and family.kinds is _local_by_list:
             hf["use_sliding_window"] = "local" in cfg.kinds
 
     # Rope, in the newer keys.

@@ -127,7 +127,7 @@ def block_tokens(
     return jnp.where(is_token, first_P1 + within, -1)
 
 
-def rebased(
+def _rebased(
     weighted: jax.Array,
     total: jax.Array,
     top: jax.Array,
@@ -221,7 +221,7 @@ def _forward(
         higher = jnp.maximum(top, jnp.max(real, axis=-1))
         shrink = jnp.exp(top - higher)
         exps = jnp.exp(real - higher[..., None])
-        rebased_so_far = rebased(weighted, total, top, higher)
+        rebased_so_far = _rebased(weighted, total, top, higher)
         # XLA for CPUs would take this sum of products for small products of matrices, one a token,
         # which is 10 times slower.
         products = unfused_on_cpu(exps * (real - higher[..., None]))
@@ -237,7 +237,7 @@ def _forward(
     # The parts of the vocabulary meet here, in three small sums.
     highest = jnp.max(top, axis=-1, keepdims=True)
     shrink = jnp.exp(top - highest)
-    weighted = jnp.sum(rebased(weighted, total, top, highest), axis=-1)
+    weighted = jnp.sum(_rebased(weighted, total, top, highest), axis=-1)
     total = jnp.sum(total * shrink, axis=-1)
     highest = highest[..., 0]
     chosen = jnp.sum(chosen, axis=-1)

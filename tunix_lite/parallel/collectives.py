@@ -249,7 +249,7 @@ def axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
     sizes = tuple(mesh_shape.values())
     coords = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
-    groups = id_lists(pairs[1]) if pairs else replica_groups(rest, len(coords))
+    groups = _id_lists(pairs[1]) if pairs else replica_groups(rest, len(coords))
 
     # Along which axes each group extends. Of pairs, an axis counts if any pair goes along it.
     crossed = [tuple(np.ptp(coords[group], axis=0) > 0) for group in groups]
@@ -281,7 +281,7 @@ def replica_groups(rest: str, num_devices: int) -> list[list[int]]:
     if match := GROUP_IOTA.search(rest):
         return np.reshape(permuted(match[2]), [int(n) for n in match[1].split(",")]).tolist()
     match = GROUP_LIST.search(rest)
-    return id_lists(match[1] if match else "") or [list(range(num_devices))]
+    return _id_lists(match[1] if match else "") or [list(range(num_devices))]
 
 
 def permuted(text: str) -> list[int]:
@@ -292,6 +292,6 @@ def permuted(text: str) -> list[int]:
     return np.arange(math.prod(shape)).reshape(shape).transpose(*order).ravel().tolist()
 
 
-def id_lists(text: str) -> list[list[int]]:
+def _id_lists(text: str) -> list[list[int]]:
     """The lists of numbers in {0,1},{2,3}."""
     return [[int(n) for n in part.split(",")] for part in re.findall(r"\d[\d,]*", text)]

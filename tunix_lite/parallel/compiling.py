@@ -54,7 +54,7 @@ def compiled_once(
     return compiled
 
 
-class Abandoned(Exception):
+class _Abandoned(Exception):
     """Ends a thread that compiles what nobody waits for any more."""
 
 
@@ -94,7 +94,7 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
         pool.shutdown(wait=False)
     errors = [future.exception() for future in futures if future.exception() is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, Abandoned)), errors[0])
+        raise next((error for error in errors if not isinstance(error, _Abandoned)), errors[0])
     _compiling.add(began, time.perf_counter())
     return [future.result() for future in futures]
 
@@ -103,7 +103,7 @@ def check_wanted() -> None:
     """Call it before a program compiles. Raises Abandoned in a thread of `compiled_together` whose
     programs are no longer waited for."""
     if _compiling.abandoned is not None and _compiling.abandoned.is_set():
-        raise Abandoned
+        raise _Abandoned
 
 
 class _Compiling(threading.local):

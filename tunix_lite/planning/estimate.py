@@ -87,7 +87,7 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     # One layer at work on the tokens of prompts, and its scores.
     block, width, _ = memory.prompt_cache
     rows = -(-block // resolved.fsdp)
-    reading = layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
+    reading = _layer_at_work(resolved, rows * width) + _scores_at_work(resolved, rows, width)
     # A parked slot on its way to the host or back: all of it on every device.
     parking = memory.parked_bytes() if resolved.may_park else 0
     return {
@@ -129,8 +129,8 @@ def appending(resolved: ResolvedRun) -> int:
     rows = min(here, FEW_SLOTS) if resolved.fsdp == 1 else here
     piece = APPEND_WIDTHS[-1]
     copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
-    scores = score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
-    return copy + layer_at_work(resolved, rows * piece) + scores
+    scores = _score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
+    return copy + _layer_at_work(resolved, rows * piece) + scores
 
 
 def layer_elements(resolved: ResolvedRun) -> int:
@@ -181,7 +181,7 @@ def _weights_apart(sampler: ResolvedRun) -> dict[str, int]:
 # ---- scoring and updating
 
 
-def tokens_at_once(resolved: ResolvedRun) -> tuple[int, int]:
+def _tokens_at_once(resolved: ResolvedRun) -> tuple[int, int]:
     """Rows of a micro-batch on a device, and their width."""
     if resolved.rows.packing != "none":
         return resolved.rows.rows_per_part, resolved.rows.width
@@ -191,18 +191,18 @@ def tokens_at_once(resolved: ResolvedRun) -> tuple[int, int]:
 def scoring(resolved: ResolvedRun) -> dict[str, int]:
     """The bytes that the reference pass adds: its batch, one layer at work with its weights
     gathered, or the head's scores."""
-    rows, width = tokens_at_once(resolved)
-    layer = layer_at_work(resolved, rows * width) + scores_at_work(resolved, rows, width)
-    layer += gathered_layers(resolved, 1)
-    temporary = max(layer, head_at_work(resolved, rows))
-    return {"batch": batch_bytes(resolved), "temporary": temporary}
+    rows, width = _tokens_at_once(resolved)
+    layer = _layer_at_work(resolved, rows * width) + _scores_at_work(resolved, rows, width)
+    layer += _gathered_layers(resolved, 1)
+    temporary = max(layer, _head_at_work(resolved, rows))
+    return {"batch": _batch_bytes(resolved), "temporary": temporary}
 
 
 def describing(resolved: ResolvedRun, name: str) -> dict[str, int]:
     """The bytes that the pass of a teacher adds that the policy is compared with: those of scoring,
     and what is kept of all rows on every device, and of its own rows while it is made."""
     shards = 1 + resolved.fsdp
-    return scoring(resolved.as_scorer(name)) | {"kept": kept_of_teacher(resolved) * shards}
+    return scoring(resolved.as_scorer(name)) | {"kept": _kept_of_teacher(resolved) * shards}
 
 
 def update(resolved: ResolvedRun) -> dict[str, int]:
@@ -212,33 +212,33 @@ def update(resolved: ResolvedRun) -> dict[str, int]:
     activations: what is kept of every layer, and the larger of one layer at work (recomputed
     forward, and backward) and the head's scores.
     """
-    rows, width = tokens_at_once(resolved)
-    layer = 2 * layer_at_work(resolved, rows * width)
-    layer += 2 * scores_at_work(resolved, rows, width)
-    layer += gathered_layers(resolved, 2)
+    rows, width = _tokens_at_once(resolved)
+    layer = 2 * _layer_at_work(resolved, rows * width)
+    layer += 2 * _scores_at_work(resolved, rows, width)
+    layer += _gathered_layers(resolved, 2)
     if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
         # The gradient of one layer, before it is divided over fsdp, is float32.
         layer += max(0, 4 - resolved.itemsize) * layer_elements(resolved)
-    activations = kept_layers(resolved, rows, width) + max(layer, head_at_work(resolved, rows))
+    activations = kept_layers(resolved, rows, width) + max(layer, _head_at_work(resolved, rows))
     if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
         # Over the whole vocabulary: its blocks of scores, and its table in blocks.
         name = resolved.teacher.comparison.model
-        activations += head_at_work(resolved.as_scorer(name), rows)
+        activations += _head_at_work(resolved.as_scorer(name), rows)
     return {
-        "batch": batch_bytes(resolved) + kept_of_teacher(resolved),
+        "batch": _batch_bytes(resolved) + _kept_of_teacher(resolved),
         "gradients": gradient_bytes(resolved),
         "activations": activations,
     }
 
 
-def kept_of_teacher(resolved: ResolvedRun) -> int:
+def _kept_of_teacher(resolved: ResolvedRun) -> int:
     """The bytes kept of the teacher's distribution of each token of a shard, prompts included; 0
     without a comparison."""
     if resolved.teacher is None:
         return 0
     streams = resolved.teacher.streams(resolved.dtype).values()
     of_a_token = sum(length * jnp.dtype(dtype).itemsize for length, dtype in streams)
-    return of_a_token * tokens_of_batch(resolved)
+    return of_a_token * _tokens_of_batch(resolved)
 
 
 def teacher_table(resolved: ResolvedRun) -> int:
@@ -253,12 +253,12 @@ def teacher_table(resolved: ResolvedRun) -> int:
     return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
 
 
-def batch_bytes(resolved: ResolvedRun) -> int:
+def _batch_bytes(resolved: ResolvedRun) -> int:
     """Rows of a batch: some eight numbers of four bytes a token."""
-    return 4 * 8 * tokens_of_batch(resolved)
+    return 4 * 8 * _tokens_of_batch(resolved)
 
 
-def tokens_of_batch(resolved: ResolvedRun) -> int:
+def _tokens_of_batch(resolved: ResolvedRun) -> int:
     """Columns of all rows of a batch on a device."""
     rows = resolved.rows
     if rows.packing == "none":
@@ -321,7 +321,7 @@ def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
     return cfg.num_layers * kept
 
 
-def layer_at_work(resolved: ResolvedRun, n: int) -> int:
+def _layer_at_work(resolved: ResolvedRun, n: int) -> int:
     """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp."""
     cfg = resolved.cfg
     tp = resolved.tp
@@ -330,16 +330,16 @@ def layer_at_work(resolved: ResolvedRun, n: int) -> int:
     return resolved.itemsize * elements
 
 
-def scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
+def _scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
     """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel has
     none."""
     if resolved.attention != "xla":
         return 0
-    return max(score_bytes(resolved, *part) for part in attended(resolved, rows, width))
+    return max(_score_bytes(resolved, *part) for part in attended(resolved, rows, width))
 
 
-def score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
-    """The scores of so many queries of each row with so many keys, as `scores_at_work` has them."""
+def _score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
+    """The scores of so many queries of each row with so many keys, as `_scores_at_work` has."""
     heads = rows * resolved.cfg.num_heads // resolved.tp
     per_query = max(1, heads * keys)
     at_once = max(attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1)
@@ -358,13 +358,13 @@ def attended(resolved: ResolvedRun, rows: int, width: int) -> list[tuple[int, in
     ]
 
 
-def gathered_layers(resolved: ResolvedRun, count: int) -> int:
+def _gathered_layers(resolved: ResolvedRun, count: int) -> int:
     """Matrices of `count` layers, whole over fsdp as computed, and the next one's on their way."""
     layers = 1 if resolved.fsdp == 1 else count + 1
     return layers * layer_elements(resolved) * resolved.itemsize
 
 
-def head_at_work(resolved: ResolvedRun, rows: int) -> int:
+def _head_at_work(resolved: ResolvedRun, rows: int) -> int:
     """The head: a block of float32 scores, twice; the hidden states and their sum of gradients,
     6nD; the table, as it is stored, regrouped into blocks, and its gradient or, where it has none,
     the copy that a loop over blocks keeps."""

@@ -47,8 +47,8 @@ def short_form(plan: Plan | Plans) -> list[str]:
         ]
         for one in plans.plans[:SHOWN]:
             fits = {True: "yes", False: "no", None: "?"}[one.fits]
-            predicted = one.forecast and three_digits(one.forecast.step_seconds)
-            bounds = (three_digits(one.step_seconds), three_digits(one.tokens_per_second))
+            predicted = one.forecast and _three_digits(one.forecast.step_seconds)
+            bounds = (_three_digits(one.step_seconds), _three_digits(one.tokens_per_second))
             mesh = _sizes(one.resolved.mesh_shape)
             rows.append(
                 (mesh, gib(one.peak_bytes), fits, predicted or "-", *bounds, source(one))
@@ -64,7 +64,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
         fast = ("-", "-", "-")
         if (bound := phase.bound) is not None:
             sent = f"{bound.all_sent_bytes / 1e9:,.2f}"
-            fast = (three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
+            fast = (_three_digits(bound.seconds), bound.limit or UNKNOWN, sent)
         peak = best.resident_bytes + phase.added_bytes
         sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
         rows.append((phase.name, *sizes, *fast, source(phase)))
@@ -149,7 +149,7 @@ def speed(plan: Plan) -> str:
         return "speed: unknown, as the peak of this hardware is not known"
     rate = plan.tokens_per_second
     each = rate / plan.machine.num_devices
-    took = f"a step takes at least {three_digits(plan.step_seconds)} s"
+    took = f"a step takes at least {_three_digits(plan.step_seconds)} s"
     return f"speed: {took}: at most {rate:,.0f} tokens/s, {each:,.0f} a device"
 
 
@@ -157,11 +157,11 @@ def forecast_lines(found: Forecast) -> list[str]:
     """The predicted step: phases, tokens/s and hours."""
     parts = "1 micro-batch" if found.parts == 1 else f"{found.parts} micro-batches"
     phases = ", ".join(
-        f"{name} {three_digits(seconds)}" for name, seconds in found.seconds.items()
+        f"{name} {_three_digits(seconds)}" for name, seconds in found.seconds.items()
     )
     hours = f"{found.hours:,.1f} h" if found.hours >= 1 else f"{60 * found.hours:,.1f} min"
     return [
-        f"predicted: a step takes {three_digits(found.step_seconds)} s: {phases}",
+        f"predicted: a step takes {_three_digits(found.step_seconds)} s: {phases}",
         f"  {found.tokens_per_second:,.0f} tokens/s; {found.decode_steps} decode steps; {parts}",
         f"  {found.num_steps} steps take {hours}, without starting and evaluating",
         f"  {found.source}",
@@ -173,9 +173,9 @@ def compared_lines(rows: list[PredictedRow]) -> list[str]:
     """Predicted against measured, phase by phase."""
     cells = [("", "predicted", "measured", "off by")]
     for row in rows:
-        took = "-" if row.measured is None else three_digits(row.measured)
+        took = "-" if row.measured is None else _three_digits(row.measured)
         off = "-" if row.off is None else f"{row.off:+.0%}"
-        cells.append((row.name, three_digits(row.predicted), took, off))
+        cells.append((row.name, _three_digits(row.predicted), took, off))
     return columns(cells)
 
 
@@ -184,7 +184,7 @@ def gib(size: float) -> str:
     return f"{size / GiB:.2f}"
 
 
-def three_digits(value: float | None) -> str:
+def _three_digits(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

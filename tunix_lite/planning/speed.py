@@ -37,7 +37,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class ProgramWork:
+class _ProgramWork:
     """What one program, all its calls in a step together, does: as in Bound, sent bytes by axis.
 
     Example: ProgramWork(4e12, 2e9, {"fsdp": 1e8}).
@@ -67,7 +67,7 @@ def bounds(resolved: ResolvedRun, hardware: Hardware | None) -> dict[str, Bound]
 
 
 def _bound(
-    works: list[ProgramWork],
+    works: list[_ProgramWork],
     hardware: Hardware | None,
     mesh_shape: dict[str, int],
     share: float,
@@ -135,7 +135,7 @@ def _streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> f
     return elements * jnp.dtype(dtype).itemsize
 
 
-def _rollout(resolved: ResolvedRun) -> list[ProgramWork]:
+def _rollout(resolved: ResolvedRun) -> list[_ProgramWork]:
     """Prefill reads W once a block of prompts. Each decode step reads W and the keys and values of
     its sequences, which stand at half their completion."""
     cfg = resolved.cfg
@@ -150,7 +150,7 @@ def _rollout(resolved: ResolvedRun) -> list[ProgramWork]:
     block, width, _ = resolved.sampling_memory.prompt_cache
     calls = -(-P // block)
     read = flops.attention_flops(cfg, [prompt] * P)
-    prefill = ProgramWork(
+    prefill = _ProgramWork(
         flops.forward_flops(cfg, P * prompt, 0, read),
         calls * W,
         _ring(resolved, calls * gathered, _streams(resolved, calls * block * width / fsdp)),
@@ -166,7 +166,7 @@ def _rollout(resolved: ResolvedRun) -> list[ProgramWork]:
     cache = flops.decode_bytes(cfg, half_done, 0, itemsize) / shards
     attention = flops.attention_flops(cfg, [prompt + new] * B)
     attention -= flops.attention_flops(cfg, [prompt] * B)
-    decode = ProgramWork(
+    decode = _ProgramWork(
         flops.forward_flops(cfg, B * new, B * new, attention),
         steps * (W + cache),
         _ring(resolved, steps * gathered, _streams(resolved, steps * resolved.slots / fsdp)),
@@ -194,18 +194,18 @@ def _batch_work(resolved: ResolvedRun) -> tuple[int, int, float, int]:
     return tokens, B * new, flops.attention_flops(resolved.cfg, [prompt + new] * B), parts
 
 
-def _scoring(resolved: ResolvedRun) -> ProgramWork:
+def _scoring(resolved: ResolvedRun) -> _ProgramWork:
     """One forward: 2P a token; W is read and gathered once a micro-batch."""
     tokens, scored, attention, parts = _batch_work(resolved)
     once = parts * estimate.sampling_copy(resolved, is_gathered=True)
-    return ProgramWork(
+    return _ProgramWork(
         flops.forward_flops(resolved.cfg, tokens, scored, attention),
         once,
         _ring(resolved, once, _streams(resolved, tokens / resolved.fsdp)),
     )
 
 
-def _update(resolved: ResolvedRun) -> ProgramWork:
+def _update(resolved: ResolvedRun) -> _ProgramWork:
     """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
     in sync_gradients_every micro-batches; the state is read and written."""
     tokens, scored, attention, parts = _batch_work(resolved)
@@ -216,7 +216,7 @@ def _update(resolved: ResolvedRun) -> ProgramWork:
     summed = _streams(resolved, here) + _streams(resolved, here, is_forward=False)
     resident = estimate.resident(resolved)
     state = 2 * (resident["parameters"] + resident["optimizer"])
-    return ProgramWork(
+    return _ProgramWork(
         flops.update_flops(resolved.cfg, tokens, scored, attention, lora_params),
         both_ways + state,
         _ring(resolved, both_ways + syncs * reduced_gradient_bytes(resolved), summed),

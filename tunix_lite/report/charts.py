@@ -150,7 +150,7 @@ def curve_lines(series: Series, name: str, color: int, only_one: bool = False) -
         return [Line(name, steps, values, color, "points" if len(steps) <= MANY else "line")]
     if len(steps) < MANY or series.name == "train/learning_rate":
         return [Line(name, steps, values, color)]
-    smooth = smoothed(values, max(len(steps) / 12, 4))
+    smooth = _smoothed(values, max(len(steps) / 12, 4))
     if only_one:
         return [Line(name, steps, smooth, color)]
     return [
@@ -176,7 +176,7 @@ def thinned(
     return [steps[i] for i in sorted(chosen)], [values[i] for i in sorted(chosen)]
 
 
-def smoothed(values: Sequence[float], span: float) -> list[float]:
+def _smoothed(values: Sequence[float], span: float) -> list[float]:
     """The exponential moving average over about `span` values, without the bias of its start."""
     keep = 1 - 2 / (span + 1)
     total = 0.0
@@ -189,7 +189,7 @@ def smoothed(values: Sequence[float], span: float) -> list[float]:
     return means
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from below `low` to above `high`, about `count` of them: 1, 2 or 5 apart."""
     reach = high - low
     if not math.isfinite(reach) or reach <= 0:
@@ -242,7 +242,7 @@ def line_chart(chart: Chart) -> str:
         room = abs(high) * 0.1 or 1.0
         low = max(low - room, 0.0) if low >= 0 else low - room
         high = high + room
-    levels = ticks(low, high)
+    levels = _ticks(low, high)
     if chart.is_share and low >= 0 and high <= 1:
         levels = [level for level in levels if level <= 1 + 1e-9]
     low = min(levels[0], low)
@@ -259,7 +259,7 @@ def line_chart(chart: Chart) -> str:
         parts.append(f'<path class="grid" d="M{LEFT} {y(level):.1f}H{WIDTH - RIGHT}"/>')
         text = f"{100 * level:.4g} %" if chart.is_share else f"{level:.6g}"
         write(text, LEFT - 6, y(level) + 3.5, "end")
-    for step in ticks(first, last, 5):
+    for step in _ticks(first, last, 5):
         if first <= step <= last and step == round(step):
             write(f"{step:.10g}", x(step), HEIGHT - 8)
 

@@ -407,7 +407,7 @@ def resolve_run(
     # The choices.
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
-        implementation, reason = choose_attention(run, cfg, rows, platform, is_attached)
+        implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
     with error_context("rollout"):
         check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
@@ -439,7 +439,7 @@ def resolve_run(
                     f"weights={settings.weights} was made for {theirs.max_positions} tokens, and "
                     f"max_prompt_length + generation.max_new_tokens is {total}"
                 )
-            chosen, _ = choose_attention(run, theirs, rows, platform, is_attached)
+            chosen, _ = _choose_attention(run, theirs, rows, platform, is_attached)
         frozen[name] = FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)
 
@@ -536,7 +536,7 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
         )
 
 
-def choose_attention(
+def _choose_attention(
     run: RunConfig, cfg: Architecture, rows: RowLayout, platform: str, is_attached: bool
 ) -> tuple[str, str]:
     """The implementation of attention that training uses, and why. Raises ValueError.

@@ -34,7 +34,7 @@ OPERATORS: dict[type, tuple[str, Callable]] = {
 SINGLETONS = (None, True, False)
 
 
-class Opaque:
+class _Opaque:
     """A value that is not plain: an object of a class of the code, or one that holds such."""
 
 
@@ -53,7 +53,7 @@ class CutAssert:
     def holds(self, values: list[Any], own: bool | None) -> bool:
         """True if the assert holds for the values of the other operands. own: the verdict of the
         code's process, which counts where an object of the code is compared with another one."""
-        has_opaque = any(isinstance(value, Opaque) for value in values)
+        has_opaque = any(isinstance(value, _Opaque) for value in values)
         if has_opaque and not self.literals:
             return bool(own) != self.is_negated
         remaining = iter(values)
@@ -225,7 +225,7 @@ def _literal(node: ast.expr) -> tuple[bool, Any]:
 
 
 def _compare(name: str, left: object, right: object) -> bool:
-    if isinstance(left, Opaque) or isinstance(right, Opaque):
+    if isinstance(left, _Opaque) or isinstance(right, _Opaque):
         # an object of the code is nothing that is written out
         return name in ("!=", "is not", "not in")
     return bool(next(fn for sign, fn in OPERATORS.values() if sign == name)(left, right))
@@ -242,7 +242,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "Fraction": lambda parts: Fraction(*map(_decoded, parts)),
     "Decimal": Decimal,
     "range": lambda parts: range(*map(_decoded, parts)),
-    "opaque": lambda _: Opaque(),
+    "opaque": lambda _: _Opaque(),
 }
 
 

@@ -41,7 +41,7 @@ class KV:
     v_scales: jax.Array | None = None
 
 
-def head_copies(cfg: Architecture, tp: int) -> int:
+def _head_copies(cfg: Architecture, tp: int) -> int:
     """Counts the copies of each key/value head in the cache.
 
     Where tp is a multiple of the heads, every shard of tp holds one copy of its own; else there is
@@ -70,7 +70,7 @@ def cache_shapes(
     tp: int,
 ) -> list[KV]:
     """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic."""
-    heads = cfg.num_kv_heads * head_copies(cfg, tp)
+    heads = cfg.num_kv_heads * _head_copies(cfg, tp)
     cache = []
     for kind in cfg.kinds:
         columns = num_columns(cfg, kind, length)
@@ -154,7 +154,7 @@ def to_cache_format(
     int8: bool,
 ) -> KV:
     """New keys and values in the layout of the cache, [B, K, T, H], as int8 codes if asked."""
-    copies = head_copies(cfg, axis_size("tp"))
+    copies = _head_copies(cfg, axis_size("tp"))
     k_BKTH, v_BKTH = (jnp.repeat(x, copies, axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
     return quantize_kv(k_BKTH, v_BKTH) if int8 else KV(k_BKTH, v_BKTH)
 

@@ -188,13 +188,13 @@ class ConversationScheduler:
                     on_finished(talk.row, talk.last_turn)
             if on_chunk is not None:
                 held = [talk.request for talk in self.by_slot if talk is not None]
-                alone = {talk.row: conversations_as_rollout(self, [talk]) for talk in ended}
+                alone = {talk.row: _conversations_as_rollout(self, [talk]) for talk in ended}
                 on_chunk(held + [talk.request for talk in ended], alone)
             if between_chunks is not None:
                 between_chunks()
             yield
         self.partner.close()
-        return conversations_as_rollout(self)
+        return _conversations_as_rollout(self)
 
     def advance(self) -> list[Talk]:
         """Takes answers, fills slots, and decodes a chunk. Returns the conversations that ended."""
@@ -459,7 +459,7 @@ def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: in
     return memory.parking(num_conversations, free).most
 
 
-def conversations_as_rollout(
+def _conversations_as_rollout(
     talks: ConversationScheduler, some: list[Talk] | None = None
 ) -> Rollout:
     """The rollout of conversations that have all ended; some: of these alone, in this order."""

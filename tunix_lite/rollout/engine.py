@@ -508,13 +508,13 @@ def prompt_widths(longest: int) -> list[int]:
     By halves to MIN_PROMPT_WIDTH; of more than three the widest, one in the middle and the
     narrowest. Example: prompt_widths(512) is [512, 128, 64].
     """
-    widths = widths_by_halves(longest)
+    widths = _widths_by_halves(longest)
     if len(widths) <= 3:
         return widths
     return [longest, widths[len(widths) // 2], widths[-1]]
 
 
-def widths_by_halves(longest: int) -> list[int]:
+def _widths_by_halves(longest: int) -> list[int]:
     """`longest`, and its halves down to MIN_PROMPT_WIDTH.
 
     Example: widths_by_halves(512) is [512, 256, 128, 64].

@@ -288,7 +288,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
     compiles = Counter()
 
     def compiled(function: Callable, **options) -> Callable:
-        return counting_jit(function, compiles, partial(function, spec), **options)
+        return _counting_jit(function, compiles, partial(function, spec), **options)
 
     # At temperature 0 cutting off changes no token, so greedy decoding leaves it out.
     decode_program = compiled(decode, compiler_options=FOR_DECODING, donate_argnums=0)
@@ -296,7 +296,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
     if spec.generation.has_cutoffs:
         greedy_program = compiled(decode_greedy, compiler_options=FOR_DECODING, donate_argnums=0)
 
-    resize_layer = counting_jit(kv_cache.resize_columns, compiles, static_argnums=1)
+    resize_layer = _counting_jit(kv_cache.resize_columns, compiles, static_argnums=1)
     return Programs(
         spec=spec,
         make_prompt_cache=compiled(make_prompt_cache, static_argnums=0),
@@ -322,7 +322,7 @@ def make_programs(spec: SamplerSpec) -> Programs:
     )
 
 
-def counting_jit(
+def _counting_jit(
     function: Callable,
     compiles: Counter,
     program: Callable | None = None,
@@ -386,7 +386,7 @@ def _constrained(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return constrain(x, *axes)
 
 
-def no_tokens_seen(spec: SamplerSpec, rows: int) -> jax.Array | None:
+def _no_tokens_seen(spec: SamplerSpec, rows: int) -> jax.Array | None:
     """[rows, V] bool, all False; None without a repetition penalty."""
     return jnp.zeros((rows, spec.cfg.vocab_size), bool) if spec.has_penalty else None
 
@@ -398,7 +398,7 @@ def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
         cache=kv_cache.empty_cache(spec.cfg, rows, longest, spec.dtype, spec.int8, "prompts"),
         hidden=jnp.zeros((rows, spec.cfg.embed_dim), spec.dtype),
         lengths=jnp.zeros(rows, jnp.int32),
-        seen=no_tokens_seen(spec, rows),
+        seen=_no_tokens_seen(spec, rows),
     )
     return at_home(empty, "prompts")
 
@@ -414,7 +414,7 @@ def make_slots(
     empty = Slots(
         cache=kv_cache.empty_cache(spec.cfg, num_slots, columns, spec.dtype, spec.int8),
         hidden=jnp.zeros((num_slots, spec.cfg.embed_dim), spec.dtype),
-        seen=no_tokens_seen(spec, num_slots),
+        seen=_no_tokens_seen(spec, num_slots),
         requests=zeros - 1,
         keys=jnp.broadcast_to(jax.random.key(0), (num_slots,)),
         lengths=zeros,
@@ -562,7 +562,7 @@ def decode(
     temperature: jax.Array,
 ) -> tuple[Slots, DecodedChunk]:
     """Draws `spec.chunk` tokens in every slot."""
-    return decode_chunk(spec, spec.generation, slots, per_layer_params, temperature)
+    return _decode_chunk(spec, spec.generation, slots, per_layer_params, temperature)
 
 
 def decode_greedy(
@@ -572,12 +572,12 @@ def decode_greedy(
     temperature: jax.Array,
 ) -> tuple[Slots, DecodedChunk]:
     """`decode` at temperature 0, with nothing cut off."""
-    return decode_chunk(
+    return _decode_chunk(
         spec, spec.generation.without_cutoffs, slots, per_layer_params, temperature
     )
 
 
-def decode_chunk(
+def _decode_chunk(
     spec: SamplerSpec,
     generation: GenerationConfig,
     slots: Slots,
@@ -590,7 +590,7 @@ def decode_chunk(
         if spec.fused:
             token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
             return token_B, logprobs_B, logprobs_B
-        logits_BV = next_logits(spec, slots, per_layer_params)
+        logits_BV = _next_logits(spec, slots, per_layer_params)
         return sampling.draw(
             logits_BV,
             slots.keys,
@@ -601,7 +601,7 @@ def decode_chunk(
             ahead.noise_BV,
         )
 
-    return decode_drawn(spec, draw, slots, per_layer_params)
+    return _decode_drawn(spec, draw, slots, per_layer_params)
 
 
 def decode_each(
@@ -616,7 +616,7 @@ def decode_each(
     temperature_B1 = slots.draws.temperature[:, None]
 
     def draw(slots: Slots, ahead: Ahead) -> tuple[jax.Array | TopTokens, ...]:
-        logits_BV = next_logits(spec, slots, per_layer_params)
+        logits_BV = _next_logits(spec, slots, per_layer_params)
         full_BV = logits_BV / jnp.where(temperature_B1 > 0, temperature_B1, 1.0)
         if has_cutoffs:
             drawn = draw_cut_off(slots, full_BV, ahead)
@@ -625,10 +625,10 @@ def decode_each(
             drawn = sampling.draw(logits_BV, *at, noise_BV=ahead.noise_BV)
         return (*drawn, likeliest_tokens(full_BV)) if has_top else drawn
 
-    return decode_drawn(spec, draw, slots, per_layer_params)
+    return _decode_drawn(spec, draw, slots, per_layer_params)
 
 
-def decode_drawn(
+def _decode_drawn(
     spec: SamplerSpec,
     draw: Callable[[Slots, Ahead], tuple],
     slots: Slots,
@@ -696,7 +696,7 @@ def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
     return Ahead(angles, unfused(constrain(noise_TBV, "seq", "batch", "vocab")))
 
 
-def next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> jax.Array:
+def _next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> jax.Array:
     """The scores of the next token of every slot, [B, V]."""
     # `hidden` is that of the newest token, of the prompt or of the completion.
     return constrain(decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab")
@@ -864,7 +864,7 @@ def append(
     With R = B, rows_R are all slots in order.
     """
     R, W = tokens_RW.shape
-    chosen = ChosenSlots(rows_R, counts_R > 0, len(slots.lengths))
+    chosen = _ChosenSlots(rows_R, counts_R > 0, len(slots.lengths))
 
     # Read the new tokens: their keys and values join the cache.
     lengths_R = chosen.read(slots.lengths)
@@ -898,7 +898,7 @@ def append(
 
 
 @dataclass(frozen=True)
-class ChosenSlots:
+class _ChosenSlots:
     """The slots that a call of `append` is about: R of B.
 
     Example: `ChosenSlots(rows_R, counts_R > 0, 64)`, with rows_R [3, 64], where row 64 is no slot.
@@ -1096,7 +1096,7 @@ def save(spec: SamplerSpec, slots: Slots) -> Saved:
     def of_layer(kind: str, kv: KV) -> KV | None:
         if kind != "local":
             return None
-        index_BT = next_columns(spec, slots.lengths, kv)
+        index_BT = _next_columns(spec, slots.lengths, kv)
         return jax.tree.map(lambda x: kv_cache.take_columns(x, index_BT), kv)
 
     columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
@@ -1105,7 +1105,7 @@ def save(spec: SamplerSpec, slots: Slots) -> Saved:
     return Saved(columns, jnp.copy(slots.lengths), jnp.copy(slots.num_drawn), seen)
 
 
-def next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
+def _next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
     """The columns that the next chunk writes, [B, T]."""
     return (lengths_B[:, None] + jnp.arange(spec.chunk)) % kv.k.shape[2]
 
@@ -1129,7 +1129,7 @@ def rewind(
             return kv
         C = kv.k.shape[2]
         # What stays as it is goes to a column that does not exist.
-        target_BT = jnp.where(is_lost_BT, next_columns(spec, saved.lengths, kv), C + place_T)
+        target_BT = jnp.where(is_lost_BT, _next_columns(spec, saved.lengths, kv), C + place_T)
 
         def put(now: jax.Array, before: jax.Array) -> jax.Array:
             here = now.at[rows_B1, :, target_BT]

@@ -4,7 +4,7 @@ Logits go through temperature, repetition penalty (arXiv:1909.05858), top-k, top
 (arXiv:1904.09751) and min-p (arXiv:2407.01082), in this order. A token is then drawn by adding
 Gumbel noise to the logits that are left.
 
-Letters beside those of types.py: W candidates, of which `highest_float` asks for several at once.
+Letters beside those of types.py: W candidates, of which `_highest_float` asks for several at once.
 """
 
 from collections.abc import Callable
@@ -181,12 +181,12 @@ def apply_cutoffs(
     least_B1 = lowest_B1
     if may_cut(top_k, 0):
         k_B1 = jnp.where(top_k > 0, top_k, V)
-        least_B1 = highest_float(lambda least_BW: count(least_BW) >= k_B1, B)
+        least_B1 = _highest_float(lambda least_BW: count(least_BW) >= k_B1, B)
         least_B1 = jnp.where(k_B1 < V, least_B1, lowest_B1)
     of_top_k_B1 = least_B1
     if may_cut(top_p, 1):
         enough_B1 = top_p * mass(of_top_k_B1)
-        least_B1 = highest_float(lambda least_BW: mass(least_BW) >= enough_B1, B)
+        least_B1 = _highest_float(lambda least_BW: mass(least_BW) >= enough_B1, B)
         least_B1 = jnp.where(top_p < 1, least_B1, of_top_k_B1)
     if may_cut(min_p, 0):
         of_min_p_B1 = best_B1 + jnp.log(min_p)
@@ -194,7 +194,7 @@ def apply_cutoffs(
     return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
-def highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:
+def _highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:
     """The highest float32, in each of B rows, for which holds([B, W] candidates) -> [B, W] is true,
     [B, 1].
 
@@ -207,16 +207,16 @@ def highest_float(holds: Callable[[jax.Array], jax.Array], B: int) -> jax.Array:
     def two_bits(round_: jax.Array, key_B1: jax.Array) -> jax.Array:
         # The candidates that hold are the first so many, as holds is true up to some number.
         step = jnp.uint32(1) << (30 - 2 * round_).astype(jnp.uint32)
-        held_BW = holds(float_from_key(key_B1 + step * ways_W))
+        held_BW = holds(_float_from_key(key_B1 + step * ways_W))
         num_held_B1 = jnp.sum(held_BW, axis=-1, keepdims=True, dtype=jnp.uint32)
         return key_B1 + step * num_held_B1
 
     zeros_B1 = jnp.zeros((B, 1), jnp.uint32)
     key_B1 = jax.lax.fori_loop(0, 16, two_bits, zeros_B1)
-    return float_from_key(key_B1)
+    return _float_from_key(key_B1)
 
 
-def float_from_key(key: jax.Array) -> jax.Array:
+def _float_from_key(key: jax.Array) -> jax.Array:
     """The float32 of a uint32 key, with keys in the order of their floats, from -inf to inf. Keys
     beyond count as -inf or inf."""
     key = jnp.clip(key, jnp.uint32(LOWEST_KEY), jnp.uint32(HIGHEST_KEY))

@@ -53,7 +53,7 @@ def evaluate(
     two of them differ by the policy alone. progress: of `rollout_sizes`; None: nothing is said.
     Raises RunFailed if a reward fails.
     """
-    greedy = complete_and_grade(policy, task, params, examples, key, progress=progress)
+    greedy = _complete_and_grade(policy, task, params, examples, key, progress=progress)
     of_greedy = greedy.metrics
     metrics = {
         "eval/accuracy": float(np.mean(greedy.correct)),
@@ -66,7 +66,7 @@ def evaluate(
         return Evaluated(metrics, greedy)
     k = num_samples
     key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
-    sampled = complete_and_grade(policy, task, params, examples, key, k, temperature, progress)
+    sampled = _complete_and_grade(policy, task, params, examples, key, k, temperature, progress)
     correct_EN = sampled.correct.reshape(-1, k)
     texts = sampled.extracted
     extracted = [texts[row : row + k] for row in range(0, len(texts), k)]
@@ -85,7 +85,7 @@ def rollout_sizes(num_examples: int, num_samples: int) -> list[int]:
     return [num_examples, num_examples * num_samples] if num_samples else [num_examples]
 
 
-def complete_and_grade(
+def _complete_and_grade(
     policy: Policy,
     task: Task,
     params: Params,

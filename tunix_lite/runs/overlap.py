@@ -67,7 +67,7 @@ class Overlap(Protocol):
 
 
 @dataclass
-class BatchesInFlight:
+class _BatchesInFlight:
     """The examples and prompts of each step that completions in flight belong to.
 
     Example: `BatchesInFlight(session, 16, 1).prompts(3)`: 16 prompts.
@@ -122,7 +122,7 @@ class PartialRollouts:
         self._generations = run.algorithm.num_generations
         self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
         self._behind = rollouts_behind(run)
-        self._batches = BatchesInFlight(session, self._count, self._updates)
+        self._batches = _BatchesInFlight(session, self._count, self._updates)
         self._between_chunks = session.stopping.check_between_chunks
         self._pad_id = session.task.tokenizer.pad_id
         self._seed_key = jax.random.key(run.seed)
@@ -180,12 +180,12 @@ class PartialRollouts:
         in_order = [prompts[group] for group in of_groups]
         rollout = rollout_of(taken, in_order, generation, self._pad_id, {})
         if self._behind:
-            metrics |= staleness_metrics(rollout, step)
+            metrics |= _staleness_metrics(rollout, step)
         else:
             for name in ("rollout/carried", "rollout/reread_tokens"):
                 del metrics[name]
         return (
-            handed_out(policy, rollout.replace(metrics=metrics)),
+            _handed_out(policy, rollout.replace(metrics=metrics)),
             task,
             examples,
             example_metrics,
@@ -219,7 +219,7 @@ class PartialRollouts:
         return take
 
 
-def staleness_metrics(rollout: Rollout, step: int) -> Metrics:
+def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
     """Measures how many updates old the tokens are that update number `step` learns from."""
     ages = step - rollout.versions[rollout.completion_mask]
     return {
@@ -228,7 +228,7 @@ def staleness_metrics(rollout: Rollout, step: int) -> Metrics:
     }
 
 
-def handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Policy:
+def _handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Policy:
     """The policy, whose `generate` gives this rollout. is_graded: the grader got the completions
     while they were sampled, and gets none a second time."""
 
@@ -253,7 +253,7 @@ def handed_out(policy: Policy, rollout: Rollout, is_graded: bool = False) -> Pol
     return replace(policy, generate=generate)
 
 
-class TaskInHand:
+class _TaskInHand:
     """A task whose grader is at work already, and whose environments have answered.
 
     Example: `TaskInHand(task, grader).grader(examples)` is `grader`.
@@ -339,7 +339,7 @@ class OneStepOffPolicy:
         self._generations = run.algorithm.num_generations
         self._generation = run.generation
         self._count = session.parts.batch.prompts * run.algorithm.needs.mini_batches
-        self._batches = BatchesInFlight(session, self._count, self._updates)
+        self._batches = _BatchesInFlight(session, self._count, self._updates)
         self._seed_key = jax.random.key(run.seed)
         self._after = self._restored(start)
         self._before = self._after
@@ -373,10 +373,10 @@ class OneStepOffPolicy:
         following = step + self._updates
         self._under_way = self._start_rollout(following, step, policy, params)
         self._batches.forget({following})
-        rollout = held.rollout.replace(metrics=staleness_metrics(held.rollout, step))
-        task = TaskInHand(task, held.grader)
+        rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
+        task = _TaskInHand(task, held.grader)
         example_metrics = self._batches.dropped([following])
-        return handed_out(policy, rollout, is_graded=True), task, held.examples, example_metrics
+        return _handed_out(policy, rollout, is_graded=True), task, held.examples, example_metrics
 
     def beside_update(self) -> Metrics:
         """See Overlap. The updates after the first one of a rollout have nothing beside them."""

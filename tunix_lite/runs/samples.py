@@ -126,7 +126,7 @@ def advantages_of(graded: Graded, batch: Batch | None) -> np.ndarray | None:
         batch.tokens, rollout.tokens
     ):
         return None
-    return means_over_tokens(np.asarray(batch.advantages, np.float64), mask_BT)
+    return _means_over_tokens(np.asarray(batch.advantages, np.float64), mask_BT)
 
 
 def advantage_metrics(batch: Batch) -> Metrics:
@@ -136,7 +136,7 @@ def advantage_metrics(batch: Batch) -> Metrics:
     if batch.advantages is None or not learned_B.any():
         return {}
     advantages_BT = np.asarray(batch.advantages, np.float64)
-    values = means_over_tokens(advantages_BT[learned_B], mask_BT[learned_B])
+    values = _means_over_tokens(advantages_BT[learned_B], mask_BT[learned_B])
     return {
         "advantage/mean": float(values.mean()),
         "advantage/std": float(values.std()),
@@ -145,7 +145,7 @@ def advantage_metrics(batch: Batch) -> Metrics:
     }
 
 
-def means_over_tokens(advantages_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
+def _means_over_tokens(advantages_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
     """[B] float64: the mean of each row over its tokens, and exactly their value if they agree."""
     first_B = mask_BT.argmax(axis=1)
     one_B = advantages_BT[np.arange(len(first_B)), first_B]

@@ -214,7 +214,7 @@ def find_parts(run: RunConfig) -> Parts:
     set_rules(run.sharding)
     frozen_models = locate_frozen(run.algorithm, model)
 
-    resolved = with_packing(run, resolver(model, mesh, frozen_models))
+    resolved = with_packing(run, _resolver(model, mesh, frozen_models))
     task = Task(
         run.task,
         model.tokenizer,
@@ -229,7 +229,7 @@ def find_parts(run: RunConfig) -> Parts:
     )
 
 
-def resolver(
+def _resolver(
     model: FoundModel, mesh: jax.sharding.Mesh, frozen_models: dict[str, FoundModel]
 ) -> Callable[[RunConfig], ResolvedRun]:
     """resolve_run for these models on the devices of this mesh."""
@@ -261,7 +261,7 @@ def with_packing_as_before(run: RunConfig, parts: Parts) -> Parts:
             return parts
         before = packing_of(theirs, file)
     try:
-        resolve = resolver(parts.model, parts.mesh, parts.frozen_models)
+        resolve = _resolver(parts.model, parts.mesh, parts.frozen_models)
         resolved = resolve(packed_as(run, before))
     except ValueError as error:
         raise ConfigError(
@@ -299,7 +299,7 @@ def locate_frozen(algorithm: Algorithm, model: FoundModel) -> dict[str, FoundMod
     """The frozen models of the algorithm, by name, short of their weights. Raises ConfigError."""
     models = {}
     for name, settings in algorithm.needs.frozen_models.items():
-        with of_frozen(name):
+        with _of_frozen(name):
             models[name] = source.locate_teacher(settings, model)
     comparison = algorithm.needs.comparison
     if comparison is not None and comparison.top_k >= model.cfg.vocab_size:
@@ -311,7 +311,7 @@ def locate_frozen(algorithm: Algorithm, model: FoundModel) -> dict[str, FoundMod
 
 
 @contextlib.contextmanager
-def of_frozen(name: str) -> Iterator[None]:
+def _of_frozen(name: str) -> Iterator[None]:
     """A ValueError about a model from inside becomes a ConfigError about a frozen model of the
     algorithm: model.weights is algorithm.teacher.weights then."""
     try:
@@ -424,7 +424,7 @@ def download_models(parts: Parts) -> Parts:
         model = source.download(parts.model)
     frozen_models = {}
     for name, frozen in parts.frozen_models.items():
-        with of_frozen(name):
+        with _of_frozen(name):
             frozen_models[name] = source.download(frozen)
     return replace(parts, model=model, frozen_models=frozen_models)
 

@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class CompletionBody:
+class _CompletionBody:
     """The fields that both endpoints have. What needs the limits of the server is checked later.
 
     Example: read(ChatBody, {"messages": [], "temperature": 0}).temperature is 0.0.
@@ -84,7 +84,7 @@ class CompletionBody:
 
 
 @dataclass(frozen=True)
-class TextBody(CompletionBody):
+class TextBody(_CompletionBody):
     """The body of /v1/completions.
 
     Example: read(TextBody, {"prompt": "2 + 2 ="}).echo is False.
@@ -97,7 +97,7 @@ class TextBody(CompletionBody):
 
 
 @dataclass(frozen=True)
-class ChatBody(CompletionBody):
+class ChatBody(_CompletionBody):
     """The body of /v1/chat/completions.
 
     Example: read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]}).n is 1.

@@ -67,7 +67,7 @@ class TimedOut(Exception):
     """A request took too long."""
 
 
-class ServerMetrics:
+class _ServerMetrics:
     """Counts of requests, and how long clients wait.
 
     Example: metrics.request("/v1/completions", 200, seconds=0.8, first_token=0.05).
@@ -121,7 +121,7 @@ class Face:
 
     def __init__(self, settings: ServerSettings):
         self.settings = settings
-        self.metrics = ServerMetrics()
+        self.metrics = _ServerMetrics()
         self.is_stopping = False
 
     def routes(self) -> Iterable[tuple[str, str, Handler]]:

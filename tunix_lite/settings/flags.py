@@ -122,7 +122,7 @@ def meant(name: str, value: str, known: list[str]) -> Hint | None:
     if name in known:
         return foreign_value(name, value) or Hint((f"{name}={value}",))
     if any(key.startswith(f"{name}.") for key in known) and options_of(name):
-        return option_meant(name, value)
+        return _option_meant(name, value)
     hint = translated(name, value, known)
     if hint is not None:
         return hint
@@ -130,7 +130,7 @@ def meant(name: str, value: str, known: list[str]) -> Hint | None:
     return Hint((f"{near[0]}={value}",)) if len(near) == 1 else None
 
 
-def option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint | None:
+def _option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint | None:
     """The option of a group that is meant by a value."""
     if group == "model" and ("/" in value or value.startswith((".", "~"))):
         return Hint((f"model.weights={value}",))
@@ -157,7 +157,7 @@ def wrong_override(
         if value is None or str(value) in options:
             return None
         there = f"here is {', '.join(options)}"
-        hint = option_meant(key, str(value), folders)
+        hint = _option_meant(key, str(value), folders)
         text = f"{key}={value}: there is no such {key}; "
         if hint is None:
             return f"{text}t{there}"

@@ -15,7 +15,7 @@ NO_TRAIN = "train is missing: give task.train=FILE"
 HELD_OUT_EVERY = 10
 
 
-def same_as_demonstration(completion: str, example: dict) -> float:
+def _same_as_demonstration(completion: str, example: dict) -> float:
     """1 if the completion is what sft learns from the row, its `completion` or else the first
     assistant turn of `messages`, but for white space around it, else 0."""
     demonstration = example.get("completion")
@@ -139,7 +139,7 @@ class FilesTaskConfig(TaskConfig):
             rewards = {name: Reward(self.reward)} | rewards
         if not rewards and self.environment is None:
             # `check_algorithm` refuses it where completions are to be learned from
-            rewards = {"same_as_demonstration": Reward(same_as_demonstration)}
+            rewards = {"_same_as_demonstration": Reward(_same_as_demonstration)}
         # the dataclass is frozen for everybody else
         settle = partial(object.__setattr__, self)
         settle("rewards", rewards)
@@ -165,7 +165,7 @@ class FilesTaskConfig(TaskConfig):
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """See TaskConfig. Without a reward there is something to evaluate by, no more."""
-        is_default = self.reward is None and [*self.rewards] == ["same_as_demonstration"]
+        is_default = self.reward is None and [*self.rewards] == ["_same_as_demonstration"]
         if is_default and not needs_demonstrations:
             raise ValueError(
                 "reward is missing: give task.reward=module.function, which gets (completion, row) "

@@ -20,7 +20,7 @@ HUB_FILES = {"train": "main/train-*.parquet", "held_out": "main/test-*.parquet"}
 
 
 @dataclass(frozen=True)
-class Solutions:
+class _Solutions:
     """Makes the example of a row: texts `question` and `answer`, and `####` and a number end the
     latter.
 
@@ -75,7 +75,7 @@ class Gsm8k:
 
     def _examples(self, file: str) -> Rows:
         kind = "parquet" if file.endswith(".parquet") else "jsonl"
-        return rows_of(file, kind, self.on_error, Solutions())
+        return rows_of(file, kind, self.on_error, _Solutions())
 
     def _downloaded(self, split: str) -> str:
         folder = dataset_folder(self.hub, tuple(HUB_FILES.values()))

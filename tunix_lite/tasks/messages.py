@@ -73,7 +73,7 @@ def messages_in(name: str, turns: object) -> list[Message]:
         raise ValueError(f"`{name}` is {shortened(turns)}; it is a list of {{role, content}}")
     messages = []
     for turn in turns:
-        more = without_nulls(turn) if isinstance(turn, Mapping) else {}
+        more = _without_nulls(turn) if isinstance(turn, Mapping) else {}
         role = more.pop("role", None)
         content = more.pop("content", None)
         # a turn of calls alone has no content
@@ -119,13 +119,13 @@ def tools_in(example: Mapping) -> list[dict] | None:
             '[{"type": "function", "function": {"name": "add", ...}}]. Give a column that is not '
             "for it another name"
         )
-    return without_nulls(list(listed))
+    return _without_nulls(list(listed))
 
 
-def without_nulls(value: object) -> Any:
+def _without_nulls(value: object) -> Any:
     """The value with no key whose value is null, at any depth."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
+        return [_without_nulls(item) for item in value]
     return value

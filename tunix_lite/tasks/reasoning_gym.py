@@ -50,7 +50,7 @@ class ReasoningGym(GeneratedSource):
         super().__post_init__()
         # on a machine without it settings can be composed, but no problem can be made
         for name in self.tasks if reasoning_gym is not None else ():
-            dataset_of(name, self._settings(name), self.seed, self.num_problems)
+            _dataset_of(name, self._settings(name), self.seed, self.num_problems)
 
     def make(self, rng: np.random.Generator) -> dict:
         """See generated.Generator. `problem` says which one it is, to make it again."""
@@ -58,7 +58,7 @@ class ReasoningGym(GeneratedSource):
         name = self.tasks[int(rng.choice(len(self.tasks), p=weights / weights.sum()))]
         index = int(rng.integers(self.num_problems))
         settings = self._settings(name)
-        entry = entry_of(name, settings, self.seed, self.num_problems, index)
+        entry = _entry_of(name, settings, self.seed, self.num_problems, index)
         example: dict[str, Any] = {
             "question": entry["question"],
             "task": name,
@@ -75,7 +75,7 @@ class ReasoningGym(GeneratedSource):
 
 
 @functools.lru_cache(maxsize=128)
-def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
+def _dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
     """A task of reasoning-gym with its settings, as JSON. Raises ValueError if there is none."""
     if reasoning_gym is None:
         raise ValueError(
@@ -91,16 +91,16 @@ def dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def entry_of(name: str, settings: str, seed: int, size: int, index: int) -> dict:
+def _entry_of(name: str, settings: str, seed: int, size: int, index: int) -> dict:
     """A problem as reasoning-gym makes it: question, answer, metadata."""
-    return dataset_of(name, settings, seed, size)[index]
+    return _dataset_of(name, settings, seed, size)[index]
 
 
 def score(completion: str, example: dict) -> float:
     """Scores the completion's answer by the task's own verifier, 0 to 1."""
     *problem, index = example["problem"]
-    entry = entry_of(example["task"], *problem, index)
-    dataset = dataset_of(example["task"], *problem)
+    entry = _entry_of(example["task"], *problem, index)
+    dataset = _dataset_of(example["task"], *problem)
     # verifiers want the bare answer
     return float(dataset.score_answer(answer_text(completion), entry))
 

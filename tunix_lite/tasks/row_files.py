@@ -157,7 +157,7 @@ def rows_of(
     file: str, kind: str, on_error: str = "raise", checker: RowChecker | None = None
 ) -> Rows:
     """Reads the rows of a file, as it is now; the second time a start finds them here."""
-    check_is_file(file)
+    _check_is_file(file)
     with open(file, "rb") as opened:
         content = hashlib.file_digest(opened, "blake2b").digest()
     return _rows_with(file, content, kind, on_error, checker)
@@ -170,7 +170,7 @@ def _rows_with(
     return Rows(file, kind, on_error, checker)
 
 
-def check_is_file(file: str) -> None:
+def _check_is_file(file: str) -> None:
     """Raises ValueError for a path that is no file, with what stands for several."""
     if Path(file).is_file():
         return
@@ -207,7 +207,7 @@ class RowStream:
         if not self.files:
             raise ValueError(f"{files}: no file has such a name")
         for file in self.files:
-            check_is_file(file)
+            _check_is_file(file)
         self.buffer = buffer
         self.known: dict = {}
         # malformed rows that were passed over, by where they stand; and why the first of them

@@ -119,7 +119,7 @@ class Dashboard:
         for metric, (name, text) in NUMBERS.items():
             values = list(self._course.get(metric, ()))
             if values:
-                cells = [name, text.format(values[-1]), trend(values)]
+                cells = [name, text.format(values[-1]), _trend(values)]
                 if has_course:
                     step, best = self._best[metric]
                     is_shown = metric in HIGHER_IS_BETTER
@@ -162,7 +162,7 @@ def spark_bars(values: list[float]) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def trend(values: list[float]) -> str:
+def _trend(values: list[float]) -> str:
     """Whether the mean of the last TREND values is above or below that of those before: ↗ ↘ →."""
     if len(values) < 2 * TREND:
         return ""

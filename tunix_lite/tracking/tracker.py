@@ -50,7 +50,7 @@ class JsonLines:
         `damaged_copy(file)`. Raises OSError."""
         if resume_at is not None and file.is_file():
             if drops_rows(file, resume_at):
-                shutil.copyfile(file, damaged_copy(file))
+                shutil.copyfile(file, _damaged_copy(file))
             fresh = file.with_suffix(".jsonl.tmp")
             with fresh.open("wb") as half:
                 half.writelines(line + b"\n" for _, line, _ in rows_until(file, resume_at))
@@ -88,7 +88,7 @@ def _shortest_names(row: dict) -> dict:
     return part | {"train/metrics_left_out": len(row) - len(kept)}
 
 
-def damaged_copy(file: Path) -> Path:
+def _damaged_copy(file: Path) -> Path:
     """A free name for a copy of the file: metrics.damaged-1.jsonl, or the next number."""
     names = (file.with_name(f"{file.stem}.damaged-{n}{file.suffix}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())

@@ -94,7 +94,7 @@ def locked(method: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
-def in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
+def _in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
     """The method in the trainer's worker thread, in the order of the calls; it returns at once, and
     needs a running event loop."""
 
@@ -221,8 +221,8 @@ class Weights:
         self._params = None
 
     # the same in the trainer's worker
-    sample_async = in_worker(sample)
-    logprobs_async = in_worker(logprobs)
+    sample_async = _in_worker(sample)
+    logprobs_async = _in_worker(logprobs)
 
 
 class TrainingClient(Weights):
@@ -445,13 +445,13 @@ class TrainingClient(Weights):
             self.trainer.client_of_all_weights = None
 
     # the same in the trainer's worker
-    collect_async = in_worker(collect)
-    forward_async = in_worker(forward)
-    forward_backward_async = in_worker(forward_backward)
-    optim_step_async = in_worker(optim_step)
-    snapshot_async = in_worker(snapshot)
-    save_async = in_worker(save)
-    load_async = in_worker(load)
+    collect_async = _in_worker(collect)
+    forward_async = _in_worker(forward)
+    forward_backward_async = _in_worker(forward_backward)
+    optim_step_async = _in_worker(optim_step)
+    snapshot_async = _in_worker(snapshot)
+    save_async = _in_worker(save)
+    load_async = _in_worker(load)
 
 
 class Trainer:
