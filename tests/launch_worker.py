@@ -11,6 +11,8 @@ from tunix_lite.distributed.join import agree, exit_at_once_on_failure, exit_whe
 from tunix_lite.distributed.process_place import LaunchConfig
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
+restarts = int(what == "killed once")
+what = what.partition(" ")[0]
 # One where it is killed: jax is done with a first exchange while that of a second device is still being set up, and
 # whoever sets up with one that is gone notices after heartbeat_timeout only.
 devices = {"uneven": 1 + rank, "killed": 1}.get(what, 2)
@@ -19,7 +21,10 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA
 
 
 def join():
-    launch = LaunchConfig(timeout=30, expect_devices=16 if what == "more" else None)
+    stall_timeout = 2 if what == "stopped" else 1800
+    launch = LaunchConfig(
+        timeout=30, expect_devices=16 if what == "more" else None, stall_timeout=stall_timeout, max_restarts=restarts
+    )
     try:
         return initialise(launch, os.environ, process_info({"seed": 0}, f"folder{rank}"))
     except ValueError as error:
@@ -39,9 +44,8 @@ with exit_at_once_on_failure(), exit_when_a_peer_is_lost():
     print(
         json.dumps([place.process_id, jax.device_count(), jax.local_device_count(), total, agreed.folder]), flush=True
     )
-    if what == "compiled":
+    if what == "join":
         jax.jit(lambda x: x * 2)(np.ones(1)).block_until_ready()
-    if what == "weights":
         for values, error in (({"weights": "same"}, None), ({"weights": f"of {rank}"}, None), ({}, ["no", None][rank])):
             try:
                 agree(values, error)

@@ -59,8 +59,9 @@ DEVICES = 2  # of all processes together
 
 
 def command(folder: Path, processes: int, updates: int) -> list[str]:
-    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}", f"--stall-timeout={STALL}"] if processes > 1 else []
-    settings = [f"algorithm.updates_per_rollout={updates}", f"training.save_interval_steps={updates}"]
+    launcher = ["-m", "tunix_lite.launch", f"--nprocs={processes}"] if processes > 1 else []
+    settings = [f"launch.stall_timeout={STALL}", f"algorithm.updates_per_rollout={updates}"]
+    settings += [f"training.save_interval_steps={updates}"]
     if folder.name == "before":
         settings += [f"training.max_steps={BEFORE}"]
     elif updates > 1:

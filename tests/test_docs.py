@@ -88,8 +88,8 @@ RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
 VARIABLES |= {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "HOSTS"}
 LAUNCHERS = {  # what starts a program several times, and its options
-    "tunix-lite launch": {"--nprocs", "--max-restarts", "--stall-timeout", "--grace"},
-    "python -m tunix_lite.launch": {"--nprocs", "--max-restarts", "--stall-timeout", "--grace"},
+    "tunix-lite launch": {"--nprocs"},
+    "python -m tunix_lite.launch": {"--nprocs"},
     "torchrun": {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"},
 }
 SCRIPTS = ("sbatch", "bash", "kubectl apply -f")  # what runs a file of examples/launch

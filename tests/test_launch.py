@@ -26,11 +26,12 @@ from tunix_lite.distributed.process_place import (
 from tunix_lite.settings.compose import compose, conf_dir
 
 CHILD = """
-import os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
-with (folder / f"started{rank}").open("a") as file:
+with (folder / f"started{{rank}}").open("a") as file:
     file.write(os.environ["MASTER_PORT"] + " " + os.environ["WORLD_SIZE"] + "\\n")
 beat = pathlib.Path(os.environ["TUNIX_LITE_HEARTBEAT"])
+pathlib.Path(f"{{beat}}.settings").write_text(json.dumps({settings}))
 print("here is", rank, flush=True)
 """
 WAIT = "\ntime.sleep(120)\n"
@@ -40,10 +41,12 @@ SOON = 60  # seconds in which a launcher of such processes must be done; that th
 class Launched:
     """A launcher that runs in the background, and what it says."""
 
-    def __init__(self, folder: Path, body: str, *flags: str, words: tuple[str, ...] = ()):
-        (folder / "child.py").write_text(CHILD + body)
+    def __init__(self, folder: Path, body: str, *flags: str, words: tuple[str, ...] = (), grace=5.0, **settings):
+        """settings: of launch, which each process reports."""
+        (folder / "child.py").write_text(CHILD.format(settings=settings) + body)
         environment = {k: v for k, v in os.environ.items() if k not in TORCH_SETS}
-        call = [sys.executable, "-m", "tunix_lite.launch", *flags, "child.py", str(folder), *words]
+        main = f"from tunix_lite.distributed import launcher; launcher.GRACE = {grace}; launcher.main()"
+        call = [sys.executable, "-c", main, *flags, "child.py", str(folder), *words]
         self.folder, self.began = folder, time.monotonic()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(call, cwd=folder, env=environment, **pipes)
@@ -116,7 +119,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
     body = "\ntime.sleep(0.3 * (1 - int(rank)))\nbeat.write_text('step 3')" + WAIT
-    run = Launched(tmp_path, body, "--nprocs=2", "--stall-timeout=0.5", "--grace=0.3")
+    run = Launched(tmp_path, body, "--nprocs=2", stall_timeout=0.5, grace=0.3)
     code, _, err = run.end()
     assert code == 124
     assert re.search(r"launch: process 1 stalled for \d+ s, and launch.stall_timeout=0\.5\. ", err)
@@ -124,7 +127,7 @@ def test_one_that_stands_still_is_named_and_all_are_gone(tmp_path):
 
 
 def test_before_the_first_sign_of_life_nobody_is_too_slow(tmp_path):
-    code, *_ = Launched(tmp_path, "\ntime.sleep(0.6)", "--nprocs=2", "--stall-timeout=0.2").end()
+    code, *_ = Launched(tmp_path, "\ntime.sleep(0.6)", "--nprocs=2", stall_timeout=0.2).end()
     assert code == 0
 
 
@@ -134,12 +137,12 @@ with (folder / f"folders{rank}").open("a") as file:
     file.write(sys.argv[2] + "\\n")
 if rank == "1" and (folder / "started1").read_text().count("\\n") < 3: sys.exit(1)
 """
-    code, _, err = Launched(tmp_path, body, "--nprocs=2", "--max-restarts=2").end()
+    code, _, err = Launched(tmp_path, body, "--nprocs=2", max_restarts=2).end()
     assert code == 0
     assert "launch: restart 2 of 2, from the newest checkpoint\n" in err
     folders = (tmp_path / "folders1").read_text().splitlines()
     assert len(folders) == 3 and len(set(folders)) == 1 and folders[0].startswith("hydra.run.dir=outputs/tunix_lite/")
-    code, *_ = Launched(tmp_path, "\nsys.exit(3)", "--max-restarts=1").end()
+    code, *_ = Launched(tmp_path, "\nsys.exit(3)", max_restarts=1).end()
     assert code == 3
 
 
@@ -153,23 +156,23 @@ if rank == "0" and (folder / "clock0").read_text().count("\\n") < 2: sys.exit(1)
 """
     monkeypatch.delenv("TUNIX_LITE_STARTED", raising=False)
     before = time.time()
-    assert Launched(tmp_path, body, "--nprocs=2", "--max-restarts=2").end()[0] == 0
+    assert Launched(tmp_path, body, "--nprocs=2", max_restarts=2).end()[0] == 0
     said = [line for rank in (0, 1) for line in (tmp_path / f"clock{rank}").read_text().splitlines()]
     assert len(said) >= 3 and len(set(said)) == 1 and before < float(said[0]) < time.time()
     monkeypatch.setenv("TUNIX_LITE_STARTED", "1700000000")
     (tmp_path / "clock0").unlink()
-    assert Launched(tmp_path, body, "--max-restarts=2").end()[0] == 0
+    assert Launched(tmp_path, body, max_restarts=2).end()[0] == 0
     assert (tmp_path / "clock0").read_text() == "1700000000\n" * 2
 
 
 def test_wrong_settings_are_not_tried_again_and_leave_nothing(tmp_path):
     body = "\nwhile not (folder / 'started0').exists(): time.sleep(0.01)\nsys.exit(2)"
-    run = Launched(tmp_path, body, "--nprocs=2", "--max-restarts=5")
+    run = Launched(tmp_path, body, "--nprocs=2", max_restarts=5)
     code, *_ = run.end()
     assert code == 2 and len(run.starts(0)) == 1
     assert not (tmp_path / "outputs").exists()
     wrote = "\npath = pathlib.Path(sys.argv[2].partition('=')[2])\n(path / 'train.log').touch()\nsys.exit(2)"
-    assert Launched(tmp_path, wrote, "--max-restarts=5").end()[0] == 2
+    assert Launched(tmp_path, wrote, max_restarts=5).end()[0] == 2
     assert len(list(tmp_path.glob("outputs/*/*/*/launch/p0.log"))) == 1  # it had begun
 
 
@@ -189,7 +192,7 @@ def wait_until_ready(run: Launched) -> None:
 
 
 def test_a_signal_is_handed_on_and_all_stop_by_themselves(tmp_path):
-    run = Launched(tmp_path, STOPS, "--nprocs=2", "--max-restarts=3")
+    run = Launched(tmp_path, STOPS, "--nprocs=2", max_restarts=3)
     wait_until_ready(run)
     run.process.send_signal(signal.SIGTERM)
     code, out, err = run.end()
@@ -209,7 +212,7 @@ def test_a_run_that_ctrl_c_stopped_well_is_not_taken_for_a_whole_one(tmp_path):
 
 
 def test_a_second_signal_ends_what_does_not_stop(tmp_path):
-    run = Launched(tmp_path, STOPS + WAIT, "--nprocs=2", "--max-restarts=3")
+    run = Launched(tmp_path, STOPS + WAIT, "--nprocs=2", max_restarts=3)
     wait_until_ready(run)
     run.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
@@ -219,9 +222,9 @@ def test_a_second_signal_ends_what_does_not_stop(tmp_path):
     assert (code, err) == (128 + signal.SIGTERM, "launch: stopped by SIGTERM\n")
 
 
-def stopped_by_sigterm(tmp_path, body: str, *flags: str) -> tuple[int, str, float]:
+def stopped_by_sigterm(tmp_path, body: str, **settings) -> tuple[int, str, float]:
     """What a launcher of two says that gets one signal, and how long that takes."""
-    run = Launched(tmp_path, body, "--nprocs=2", "--max-restarts=3", *flags)
+    run = Launched(tmp_path, body, "--nprocs=2", max_restarts=3, **settings)
     wait_until_ready(run)
     run.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
@@ -231,7 +234,7 @@ def stopped_by_sigterm(tmp_path, body: str, *flags: str) -> tuple[int, str, floa
 
 def test_one_that_fails_after_a_signal_is_named_and_the_others_do_not_wait_for_ever(tmp_path):
     body = STOPS + "\nif rank == '1':\n    print('saving failed: the culprit'); sys.exit(9)" + WAIT
-    code, err, seconds = stopped_by_sigterm(tmp_path, body, "--grace=1")
+    code, err, seconds = stopped_by_sigterm(tmp_path, body, grace=1)
     lines = err.splitlines()
     assert code == 9 and seconds < SOON
     assert lines[0] == "launch: process 1 ended with exit code 9"
@@ -312,11 +315,6 @@ def test_where_slurm_numbers_machines_each_has_a_launcher():
             {"WORLD_SIZE": "8", "MASTER_ADDR": "a", "RANK": "5"},
             "RANK=5 and --nprocs=4 are processes 5 to 8, but WORLD_SIZE=8: RANK is the number of the first process on this machine, and WORLD_SIZE counts the processes of all machines",
         ),
-        (
-            4,
-            {"WORLD_SIZE": "4", "RANK": "4"},
-            "RANK=4, but WORLD_SIZE=4 and --nprocs=4: then all processes are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all machines",
-        ),
     ],
 )
 def test_what_cannot_be_is_said(nprocs, environ, message):
@@ -329,15 +327,16 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     with pytest.raises(SystemExit) as ended:
         launcher.main(["run_training.py", "--nprocs=4"])
     assert ended.value.code == 2
-    said = "error: --nprocs=4 is a flag of the launcher: write it before the program and its settings\n"
+    said = "error: --nprocs is a flag of the launcher: write it before the program and its settings\n"
     assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--nproc_per_node=2", "x.py"], "--nproc_per_node=2: the launcher has no such flag; it has --nprocs, "),
-        (["--nnodes", "2", "--nprocs=4", "x.py"], "--nnodes: the launcher has no such flag; it has --nprocs, "),
+        (["--nproc_per_node=2", "x.py"], "--nproc_per_node=2: the launcher has no such flag; it has --nprocs. "),
+        (["--nnodes", "2", "--nprocs=4", "x.py"], "--nnodes: the launcher has no such flag; it has --nprocs."),
+        (["x.py", "--max-restarts=3"], "--max-restarts is gone; write launch.max_restarts=N, after the program"),
         (["--nprocs=auto", "x.py"], "argument --nprocs: auto: it is a number; one process uses all devices"),
     ],
 )
@@ -356,28 +355,15 @@ def test_without_a_file_it_trains():
     assert launcher.process_command(["evaluate", "checkpoint=RUN"]) == [sys.executable, *evaluate]
 
 
-TELLS = """
-from tunix_lite.distributed.join import tell_launcher
-from tunix_lite.distributed.process_place import LaunchConfig
-tell_launcher(LaunchConfig(**{settings}), os.environ)
-"""
-
-
-def test_what_only_files_of_settings_say_the_processes_tell_the_launcher(tmp_path):
-    body = TELLS.format(settings={"max_restarts": 2})
-    body += "if (folder / f'started{rank}').read_text().count('\\n') < 3: sys.exit(1)\n"
-    code, _, err = Launched(tmp_path, body, "--nprocs=2").end()
-    assert code == 0 and "launch: restart 2 of 2, from the newest checkpoint\n" in err
-    (tmp_path / "started0").unlink()
-    code, _, err = Launched(tmp_path, body, "--max-restarts=0").end()
-    assert code == 1 and "restart" not in err, "flags come first"
-    (tmp_path / "started0").unlink()
-    code, _, err = Launched(tmp_path, body, words=("--multirun",)).end()
+def test_a_sweep_is_not_started_again(tmp_path):
+    code, _, err = Launched(tmp_path, "\nsys.exit(1)", words=("--multirun",), max_restarts=2).end()
     said = "launch: launch.max_restarts is for one run: with --multirun it would begin all again\n"
     assert code == 1 and said in err
 
 
-def test_files_of_settings_do_not_say_who_is_who_under_a_launcher_either(tmp_path):
+def test_the_settings_of_a_run_reach_its_launcher_and_do_not_say_who_is_who(tmp_path):
+    join.tell_launcher(LaunchConfig(max_restarts=2), {"TUNIX_LITE_HEARTBEAT": str(tmp_path / "p0")})
+    assert json.loads((tmp_path / "p0.settings").read_text()) == {"stall_timeout": 1800, "max_restarts": 2}
     launch = LaunchConfig("a:1", 2, 1)
     join.tell_launcher(launch, {})
     with pytest.raises(ValueError, match="^launch.coordinator=a:1: the launcher numbers the processes; for several "):

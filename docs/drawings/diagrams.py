@@ -359,7 +359,7 @@ def launching() -> Picture:
         246,
         [
             "Before JAX starts they compare versions, code and settings, and the odd one out is named.",
-            "If one process fails, both launchers end the rest; with --max-restarts all go on from the checkpoint.",
+            "If one process fails, both launchers end the rest; launch.max_restarts starts all from the checkpoint.",
         ],
         "small",
         18,

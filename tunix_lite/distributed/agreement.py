@@ -24,7 +24,6 @@ from tunix_lite.distributed.allgather import allgather_values
 
 PACKAGES = ("tunix-lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
-NOT_COMPARED = {"launch.process_id"}
 # Most differences, or names of processes, in a message.
 SHOWN = 5
 
@@ -33,15 +32,15 @@ FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # Variables of jax that may differ between processes: the id of the process, its devices (which
 # `accelerator` and `check_devices` compare), its caches, logging and dumps. All others may change
 # compiled programs.
-OWN_VARIABLES = re.compile(
+_OWN_VARIABLES = re.compile(
     r"JAX_(COORDINATOR_|PROCESS_|NUM_PROCESSES|LOCAL_|NUM_CPU_DEVICES|PLATFORM"
     r"|\w+_VISIBLE_DEVICES|\w*ADDRESS|\w*_PORT$"
     r"|\w*CACHE|LOG|DEBUG_|DISTRIBUTED_DEBUG|TRACEBACK_|TRACER_ERROR_|PPRINT_|DUMP_"
     r"|INCLUDE_\w*DUMPS)"
 )
-OWN_FLAGS = re.compile(r"--xla_(force_host_platform_device_count|\w*dump_|\w*cache)")
+_OWN_FLAGS = re.compile(r"--xla_(force_host_platform_device_count|\w*dump_|\w*cache)")
 # The prefix of environment variables in `ProcessInfo.values` and in messages.
-VARIABLE = "variable "
+_VARIABLE = "variable "
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,10 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     values = {f"package {name}": version for name, version in versions.items() if version}
 
     # Versions do not change between two commits of a checkout, so the code itself counts.
-    values["tunix-lite's code"] = code_digest(Path(__file__).parents[1])
+    package = Path(__file__).parents[1]
+    files = {file.relative_to(package).as_posix(): file for file in package.rglob("*.py")}
+    lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
+    values["tunix-lite's code"] = _digest("".join(lines).encode())
     values["python"] = platform.python_version()
     values["accelerator"] = accelerator()
     values |= compiler_variables(os.environ)
@@ -99,17 +101,10 @@ def flatten_settings(value: object, name: str = "") -> dict[str, str]:
         for part, item in value.items():
             flat |= flatten_settings(item, f"{prefix}{part}")
         return flat
-    if name in NOT_COMPARED:
+    if name == "launch.process_id":
         return {}
     is_path = isinstance(value, str) and value.startswith(("/", "~"))
     return {name: Path(value).name if is_path else str(value)}
-
-
-def code_digest(folder: Path) -> str:
-    """A digest of all Python files in a folder; it changes when the name or content of one does."""
-    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
-    lines = [f"{name} {_digest(files[name].read_bytes())}\n" for name in sorted(files)]
-    return _digest("".join(lines).encode())
 
 
 def user_code_digests(settings: object, name: str = "") -> dict[str, str]:
@@ -152,13 +147,13 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
     that may differ between processes. Each flag of XLA_FLAGS is a value of its own."""
     variables = {}
     for name, value in sorted(environ.items()):
-        if name.startswith("JAX_") and value and not OWN_VARIABLES.match(name):
-            variables[f"{VARIABLE}{name}"] = value
+        if name.startswith("JAX_") and value and not _OWN_VARIABLES.match(name):
+            variables[f"{_VARIABLE}{name}"] = value
     for name in FLAGS:
         for word in environ.get(name, "").split():
             flag, _, value = word.partition("=")
-            if not OWN_FLAGS.match(flag):
-                variables[f"{VARIABLE}{name} {flag}"] = value or "true"
+            if not _OWN_FLAGS.match(flag):
+                variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
     return flatten_settings(variables)
 
 
@@ -204,28 +199,22 @@ def describe_differences(reports: dict[int, tuple[str, dict[str, str]]]) -> str 
         # Counter keeps the order of processes, and most_common takes the first of equals.
         counts = Counter(have.values())
         usual = counts.most_common(1)[0][0]
-        for value in counts:
-            if value == usual:
-                continue
+        for value in [value for value in counts if value != usual]:
             odd = [reports[p][0] for p, own in have.items() if own == value]
             differences.append(
                 f"{enumerate_names(odd)} {'has' if len(odd) == 1 else 'have'} {key}={value}, "
                 f"the others {usual}"
             )
-    if not differences:
-        return None
-    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    return "; ".join(differences[:SHOWN]) + more
+    if len(differences) > SHOWN:
+        differences = [*differences[:SHOWN], f"and {len(differences) - SHOWN} more"]
+    return "; ".join(differences) or None
 
 
 def enumerate_names(names: list[str]) -> str:
     """A list of names as text, at most SHOWN of them: `process 1, process 2 and 7 more`."""
-    shown = names
     if len(names) > SHOWN:
-        shown = [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
-    if len(shown) < 2:
-        return "".join(shown)
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+        names = [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    return " and ".join([part for part in (", ".join(names[:-1]), *names[-1:]) if part])
 
 
 def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
@@ -235,7 +224,7 @@ def mismatch_error(everyone: dict[int, ProcessInfo]) -> str | None:
     """
     unset = {}
     for info in everyone.values():
-        unset |= {name: "not set" for name in info.values if name.startswith(VARIABLE)}
+        unset |= {name: "not set" for name in info.values if name.startswith(_VARIABLE)}
     reports = {
         p: (f"process {p} ({info.host})", unset | info.values) for p, info in everyone.items()
     }

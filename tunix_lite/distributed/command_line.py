@@ -11,7 +11,7 @@ from tunix_lite.files.addresses import check_on_disk
 # Flags of Hydra that show something, and run nothing.
 SHOWS_ONLY = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
 SWEEPS = {"--multirun", "-m"}
-FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
+_FOLDER_KEYS = r"hydra\.(?:run|sweep)\.dir"
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -39,14 +39,13 @@ def _setting_given(key: str, words: list[str]) -> str | None:
 
 def folder_given(words: list[str]) -> str | None:
     """The folder of the run, or of the sweep, that a command line gives; None if it gives none."""
-    return _setting_given(FOLDER_KEYS, words)
+    return _setting_given(_FOLDER_KEYS, words)
 
 
 def folder_key(words: list[str]) -> str:
     """The setting that gives it: hydra.run.dir or hydra.sweep.dir, the last one on the line."""
-    matches = [re.match(rf"\+{{0,2}}({FOLDER_KEYS})=", word) for word in words]
-    keys = [match[1] for match in matches if match]
-    return keys[-1] if keys else "hydra.run.dir"
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    return next((key for key in keys[::-1] if re.fullmatch(_FOLDER_KEYS, key)), "hydra.run.dir")
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:
@@ -84,7 +83,7 @@ def config_dir(words: list[str]) -> str | None:
 
 
 def check_config_dir(folder: str | None) -> None:
-    """Raises ValueError if --config-dir names no folder. None: it is not given."""
+    """Raises ValueError if --config-dir names no folder."""
     check_on_disk("--config-dir", folder)
     if folder is not None and not Path(folder).is_dir():
         raise ValueError(f"--config-dir={folder}: there is no such folder")

@@ -17,7 +17,7 @@ from tunix_lite.distributed.allgather import allgather_values
 # The lock file in the folder. It stays there, and holds the name of the last owner.
 LOCK = ".lock"
 # Errors of a file system that has no locks: there, nothing keeps a second run out.
-CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Seconds between two attempts to take the lock.
 POLL = 0.2
 
@@ -46,16 +46,13 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
             except BlockingIOError:
                 pass
             except OSError as error:
-                if error.errno in CANNOT_LOCK:
+                if error.errno in _CANNOT_LOCK:
                     break
                 raise
             if other is None:
                 other = (lock_owner(folder) or "another process").partition(",")[0]
-                print(
-                    f"waiting for {folder}, which is in use by {other}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"waiting for {folder}, which is in use by {other}"
+                print(text, file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"{folder} is in use by {other}, and was for {timeout:g} s: end that run, or "
@@ -65,10 +62,8 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
 
         # Write our name on disk: other hosts compare it (is_locked_by).
         file.truncate(0)
-        file.write(
-            f"process {os.getpid()} of {socket.gethostname()}, since "
-            f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}\n"
-        )
+        now = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
+        file.write(f"process {os.getpid()} of {socket.gethostname()}, since {now}\n")
         file.flush()
         os.fsync(file.fileno())
         yield

@@ -99,8 +99,8 @@ def tell_launcher(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
     if HEARTBEAT not in environ:
         return
     is_only = environ.get("WORLD_SIZE", "1") == "1"
-    for name in IDS:
-        value = getattr(launch, name)
+    given = {name: getattr(launch, name) for name in IDS}
+    for name, value in given.items():
         if value is not None and not (value == ASK_JAX and is_only):
             raise ValueError(
                 f"launch.{name}={value}: the launcher numbers the processes; for several machines "
@@ -141,13 +141,11 @@ def _start_jax(launch: LaunchConfig, place: ProcessPlace, devices: list[int] | N
         "heartbeat_timeout_seconds": launch.heartbeat_timeout,
     }
     if place.asks_jax:
-        known = {}
         # Under srun jax counts the tasks of the job, not those of the step, and gives a process one
         # GPU, even one that is alone on its node. An empty list is all that it sees.
-        if place.num_processes > 1:
-            known = {"num_processes": place.num_processes, "local_device_ids": devices or []}
+        known = {"num_processes": place.num_processes, "local_device_ids": devices or []}
         try:
-            jax.distributed.initialize(**known, **limits)
+            jax.distributed.initialize(**(known if place.num_processes > 1 else {}), **limits)
         except ValueError as error:
             # jax's message names the arguments of its function, which the user does not know.
             raise ValueError(
@@ -217,20 +215,14 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace) -> None:
     values = {p: {"devices": str(counts[p]), "device": kinds[p]} for p in sorted(counts)}
     text = describe_differences({p: (f"process {p}", own) for p, own in values.items()})
     if text is not None:
-        raise ValueError(
-            f"{text}. Every process must have the same number of devices of one kind: check its "
-            "machine"
-        )
+        raise ValueError(f"{text}. All must have as many devices of one kind: check its machine")
 
     if launch.expect_devices not in (None, len(devices)):
-        share = (
-            "Of several processes on a machine each has one GPU: start one process for each GPU"
-        )
         raise ValueError(
             f"launch.expect_devices={launch.expect_devices}, but jax sees {len(devices)}: "
-            f"{counts[0]} ({kinds[0]}) in each of {len(counts)} processes. "
-            f"{f'{share}. ' if place.num_local > 1 else ''}Look at CUDA_VISIBLE_DEVICES, at what "
-            "the cluster was asked for, and whether jax has its GPU or TPU package"
+            f"{counts[0]} ({kinds[0]}) in each of {len(counts)} processes. Several processes on a "
+            "machine have one GPU each. Look at CUDA_VISIBLE_DEVICES, at what the cluster was "
+            "asked for, and whether jax has its GPU or TPU package"
         )
 
 
@@ -253,13 +245,13 @@ def nodes_of(devices: list["jax.Device"]) -> list[list["jax.Device"]]:
     """Groups devices that share a fast network: those of a TPU slice, else those of a machine."""
     machines = hosts()
 
-    def node(device: "jax.Device") -> int | str:
-        if device.platform == "tpu":
-            return getattr(device, "slice_index", 0)
-        return machines[device.process_index] if device.process_index < len(machines) else ""
-
-    names = list(dict.fromkeys(map(node, devices)))
-    return [[device for device in devices if node(device) == name] for name in names]
+    groups: dict[int | str, list[jax.Device]] = {}
+    for device in devices:
+        node = getattr(device, "slice_index", 0)
+        if device.platform != "tpu":
+            node = dict(enumerate(machines)).get(device.process_index, "")
+        groups.setdefault(node, []).append(device)
+    return list(groups.values())
 
 
 # ---- during the run
@@ -301,9 +293,8 @@ def exit_when_a_peer_is_lost() -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if not _has_joined_jax() or not is_of_a_peer(error):
             raise
-        print(
-            f"error: {LOST_A_PEER} ({str(error).strip().splitlines()[0][:200]})", file=sys.stderr
-        )
+        why = str(error).strip().splitlines()[0][:200]
+        print(f"error: {LOST_A_PEER} ({why})", file=sys.stderr)
         sys.exit(1)
 
 
@@ -321,17 +312,15 @@ def _sum_over_all_devices() -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     mesh = Mesh(np.array(jax.devices()), ("all",))
-    ones = jax.make_array_from_callback(
-        (mesh.size,), NamedSharding(mesh, P("all")), lambda _: np.ones(1, np.int32)
-    )
+    spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
+    ones = jax.make_array_from_callback((mesh.size,), spread, lambda _: np.ones(1, np.int32))
     try:
-        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(ones))
+        jax.block_until_ready(jax.jit(jnp.sum, out_shardings=whole)(ones))
     except (RuntimeError, ValueError) as error:
         # What this process had to do is done, whatever has happened to another one.
         if not is_of_a_peer(error):

@@ -6,8 +6,7 @@ MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and with the number of its first proces
 If a process fails or stalls, the launcher ends the others and names the one that was first. The
 first process has the screen; the output of the others goes to files. The first signal is sent on to
 all processes, which then stop by themselves, with a checkpoint. A second one ends them. The
-launcher waits until the last process is gone. It imports neither jax nor Hydra, so it starts at
-once; the processes report what their files of settings say of it.
+launcher imports neither jax nor Hydra, so it starts at once; the processes report its settings.
 """
 
 import argparse
@@ -36,28 +35,34 @@ from tunix_lite.distributed.join import HEARTBEAT, LOST_A_PEER, RESTARTS, SETTIN
 from tunix_lite.distributed.process_place import TORCH_SETS, LaunchConfig, find_place
 from tunix_lite.files.addresses import check_on_disk
 
-# Flags of the launcher, each followed by a value.
-OURS = ("--nprocs", "--max-restarts", "--stall-timeout", "--grace")
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")
+# Flags that the launcher had, and the settings that say the same.
+_OLD_FLAGS = {
+    "--max-restarts": "launch.max_restarts=N",
+    "--stall-timeout": "launch.stall_timeout=SECONDS",
+    "--grace": "nothing: it is 5 seconds",
+}
 
 # Seconds between two looks at the processes.
 POLL = 0.05
+# Seconds between asking a process to end and ending it.
+GRACE = 5.0
 # Seconds in which the process that others have lost must be seen to end. The kernel closes the
 # connections of a killed process a moment before it reports that process's end.
-CAUSE_ENDS_WITHIN = 1.0
+_CAUSE_ENDS_WITHIN = 1.0
 # Lines of a failed process's output that are shown, and bytes of its end that are searched.
-LAST_LINES = 20
-LAST_BYTES = 1 << 16
+_LAST_LINES = 20
+_LAST_BYTES = 1 << 16
 # The exit codes of wrong settings, which a restart would not help; after a stall, the one of
 # timeout(1); and after Ctrl-C, 128 + SIGINT.
 WRONG_SETTINGS = 2
-STALLED = 124
-INTERRUPTED = 130
+_STALLED = 124
+_INTERRUPTED = 130
 # Signals that are sent on to the processes, and exit codes of a process that one of them ended at
 # once, before it had anything to save.
-HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BY_SIGNAL = {code for number in HANDED_ON for code in (-number, 128 + number)}
+_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BY_SIGNAL = {code for number in _HANDED_ON for code in (-number, 128 + number)}
 
 
 # ---- the command line
@@ -71,43 +76,36 @@ def main(arguments: list[str] | None = None) -> None:
     """
     # All that can be wrong is found before a process is started.
     try:
-        known = parsed(sys.argv[1:] if arguments is None else arguments)
-        program = known.program[1:] if known.program[:1] == ["--"] else known.program
-        late = next((word for word in program if word.startswith(OURS)), None)
-        if late is not None:
-            raise ValueError(
-                f"{late} is a flag of the launcher: write it before the program and its settings"
-            )
-        if not min(known.max_restarts or 0, known.stall_timeout or 0, known.grace) >= 0:
-            raise ValueError("--max-restarts, --stall-timeout and --grace must not be negative")
+        nprocs, program = _parsed(sys.argv[1:] if arguments is None else arguments)
         check_on_disk(command_line.folder_key(program), folder_given(program))
         command_line.check_config_dir(command_line.config_dir(program))
-        group = local_processes(known.nprocs, os.environ)
+        group = local_processes(nprocs, os.environ)
     except (ValueError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
     # The folder is chosen here, so that every restart writes to the same one.
-    only_reads = program[:1] in (["check"], ["evaluate"]) or command_line.SHOWS_ONLY & set(
-        program
-    )
+    is_check = program[:1] == ["check"]
+    shows_only = command_line.SHOWS_ONLY & set(program)
+    only_reads = is_check or program[:1] == ["evaluate"] or shows_only
     if group.first == 0 and not only_reads and folder_given(program) is None:
         project = command_line.project_name(program)
         folder = command_line.fresh_folder(project, program)
         program = program + command_line.in_folder(folder, program)
     folder = folder_given(program)
     logs = Path("launch-logs") if folder is None or "$" in folder else Path(folder) / "launch"
-    if program[:1] == ["check"]:
+    if is_check:
         logs = Path("outputs") / "check"
 
-    never = ""
+    no_restart = ""
     if command_line.SWEEPS & set(program):
-        never = "launch.max_restarts is for one run: with --multirun it would begin all again"
+        no_restart = (
+            "launch.max_restarts is for one run: with --multirun it would begin all again"
+        )
     elif "${now" in (folder or ""):
-        never = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
-    policy = RestartPolicy(known.stall_timeout, known.max_restarts, known.grace, never)
+        no_restart = "launch.max_restarts needs a hydra.run.dir without ${now:...}"
     try:
-        code = supervise(process_command(program), group.environments, logs, policy)
+        code = supervise(process_command(program), group.environments, logs, no_restart)
     # The logs cannot be written, or there is no memory for another process.
     except OSError as error:
         text = f"error: the launcher has stopped, and has ended its processes: {error}"
@@ -116,9 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
-    """The launcher's own flags, and as `program` the words that follow them. Raises ValueError or
-    argparse.ArgumentError."""
+def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
+    """--nprocs, and the words after it. Raises ValueError or argparse.ArgumentError."""
     about = "Starts and watches the processes of a run here; the first one has the screen."
     parser = argparse.ArgumentParser(
         "tunix-lite launch", description=about, allow_abbrev=False, exit_on_error=False
@@ -126,23 +123,26 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
-    for flag, kind, default, about in (
-        ("--max-restarts", int, None, "as launch.max_restarts=N"),
-        ("--stall-timeout", float, None, "as launch.stall_timeout=SECONDS"),
-        ("--grace", float, 5, "seconds between asking a process to end and ending it; 5"),
-    ):
-        parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
     what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     known, unknown = parser.parse_known_args(arguments)
+    program = known.program[1:] if known.program[:1] == ["--"] else known.program
+    flags = [word.partition("=")[0] for word in [*unknown, *program]]
+    for flag in flags:
+        if flag in _OLD_FLAGS:
+            raise ValueError(f"{flag} is gone; write {_OLD_FLAGS[flag]}, after the program")
+    if "--nprocs" in flags and not unknown:
+        raise ValueError(
+            "--nprocs is a flag of the launcher: write it before the program and its settings"
+        )
     if unknown:
         raise ValueError(
-            f"{unknown[0]}: the launcher has no such flag; it has {', '.join(OURS)}. torchrun's "
+            f"{unknown[0]}: the launcher has no such flag; it has --nprocs. torchrun's "
             "--nproc_per_node is --nprocs, for several machines set MASTER_ADDR, MASTER_PORT, "
             "WORLD_SIZE and RANK on each, and settings of the run are written key=value, without "
             "dashes, after the program"
         )
-    return known
+    return known.nprocs, program
 
 
 def _count(text: str) -> int:
@@ -172,11 +172,9 @@ class LocalProcesses:
     processes each.
     """
 
-    # how many are started here
+    # how many are started here, how many the whole run has, and the id of the first one here
     nprocs: int
-    # how many the whole run has
     world: int
-    # the id of the first one here
     first: int = 0
     # where process 0 listens; port None: a free one of this machine, a new one for each attempt
     address: str = "127.0.0.1"
@@ -208,76 +206,35 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
     """
     if nprocs < 1:
         raise ValueError(f"--nprocs={nprocs} must be at least 1")
-
     port = environ.get("MASTER_PORT")
+    world = environ.get("WORLD_SIZE", "").strip()
+    if world == str(nprocs) and not environ.get("RANK", "0").strip(" 0"):
+        address = environ.get("MASTER_ADDR", "127.0.0.1")
+        return LocalProcesses(nprocs, nprocs, 0, address, port)
+
+    of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}
+    place = find_place(LaunchConfig(), of_torchrun if world else environ)
+    first = place.process_id
+    count = place.num_processes
     # Slurm numbers the machines; each machine has one launcher.
-    if "WORLD_SIZE" not in environ:
-        node = find_place(LaunchConfig(), environ)
-        if node.source == "srun" and node.asks_jax:
+    if not world:
+        if place.source == "srun" and place.asks_jax:
             raise ValueError(
                 "MASTER_ADDR is not set: under srun each node has a launcher, and all need the "
                 "node of process 0; export MASTER_ADDR=$(scontrol show hostnames | head -n 1)"
             )
-        if node.coordinator is None:
+        if place.coordinator is None:
             return LocalProcesses(nprocs, nprocs, port=port)
-        host, _, port = node.coordinator.rpartition(":")
-        return LocalProcesses(
-            nprocs, node.num_processes * nprocs, node.process_id * nprocs, host, port
-        )
-
-    # All processes of the run are on this machine.
-    if environ["WORLD_SIZE"].strip() == str(nprocs):
-        rank = environ.get("RANK", "0").strip()
-        if rank.strip("0"):
-            raise ValueError(
-                f"RANK={rank}, but WORLD_SIZE={nprocs} and --nprocs={nprocs}: then all processes "
-                "are on this machine, and RANK must be 0; WORLD_SIZE counts the processes of all "
-                "machines"
-            )
-        address = environ.get("MASTER_ADDR", "127.0.0.1")
-        return LocalProcesses(nprocs, nprocs, 0, address, port)
-
-    # Several machines, with the variables of torchrun.
-    of_torchrun = {name: environ[name] for name in TORCH_SETS if name in environ}
-    place = find_place(LaunchConfig(), of_torchrun)
-    if place.process_id + nprocs > place.num_processes:
+        first *= nprocs
+        count *= nprocs
+    if first + nprocs > count or place.coordinator is None:
         raise ValueError(
-            f"RANK={place.process_id} and --nprocs={nprocs} are processes {place.process_id} to "
-            f"{place.process_id + nprocs - 1}, but WORLD_SIZE={place.num_processes}: RANK is the "
-            "number of the first process on this machine, and WORLD_SIZE counts the processes of "
-            "all machines"
+            f"RANK={first} and --nprocs={nprocs} are processes {first} to "
+            f"{first + nprocs - 1}, but WORLD_SIZE={count}: RANK is the number of the first "
+            "process on this machine, and WORLD_SIZE counts the processes of all machines"
         )
     host, _, port = place.coordinator.rpartition(":")
-    return LocalProcesses(nprocs, place.num_processes, place.process_id, host, port)
-
-
-@dataclass
-class RestartPolicy:
-    """When the launcher gives an attempt up, and how often it tries again: by its flags, else by
-    the settings of the run, which its processes report.
-
-    Example: `RestartPolicy(stall_timeout=1800, max_restarts=3)`.
-    """
-
-    # seconds without a heartbeat, after the first one, until the run counts as stalled; 0: never
-    # None: as the settings of the run have it; the same below
-    stall_timeout: float | None = None
-    # how often a failed run is started again
-    max_restarts: int | None = None
-    # seconds between SIGTERM and SIGKILL
-    grace: float = 5.0
-    # why the run cannot be started again; "": it can
-    never: str = ""
-
-    def complete(self, beats: Path) -> None:
-        """Takes what is not set from the reports of the processes, in `beats`."""
-        if None not in (self.stall_timeout, self.max_restarts):
-            return
-        for file in beats.glob(f"*{SETTINGS}"):
-            with contextlib.suppress(OSError, ValueError):
-                for name, value in json.loads(file.read_text()).items():
-                    if getattr(self, name) is None:
-                        setattr(self, name, value)
+    return LocalProcesses(nprocs, count, first, host, port)
 
 
 # ---- a run, from its first attempt to its end
@@ -295,17 +252,18 @@ class Failure(NamedTuple):
 
 
 def supervise(
-    command: list[str], environments: Callable[[], list[dict]], logs: Path, policy: RestartPolicy
+    command: list[str], environments: Callable[[], list[dict]], logs: Path, no_restart: str = ""
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
 
     environments: called for each attempt, so that each has a free port of its own. logs: the folder
-    for the output. Raises OSError if a process cannot be started; then all others have been ended.
+    for the output. no_restart: why the run cannot be started again; "": it can. Raises OSError if a
+    process cannot be started; then all others have been ended.
     """
     # Folders that we make, the innermost first. A run that never begins leaves none of them.
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     signals: list[int] = []
-    for number in HANDED_ON:
+    for number in _HANDED_ON:
         # nohup has SIGHUP ignored, and so do we.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda came, _: signals.append(came))
@@ -315,7 +273,7 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="tunix_lite_") as temporary:
         beats = Path(temporary)
         for restarts in itertools.count():
-            attempt = _Attempt(policy, signals, beats)
+            attempt = _Attempt(signals, beats)
             try:
                 logs.mkdir(parents=True, exist_ok=True)
                 for environment in environments():
@@ -328,24 +286,22 @@ def supervise(
 
             # Try again, unless it succeeded, was asked to stop, or would fail in the same way.
             if failure is not None and failure.text:
-                say(failure.text)
+                _say(failure.text)
             if failure is None or signals or failure.code == WRONG_SETTINGS:
                 break
-            policy.complete(beats)
-            if policy.max_restarts and policy.never:
-                say(policy.never)
+            most = attempt.settings()["max_restarts"]
+            if most and no_restart:
+                _say(no_restart)
                 break
-            if restarts >= (policy.max_restarts or 0):
+            if restarts >= most:
                 break
-            say(f"restart {restarts + 1} of {policy.max_restarts}, from the newest checkpoint")
+            _say(f"restart {restarts + 1} of {most}, from the newest checkpoint")
     if failure is None:
         # All have stopped by themselves. As of a run without a launcher: commands/train.py.
-        return INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
+        return _INTERRUPTED if signals[-1:] == [signal.SIGINT] else 0
     unused = {".hydra", LOCK, logs.name}
-    if (
-        failure.code == WRONG_SETTINGS
-        and {path.name for path in logs.parent.iterdir()} <= unused
-    ):
+    has_begun = {path.name for path in logs.parent.iterdir()} - unused
+    if failure.code == WRONG_SETTINGS and not has_begun:
         shutil.rmtree(logs, ignore_errors=True)
         for folder in made[1:]:
             # rmdir fails where something else is in the folder.
@@ -357,12 +313,19 @@ def supervise(
 class _Attempt:
     """The processes of this machine from one start to their end."""
 
-    def __init__(self, policy: RestartPolicy, signals: list[int], beats: Path):
+    def __init__(self, signals: list[int], beats: Path):
         """signals: those that the launcher has received. beats: the folder of heartbeat files."""
         self.processes: list[Process] = []
-        self._policy = policy
         self._signals = signals
         self._beats = beats
+
+    def settings(self) -> dict[str, float]:
+        """launch.stall_timeout and launch.max_restarts, as the processes report them."""
+        settings = {"stall_timeout": LaunchConfig.stall_timeout, "max_restarts": 0}
+        for file in self._beats.glob(f"*{SETTINGS}"):
+            with contextlib.suppress(OSError, ValueError):
+                settings |= json.loads(file.read_text())
+        return settings
 
     def watch(self) -> Failure | None:
         """Waits until all processes have ended. None: all succeeded.
@@ -370,12 +333,11 @@ class _Attempt:
         If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
         """
         while not self._signals:
-            self._policy.complete(self._beats)
             running = self._running()
             failed = self._failed()
 
             # While all that failed only report a lost peer, that one is probably about to end here.
-            deadline = time.monotonic() + CAUSE_ENDS_WITHIN
+            deadline = time.monotonic() + _CAUSE_ENDS_WITHIN
             while failed and running and time.monotonic() < deadline:
                 if not all(process.is_victim() for process in failed):
                     break
@@ -417,7 +379,7 @@ class _Attempt:
     def _end_others(self, failure: Failure) -> Failure:
         """Ends the other processes after a failure, and adds to its text how long that took."""
         began = time.monotonic()
-        self.end(self._policy.grace)
+        self.end(GRACE)
         if len(self.processes) == 1 or not failure.text:
             return failure
         seconds = time.monotonic() - began
@@ -426,10 +388,9 @@ class _Attempt:
     def _stop(self) -> Failure | None:
         """After the first signal: sends it on, and waits while the processes stop by themselves.
 
-        If one fails, the others have `grace` seconds more. A second signal ends all at once. The
+        If one fails, the others have GRACE seconds more. A second signal ends all at once. The
         first one is not sent twice: that would stop the processes in the middle of saving.
         """
-        grace = self._policy.grace
         deadline = math.inf
         for process in self.processes:
             process.send_signal(self._signals[-1])
@@ -437,19 +398,19 @@ class _Attempt:
             if len(self._signals) > 1 or time.monotonic() >= deadline:
                 break
             if deadline == math.inf and self._failed():
-                deadline = time.monotonic() + grace
+                deadline = time.monotonic() + GRACE
             if deadline == math.inf and (failure := self._stalled()):
                 return self._end_others(failure)
             time.sleep(POLL)
 
         # A process that the signal ended at once takes others with it: they lost a peer.
-        early = [process for process in self.processes if process.returncode in BY_SIGNAL]
+        early = [process for process in self.processes if process.returncode in _BY_SIGNAL]
         failed = [process for process in self._failed() if process not in early]
         failure = _blamed([p for p in failed if not (early and p.is_victim())])
         too_late = ""
         if left and len(self._signals) == 1:
             names = " and ".join(map(str, left))
-            too_late = f"\n{names}: still running {grace:g} s later, and ended"
+            too_late = f"\n{names}: still running {GRACE:g} s later, and ended"
         self.end(0.0)
         if failure is not None:
             return Failure(failure.text and failure.text + too_late, failure.code)
@@ -464,10 +425,8 @@ class _Attempt:
         All wait for one: for one that has not made its first step, else for the one that has been
         silent the longest. Before the first step of all there is no limit.
         """
+        limit = self.settings()["stall_timeout"]
         running = [process for process in self.processes if process.returncode is None]
-        limit = self._policy.stall_timeout
-        limit = LaunchConfig.stall_timeout if limit is None else limit
-
         # Seconds since the last heartbeat of each; None: before the first.
         silent = {process: process.silence() for process in running}
         seconds = [s for s in silent.values() if s is not None]
@@ -483,7 +442,7 @@ class _Attempt:
         text = (
             f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
         )
-        return Failure(f"{text}\n{culprit.last_lines()}", STALLED)
+        return Failure(f"{text}\n{culprit.last_lines()}", _STALLED)
 
 
 def _blamed(failed: list["Process"]) -> Failure | None:
@@ -569,7 +528,7 @@ class Process(subprocess.Popen):
             self.ended = min(self.ended, time.monotonic())
         if self.stderr is not None:
             while output := self.stderr.read(1 << 16):
-                show(output)
+                _show(output)
                 # The disk of its log may be full.
                 with contextlib.suppress(OSError):
                     self._file.write(output)
@@ -590,7 +549,7 @@ class Process(subprocess.Popen):
         """The last lines of its output in this attempt; of process 0, where they are."""
         if self.index == 0:
             return f"its last words are above, and in {self._log}"
-        lines = self._output().decode(errors="replace").splitlines()[-LAST_LINES:]
+        lines = self._output().decode(errors="replace").splitlines()[-_LAST_LINES:]
         return "\n".join([f"its last lines, of {self._log}:", *(f"  {line}" for line in lines)])
 
     def is_victim(self) -> bool:
@@ -603,9 +562,9 @@ class Process(subprocess.Popen):
         return LOST_A_PEER.encode() in output or b"The following tasks are unhealthy" in output
 
     def _output(self) -> bytes:
-        """The end of its output in this attempt, at most LAST_BYTES."""
+        """The end of its output in this attempt, at most _LAST_BYTES."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(self._began, self._log.stat().st_size - LAST_BYTES))
+            log.seek(max(self._began, self._log.stat().st_size - _LAST_BYTES))
             return log.read()
         return b""
 
@@ -627,15 +586,12 @@ def _end_with_us() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-# ---- the screen
-
-
-def say(text: str) -> None:
+def _say(text: str) -> None:
     """Prints lines of the launcher's own."""
-    show("".join(f"launch: {line}\n" for line in text.splitlines()).encode())
+    _show("".join(f"launch: {line}\n" for line in text.splitlines()).encode())
 
 
-def show(output: bytes) -> None:
+def _show(output: bytes) -> None:
     """Writes to the screen. It may be a file on a full disk, or gone: then nothing is written."""
     with contextlib.suppress(OSError):
         sys.stderr.buffer.write(output)

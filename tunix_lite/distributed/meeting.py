@@ -28,14 +28,14 @@ from tunix_lite.distributed.process_place import ProcessPlace
 # Bytes of a message, at most.
 LONGEST = 1 << 22
 # The key that marks a message as one of ours; its value is the process id.
-HELLO = "tunix_lite"
+_HELLO = "tunix_lite"
 # Seconds of waiting before the first line about it, and between two lines.
-FIRST_LINE = 2
-NEXT_LINE = 30
+_FIRST_LINE = 2
+_NEXT_LINE = 30
 # Seconds of silence after which a connection counts as a stranger's.
-MESSAGE_SECONDS = 5
+_MESSAGE_SECONDS = 5
 # Seconds between two looks at what the connections have sent.
-ACCEPT_SECONDS = 0.05
+_ACCEPT_SECONDS = 0.05
 # (process id, number of processes, what the process is)
 Report = tuple[int, int, ProcessInfo]
 # What a message of a stranger raises when it is read. ValueError: it is no JSON, or no text.
@@ -54,7 +54,7 @@ class Waiting:
         self.say = say
         self._deadline = time.monotonic() + seconds
         # the seconds that are left when the next line is due
-        self._next = seconds - FIRST_LINE
+        self._next = seconds - _FIRST_LINE
 
     @property
     def left(self) -> float:
@@ -64,7 +64,7 @@ class Waiting:
     def show(self, text: str) -> None:
         """Prints `text` with the seconds that are left, if a line is due."""
         if self.left <= self._next:
-            self._next = self.left - NEXT_LINE
+            self._next = self.left - _NEXT_LINE
             self.say(f"{text}, {max(0, round(self.left))} s left")
 
 
@@ -117,7 +117,7 @@ def _call_roll(
     server: socket.socket, place: ProcessPlace, own: ProcessInfo, waiting: Waiting
 ) -> Agreement:
     """Waits until all are there, one of them is wrong, or the time is up; then answers all."""
-    server.settimeout(ACCEPT_SECONDS)
+    server.settimeout(_ACCEPT_SECONDS)
     port = server.getsockname()[1]
     count = place.num_processes
     came = {0: own}
@@ -147,15 +147,13 @@ def _call_roll(
             pass
         except OSError:
             # The connection is gone again, or too many files are open.
-            time.sleep(ACCEPT_SECONDS)
+            time.sleep(_ACCEPT_SECONDS)
         while not heard.empty():
             connection, report = heard.get()
             if report is None:
                 if not has_noted_stranger:
-                    waiting.say(
-                        f"process 0: a connection to port {port} is not from this run, and is "
-                        "ignored"
-                    )
+                    stranger = f"a connection to port {port} is not from this run"
+                    waiting.say(f"process 0: {stranger}, and is ignored")
                 has_noted_stranger = True
                 continue
             connections.append(connection)
@@ -202,10 +200,10 @@ def _hear(
     """
     report = None
     with contextlib.suppress(*UNREADABLE):
-        connection.settimeout(MESSAGE_SECONDS)
+        connection.settimeout(_MESSAGE_SECONDS)
         with connection.makefile("rb") as lines:
             message = json.loads(lines.readline(LONGEST))
-        process = message[HELLO]
+        process = message[_HELLO]
         count = message["num_processes"]
         about = ProcessInfo(**message["about"])
         texts = [about.host, *about.values.keys(), *about.values.values()]
@@ -226,7 +224,7 @@ def _is_gone(connection: socket.socket) -> bool:
     except OSError as error:
         return not isinstance(error, BlockingIOError)
     finally:
-        connection.settimeout(MESSAGE_SECONDS)
+        connection.settimeout(_MESSAGE_SECONDS)
 
 
 def is_loopback(host: str) -> bool:
@@ -248,8 +246,9 @@ def _report(
     """
     me = place.process_id
     count = place.num_processes
-    hello = {HELLO: me, "num_processes": count, "about": dataclasses.asdict(own)}
-    while True:
+    hello = {_HELLO: me, "num_processes": count, "about": dataclasses.asdict(own)}
+    answer = None
+    while answer is None:
         waiting.show(f"process {me} looks for process 0 at {host}:{port}")
         reached = False
         seconds = min(5.0, max(0.1, waiting.left))
@@ -261,11 +260,11 @@ def _report(
                 connection.settimeout(max(0.0, waiting.left) + 10)
                 with connection.makefile("rb") as lines:
                     answer = json.loads(lines.readline(LONGEST))
-            error = answer.pop("error")
-            kind = NotMet if answer.pop("absent", False) else ValueError
-            agreed = Agreement(**answer)
-            break
+            agreed = Agreement(answer["hosts"], answer["folder"])
+            error = answer["error"]
+            kind = NotMet if answer["absent"] else ValueError
         except UNREADABLE as problem:
+            answer = None
             if waiting.left > 0:
                 time.sleep(min(0.3, waiting.left))
                 continue
@@ -275,9 +274,7 @@ def _report(
                     f"{waiting.seconds:g} s no process 0 of this run: another program or an "
                     f"older run uses that port. Choose another port with {place.source}"
                 ) from problem
-            why = "no answer"
-            if not isinstance(problem, TimeoutError):
-                why = getattr(problem, "strerror", None) or str(problem)
+            why = getattr(problem, "strerror", None) or str(problem)
             # Whoever exports RANK=1 on the second machine waits for processes that nobody started.
             by_hand = "MASTER_ADDR" in place.source
             rank = "RANK counts processes, not machines. " if by_hand else ""

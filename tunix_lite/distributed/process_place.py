@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # The default port of torchrun.
-TORCH_PORT = "29500"
+_TORCH_PORT = "29500"
 # The value of launch.coordinator with which jax finds the other processes itself.
 ASK_JAX = "auto"
 
@@ -36,14 +36,11 @@ class LaunchConfig:
     max_restarts: int = 0
 
     def __post_init__(self):
-        for name in ("num_processes", "timeout", "heartbeat_timeout", "expect_devices"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("process_id", "stall_timeout", "max_restarts"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+        for name, value in vars(self).items():
+            least = 0 if name in ("process_id", "stall_timeout", "max_restarts") else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                what = "must be at least 1" if least else "must not be negative"
+                raise ValueError(f"{name}={value} {what}")
 
 
 @dataclass(frozen=True)
@@ -68,15 +65,12 @@ class ProcessPlace:
     asks_jax: bool = False
 
 
-# The settings that say which process this is.
+# The settings, and the variables of torchrun, that say which process this is.
 IDS = ("coordinator", "num_processes", "process_id")
-
-
-# Variables of torchrun that say which process this is.
 TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 # Variables of a task of srun. Those of its step come before those of the job: a shell in a job is a
 # step of one task.
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
@@ -113,17 +107,12 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
             f"{missing[0]} is missing: launch.coordinator=HOST:PORT, launch.num_processes=N and "
             "launch.process_id=0 to N-1 belong together"
         )
-    host, _, port = launch.coordinator.rpartition(":")
-    if not host:
-        raise ValueError(
-            f"launch.coordinator={launch.coordinator!r}: it is HOST:PORT, for example "
-            f"192.168.1.10:{TORCH_PORT}"
-        )
-    address = f"{host}:{_port('launch.coordinator', port)}"
+    _, _, port = launch.coordinator.rpartition(":")
+    _port("launch.coordinator", port)
     rank = launch.process_id
     count = launch.num_processes
     _check_rank("launch.process_id", rank, "launch.num_processes", count)
-    return ProcessPlace(rank, count, address, source="launch.coordinator")
+    return ProcessPlace(rank, count, launch.coordinator, source="launch.coordinator")
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
@@ -134,18 +123,16 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
     count = _number("WORLD_SIZE", environ)
     if count == 1:
         return ProcessPlace(source="WORLD_SIZE=1")
-    for name, meaning in (
-        ("MASTER_ADDR", "the address of process 0"),
-        ("RANK", "the number of this process, from 0"),
-    ):
+    needed = {"MASTER_ADDR": "address of process 0", "RANK": "number of this process, from 0"}
+    for name, meaning in needed.items():
         if not environ.get(name):
-            raise ValueError(f"WORLD_SIZE={count}, but {name} is not set: it is {meaning}")
+            raise ValueError(f"WORLD_SIZE={count}, but {name} is not set: it is the {meaning}")
     rank = _number("RANK", environ)
     _check_rank("RANK", rank, "WORLD_SIZE", count)
 
     # torchrun itself listens at MASTER_PORT, so process 0 takes the next port.
     host = environ["MASTER_ADDR"]
-    port = _port("MASTER_PORT", environ.get("MASTER_PORT", TORCH_PORT))
+    port = _port("MASTER_PORT", environ.get("MASTER_PORT", _TORCH_PORT))
     source = "MASTER_ADDR and MASTER_PORT"
     if "TORCHELASTIC_RUN_ID" in environ:
         port = port % 65535 + 1
@@ -160,7 +147,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> ProcessPlace | None:
 def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
     """By the variables of srun. Without MASTER_ADDR jax finds the first node, and the processes
     meet through jax."""
-    if any(name not in environ for name in SLURM):
+    if any(name not in environ for name in _SLURM):
         return None
     of_step = "SLURM_STEP_NUM_TASKS"
     counter = of_step if of_step in environ else "SLURM_NTASKS"
@@ -187,27 +174,13 @@ def _of_slurm(environ: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def _of_jax(environ: Mapping[str, str]) -> ProcessPlace | None:
-    """By variables that jax itself detects: Open MPI, and TPU slices of several hosts.
-
-    Raises ValueError for those of xpk and MaxText, which nobody else reads.
-    """
+    """By variables that jax itself detects: Open MPI, and TPU slices of several hosts."""
     if "OMPI_MCA_orte_hnp_uri" in environ and _number("OMPI_COMM_WORLD_SIZE", environ, 1) > 1:
         return ProcessPlace(source="Open MPI", asks_jax=True)
     workers = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES", "")
     if "," in workers or _number("MEGASCALE_NUM_SLICES", environ, 1) > 1:
         return ProcessPlace(source="TPU_WORKER_HOSTNAMES", asks_jax=True)
-    has_address = environ.get("JAX_COORDINATOR_IP") or environ.get("JAX_COORDINATOR_ADDRESS")
-    for counter in ("NNODES", "JAX_PROCESS_COUNT"):
-        if has_address and environ.get(counter, "1") != "1":
-            raise ValueError(
-                f"{counter}={environ[counter]}: variables of xpk are not read; write "
-                f"launch.coordinator=HOST:PORT launch.num_processes=${counter} and "
-                "launch.process_id=N, with $NODE_RANK or $JOB_COMPLETION_INDEX as N"
-            )
     return None
-
-
-# ---- numbers, ports, addresses
 
 
 def _number(name: str, environ: Mapping[str, str], default: int | None = None) -> int:
@@ -224,8 +197,8 @@ def _port(name: str, text: str) -> int:
     """A text as the number of a port. name: where it is from. Raises ValueError."""
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ValueError(
-            f"{name}={text!r} is not a port: it is a number from 1 to 65535, for example "
-            f"{TORCH_PORT}"
+            f"{name}: {text!r} is not a port: it is a number from 1 to 65535, as in "
+            f"192.168.1.10:{_TORCH_PORT}"
         )
     return int(text)
 

@@ -6,6 +6,7 @@ update must be waited for.
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -19,11 +20,7 @@ from jax.experimental import multihost_utils
 
 from tunix_lite.distributed.join import HEARTBEAT, STARTED
 
-SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []),
-)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Signals that a scheduler or a closed terminal sends, sometimes both.
 OF_MACHINES = ("SIGTERM", "SIGHUP")
 # Seconds in which a second signal may be the first one, sent once more.
@@ -82,9 +79,8 @@ class Stopping:
         self.has_learned = False
 
         # the time limit
-        self._deadline = None
-        if max_minutes is not None:
-            self._deadline = time.monotonic() + 60 * max_minutes - max(passed, 0.0)
+        minutes = math.inf if max_minutes is None else max_minutes
+        self._deadline = time.monotonic() + 60 * minutes - max(passed, 0.0)
         # seconds of the longest step so far, and the time at which `reason` was last called
         self._longest = 0.0
         self._last_reason: float | None = None
@@ -252,8 +248,7 @@ class Stopping:
 
     def _is_too_late(self, more: float = 0.0) -> bool:
         """Whether the time limit is over in `more` seconds. The first step is always made."""
-        late = self._deadline is not None and time.monotonic() + more > self._deadline
-        return late and self.has_learned
+        return self.has_learned and time.monotonic() + more > self._deadline
 
     def stop_if(self, now: bool) -> None:
         """Raises StopRun if `now`. All processes of the run must call it with the same answer."""
@@ -270,8 +265,7 @@ class Stopping:
         if self._last_reason is not None:
             self._longest = max(self._longest, now - self._last_reason)
         self._last_reason = now
-        least = max(self._longest, self._update_seconds)
-        is_late = self._deadline is not None and now + least > self._deadline
+        is_late = now + max(self._longest, self._update_seconds) > self._deadline
 
         # Processes exchange the index of their reason; the highest one counts.
         reasons = (None, *[number.name for number in SIGNALS], "training.max_minutes")
