@@ -1,8 +1,8 @@
 """Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
 
-import copy
 import importlib.util
 import os
+import pickle
 import signal
 from importlib.metadata import version
 from pathlib import Path
@@ -57,11 +57,11 @@ def load_yaml(file, Loader):
     text = file.read()
     if text not in PARSED:
         file.seek(0)  # so that an error names the file
-        PARSED[text] = yaml.load(file, Loader=Loader)
-    return copy.deepcopy(PARSED[text])
+        PARSED[text] = pickle.dumps(yaml.load(file, Loader=Loader))
+    return pickle.loads(PARSED[text])
 
 
-PARSED: dict[str, object] = {}
+PARSED: dict[str, bytes] = {}
 omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load_yaml})
 
 
