@@ -155,7 +155,7 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
     ],
     ids=str,
 )
-def test_slots_parking_and_the_clock_change_nothing(cfg, params, expected, settings):
+def test_slots_offloading_and_the_clock_change_nothing(cfg, params, expected, settings):
     settings, alone = dict(settings), {}
 
     partner = Numbers(delay=settings.pop("delay"))

@@ -226,7 +226,7 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         programs["reread"] = extend
     if resolved.converses:
         programs["extend"] = extend
-    if resolved.may_park:
+    if resolved.may_offload:
         programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
         programs["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:

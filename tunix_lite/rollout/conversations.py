@@ -456,7 +456,7 @@ def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: in
         spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots, (), mesh_shape, rules
     )
     free = min(allgather_values(free_host_bytes()))
-    return memory.parking(num_conversations, free).most
+    return memory.offloading(num_conversations, free).most
 
 
 def _conversations_as_rollout(

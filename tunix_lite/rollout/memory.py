@@ -29,8 +29,8 @@ from tunix_lite.types import Params
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9
-# The share of the host's free memory that parked caches may take, all of them together.
-PARKED_SHARE = 0.25
+# The share of the host's free memory that offloaded caches may take, all of them together.
+OFFLOADED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class SamplingMemory:
         _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
 
-    def parked_bytes(self) -> int:
-        """Bytes that a host holds of one parked slot: the keys and values of all heads, and the
+    def offloaded_bytes(self) -> int:
+        """Bytes that a host holds of one offloaded slot: the keys and values of all heads, and the
         newest token's hidden state."""
         length = self.generation.max_prompt_length + self.generation.max_new_tokens
         int8 = self.rollout.cache == "int8"
@@ -100,15 +100,15 @@ class SamplingMemory:
         shapes = kv_cache.cache_shapes(self.cfg, 1, length, self.dtype, int8, tp)
         return kv_cache.tree_bytes(shapes) + self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
 
-    def parking(self, num_conversations: int, host_bytes: int | None) -> "Parking":
+    def offloading(self, num_conversations: int, host_bytes: int | None) -> "Offloading":
         """Decides what becomes of slots whose conversations wait for an environment.
 
         num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
         knows.
         """
         without_slot = max(0, num_conversations - self.num_slots)
-        room = None if host_bytes is None else int(PARKED_SHARE * host_bytes)
-        return Parking(self.rollout.waiting, self.parked_bytes(), without_slot, room)
+        room = None if host_bytes is None else int(OFFLOADED_SHARE * host_bytes)
+        return Offloading(self.rollout.waiting, self.offloaded_bytes(), without_slot, room)
 
     def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
         int8 = self.rollout.cache == "int8"
@@ -128,30 +128,30 @@ class SamplingMemory:
 
 
 @dataclass(frozen=True)
-class Parking:
+class Offloading:
     """Decides what becomes of slots whose conversations wait for environments: they keep their
-    places, or some of their caches are parked on the host.
+    places, or some of their caches are offloaded to the host.
 
-    Example: `Parking("auto", slot_bytes=2**20, without_slot=12, room_bytes=2**23).most` is 8.
+    Example: `Offloading("auto", slot_bytes=2**20, without_slot=12, room_bytes=2**23).most` is 8.
     """
 
     # the setting rollout.waiting
     waiting: str
-    # host memory of one parked slot
+    # host memory of one offloaded slot
     slot_bytes: int
-    # conversations of a rollout beyond its slots: no more are ever parked
+    # conversations of a rollout beyond its slots: no more are ever offloaded
     without_slot: int
-    # host memory that all parked slots may take; None: unknown
+    # host memory that all offloaded slots may take; None: unknown
     room_bytes: int | None
 
     @property
     def num_that_fit(self) -> int | None:
-        """Parked slots that a host has room for; None: unknown."""
+        """Offloaded slots that a host has room for; None: unknown."""
         return None if self.room_bytes is None else self.room_bytes // self.slot_bytes
 
     @property
     def most(self) -> int | None:
-        """Slots that are parked at once, at most; None: that depends on the host. `park` ignores
+        """Slots that are offloaded at once, at most; None: that depends on the host. `park` ignores
         host memory; `auto` respects it."""
         if self.waiting == "hold" or not self.without_slot:
             return 0
@@ -161,7 +161,7 @@ class Parking:
 
     @property
     def most_bytes(self) -> int:
-        """Returns the bytes of all parked slots on a host, at most."""
+        """Returns the bytes of all offloaded slots on a host, at most."""
         most = self.without_slot if self.most is None else self.most
         return most * self.slot_bytes
 
