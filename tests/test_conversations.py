@@ -93,7 +93,7 @@ def naive(cfg, params, prompt, key, row, partner):
             meta = attention.one_sequence_per_row(np.arange(width)[None] < len(tokens))
             hidden = forward(params, cfg, fixed, meta)[:, len(tokens) - 1]
             logits = decoder.logits(params, cfg, hidden)
-            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0, GenerationConfig())
+            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0)
             turn.append(int(drawn[0]))
             tokens.append(turn[-1])
             turn_of.append(turns + 1)

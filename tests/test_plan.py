@@ -107,12 +107,13 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
         return call
 
     def noted(*args):
-        programs = make_programs(*args)
-        changed = {name: noting(name, getattr(programs, name)) for name in ("prefill", "decode")}
-        return replace(programs, **changed)
+        programs = make(*args)
+        for name in ("prefill", "decode"):
+            setattr(programs, name, noting(name, getattr(programs, name)))
+        return programs
 
-    make_programs = sampler.make_programs
-    monkeypatch.setattr(sampler, "make_programs", noted)
+    make = sampler.Programs
+    monkeypatch.setattr(sampler, "Programs", noted)
     set_mesh(fsdp, tp)
     case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     run = case.run
@@ -330,11 +331,14 @@ def measured_conversations(case, monkeypatch) -> dict:
 
         return call
 
-    def noting(make, names):
-        return lambda *args: (made := make(*args)) and replace(made, **{name: noted(made, name) for name in names})
+    def noting(*args):
+        made = make(*args)
+        for name in ("decode", "append", "read_slot", "write_slot"):
+            setattr(made, name, noted(made, name))
+        return made
 
-    make = noting(sampler.make_programs, ["decode", "append", "read_slot", "write_slot"])
-    monkeypatch.setattr(sampler, "make_programs", make)
+    make = sampler.Programs
+    monkeypatch.setattr(sampler, "Programs", noting)
     rollout = replace(run.rollout, num_slots=case.slots)
     converse = sampler.make_generate(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations

@@ -19,7 +19,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, generate, memory
 from tunix_lite.rollout.generate import Request, make_generate, make_sampler
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 
@@ -314,7 +314,7 @@ def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy
 def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     made = []
-    monkeypatch.setattr(generate, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
+    monkeypatch.setattr(generate, "Programs", lambda *args: made.append(Programs(*args)) or made[-1])
     sample = sampler(one_layer, slots=2, chunk=4, eos=())
     for seed in (0, 1):
         all_of(sample(small, prompts_of((12, 3), seed=seed), jax.random.key(seed), 2))
@@ -455,11 +455,11 @@ def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypa
     def watched(scheduler):
         def recorded(*args):
             given.extend((arg, arg.copy()) for arg in jax.tree.leaves(args) if isinstance(arg, np.ndarray))
-            return whole.admit(*args)
+            return admit(*args)
 
-        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, admit=recorded)
+        admit, scheduler.programs.admit = scheduler.programs.admit, recorded
         fill(scheduler)
-        scheduler.programs = whole
+        scheduler.programs.admit = admit
 
     monkeypatch.setattr(engine.Engine, "fill", watched)
     all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
@@ -663,7 +663,7 @@ def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, 
 
 
 def test_decoding_updates_the_cache_in_place(cfg):
-    programs = make_programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
+    programs = Programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
     slots = programs.make_slots(2)
     per_layer_params = generate.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()

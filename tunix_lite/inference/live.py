@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.rollout.generate import check_kernels, make_prepare, sampler_spec
 from tunix_lite.rollout.live import LiveEngine
-from tunix_lite.rollout.programs import make_programs
+from tunix_lite.rollout.programs import Programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params
 
@@ -65,5 +65,5 @@ def live_engine(
         if prepared is None:
             prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
             prepared = prepare(model.params)
-        programs = make_programs(replace(spec, per_request=True))
+        programs = Programs(replace(spec, per_request=True))
     return LiveEngine(programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids)

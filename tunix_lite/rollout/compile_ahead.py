@@ -75,14 +75,14 @@ def compile_rollout(programs: Programs, per_layer_params: Params, size: RolloutS
     queue = empty_queue(queue_length(requests), spec.per_request)
 
     # The slots, for every number of columns.
-    decode = programs.decode if size.temperature > 0 else programs.decode_greedy
+    options = (spec.cuts_off(size.temperature), False)
     stopped = jax.ShapeDtypeStruct((size.num_slots,), jnp.int32)
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
 
     def decoded(columns: int) -> Slots:
         slots = results(programs.make_slots, size.num_slots, columns)
         slots = results(programs.admit, slots, prompt_cache, queue, number, stopped)
-        slots, _ = results(decode, slots, per_layer_params, temperature)
+        slots, _ = results(programs.decode, slots, per_layer_params, temperature, *options)
         return results(programs.admit, slots, prompt_cache, queue, number, stopped)
 
     sizes = _columns(programs)

@@ -299,18 +299,16 @@ class Engine:
 
     def decode(self) -> None:
         """Starts a chunk of decoding in the slots as they are."""
-        programs = self.programs
-        if programs.spec.per_request:
+        spec = self.programs.spec
+        has_cutoffs = spec.cuts_off(self.temperature)
+        has_top = False
+        if spec.per_request:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
             has_top = any(draw.top_logprobs for draw in draws)
-            decoded = programs.decode_each(
-                has_cutoffs, has_top, self.slots, self.per_layer_params
-            )
-        else:
-            program = programs.decode if self.temperature > 0 else programs.decode_greedy
-            decoded = program(self.slots, self.per_layer_params, self.temperature)
-        self.slots, chunk = decoded
+        self.slots, chunk = self.programs.decode(
+            self.slots, self.per_layer_params, self.temperature, has_cutoffs, has_top
+        )
         jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
         self.in_flight.append(chunk)
         self.num_chunks += 1
@@ -403,8 +401,7 @@ class Engine:
         self.tokens_sampled += count
         most = request.draw.top_logprobs if request.draw is not None else 0
         if most and decoded.top is not None:
-            ids = decoded.top.tokens[:count, slot, :most].tolist()
-            logprobs = decoded.top.logprobs[:count, slot, :most].tolist()
+            logprobs, ids = (x[:count, slot, :most].tolist() for x in decoded.top)
             request.top += [list(zip(*likeliest)) for likeliest in zip(ids, logprobs)]
         return end
 

@@ -53,7 +53,6 @@ from tunix_lite.rollout.programs import (
     SamplerSpec,
     Slots,
     longest_chunk,
-    make_programs,
 )
 from tunix_lite.rollout.requests import (
     OnChunk,
@@ -106,7 +105,7 @@ def make_sampler(
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(spec)
+    programs = Programs(spec)
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     widths = prompt_widths(generation.max_prompt_length)
 
@@ -375,7 +374,7 @@ def compile_all_ahead(
 def make_programs_of_turns(spec: SamplerSpec) -> Callable[[int | None], Programs]:
     """programs_of(max_turn_tokens) -> the programs for such turns, the same ones each time."""
     longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
-    of_chunk = cache(lambda chunk: make_programs(replace(spec, holds=True, chunk=chunk)))
+    of_chunk = cache(lambda chunk: Programs(replace(spec, holds=True, chunk=chunk)))
     return lambda max_turn_tokens: of_chunk(chunk_of_turns(longest, max_turn_tokens))
 
 

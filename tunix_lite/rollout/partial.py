@@ -24,7 +24,7 @@ from tunix_lite.rollout.generate import (
     make_prepare,
     sampler_spec,
 )
-from tunix_lite.rollout.programs import Programs, make_programs
+from tunix_lite.rollout.programs import Programs
 from tunix_lite.rollout.requests import (
     Request,
     RolloutArrays,
@@ -209,7 +209,7 @@ def make_partial_sampler(
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(spec)
+    programs = Programs(spec)
     criteria = StopCriteria(ends, generation.stop, tokenizer)
     criteria.check()
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
