@@ -295,8 +295,7 @@ def _plan_dict(plan: Plan) -> dict:
         described["device_that_only_samples"] = plan.apart
     if plan.offloading is not None:
         described["conversations"] = resolved.num_conversations
-        names = ("slot_bytes", "most", "most_bytes", "num_that_fit")
-        described["parking"] = {name: getattr(plan.offloading, name) for name in names}
+        described["parking"] = dataclasses.asdict(plan.offloading)
     if plan.forecast is not None:
         names = ("step_seconds", "tokens_per_second", "hours")
         derived = {name: getattr(plan.forecast, name) for name in names}

@@ -98,7 +98,7 @@ class SamplerSpec:
 
     def cuts_off(self, temperature: float) -> bool:
         """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
-        return self.generation.has_cutoffs and temperature > 0
+        return bool(self.generation.has_cutoffs and temperature > 0)
 
 
 @flax.struct.dataclass
