@@ -115,7 +115,10 @@ class Trackio:
 
 @dataclass(frozen=True)
 class TableRun:
-    """A `Tracker` over wandb, or over trackio, which has the same calls."""
+    """A `Tracker` over wandb, or over trackio, which has the same calls.
+
+    Example: `TableRun(wandb, wandb.init(project="p"))`.
+    """
 
     # the module, with `Table`; and what its `init` returned
     module: Any
@@ -170,7 +173,10 @@ class Mlflow:
 
 @dataclass(frozen=True)
 class MlflowRun:
-    """A `Tracker` over the active run of MLflow."""
+    """A `Tracker` over the active run of MLflow.
+
+    Example: `MlflowRun(mlflow)`.
+    """
 
     module: Any
 
