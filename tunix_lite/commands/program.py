@@ -179,7 +179,7 @@ def run_command(
     first = known.overrides if is_list else known.overrides[:1]
     folders = [word for word in first if "=" not in word or os.path.isdir(word)]
     folders = folders if positional else []
-    overrides = [word for word in known.overrides if word not in folders]
+    overrides = expand_short_forms([word for word in known.overrides if word not in folders])
 
     def act() -> None:
         values = compose_values(overrides, known.config_dir, (f"+command={name}",))

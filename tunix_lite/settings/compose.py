@@ -136,8 +136,9 @@ def expand_short_forms(argv: list[str]) -> list[str]:
             # backslashes are doubled before a quote, and nowhere else
             escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
             escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-            # OmegaConf would look for a setting of that name
-            escaped = escaped.replace("${", "\\${")
+            if "." not in key:
+                # a text for the model, in which OmegaConf would look for a setting of that name
+                escaped = escaped.replace("${", "\\${")
             word = f"{key}='{escaped}'"
         words.append(word)
     return words
