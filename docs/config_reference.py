@@ -35,7 +35,7 @@ from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import attempts, guessing, open_env, text_arena, tools
+from tunix_lite.environments import attempts, guessing, open_env, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -63,7 +63,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.curriculum import CurriculumConfig
-from tunix_lite.tasks.puzzles import countdown, sorting
+from tunix_lite.tasks.puzzles import countdown
 from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
 
@@ -104,15 +104,12 @@ GROUPS = (
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
-    Group("Source: sorting", "task.source.", sorting.Sorting, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
-    Group("Source: textarena", "task.source.", text_arena.TextArenaGames, None),
-    Group("Environment: textarena", "task.environment.", text_arena.TextArena, None),
     Group("Source: openenv", "task.source.", open_env.Episodes, None),
     Group("Environment: openenv", "task.environment.", open_env.OpenEnv, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),

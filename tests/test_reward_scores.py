@@ -14,8 +14,8 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.schedules import Linear
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.settings.compose import compose
+from tunix_lite.tasks.grading import shared_outcomes, values_of
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.reward_calls import shared_outcomes, values_of
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import RewardsConfig

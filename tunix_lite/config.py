@@ -422,8 +422,7 @@ def check_task_settings(run: RunConfig) -> None:
     if run.curriculum.is_on and needs.demonstrations:
         raise ValueError(
             "curriculum: pass rates are of completions, and this algorithm learns from "
-            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
-            "'curriculum.levels=[]'"
+            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]'"
         )
 
     # Conversations.
@@ -475,9 +474,7 @@ def check_overlap(run: RunConfig) -> None:
         "agreeing_groups=replace draws more prompts within one rollout; set "
         "algorithm.agreeing_groups=drop": algorithm.needs.rounds > 1,
         "a curriculum asks the prompts of a step by the grades of the step before; set "
-        "curriculum.drop_at=null 'curriculum.band=[]' 'curriculum.levels=[]'": (
-            run.curriculum.is_on
-        ),
+        "curriculum.drop_at=null 'curriculum.band=[]'": run.curriculum.is_on,
         "a conversation is not carried over an update; set rollout.overlap=one_step": (
             overlap == "carry" and getattr(run.task, "environment", None) is not None
         ),

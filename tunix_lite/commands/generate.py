@@ -228,9 +228,9 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
 def _read_prompt(where: str, line: str, most: int) -> tuple[Prompt, int]:
     """The prompt in a line of a .jsonl file, and the most tokens of its completions."""
     try:
-        row = json_of(line, where)
+        row = json_of(line)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{where}: {error}") from error
     row = row if isinstance(row, dict) else {"prompt": row}
     prompt = row.get("prompt", row.get("messages"))
     is_messages = isinstance(prompt, list) and all(
