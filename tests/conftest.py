@@ -124,7 +124,7 @@ def policy(cfg, generate):
 
 def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: bool) -> tuple:
     """(tokens, log-probabilities, those under the full distribution) of three decode steps of slots that hold random
-    hidden states. how: on_cpu."""
+    hidden states. how: on_cpu, or fused, by kernels of our own, which are interpreted."""
     rng = np.random.default_rng(0)
 
     def normal(x, scale: float = 0.3) -> np.ndarray:
@@ -132,7 +132,7 @@ def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: b
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     last = cfg.vocab_size - 1
-    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, **how)
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret=how.get("fused", False), **how)
     programs = make_programs(spec)
     empty = programs.make_slots(slots)
 

@@ -393,7 +393,7 @@ FREE = {
     "evaluation": {"interval_steps": "how often"},
     "generation": {},
     "rollout": {
-        "weights, mesh_shape": "how and where the same numbers are computed",
+        "weights, kernels, mesh_shape": "how and where the same numbers are computed",
         "waiting": "which conversations keep their slot",
     },
     "rewards": {"timeout, workers": "how long a call may take, and in how many processes"},

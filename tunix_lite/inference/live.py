@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.generate import make_prepare, sampler_spec
+from tunix_lite.rollout.generate import check_kernels, make_prepare, sampler_spec
 from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
@@ -44,6 +44,11 @@ def live_engine(
         stop=(),
         stop_token_ids=(),
     )
+    if rollout.is_fused:
+        raise ValueError(
+            "rollout.kernels=fused: each request says what is cut off, and the kernels draw from "
+            "all tokens; use auto or xla"
+        )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
         slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])
@@ -56,6 +61,7 @@ def live_engine(
             rollout,
             jnp.float32,
         )
+        check_kernels(spec, rollout, model.params)
         if prepared is None:
             prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
             prepared = prepare(model.params)

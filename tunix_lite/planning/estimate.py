@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
+from tunix_lite.kernels.choice import PIECE
 from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.quantize import stored_table
@@ -71,11 +72,12 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
 
-    # Scores over the vocabulary in float32: as they are, scaled, and drawn from.
+    # Scores over the vocabulary in float32: as they are, scaled, and drawn from; or with fused
+    # kernels five numbers for each slot and piece.
     cfg = resolved.cfg
     scores_shape = (resolved.slots, cfg.vocab_size)
     scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
-    decoding = 12 * scores
+    decoding = 5 * 4 * scores // PIECE if resolved.run.rollout.is_fused else 12 * scores
     if not is_gathered:
         # The head, or two layers, whole over fsdp.
         head = cfg.vocab_size * cfg.embed_dim // resolved.tp

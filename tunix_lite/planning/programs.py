@@ -256,6 +256,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         jnp.dtype(run.training.tp_reduce_dtype),
         holds=resolved.converses,
         on_cpu=mesh.devices.flat[0].platform == "cpu",
+        fused=run.rollout.is_fused,
     )
     if resolved.converses and run.generation.stop:
         spec = replace(spec, chunk=longest_chunk(spec))

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from tunix_lite.kernels.choice import check_fused
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.weights import are_plain
 from tunix_lite.parallel.mesh import (
     axis_size,
     current_mesh,
@@ -121,6 +123,7 @@ def make_sampler(
         # What is asked is checked before anything is computed.
         criteria = StopCriteria(ends, generation.stop, tokenizer)
         criteria.check()
+        check_kernels(spec, rollout, params)
         check_prompts(prompts, cfg, generation, tokenizer)
         limits = check_limits(limits, len(prompts) * num_generations, generation)
 
@@ -158,6 +161,22 @@ def compile_ahead(
 
 
 _preparing = threading.Lock()
+
+
+def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:
+    """Raises ValueError where decoding with these weights on the current mesh cannot use the
+    kernels that `rollout.kernels` asks for."""
+    if rollout.is_fused:
+        check_fused(
+            spec.cfg,
+            spec.dtype,
+            current_platform(),
+            axis_size("tp"),
+            spec.int8,
+            are_plain(params),
+            spec.generation.has_cutoffs,
+            spec.generation.repetition_penalty,
+        )
 
 
 def make_requests(
@@ -234,6 +253,7 @@ def sampler_spec(
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
         on_cpu=current_platform() == "cpu",
+        fused=rollout.is_fused,
     )
     return spec, ends
 
@@ -286,6 +306,7 @@ def make_generate(
         if partner is not None:
             criteria.check()
             programs = programs_of_turns(partner.max_turn_tokens)
+            check_kernels(programs.spec, rollout, params)
             check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
             requests = conversation_requests(prompts, num_generations, generation, partner, key)
             num_slots = rollout.slots(len(requests), axis_size("fsdp"))

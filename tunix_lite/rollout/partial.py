@@ -19,6 +19,7 @@ from tunix_lite.parallel.mesh import axis_size
 from tunix_lite.rollout.compile_ahead import RolloutSize, compile_append, compile_rollout
 from tunix_lite.rollout.engine import padded_width, prompt_widths
 from tunix_lite.rollout.generate import (
+    check_kernels,
     engine_of,
     make_prepare,
     sampler_spec,
@@ -126,6 +127,7 @@ class PartialSampler:
         if is_enough(has_ended):
             return list(completions), _nothing_sampled()
         cfg = self.programs.spec.cfg
+        check_kernels(self.programs.spec, self.rollout, params)
         check_prompts(list(prompts.values()), cfg, self.generation, self.criteria.tokenizer)
         order = order_of_requests(completions, prompts, self.generation.max_prompt_length)
         in_order = [completions[i] for i in order]

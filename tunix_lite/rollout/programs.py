@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.models import attention, decoder
+from tunix_lite.models import attention, decoder, rounding
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.unfused import unfused
 from tunix_lite.parallel.compiler_options import FOR_DECODING, JitByPlatform, OptionsByPlatform
@@ -83,8 +83,12 @@ class SamplerSpec:
     holds: bool = False
     # whether each request has RequestDraws of its own
     per_request: bool = False
+    # whether kernels of our own decode (tunix_lite/kernels)
+    fused: bool = False
     # whether it runs on CPUs, whose decode program reads some arrays in another layout
     on_cpu: bool = False
+    # whether fused kernels are interpreted, as tests do where there is no GPU
+    interpret: bool = False
 
     @property
     def max_length(self) -> int:
@@ -583,6 +587,9 @@ def _decode_chunk(
     """Draws `spec.chunk` tokens in every slot, as `generation` says."""
 
     def draw(slots: Slots, ahead: Ahead) -> tuple[jax.Array, ...]:
+        if spec.fused:
+            token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
+            return token_B, logprobs_B, logprobs_B
         logits_BV = _next_logits(spec, slots, per_layer_params)
         return sampling.draw(
             logits_BV,
@@ -695,6 +702,30 @@ def _next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> j
     return constrain(decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab")
 
 
+def draw_fused(
+    spec: SamplerSpec,
+    slots: Slots,
+    per_layer_params: Params,
+    temperature: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every slot and its log-probability, [B] each: one kernel, no logits."""
+    # Pallas is only imported where it is used.
+    from tunix_lite.kernels.fused_draw import fused_draw
+
+    table_VD = rounding.stored(
+        decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype
+    )
+    return fused_draw(
+        spec.cfg,
+        slots.hidden,
+        table_VD,
+        slots.keys,
+        slots.num_drawn,
+        temperature,
+        spec.interpret,
+    )
+
+
 def read_drawn(
     spec: SamplerSpec,
     slots: Slots,
@@ -707,13 +738,16 @@ def read_drawn(
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
 
     # Read the new token: its keys and values join the cache.
+    attend_fn = attend_fused(spec, slots) if spec.fused else attend_to_cache(spec, slots)
     hidden_B1D, cache = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
         token_B[:, None],
         slots.lengths[:, None],
-        attend_to_cache(spec, slots),
+        attend_fn,
         spec.tp_reduce_dtype,
+        attend_norms=spec.fused,
+        products=products_of(spec),
         angles=ahead.angles,
     )
 
@@ -735,6 +769,15 @@ def read_drawn(
         running=slots.running & ~is_last_B,
     )
     return at_home(after, "batch"), jnp.where(slots.running, token_B, -1)
+
+
+def products_of(spec: SamplerSpec) -> decoder.Products:
+    """Returns the multiplication with layers' weights that this sampler uses."""
+    if spec.fused:
+        from tunix_lite.kernels.decode_products import FusedProducts
+
+        return FusedProducts(spec.tp_reduce_dtype, spec.interpret)
+    return decoder.Products(spec.tp_reduce_dtype)
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
@@ -763,6 +806,41 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
             cfg, q_BTNH, kv.k, kv.v, masks[kind], kv.k_scales, kv.v_scales
         )
         return attended_BTNH, kv
+
+    return attend_fn
+
+
+def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
+    """attend_fn(layer, q, k, v, weights, angles) for one new token per slot, as
+    decoder.forward_by_layer takes it with attend_norms: one kernel a layer."""
+    from tunix_lite.kernels.decode_attention import fused_attend
+
+    cfg = spec.cfg
+
+    def attend_fn(
+        layer: int,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        weights: dict[str, Any],
+        angles: decoder.Angles,
+    ):
+        norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else ()
+        sin, cos = angles
+        old = slots.cache[layer]
+        out_BNH, k_BKCH, v_BKCH = fused_attend(
+            cfg,
+            q_BTNH[:, 0],
+            k_BTKH[:, 0],
+            v_BTKH[:, 0],
+            norms,
+            (sin[:, 0, 0], cos[:, 0, 0]),
+            slots.lengths,
+            old.k,
+            old.v,
+            spec.interpret,
+        )
+        return out_BNH[:, None], KV(k_BKCH, v_BKCH)
 
     return attend_fn
 

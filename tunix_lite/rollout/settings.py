@@ -141,6 +141,9 @@ class RolloutConfig:
     # Type of the stored keys and values: compute (as the computation), or int8, half the bytes of
     # bf16.
     cache: str = "compute"
+    # What decodes: xla, fused (kernels of our own for attention, products and the draw, on NVIDIA
+    # GPUs), or auto, which is xla today.
+    kernels: str = "auto"
     # Sampling and learning: none (completions are of the current weights), carry (unfinished ones
     # go on after the update), or one_step (the next batch is sampled beside the update).
     overlap: str = "none"
@@ -173,6 +176,13 @@ class RolloutConfig:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
         if self.mesh_shape is not None:
             _check_own_mesh(self.mesh_shape)
+        if self.kernels not in ("auto", "xla", "fused"):
+            raise ValueError(f"kernels={self.kernels!r}; it is auto, xla or fused")
+
+    @property
+    def is_fused(self) -> bool:
+        """Returns whether our own kernels decode: auto is xla today."""
+        return self.kernels == "fused"
 
     @property
     def is_stale(self) -> bool:
