@@ -394,7 +394,7 @@ FREE = {
     },
     "rewards": {"timeout, workers": "how long a call may take, and in how many processes"},
     "conversation": {"timeout, workers": "how long an environment may take, and in how many processes"},
-    "model": {"mesh_shape": "where", "family": "the architecture has it", "untie_head": "the architecture has it"},
+    "model": {"mesh_shape": "where", "family": "the architecture has it"},
 }
 # Names in the fingerprint that stand for another setting, or for what its file holds.
 STANDS_FOR = {"slots": "num_slots", "weights": "weights", "tokenizer": "tokenizer", "chat_template": "chat_template"}

@@ -468,19 +468,18 @@ def test_a_strangers_model_is_data(name, good, tmp_path, canary):
         assert within_two_seconds(lambda: loaded(folder)).cfg == CFG
 
 
-def test_a_head_that_is_not_the_tied_embedding_is_taken_if_the_user_says_so(good, tmp_path):
+def test_a_head_that_is_not_the_tied_embedding_is_refused_and_taken_where_config_json_unties(good, tmp_path):
     """And what is exported then says the same to whoever reads it: its config.json ties nothing."""
-    folder, meshed = shutil.copytree(good / "model", tmp_path / "model"), ((4, 1), ("fsdp", "tp"))
+    folder, meshed = shutil.copytree(good / "model", tmp_path / "model"), [[4, 1], ["fsdp", "tp"]]
     head((512, 16), 0.25)(folder)
-    is_refused(lambda: load(folder), f"model.weights: {folder}: config.json ties the head", "model.untie_head=true")
-    untied = load(ModelConfig(weights=str(folder), mesh_shape=meshed, untie_head=True))
+    is_refused(lambda: load(folder), f"model.weights: {folder}: config.json ties the head")
+    config(tie_word_embeddings=False)(folder)
+    untied = load(folder, mesh_shape=meshed)
     np.testing.assert_array_equal(untied.params["head"], np.full((512, 16), 0.25, np.float32))
     exporting.export(untied, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     again = load(tmp_path / "out", mesh_shape=meshed)
     jax.tree.map(np.testing.assert_array_equal, again.params, untied.params)
-    with pytest.raises(ValueError, match="untie_head=true is for the weights of a folder"):
-        ModelConfig(weights="random", architecture=CFG, untie_head=True)
 
 
 # ---- chat templates
