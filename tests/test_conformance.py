@@ -118,7 +118,7 @@ LAYOUTS = {
 IN_ROWS = [
     "grpo@verl",
     "gspo@paper",
-    pytest.param("gmpo@paper", marks=pytest.mark.wide),
+    "gmpo@paper",
     "tis_token@verl",
     "kl_k3_exact@paper",
     "dpo@paper",
