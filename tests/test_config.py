@@ -13,7 +13,6 @@ from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
-from tunix_lite.commands.chat import ChatConfig
 from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
@@ -21,7 +20,6 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.replay import Replay
-from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
@@ -63,7 +61,6 @@ KINDS = {
     "algorithm/distill": Distill,
     "algorithm": GRPO,
     "task": TaskConfig,
-    "command/chat": ChatConfig,
     "command/serve": ServeConfig,
     "command/check": Check,
     "command/watch": WatchRun,
@@ -72,7 +69,6 @@ KINDS = {
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
     "command/replay": Replay,
-    "command/report": Report,
     "command/evaluate": EvaluateConfig,
     "generation": GenerationConfig,
     "rollout": RolloutConfig,
@@ -275,7 +271,7 @@ def test_a_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
 
 
 def test_what_cannot_be_imported_is_answered_with_what_was_probably_meant(tmp_path, monkeypatch):
-    """The folder is not on the import path, as for `tunix-lite chat`; `beside` is."""
+    """The folder is not on the import path, as for `tunix-lite generate`; `beside` is."""
     (tmp_path / "my_own_rewards.py").write_text("raise AssertionError('imported')\n")
     beside = tmp_path / "beside"
     beside.mkdir()

@@ -178,7 +178,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did_and_compared(finished, tmp_pat
         f"evaluate.against={folder}",
         "evaluate.against_step=2",
     ]
-    words = [*SHORT[1:], *asked, "evaluate.tasks=[arithmetic]", "evaluate.reference=completion"]
+    words = [*SHORT[1:], *asked, "evaluate.reference=completion"]
     monkeypatch.setattr(sys, "argv", ["evaluate", f"checkpoint={folder}", f"out={tmp_path}", *words])
     evaluating.main()
     found = json.loads((tmp_path / "results.json").read_text())

@@ -62,8 +62,7 @@ def leave_one_out_std(rewards_PG: np.ndarray, eps: float = 1e-6) -> np.ndarray:
 def max_likelihood(rewards_PG: np.ndarray, eps: float = 0.0) -> np.ndarray:
     """(r - mean) / (mean of the group + eps), 0 where the mean is 0 (MaxRL, arXiv:2602.02710).
 
-    For rewards of 0 and 1 only, where the mean is a success rate. Raises ValueError for others.
-    """
+    For rewards of 0 and 1 only, where the mean is a success rate. Raises ValueError for others."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     others = rewards_PG[(rewards_PG != 0) & (rewards_PG != 1)]
     if others.size:
@@ -89,8 +88,7 @@ def batch_scaled(
     prompts are scaled alike (`scale_rewards=batch` of TRL, arXiv:2508.08221).
 
     mean: batch: r is less the mean of the batch (AReaL's GRPO); an easy prompt then has advantages
-    for being easy.
-    """
+    for being easy."""
     if mean not in ("group", "batch"):
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
@@ -113,8 +111,7 @@ def whiten(
     a baseline, arXiv:2501.03262).
 
     over: tokens: a completion counts in both as often as it has tokens (verl); samples: once.
-    group_baseline: False: a = r. The variance has one less than the count in its denominator.
-    """
+    group_baseline: False: a = r. The variance has one less than the count in its denominator."""
     if over not in ("tokens", "samples"):
         raise ValueError(f"advantages.over={over!r}; it is tokens or samples")
     is_kept_PG = ~np.isnan(rewards_PG)
@@ -189,8 +186,7 @@ def advantages_of_kept(
     """[P, G]; 0 for a dropped completion, and for one that is alone in its group.
 
     `advantages` gets whole groups together, groups with a dropped completion one by one; if it has
-    a parameter `whole`, everything at once, nan where dropped.
-    """
+    a parameter `whole`, everything at once, nan where dropped."""
     if takes_whole(advantages):
         is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
         found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())

@@ -61,9 +61,7 @@ class Rescorer(Protocol):
 @dataclass(frozen=True)
 class TeacherComparison:
     """Comparison of the policy with one of the algorithm's frozen models, token by token.
-
-    Example: TeacherComparison("teacher", "reverse", top_k=100).
-    """
+    Example: TeacherComparison("teacher", "reverse", top_k=100)."""
 
     model: str  # the name of the frozen model
     divergence: str  # forward, reverse or jensen_shannon (models/divergence.py)
@@ -86,9 +84,7 @@ class Comparer(Protocol):
 class Policy:
     """All that an algorithm may ask of a model. `params` are its current weights; under LoRA, the
     frozen base with its adapters attached.
-
-    Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term.
-    """
+    Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term."""
 
     # None: the policy only scores
     generate: Generate | None
@@ -151,10 +147,8 @@ TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode")
 class Needs:
     """Properties of an algorithm that a run must know before it starts, to plan memory and to load
     models. Raises ValueError for a frozen model with the name of something else.
-
     Example: Needs() samples completions and learns from their advantages;
-    Needs(demonstrations=("completion",)) samples nothing.
-    """
+    Needs(demonstrations=("completion",)) samples nothing."""
 
     # whether the run makes policy.scorers["reference"], the policy that training starts from
     reference: bool = False
@@ -220,16 +214,14 @@ class Algorithm(Protocol):
         caller may add, and the graded completions for the samples files (None: there are none).
 
         examples: P rows of data; with `needs.rounds`, P of each round. key: of this step's
-        sampling.
-        """
+        sampling."""
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
         """Returns the loss, a number, and its metrics, inside of jit. scores and batch are in rows,
         [R, W].
 
         Numbers are sums weighted by batch.loss_weight, so that micro-batches and shards may add
-        them; of a types.Max they take the largest.
-        """
+        them; of a types.Max they take the largest."""
 
 
 def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:

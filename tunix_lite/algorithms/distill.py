@@ -48,9 +48,7 @@ DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
 @dataclass(frozen=True)
 class Distill:
     """Learns from a teacher's scores of its own completions.
-
-    Example: Distill(teacher=TeacherConfig("google/gemma-3-4b-it"), num_generations=4).
-    """
+    Example: Distill(teacher=TeacherConfig("google/gemma-3-4b-it"), num_generations=4)."""
 
     # a tunix_lite.models.source.TeacherConfig, which the run loads
     teacher: Any = None
@@ -201,9 +199,7 @@ def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
 
     first: the column in which completions begin. prompts: as token ids; L of them are in the
     longest. Only tokens, their mask and their weights are in the batch.
-
-    Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights.
-    """
+    Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights."""
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), longest), np.int32)
     lengths_B1 = np.array([len(prompt) for prompt in prompts])[:, None]

@@ -32,9 +32,7 @@ STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
 @dataclass(frozen=True)
 class DPO:
     """Learns from pairs of completions: of the data, or made of sampled groups by their rewards.
-
-    Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4.
-    """
+    Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4."""
 
     # Source of pairs: data (`chosen` and `rejected` of each example) or sampled (best and worst of
     # a group).

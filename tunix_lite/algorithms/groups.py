@@ -39,8 +39,8 @@ Weighting = Callable[..., np.ndarray]
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Assigns the rewards of a conversation to its turns. TurnCredit("discount", 0.5).values([0.0,
-    1.0]) is [0.5, 1.0]."""
+    """Assigns the rewards of a conversation to its turns.
+    Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0]."""
 
     kind: str = "end"  # end, turn or discount
     # factor of `discount` for each turn between a turn and a reward
@@ -85,8 +85,7 @@ class Groups:
         """The batch to learn from; `old_logprobs` are of the policy with nothing cut off.
 
         advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
-        weights [B, T], of each mini-batch by itself; it gets those that are learned from.
-        """
+        weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
         P, G = self.learned_PG.shape
         return Batch(
             tokens=self.rollout.tokens,
@@ -177,8 +176,7 @@ def sample_groups(
     """Samples `num_generations` completions for each example and grades them.
 
     A completion is graded as soon as it ends, while others are still sampled. Raises what sampling
-    raises, and ValueError where a reward fails and rewards.on_error=raise.
-    """
+    raises, and ValueError where a reward fails and rewards.on_error=raise."""
     repeated = [example for example in examples for _ in range(num_generations)]
     grader = task.grader(repeated, num_generations)
     prompts = task.prompts(examples)
@@ -211,8 +209,7 @@ def turn_advantages(
     turn in all.
 
     function: gets the values of all turns of a group as one row. turn_rewards: of each row, those
-    of a group side by side. Raises ValueError for one that compares whole completions.
-    """
+    of a group side by side. Raises ValueError for one that compares whole completions."""
     if takes_whole(function):
         raise ValueError(
             f"conversation.credit={credit.kind} compares turns, and the advantages of this "
@@ -245,8 +242,7 @@ def sample_mixed_groups(
 
     examples: P for each of `max_rounds` rounds, one after the other. If they hold too few mixed
     groups, the first others fill the batch, and nothing is learned from them. A group is judged by
-    the rewards of the task, with nothing added.
-    """
+    the rewards of the task, with nothing added."""
     num_prompts = len(examples) // max_rounds
     began = time.perf_counter()
     seconds = []

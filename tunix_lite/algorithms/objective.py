@@ -98,9 +98,7 @@ def _name_of(piece: object) -> str:
 class Objective:
     """The settings of algorithms.grpo.GRPO. Raises ValueError, in one line, for settings that are
     wrong by themselves, do not go together, or would change nothing.
-
-    Example: GRPO(clip_high=0.3, surrogate=sapo) is refused, as sapo clips no ratio.
-    """
+    Example: GRPO(clip_high=0.3, surrogate=sapo) is refused, as sapo clips no ratio."""
 
     # Completions sampled for each prompt, called its group. At least 2.
     num_generations: int = 8
@@ -307,9 +305,7 @@ class Objective:
     def formula(self) -> list[str]:
         """The loss that is minimised, with its constants, in lines for the panel of a run; the
         last line has the settings that are no part of it.
-
-        Example: "loss = - sum_t w min(rho A, clip(rho, 0.8, 1.28) A)", "rho = exp(lp - lp_old)".
-        """
+        Example: "loss = - sum_t w min(rho A, clip(rho, 0.8, 1.28) A)", "rho = exp(lp - lp_old)"."""
         bounds = (
             0 if self.clip_low is None else 1 - self.clip_low,
             np.inf if self.clip_high is None else 1 + self.clip_high,

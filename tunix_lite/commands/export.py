@@ -31,10 +31,10 @@ class ExportConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("export", ExportConfig, export_chosen_model, positional="checkpoint")
+    program.run_command("export", ExportConfig, _export_chosen_model, positional="checkpoint")
 
 
-def export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
+def _export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
     """Loads the model, writes and compares it, and prints the command that serves it.
 
     Raises ConfigError for what cannot be exported, as far as possible before the model is loaded.

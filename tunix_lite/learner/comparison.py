@@ -33,9 +33,7 @@ TABLE = "teacher_table"
 @dataclass(frozen=True)
 class Teacher:
     """Inputs of a comparison beside arrays.
-
-    Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144).
-    """
+    Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144)."""
 
     comparison: TeacherComparison
     softcap: float | None  # softcap of the teacher's logits
@@ -75,9 +73,7 @@ class Teacher:
 @dataclass(frozen=True)
 class FrozenComparer:
     """Adds to a batch what a teacher finds of each token: an algorithms.algorithm.Comparer.
-
-    Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence.
-    """
+    Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence."""
 
     params: Params  # weights of the teacher, on the mesh, never donated
     table: jax.Array | None  # its output embedding, where the whole vocabulary is compared
@@ -89,8 +85,7 @@ class FrozenComparer:
         """The batch with streams and constants of the comparison.
 
         seen: the same completions as the teacher reads them, after other prompts; None: as they
-        are. Raises ValueError if another number of tokens counts in a sequence of it.
-        """
+        are. Raises ValueError if another number of tokens counts in a sequence of it."""
         # Other fields of a batch would only make another program.
         read = batch if seen is None else seen
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
@@ -129,8 +124,7 @@ def with_divergence(
 ) -> Callable[..., ComparedScores]:
     """The scores of the policy, and how far it is from the teacher at each token that counts.
 
-    scores: policy.batch_scores with its settings. A batch needs the streams of a comparison.
-    """
+    scores: policy.batch_scores with its settings. A batch needs the streams of a comparison."""
 
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)

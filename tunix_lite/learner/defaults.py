@@ -28,9 +28,7 @@ HIGH = 10
 
 def what_trains(has_adapters: bool, num_params: int) -> str:
     """The row of RATES. num_params: of the whole model.
-
-    Example: `what_trains(False, 600_000_000)` is "all weights of a real model".
-    """
+    Example: `what_trains(False, 600_000_000)` is "all weights of a real model"."""
     size = "real" if num_params >= REAL else "small"
     return f"{'adapters' if has_adapters else 'all weights'} of a {size} model"
 

@@ -26,9 +26,7 @@ Sums = tuple[Tree, Metrics]
 def cut(batch: Tree, parts: int) -> Tree:
     """Arrays of rows [R, ...] as parts [parts, rows, ...]; each part has an equal share of the rows
     of every shard.
-
-    Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7.
-    """
+    Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
     shards = axis_size("fsdp")
 
     def divide(x: jax.Array) -> jax.Array:
@@ -54,8 +52,7 @@ def accumulate(
 
     fn(part) -> (grads, metrics). num_used: how many parts hold something, a traced number; None:
     all. grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients
-    cross the mesh once in `sync_every` parts.
-    """
+    cross the mesh once in `sync_every` parts."""
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
@@ -139,8 +136,7 @@ def _sum_per_shard(
 ) -> Callable[[Tree], Sums]:
     """fn over `sync_every` parts, summed on each shard first, and over the shards only then.
 
-    While this lasts, each device holds the sum of its own gradient, not divided over fsdp.
-    """
+    While this lasts, each device holds the sum of its own gradient, not divided over fsdp."""
 
     def of_one_shard(part: Tree) -> Sums:
         # all rows of a shard are its own

@@ -87,9 +87,7 @@ class LearningRateConfig:
 @dataclass(frozen=True)
 class OptimizerConfig(LearningRateConfig):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). The default.
-
-    Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`.
-    """
+    Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`."""
 
     # Decay of the running mean of gradients.
     beta1: float = 0.9
@@ -324,9 +322,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The whole chain. table: the declared weights that train; None: none is stacked by layer. Muon
     needs it. rate: the learning rate of each update; None: as the settings have it.
-
-    Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`.
-    """
+    Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`."""
     scale = cfg.scale(_make_schedule(cfg, max_steps) if rate is None else rate, table)
     if not cfg.max_grad_norm:
         return scale

@@ -30,9 +30,7 @@ import numpy as np
 @dataclass(frozen=True)
 class RowShape:
     """Columns of a packed row: shared prompts in its prefix, then lanes.
-
-    Example: RowShape(3, 2, 3) is the row above, 9 columns wide.
-    """
+    Example: RowShape(3, 2, 3) is the row above, 9 columns wide."""
 
     lane_columns: int  # columns of each lane
     num_lanes: int = 1
@@ -60,10 +58,8 @@ class RowShape:
 @dataclass(frozen=True)
 class Packed:
     """Places of the tokens of a [B, T] batch in rows [R, W], and what each may see.
-
     Example: for the row at the top of this file, `source` is [[1, 2, 12, 3, 4, 13, 8, -1, -1]] if T
-    = 5 and prompts are left-padded to 3 columns.
-    """
+    = 5 and prompts are left-padded to 3 columns."""
 
     source: np.ndarray  # [R, W] int32, place in the flattened batch; -1: nothing
     # [R, W] int32, 1, 2 ... within a row; 0: nothing. A token sees only its own segment
@@ -103,8 +99,7 @@ def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
     not checked here.
 
     counts_BT: bool, which tokens count. Raises ValueError where a token counts that nothing
-    predicts.
-    """
+    predicts."""
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
@@ -138,8 +133,7 @@ def packed(
     With a prefix, neighbours with the same prompt share it: the tokens before the last
     `lane_columns` columns, as far as none of them counts. Raises ValueError where a sequence does
     not fit into a row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how
-    many it takes), and as `unpacked` does.
-    """
+    many it takes), and as `unpacked` does."""
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
 
@@ -177,8 +171,7 @@ def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
     Of two used rows, whatever opened the later did not fit into the earlier, so together they hold
     more than `width`. Summed over every row and the next (after the last, the first): 2 * tokens >
     rows * width, if there are two rows. Sharing adds no tokens: a unit is never longer than its
-    sequences are together. And no row is without a sequence.
-    """
+    sequences are together. And no row is without a sequence."""
     return min(num_sequences, max(1, -(-2 * num_sequences * longest // width) - 1))
 
 
@@ -186,8 +179,7 @@ def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
     """Counts the rows that `packed` takes at most, where every `group_size` neighbours have one
     prompt.
 
-    In a row of its own a completion needs no more than a lane.
-    """
+    In a row of its own a completion needs no more than a lane."""
     return num_groups * -(-group_size // lanes)
 
 
@@ -287,8 +279,7 @@ def _first_fit(
     """The place of each length: from the longest on, the first place with room for it, or a new one
     with room for `new`.
 
-    None if there is no room and no new place. `room` is left as it was.
-    """
+    None if there is no room and no new place. `room` is left as it was."""
     places = np.zeros(len(lengths), int)
     left = room.tolist()
     for i in np.argsort(-np.asarray(lengths, int), kind="stable").tolist():
@@ -336,8 +327,7 @@ def _spread_rows(
     part.
 
     Every other pass goes the other way round, or the first shard and the first part would always
-    get the fuller row. fills: tokens of each used row.
-    """
+    get the fuller row. fills: tokens of each used row."""
     # each shard gets as many, its first rows
     slot, shard = np.divmod(np.arange(len(fills)), shards)
     part, nth = np.divmod(slot, rows_per_part)

@@ -35,9 +35,7 @@ ROWS = RowLayout()
 @dataclass(frozen=True)
 class Rescore:
     """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer.
-
-    Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights.
-    """
+    Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights."""
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
@@ -56,9 +54,7 @@ class Rescore:
 @dataclass(frozen=True)
 class _FrozenScorer:
     """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer.
-
-    Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T].
-    """
+    Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T]."""
 
     params: Params  # on the mesh, never donated
     rescore: Rescore
@@ -82,8 +78,7 @@ def on_every_device(
 ) -> jax.stages.Wrapped:
     """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
 
-    Every device has all of it, so that every process can read it.
-    """
+    Every device has all of it, so that every process can read it."""
 
     def score(params: Params, batch: RowBatch) -> Any:
         scores = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
@@ -139,9 +134,7 @@ def make_policy(
     frozen params of the KL term, or None. rows: how a batch is laid out where `collect` asks for
     scores. scoring: `remat`, `scan_layers`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as
     decoder.forward takes them.
-
-    Example: `make_policy(model.cfg, generate, temperature=1.0)`.
-    """
+    Example: `make_policy(model.cfg, generate, temperature=1.0)`."""
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
     rescore = Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
@@ -163,8 +156,7 @@ def batch_scores(
 
     Only they get logits over the vocabulary, and of those [R, W, V] never exist. head: another
     function of hidden states in place of vocabulary.token_scores; what it gives, a tree of [R, M]
-    or [R, M, K], comes back in rows. forward: settings of decoder.forward.
-    """
+    or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)

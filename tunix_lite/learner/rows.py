@@ -20,10 +20,8 @@ PACKING = ("none", "sequences", "prefix")
 class RowLayout:
     """Lays out the sequences of a batch as rows. Widths and counts are fixed, so that programs
     compile once.
-
     Example: RowLayout("none", 2, 64): a sequence a row, two micro-batches, and the last 64 columns
-    hold all scored tokens.
-    """
+    hold all scored tokens."""
 
     # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
     packing: str = "none"
@@ -52,8 +50,7 @@ class RowLayout:
         rows back to [B, T].
 
         Raises ValueError where a field has another shape than tokens, where tokens count outside
-        of the last `num_scored` columns, and as packing.packed and packing.unpacked do.
-        """
+        of the last `num_scored` columns, and as packing.packed and packing.unpacked do."""
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
@@ -104,8 +101,7 @@ def row_shapes(
     ShapeDtypeStructs placed on the current mesh.
 
     Packed rows are as many as could ever be needed. Unpacked rows need `num_scored`. values: the
-    fields of float32 that the batch has; streams: the names of its streams.
-    """
+    fields of float32 that the batch has; streams: the names of its streams."""
     is_packed = layout.packing != "none"
     num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
     R = num_rows if is_packed else num_sequences

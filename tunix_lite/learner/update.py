@@ -33,9 +33,7 @@ class TrainStep:
     again. `frozen` is the base under adapters (None: all weights train); it stays. An update whose
     loss, gradient or change is not finite is not made, on all devices alike: train/skipped is 1
     then.
-
-    Example: state, metrics = train_step(state, None, rows.lay_out(batch)[0]).
-    """
+    Example: state, metrics = train_step(state, None, rows.lay_out(batch)[0])."""
 
     policy: Policy
     algorithm: Algorithm
@@ -94,8 +92,7 @@ class TrainStep:
         """The gradient of the whole batch and its metrics, traced inside of jit. Micro-batches are
         summed. Nothing is divided, because loss_weight is normalised over the whole batch.
 
-        number: of the update, which dropout depends on.
-        """
+        number: of the update, which dropout depends on."""
         keys_R = None
         if self.lora is not None and self.lora.dropout > 0:
             # One key per sequence of the whole batch: what is dropped does not depend on
@@ -144,8 +141,7 @@ def apply(
     """The state after an update with these gradients, traced inside of jit. seed: of rounding.
 
     It is computed in float32. Where the loss, a gradient or the change is not finite nothing moves,
-    not even the optimizer's moments; only the step is counted.
-    """
+    not even the optimizer's moments; only the step is counted."""
     norm = optax.tree.norm(widen(grads))
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     old = state.params, state.opt_state

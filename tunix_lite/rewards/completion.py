@@ -4,9 +4,7 @@
 class CompletionText(str):
     """The text of a completion, as a run hands it to rewards. `num_tokens`: tokens that the model
     sampled for it, the end-of-sequence token included.
-
-    Example: CompletionText("12 + 3 = 15", 9).num_tokens == 9.
-    """
+    Example: CompletionText("12 + 3 = 15", 9).num_tokens == 9."""
 
     num_tokens: int
 

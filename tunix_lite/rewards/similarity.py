@@ -16,8 +16,7 @@ def units_of(text: str, split: str = "rouge") -> list[str]:
 
     rouge: as rouge_score has it without stemming: runs of a-z and 0-9 of the text in lower case;
     other letters are no part of any. words: runs of letters and digits of any writing, without
-    case.
-    """
+    case."""
     if split == "rouge":
         return re.findall(r"[a-z0-9]+", text.lower())
     return re.findall(r"\w+", text.casefold())
@@ -49,9 +48,7 @@ class RougeL:
 
     With c the length of their longest common subsequence, it is 2 c / (units of the completion +
     units of the reference). Of several references the best.
-
-    Example: RougeL()("the cat sat", {"answer": "the cat ran"}) -> 2 / 3.
-    """
+    Example: RougeL()("the cat sat", {"answer": "the cat ran"}) -> 2 / 3."""
 
     field: str = "answer"  # of the example: a text, or a list of them
     split: str = "rouge"  # or words (any writing)

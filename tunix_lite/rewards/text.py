@@ -27,7 +27,6 @@ class Tags:
 
     With `partial`, each tag that stands there once, opened before it is closed, counts its share,
     whatever stands around it.
-
     Example: `<think>3 + 4</think> <answer>7</answer>` -> 1; without `</think>` 0, or partial 0.5.
     """
 
@@ -64,9 +63,7 @@ class Matches:
 
     An expression that takes longer than `seconds` has failed (`rewards/errors`): it is at fault,
     not the completion. The first 65,536 characters are looked at.
-
-    Example: Matches("[0-9]+")("12 apples", {}) -> 1.
-    """
+    Example: Matches("[0-9]+")("12 apples", {}) -> 1."""
 
     pattern: str
     whole: bool = False  # the completion must match as a whole
@@ -99,9 +96,7 @@ class Matches:
 @dataclass(frozen=True)
 class TargetLength:
     """1 at `target` tokens, falling in a straight line to 0 at `width` above or below it.
-
-    Example: TargetLength(10, 10) of 15 tokens -> 0.5.
-    """
+    Example: TargetLength(10, 10) of 15 tokens -> 0.5."""
 
     target: int
     width: int
@@ -121,9 +116,7 @@ class Repetition:
     """0 if no n-gram of words stands there twice, down to -factor if all are one and the same.
 
     It is -factor (1 - different n-grams / n-grams); a completion of fewer words than `n` gets 0.
-
-    Example: "a b a b a b" with n = 2: 5 bigrams, 2 different -> -0.6.
-    """
+    Example: "a b a b a b" with n = 2: 5 bigrams, 2 different -> -0.6."""
 
     n: int = 3
     factor: float = 1.0

@@ -35,8 +35,7 @@ class NotANumber(Exception):
 def outcome(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
     """Returns ("", the result of fn), or the kind of failure and a description of it.
 
-    A child that fn forked and that comes back here ends: it must not go on as a second worker.
-    """
+    A child that fn forked and that comes back here ends: it must not go on as a second worker."""
     mine = os.getpid()
     try:
         result = "", fn(*arguments)
@@ -60,8 +59,7 @@ def work(
     started it is gone.
 
     limits: bytes of memory, and seconds of the processor for a call; with them, the process reads
-    the end of the pipe in time and needs no other watch.
-    """
+    the end of the pipe in time and needs no other watch."""
     with contextlib.suppress(BaseException):
         if limits is None:
             # It ends with its parent: in a loop it would not see the end of the pipe.

@@ -21,8 +21,7 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
     It works by a signal, which Python handles in the main thread of a process; a reward worker
     makes all its calls there. In another thread the block has no limit of its own, and only
-    rewards.timeout ends it. A part in C that never looks for signals is ended by that, too.
-    """
+    rewards.timeout ends it. A part in C that never looks for signals is ended by that, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -44,8 +43,7 @@ def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
     case.
 
     Raises what fn raises, TimeoutError naming `what`, and MemoryError where the child was killed.
-    Where jax is loaded, forking is not safe; fn is then called here under `time_limit`.
-    """
+    Where jax is loaded, forking is not safe; fn is then called here under `time_limit`."""
     if "jax" in sys.modules:
         with time_limit(seconds, what):
             return fn()

@@ -114,8 +114,7 @@ class Pool:
 
     functions, by the name that messages give them: (completion, example) -> anything that JSON can
     hold. A function of a group gets the list of its completions. group: of the settings, as
-    messages name it.
-    """
+    messages name it."""
 
     def __init__(
         self, functions: dict[str, Callable], settings: RewardsConfig, group: str = "rewards"
@@ -145,8 +144,7 @@ class Pool:
         """Calls functions on a completion, or on all completions of a group.
 
         names: which functions; None: all of them. Returns the outcome of each by its name. The
-        future raises ValueError for the first failure if on_error=raise.
-        """
+        future raises ValueError for the first failure if on_error=raise."""
         names = list(self.functions) if names is None else list(names)
         future: Future = Future()
         if self._threads:

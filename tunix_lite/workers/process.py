@@ -53,8 +53,7 @@ class WorkerProcess:
 
     limits: bytes of memory, and seconds of the processor for a call. output: where it prints; None:
     where this process does. flags: of Python. longest: bytes of an answer. Raises OSError where no
-    process can be started.
-    """
+    process can be started."""
 
     def __init__(
         self,
