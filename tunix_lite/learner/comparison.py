@@ -1,10 +1,9 @@
 """Compares the policy with a teacher at each token: `collect` stores the teacher's outputs, and the
 update computes the divergence from them.
 
-The teacher reads the completions once. For each token its hidden state is stored, or its k
-likeliest tokens with their log-probabilities. They travel with the batch as streams [B, T, K], so
-that packing and micro-batches take them along. models/divergence.py computes the divergence. The
-teacher's output embedding stays where it is, on the mesh, and is a constant of the batch.
+For each token the teacher's hidden state is stored, or its k likeliest tokens with their
+log-probabilities. They travel with the batch as streams [B, T, K]; its output embedding stays on
+the mesh and is a constant of the batch. models/divergence.py computes the divergence.
 """
 
 from collections.abc import Callable
@@ -52,8 +51,8 @@ class Teacher:
         return table if len(table) == self.vocabulary else table[: self.vocabulary]
 
     def shapes(self, rows: RowBatch, table: jax.ShapeDtypeStruct, dtype: DTypeLike) -> RowBatch:
-        """Returns the shapes of rows with the arrays that a comparison adds to them; table: the
-        shape of the teacher's output embedding."""
+        """Adds the shapes of a comparison's arrays; table: that of the teacher's output
+        embedding."""
 
         def vectors(length: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
             shape = (*rows.tokens.shape, length)
@@ -123,9 +122,7 @@ def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
 ) -> Callable[..., ComparedScores]:
     """The scores of the policy, and how far it is from the teacher at each token that counts.
-
-    scores: policy.batch_scores with its settings. A batch needs the streams of a comparison."""
-
+    scores: policy.batch_scores with its settings."""
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
 
