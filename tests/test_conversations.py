@@ -127,7 +127,7 @@ def expected(cfg, params):
     set_mesh(1, 1)
     partner = Numbers()
     prompts = ragged_prompts(4)
-    keys = sampling.row_keys(jax.random.key(5), jnp.arange(8) // G, jnp.arange(8) % G)
+    keys = sampling.row_keys(jnp.broadcast_to(jax.random.key(5), 8), jnp.arange(8) // G, jnp.arange(8) % G)
     return [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
 
 
@@ -325,7 +325,7 @@ def test_every_family_holds_conversations_as_if_it_read_everything_again(family)
     params = random_params(cfg, seed=1)
     partner = Numbers()
     prompts = ragged_prompts(4)
-    keys = sampling.row_keys(jax.random.key(5), jnp.arange(8) // G, jnp.arange(8) % G)
+    keys = sampling.row_keys(jnp.broadcast_to(jax.random.key(5), 8), jnp.arange(8) // G, jnp.arange(8) % G)
     want = [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
     rollout = converse(cfg, params, Numbers(delay=2), waiting="park", num_slots=4)
     assert rows_of(rollout) == want

@@ -78,7 +78,9 @@ def chi_square(tokens, p) -> float:
 def draw():
     """20000 draws from SCORES: tokens, logprobs, full_logprobs."""
     set_mesh(1, 1)
-    keys = sampling.row_keys(jax.random.key(0), np.arange(COUNT) // 100, np.arange(COUNT) % 100)
+    keys = sampling.row_keys(
+        jnp.broadcast_to(jax.random.key(0), COUNT), np.arange(COUNT) // 100, np.arange(COUNT) % 100
+    )
     many = partial(jnp.broadcast_to, shape=(COUNT, len(SCORES)))
 
     def draw(generation, temperature=None):

@@ -1,9 +1,8 @@
 """A sampler that requests join and leave at any time, for servers.
 
 One thread owns the devices. Other threads hand it requests, which get free slots in the order in
-which they came. It decodes a chunk of tokens in all slots at once, and calls each request back with
-its new tokens. A request's tokens depend on its prompt, its settings and its seed, and on nobody
-else's.
+which they came, and are called back with their new tokens after each chunk. A request's tokens
+depend on its prompt, its settings and its seed, and on nobody else's.
 """
 
 import threading
@@ -90,8 +89,8 @@ class LiveEngine:
         max_waiting: int = 256,
         eos_ids: Sequence[int] = (),
     ):
-        """programs: of a spec with per_request. per_layer_params: as generate.make_prepare makes
-        them. max_waiting: sequences that may wait for a slot."""
+        """programs: of a spec with per_request. per_layer_params: as make_prepare makes them.
+        max_waiting: sequences that may wait for a slot."""
         fsdp = mesh.shape["fsdp"]
         block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
@@ -111,8 +110,6 @@ class LiveEngine:
         self._deadline = float("inf")
         self._is_idle = True
         self.failure: BaseException | None = None
-        # Told, once they are compiled, the names of programs and the seconds they took.
-        self.on_compile: Callable[[str, float], None] | None = None
 
         # Of the engine's thread alone.
         self._sequences: dict[Request, LiveSequence] = {}
@@ -154,7 +151,7 @@ class LiveEngine:
     def submit(self, sequences: Sequence[LiveSequence]) -> None:
         """Puts sequences into the waiting line, all of them or none.
 
-        Raises TooManyRequests if there is no room for all, EngineFailed if the engine has ended.
+        Raises TooManyRequests, or EngineFailed if the engine has ended.
         """
         with self._lock:
             if not self.is_alive:
@@ -179,9 +176,8 @@ class LiveEngine:
                 self._lock.notify_all()
 
     def warm_up(self) -> None:
-        """Samples from a prompt of one token, so that the programs of most requests are compiled.
-        Programs of longer prompts, and of cut-offs, still compile when the first request needs
-        them. Raises EngineFailed."""
+        """Samples from a prompt of one token, so that the programs of most requests are compiled:
+        all but those of longer prompts, and of cut-offs. Raises EngineFailed."""
         ended = threading.Event()
         failed: list[str] = []
 
@@ -246,17 +242,12 @@ class LiveEngine:
     def _step(self) -> None:
         """One chunk: slots are filled, the next chunk starts, and the one before is read."""
         engine = self.engine
-        compiles = dict(self.programs.compiles)
-        began = time.monotonic()
         self._take_waiting()
         # Where requests wait, all ends are read first: then each free slot gets one at once.
         if engine.waits:
             self._read_all_but(0)
         if engine.unfinished:
             engine.start_chunk()
-        if self.on_compile is not None and compiles != self.programs.compiles:
-            new = [name for name, n in self.programs.compiles.items() if n != compiles.get(name)]
-            self.on_compile(" and ".join(new), time.monotonic() - began)
         # While sequences run, a chunk is always under way when the one before is read.
         self._read_all_but(1 if engine.unfinished else 0)
 
@@ -269,10 +260,16 @@ class LiveEngine:
             self._cancelled.clear()
             for sequence in new:
                 draw = sequence.draw
-                key = np.asarray(jax.random.key_data(jax.random.key(draw.seed)))
-                at = (0, 0, draw.generation, sequence.limit)
-                sequence.request = Request(*at, tuple(sequence.prompt), key, draw=draw)
-                sequence.request.criteria = sequence.criteria
+                sequence.request = Request(
+                    prompt=0,
+                    index=0,
+                    generation=draw.generation,
+                    limit=sequence.limit,
+                    ids=tuple(sequence.prompt),
+                    key_data=np.asarray(jax.random.key_data(jax.random.key(draw.seed))),
+                    draw=draw,
+                    criteria=sequence.criteria,
+                )
                 self._sequences[sequence.request] = sequence
             # Under the lock, so that whoever submits counts them.
             self.engine.admit([sequence.request for sequence in new])
@@ -287,13 +284,19 @@ class LiveEngine:
             for request in engine.absorb(engine.read_chunk()):
                 sequence = self._sequences[request]
                 new = slice(len(request.tokens) - request.num_new, None)
-                said = (request.tokens[new], request.logprobs[new], request.full_logprobs[new])
                 message = NOT_FINITE if request.reason == "error" else ""
-                news = NewTokens(*said, request.top[new], request.reason, message)
                 if request.reason is not None:
                     del self._sequences[request]
                 if not sequence.is_cancelled:
-                    sequence.on_tokens(news)
+                    drawn = NewTokens(
+                        request.tokens[new],
+                        request.logprobs[new],
+                        request.full_logprobs[new],
+                        request.top[new],
+                        request.reason,
+                        message,
+                    )
+                    sequence.on_tokens(drawn)
 
     def _end_all(self) -> None:
         """Tells all that are left that they end here."""

@@ -178,7 +178,12 @@ def choose_weights(
     now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
     """
     memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
-    return weights_that_fit(memory, lambda: gathered_bytes(params, cfg, dtype), least_free_bytes)
+    return weights_that_fit(
+        memory,
+        lambda: gathered_bytes(params, cfg, dtype),
+        # on the fullest device of all hosts
+        lambda: min(allgather_values(free_bytes())),
+    )
 
 
 def weights_that_fit(
@@ -187,9 +192,8 @@ def weights_that_fit(
     """Chooses gathered or sharded sampling weights, and says why: gathered where the weights fit
     beside the cache and the waiting prompts.
 
-    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() the memory
-    that is free there, on the fullest device. Neither is called where the settings or one device
-    decide.
+    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() those that
+    are free on the fullest device. Neither is called where the settings or one device decide.
     """
     setting = memory.rollout.weights
     if setting != "auto":
@@ -220,11 +224,6 @@ def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
         return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
-
-
-def least_free_bytes() -> int:
-    """Memory that is free on the fullest device of all hosts. All of them must ask."""
-    return min(allgather_values(free_bytes()))
 
 
 def free_bytes() -> int:

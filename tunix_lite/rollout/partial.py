@@ -17,7 +17,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.compile_ahead import compile_append
 from tunix_lite.rollout.engine import padded_width, prompt_widths
-from tunix_lite.rollout.generate import SamplerParts, sampler_parts
+from tunix_lite.rollout.generate import Sampler, make_sampler
 from tunix_lite.rollout.requests import (
     Request,
     RolloutArrays,
@@ -93,7 +93,7 @@ class PartialSampler:
     """
 
     generation: GenerationConfig
-    parts: SamplerParts
+    sampler: Sampler
 
     def go_on(
         self,
@@ -116,8 +116,8 @@ class PartialSampler:
         has_ended = np.array([one.reason is not None for one in completions])
         if is_enough(has_ended):
             return list(completions), _nothing_sampled()
-        cfg = self.parts.programs.spec.cfg
-        tokenizer = self.parts.criteria.tokenizer
+        cfg = self.sampler.programs.spec.cfg
+        tokenizer = self.sampler.criteria.tokenizer
         check_prompts(list(prompts.values()), cfg, self.generation, tokenizer)
         order = _order_of_requests(completions, prompts, self.generation.max_prompt_length)
         in_order = [completions[i] for i in order]
@@ -127,7 +127,7 @@ class PartialSampler:
         for one, request in zip(in_order, requests):
             key = jax.random.fold_in(seed_key, one.step)
             request.key_data = np.asarray(jax.random.key_data(key))
-        engine = self.parts.engine(params, usual, most_requests=len(completions))
+        engine = self.sampler.engine(params, usual, most_requests=len(completions))
         lengths = [len(one.tokens) for one in in_order if one.tokens]
         if lengths:
             # Tokens are appended to slots of all columns, so that few programs are compiled.
@@ -154,7 +154,7 @@ class PartialSampler:
         # One tuple for each group, whose completions share one reading of the prompt.
         ids = {one.group: tuple(map(int, prompt)) for one, prompt in zip(in_order, prompts)}
         return [
-            one.as_request(ids[one.group], i, limit, self.parts.criteria)
+            one.as_request(ids[one.group], i, limit, self.sampler.criteria)
             for i, one in enumerate(in_order)
         ]
 
@@ -164,7 +164,7 @@ class PartialSampler:
         """Compiles every program that `go_on` can need. num_in_flight: the completions that it
         gets."""
         size = (num_prompts, num_generations)
-        engine, slots = self.parts.compile_ahead(params, *size, most_requests=num_in_flight)
+        engine, slots = self.sampler.compile_ahead(params, *size, most_requests=num_in_flight)
         if num_in_flight > num_prompts * num_generations:
             compile_append(engine, slots)
 
@@ -181,9 +181,9 @@ def make_partial_sampler(
 ) -> PartialSampler:
     """Builds the sampler from the arguments of make_generate."""
     how = (cfg, generation, eos_ids, pad_id, dtype, rollout)
-    parts = sampler_parts(*how, tokenizer, tp_reduce_dtype)
-    parts.criteria.check()
-    return PartialSampler(generation, parts)
+    sampler = make_sampler(*how, tokenizer, tp_reduce_dtype)
+    sampler.criteria.check()
+    return PartialSampler(generation, sampler)
 
 
 def _order_of_requests(

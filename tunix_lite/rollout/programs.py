@@ -403,7 +403,7 @@ def prefill(
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
         cache=[
-            kv_cache.store_rows(old, new, first_row, "prompts")
+            kv_cache.store_rows(old, new, first_row)
             for old, new in zip(prompt_cache.cache, new_cache)
         ],
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
