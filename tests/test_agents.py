@@ -6,8 +6,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,28 +251,6 @@ def test_streams_and_texts_are_recorded_too(work, tokenizer):
     assert [one.num_calls for one in found.episodes[0].sequences] == [1, 1, 2]
 
 
-def post_reward(client, body: bytes, path: str = "reward") -> int:
-    url = str(client.base_url).replace("/v1/", f"/{path}")
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    try:
-        return urllib.request.urlopen(request, timeout=10).status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def test_a_reward_may_come_by_http(work):
-    seen = []
-
-    def agent(client, example):
-        say_hi(client)
-        seen.extend(post_reward(client, body) for body in (b'{"reward": "x"}', b'{"reward": 1e19}', b"what"))
-        seen.append(post_reward(client, b'{"reward": 0.25}'))
-
-    found = work(agent)
-    assert found.ended[0].reward == 0.25
-    assert seen == [400, 400, 400, 200]
-
-
 def test_the_key_may_name_the_episode(work):
     """For agents that set a key and not a path."""
     import openai
@@ -323,7 +299,7 @@ def test_failures_are_named_and_harm_no_other_episode(work):
     assert failures[0][0] == "error" and "KeyError" in failures[0][1] and "test_agents.py, line" in failures[0][1]
     assert failures[1] == ("timeout", "the agent took more than 1 s")
     assert failures[2][0] == "no_reward" and "{'reward': 1}" in failures[2][1]
-    assert failures[3][0] == "no_reward" and "/episodes/ID/reward" in failures[3][1]
+    assert failures[3][0] == "no_reward" and "returned None" in failures[3][1]
     assert failures[4][0] == "no_reward" and "no reward for texts" in failures[4][1]
     assert failures[5] == ("", "") and found.ended[5].reward == 1.0
     # What an agent asks for after its time is refused, and not recorded.
