@@ -18,7 +18,6 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.conversations import Patience
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, TurnReply
@@ -149,29 +148,25 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
     "settings",
     [
         pytest.param(dict(num_slots=1, waiting="hold", delay=2), marks=WIDE),
-        dict(num_slots=2, waiting="park", delay=3),
-        pytest.param(dict(num_slots=4, waiting="park", delay=1), marks=WIDE),
+        pytest.param(dict(num_slots=2, waiting="park", delay=3), marks=WIDE),
+        dict(num_slots=4, waiting="park", delay=3),
         pytest.param(dict(num_slots=16, waiting="auto", delay=0), marks=WIDE),
     ],
     ids=str,
 )
-def test_slots_offloading_and_the_clock_change_nothing(cfg, params, expected, settings):
+def test_slots_offloading_and_the_clock_change_nothing(cfg, params, talked, expected, settings):
     settings, alone = dict(settings), {}
 
     partner = Numbers(delay=settings.pop("delay"))
     rollout = converse(cfg, params, partner, on_chunk=lambda _, ended: alone.update(ended), **settings)
     assert rows_of(rollout) == expected
+    if settings["num_slots"] == 4:
+        # Nor does the slot or the clock change a bit.
+        assert rollout.metrics["perf/decode_steps"] != talked[0].metrics["perf/decode_steps"]
+        np.testing.assert_array_equal(rollout.logprobs, talked[0].logprobs)
     # Each conversation is handed over alone when it has ended, as it is in the whole.
     assert [rows_of(alone[row])[0] for row in range(len(expected))] == expected
     assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
-
-
-def test_the_clock_changes_no_bit(cfg, params, talked):
-    """Nor does the slot that a conversation is in: log-probabilities repeat exactly."""
-    late = converse(cfg, params, Numbers(delay=3), num_slots=4, waiting="park")
-    assert late.metrics["perf/decode_steps"] != talked[0].metrics["perf/decode_steps"]
-    np.testing.assert_array_equal(late.tokens, talked[0].tokens)
-    np.testing.assert_array_equal(late.logprobs, talked[0].logprobs)
 
 
 @pytest.mark.wide
@@ -208,7 +203,7 @@ def test_sampler_and_trainer_agree_over_whole_conversations(cfg, params, talked)
     assert (rollout.logprobs[~rollout.completion_mask] == 0).all()
 
 
-@pytest.mark.parametrize("packing", ["none", "sequences", pytest.param("prefix", marks=WIDE)])
+@pytest.mark.parametrize("packing", ["none", pytest.param("sequences", marks=WIDE), pytest.param("prefix", marks=WIDE)])
 def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     """Holes in the middle of a completion: scores of rows come back to the sampled tokens, and to no others."""
     rollout = talked[0]
@@ -222,23 +217,6 @@ def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     want = np.where(rollout.completion_mask, rollout.full_logprobs, 0)
     np.testing.assert_allclose(scores, want, atol=1e-4)
     assert (scores != 0).sum() == rollout.completion_mask.sum()
-
-
-def test_answers_are_waited_for_where_that_costs_less_than_a_chunk():
-    """Worked by hand: half a chunk, times the share of slots that wait; nothing for a while where it was in vain."""
-    patience = Patience()
-    assert patience.seconds(3, 4) == 0.0, "no chunk was decoded yet"
-    patience.chunk_seconds = 0.01
-    assert patience.seconds(3, 4) == pytest.approx(0.00375)
-    assert patience.seconds(0, 4) == patience.seconds(0, 0) == 0.0
-    waits = []
-    for _ in range(13):
-        waits.append(patience.seconds(4, 4) > 0)
-        patience.note(patience.seconds(4, 4), all_came=False)
-    assert [i for i, waited in enumerate(waits) if waited] == [0, 2, 6]
-    patience.left = 0
-    patience.note(0.005, all_came=True)
-    assert patience.seconds(4, 4) == 0.005
 
 
 def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expected):
