@@ -125,7 +125,7 @@ def test_a_late_compilation_is_named_and_is_no_part_of_collecting(tmp_path, rows
 
     monkeypatch.setattr(FreshExperience, "take", late)
     monkeypatch.setattr(watch, "LONG_COMPILATION", 0.0)
-    settings = ["evaluation.num_examples=0", "training.max_steps=3", "generation.max_new_tokens=4"]
+    settings = ["evaluation.num_examples=0", "training.max_steps=2", "generation.max_new_tokens=4"]
     train(compose([*TINY, *rows, *settings]), tmp_path / "run")
     assert "step 2: collecting: compiled slow, " in capsys.readouterr().out
     of_step = {row["step"]: row for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open())}

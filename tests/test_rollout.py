@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from conftest import EOS, NEW, PROMPT, ragged_prompts, random_params, set_mesh
 
-from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
@@ -21,7 +19,6 @@ from tunix_lite.rollout import engine, generate, memory
 from tunix_lite.rollout.generate import Request, make_generate, make_sampler
 from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.tasks.task import Reward, Task, TaskConfig
 
 
 def test_sampler_and_trainer_agree_on_logprobs(cfg, params, rollout):
@@ -347,14 +344,13 @@ def ended_by_hand(tokens: list[int], eos, generation) -> tuple[list[int], str]:
 
 @pytest.fixture(scope="module")
 def ending(one_layer):
-    """Samplers whose completions end in all ways, by slots and chunk."""
-    return cache(lambda slots, chunk: sampler(one_layer, slots, chunk, generation=ENDS, eos=EITHER))
+    """Completions end in all ways."""
+    return sampler(one_layer, slots=3, chunk=5, generation=ENDS, eos=EITHER)
 
 
-@pytest.mark.parametrize("slots, chunk", [(2, 1), (3, 5)])
-def test_a_completion_ends_at_the_first_token_that_ends_it(ending, small, unstopped, slots, chunk):
-    """Whatever the chunk: tokens that a chunk drew after a stop text are dropped."""
-    steps = ending(slots, chunk)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters())
+def test_a_completion_ends_at_the_first_token_that_ends_it(ending, small, unstopped):
+    """Tokens that a chunk drew after a stop text are dropped."""
+    steps = ending(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters())
     completions, _ = all_of(steps)
     expected = [ended_by_hand(whole.tokens, EITHER, ENDS) for whole in unstopped]
     assert [(completion.tokens, completion.reason) for completion in completions] == expected
@@ -365,15 +361,6 @@ def test_a_completion_ends_at_the_first_token_that_ends_it(ending, small, unstop
     assert len(by_text) > 2 and len(by_token) > 1 and {"eos", "length"} < {reason for _, reason in expected}
     assert any(len(tokens) % 5 for tokens in by_text), "none ends within a chunk"
     assert any(Letters().decode(tokens[-1:]) not in ENDS.stop for tokens in by_text), "none spans tokens"
-
-
-def test_a_slot_is_free_two_chunks_after_a_stop_text(ending, small, unstopped):
-    """Until then its chunks have been started already. In chunks of one token."""
-    _, metrics = all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
-    unread = [len(ended_by_hand(whole.tokens, EITHER, replace(ENDS, stop=()))[0]) for whole in unstopped]
-    ended = [len(ended_by_hand(whole.tokens, EITHER, ENDS)[0]) for whole in unstopped]
-    most = sum(min(long, short + 2) for long, short in zip(unread, ended)) + 2 * (8 + 2)  # and the end of the queue
-    assert metrics["rollout/decode_steps"] * 2 <= most < sum(unread)
 
 
 def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypatch):
@@ -391,28 +378,18 @@ def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypa
         scheduler.programs.admit = admit
 
     monkeypatch.setattr(engine.Engine, "fill", watched)
-    all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
+    all_of(ending(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
     assert len(given) > 10 and any((array >= 0).any() for array, _ in given), "nothing was stopped"
     for array, as_given in given:
         np.testing.assert_array_equal(array, as_given)
 
 
-@pytest.fixture(scope="module")
-def brief(one_layer):
-    set_mesh(1, 1)
-    return make_generate(one_layer, BRIEF, (), 0, rollout=RolloutConfig(2, 2))
-
-
-@pytest.fixture
-def chunks(monkeypatch) -> list:
-    """One entry for each chunk that has been read."""
-    read, absorb = [], engine.Engine.absorb
-    monkeypatch.setattr(engine.Engine, "absorb", lambda self, chunk: read.append(chunk) or absorb(self, chunk))
-    return read
-
-
-def test_a_completion_is_handed_over_as_soon_as_it_has_ended(brief, small, chunks):
+def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, monkeypatch):
     """Limits (1, 6, 2, 3) in two slots, chunks of two: the schedule above ends them in chunks 1, 3, 2 and 4."""
+    chunks, absorb = [], engine.Engine.absorb
+    monkeypatch.setattr(engine.Engine, "absorb", lambda self, chunk: chunks.append(chunk) or absorb(self, chunk))
+    monkeypatch.setattr(generate, "make_sampler", lambda *_: two_slots)
+    brief = make_generate(two_slots.programs.spec.cfg, BRIEF, (), 0)
     prompts, calls, alone, grown = prompts_of(MANY[:4]), [], {}, []
 
     def on_chunk(requests, ended):
@@ -433,28 +410,6 @@ def test_a_completion_is_handed_over_as_soon_as_it_has_ended(brief, small, chunk
     np.testing.assert_array_equal(rollout.finish, 0)  # length
     assert (rollout.seconds[:, 0] <= rollout.seconds[:, 1]).all()
     assert (np.argsort(rollout.seconds[:, 1]) == [0, 2, 1, 3]).all()
-
-
-def test_grpo_judges_completions_while_others_are_drawn(brief, small, chunks, monkeypatch):
-    judged_at, returned_at = [], []
-
-    def reward(text, example):
-        judged_at.append(len(chunks))
-        return float(len(text))
-
-    def acting(*args, **options):
-        rollout = brief(*args, limits=[1, 6, 2, 3], **options)
-        returned_at.append(len(judged_at))
-        return rollout
-
-    config = TaskConfig(SimpleNamespace(), "", {"length": Reward(reward)}, correct=lambda *_: 0.0, extract=lambda _: "")
-    task = Task(config, Letters(), LONG, BRIEF.max_new_tokens)
-    monkeypatch.setattr(Task, "prompts", lambda task, examples: prompts_of(MANY[: len(examples)]))
-    _, metrics, graded = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
-    assert returned_at == [4], "all were judged before generate returned"
-    assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == len(chunks)
-    np.testing.assert_array_equal(graded.rewards, [2, 12, 4, 6])  # two letters a token
-    assert metrics["reward/mean"] == 6 and metrics["rollout/prefill_tokens"] == 3 + 1
 
 
 # ---- what it refuses

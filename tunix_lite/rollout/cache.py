@@ -168,8 +168,34 @@ def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_B, :, columns_B]
-        how = {"unique_indices": True, "mode": "promise_in_bounds"}
-        return constrain_kv(here.set(x[:, :, 0], **how))
+        token = x[:, :, 0]
+        return constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
+
+    return jax.tree.map(put, kv, new)
+
+
+def write_tokens(
+    kv: KV,
+    new: KV,
+    rows_R: jax.Array,
+    lengths_R: jax.Array,
+    counts_R: jax.Array,
+) -> KV:
+    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
+
+    new: [R, K, W, ...], as `to_cache_format` makes it.
+    """
+    B, _, C = kv.k.shape[:3]
+    place_W = jnp.arange(new.k.shape[2])
+    count_R1 = counts_R[:, None]
+    is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C) & (rows_R < B)[:, None]
+    columns_RW = (lengths_R[:, None] + place_W) % C
+    # What is not kept goes to a column that does not exist, so each with an index of its own.
+    target_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
+
+    def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        here = old.at[rows_R[:, None], :, target_RW]
+        return constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
 
     return jax.tree.map(put, kv, new)
 

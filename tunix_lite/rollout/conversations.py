@@ -428,8 +428,9 @@ def conversation_requests(
     requests = []
     for row, ids in enumerate(own):
         p, g = divmod(row, G)
-        how = {"row": row, "first_limit": first_limit}
-        requests.append(Request(p, p, g, limit, tuple(map(int, ids)), key_data, **how))
+        ids = tuple(map(int, ids))
+        request = Request(p, p, g, limit, ids, key_data, row, first_limit=first_limit)
+        requests.append(request)
 
     # The widest prompts first: if memory does not suffice, that shows at once.
     widths = prompt_widths(generation.max_prompt_length)
@@ -440,7 +441,6 @@ def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: in
     """Returns how many slots of waiting conversations may be offloaded at once, by the memory that
     is free on every host. All hosts must call it."""
     spec = engine.programs.spec
-    how = (spec.dtype, spec.generation, rollout, engine.num_slots)
-    memory = memory_here(spec.cfg, *how)
+    memory = memory_here(spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots)
     free = min(allgather_values(free_host_bytes()))
     return memory.offloading(num_conversations, free).most

@@ -70,7 +70,7 @@ _preparing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Sampler:
+class CompletionSampler:
     """Samples completions of prompts. It holds the compiled programs.
 
     Example: for requests in make_sampler(cfg, GenerationConfig(), (1,), 0)(params, prompts, key).
@@ -154,8 +154,9 @@ class Sampler:
         num_requests = num_prompts * num_generations
         fsdp = axis_size("fsdp")
         num_slots = self.rollout.slots(num_requests, fsdp)
-        how = (spec.generation, spec.chunk, num_prompts, num_generations, num_slots, fsdp)
-        block, cache_blocks = prompt_cache_blocks(*how)
+        block, cache_blocks = prompt_cache_blocks(
+            spec.generation, spec.chunk, num_prompts, num_generations, num_slots, fsdp
+        )
         return Engine(
             self.programs,
             self.prepare(params),
@@ -178,7 +179,7 @@ class Sampler:
             )
         return engine, compile_rollout(engine)
 
-    def of_turns(self, max_turn_tokens: int | None) -> "Sampler":
+    def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
         """The sampler of conversations with turns of so many tokens."""
         spec = self.programs.spec
         longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
@@ -196,7 +197,7 @@ def make_sampler(
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
     per_request: bool = False,
-) -> Sampler:
+) -> CompletionSampler:
     """A sampler for the devices of the current mesh.
 
     eos_ids: a token that is a stop token, too, counts as end-of-sequence. tp_reduce_dtype: as
@@ -221,7 +222,7 @@ def make_sampler(
     )
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     criteria = StopCriteria(ends, generation.stop, tokenizer)
-    return Sampler(rollout, Programs(spec), prepare, criteria)
+    return CompletionSampler(rollout, Programs(spec), prepare, criteria)
 
 
 def make_generate(
@@ -242,7 +243,7 @@ def make_generate(
     on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
     row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
     which all processes run the same; what it raises ends the rollout. With stepwise it returns a
-    generator that stops after each chunk, and returns the Rollout. The rest is as in Sampler.
+    generator that stops after each chunk, and returns the Rollout. The rest: CompletionSampler.
 
     With a partner, each row is a conversation, and max_new_tokens bounds all that comes after a
     prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken back.
@@ -250,8 +251,9 @@ def make_generate(
 
     Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`.
     """
-    how = (cfg, generation, eos_ids, pad_id, dtype, rollout)
-    sample = make_sampler(*how, tokenizer, tp_reduce_dtype)
+    sample = make_sampler(
+        cfg, generation, eos_ids, pad_id, dtype, rollout, tokenizer, tp_reduce_dtype
+    )
     sampler_of_turns = cache(sample.of_turns)
 
     def in_steps(
@@ -280,8 +282,8 @@ def make_generate(
         metrics: Metrics = {}
 
         def chunks():
-            how = (params, prompts, key, num_generations, temperature)
-            metrics.update((yield from sample(*how, limits=limits)))
+            steps = sample(params, prompts, key, num_generations, temperature, limits=limits)
+            metrics.update((yield from steps))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
         for touched in chunks():

@@ -53,24 +53,26 @@ class NewTokens:
     message: str = ""
 
 
-@dataclass(eq=False)
-class LiveSequence:
-    """One completion under way.
+class LiveSequence(Request):
+    """A completion under way, of a server.
 
     Example: LiveSequence([2, 17, 5], DrawSettings(), limit=64, on_tokens=print).
     """
 
-    prompt: Sequence[int]
-    draw: DrawSettings
-    # tokens, at most
-    limit: int
-    # called in the engine's thread
-    on_tokens: Callable[[NewTokens], None]
-    # what ends it beside an end-of-sequence token
-    criteria: StopCriteria | None = None
-    is_cancelled: bool = False
-    # what the engine makes of it
-    request: Request | None = None
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        draw: DrawSettings,
+        limit: int,
+        on_tokens: Callable[[NewTokens], None],
+        criteria: StopCriteria | None = None,
+    ):
+        """limit: tokens, at most. on_tokens: called in the engine's thread. criteria: what ends it
+        beside an end-of-sequence token."""
+        ids = tuple(prompt)
+        super().__init__(0, 0, draw.generation, limit, ids, draw=draw, criteria=criteria)
+        self.on_tokens = on_tokens
+        self.is_cancelled = False
 
 
 class LiveEngine:
@@ -112,7 +114,7 @@ class LiveEngine:
         self.failure: BaseException | None = None
 
         # Of the engine's thread alone.
-        self._sequences: dict[Request, LiveSequence] = {}
+        self._sequences: set[LiveSequence] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -256,53 +258,42 @@ class LiveEngine:
         with self._lock:
             new = [one for one in self._waiting if not one.is_cancelled]
             self._waiting.clear()
-            cancelled = [one for one in self._cancelled if one.request in self._sequences]
+            cancelled = self._sequences.intersection(self._cancelled)
             self._cancelled.clear()
-            for sequence in new:
-                draw = sequence.draw
-                sequence.request = Request(
-                    prompt=0,
-                    index=0,
-                    generation=draw.generation,
-                    limit=sequence.limit,
-                    ids=tuple(sequence.prompt),
-                    key_data=np.asarray(jax.random.key_data(jax.random.key(draw.seed))),
-                    draw=draw,
-                    criteria=sequence.criteria,
-                )
-                self._sequences[sequence.request] = sequence
+            for one in new:
+                one.key_data = np.asarray(jax.random.key_data(jax.random.key(one.draw.seed)))
+            self._sequences.update(new)
             # Under the lock, so that whoever submits counts them.
-            self.engine.admit([sequence.request for sequence in new])
-        for sequence in cancelled:
-            self.engine.release(sequence.request)
-            del self._sequences[sequence.request]
+            self.engine.admit(new)
+        for one in cancelled:
+            self.engine.release(one)
+            self._sequences.remove(one)
 
     def _read_all_but(self, count: int) -> None:
         """Reads chunks until so many are under way, and calls back the sequences of each."""
         engine = self.engine
         while len(engine.in_flight) > count:
-            for request in engine.absorb(engine.read_chunk()):
-                sequence = self._sequences[request]
-                new = slice(len(request.tokens) - request.num_new, None)
-                message = NOT_FINITE if request.reason == "error" else ""
-                if request.reason is not None:
-                    del self._sequences[request]
-                if not sequence.is_cancelled:
+            for one in engine.absorb(engine.read_chunk()):
+                new = slice(len(one.tokens) - one.num_new, None)
+                message = NOT_FINITE if one.reason == "error" else ""
+                if one.reason is not None:
+                    self._sequences.remove(one)
+                if not one.is_cancelled:
                     drawn = NewTokens(
-                        request.tokens[new],
-                        request.logprobs[new],
-                        request.full_logprobs[new],
-                        request.top[new],
-                        request.reason,
+                        one.tokens[new],
+                        one.logprobs[new],
+                        one.full_logprobs[new],
+                        one.top[new],
+                        one.reason,
                         message,
                     )
-                    sequence.on_tokens(drawn)
+                    one.on_tokens(drawn)
 
     def _end_all(self) -> None:
         """Tells all that are left that they end here."""
         with self._lock:
             self._is_closing = True
-            left = [*self._sequences.values(), *self._waiting]
+            left = [*self._sequences, *self._waiting]
             self._waiting.clear()
         self._sequences.clear()
         why = "the server is stopping"
