@@ -221,7 +221,7 @@ def test_algorithms_are_one_yaml_file_each():
         (["model.mesh_shape=[2,2,2]"], "expected two lists, got [2, 2, 2]; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
         (["algorithm=gpro"], "algorithm=gpro: there is no such algorithm; did you mean algorithm=grpo? There is cispo, dapo, "),
         (["algorithm.num_generations=1"], "algorithm: num_generations=1: a completion is compared with the others"),
-        (["generation.temperature=-1"], "generation: temperature=-1.0 and top_k=0 must not be negative"),
+        (["generation.temperature=-1"], "generation: temperature=-1.0 must be 0, or 1e-30 to 1e"),
         (["training.mixed_precision=fp8"], "training: mixed_precision='fp8'; it is fp32, bf16, bf16_params or auto"),
         (["optimizer.schedule=step"], "optimizer: schedule='step'; it is one of constant, linear, cosine"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),

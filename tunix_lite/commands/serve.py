@@ -136,8 +136,6 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         began = time.monotonic()
         engine.warm_up()
         _tell(f"compiled in {time.monotonic() - began:.0f} s")
-        # Longer prompts, and the first request that cuts tokens off, need programs of their own.
-        engine.on_compile = lambda names, seconds: _tell(f"compiled {names} in {seconds:.0f} s")
         asyncio.run(server.run(partial(_say, limits.model_name, how, lines, "/v1")))
     finally:
         engine.close()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.generate import sampler_parts
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.live import LiveEngine
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params
@@ -51,9 +51,9 @@ def live_engine(
     with jax.set_mesh(model.mesh):
         slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])
         how = (model.cfg, plain, tokenizer.eos_ids, tokenizer.pad_id, model.dtype, rollout)
-        parts = sampler_parts(*how, per_request=True)
+        sampler = make_sampler(*how, per_request=True)
         if prepared is None:
-            prepared = parts.prepare(model.params)
+            prepared = sampler.prepare(model.params)
     return LiveEngine(
-        parts.programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids
+        sampler.programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids
     )

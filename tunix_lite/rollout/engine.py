@@ -15,7 +15,7 @@ one runs this code and reads all tokens, so all of them decide the same.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -113,7 +113,7 @@ class Engine:
 
     # ---- requests
 
-    def admit(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Iterable[Request]) -> None:
         """Puts requests at the end of the queue. Those of one prompt stand side by side."""
         self.waiting.extend(requests)
 

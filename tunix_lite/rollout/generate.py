@@ -70,10 +70,10 @@ _preparing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class SamplerParts:
-    """The programs of a sampler, and what makes an engine of them for each rollout.
+class CompletionSampler:
+    """Samples completions of prompts. It holds the compiled programs.
 
-    Example: sampler_parts(cfg, GenerationConfig(), (1,), 0).engine(params, (16, 4)).
+    Example: for requests in make_sampler(cfg, GenerationConfig(), (1,), 0)(params, prompts, key).
     """
 
     rollout: RolloutConfig
@@ -82,6 +82,51 @@ class SamplerParts:
     prepare: Callable[[Params], Params]
     # what ends a completion
     criteria: StopCriteria
+
+    def __call__(
+        self,
+        params: Params,
+        prompts: Prompts,
+        key: jax.Array,
+        num_generations: int = 1,
+        temperature: float | None = None,
+        indices: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> Generator[list[Request], None, Metrics]:
+        """Yields, after every chunk, the requests that got new tokens, and returns the metrics of
+        the rollout at the end.
+
+        The same key, prompt index (of `indices`, or its place in the list), generation and position
+        draw the same token. The mesh, the number of slots, the chunk and other requests change
+        nothing. temperature: None takes that of the settings. limits: tokens of each completion,
+        [P * G], at most; None: max_new_tokens. generation.stop needs a tokenizer. Raises ValueError
+        for what cannot be sampled, FloatingPointError for a NaN.
+        """
+        # What is asked is checked before anything is computed.
+        criteria = self.criteria
+        if tokenizer is not None:
+            criteria = replace(criteria, tokenizer=tokenizer)
+        criteria.check()
+        spec = self.programs.spec
+        check_prompts(prompts, spec.cfg, spec.generation, criteria.tokenizer)
+        limits = check_limits(limits, len(prompts) * num_generations, spec.generation)
+
+        engine = self.engine(params, (len(prompts), num_generations), temperature)
+        engine.criteria = criteria
+        indices = range(len(prompts)) if indices is None else indices
+        key_data = np.asarray(jax.random.key_data(key))
+        ids = [tuple(map(int, prompt)) for prompt in prompts]
+        # The widest prompts first: if memory does not suffice, that shows at once.
+        order = sorted(range(len(ids)), key=lambda p: -padded_width(len(ids[p]), engine.widths))
+        engine.admit(
+            Request(p, indices[p], g, limits[row], ids[p], key_data, row)
+            for p in order
+            for g, row in enumerate(range(p * num_generations, (p + 1) * num_generations))
+        )
+        while (decoded := engine.next_chunk()) is not None:
+            yield engine.absorb(decoded)
+        return engine.metrics()
 
     def engine(
         self,
@@ -109,8 +154,9 @@ class SamplerParts:
         num_requests = num_prompts * num_generations
         fsdp = axis_size("fsdp")
         num_slots = self.rollout.slots(num_requests, fsdp)
-        how = (spec.generation, spec.chunk, num_prompts, num_generations, num_slots, fsdp)
-        block, cache_blocks = prompt_cache_blocks(*how)
+        block, cache_blocks = prompt_cache_blocks(
+            spec.generation, spec.chunk, num_prompts, num_generations, num_slots, fsdp
+        )
         return Engine(
             self.programs,
             self.prepare(params),
@@ -133,15 +179,15 @@ class SamplerParts:
             )
         return engine, compile_rollout(engine)
 
-    def of_turns(self, max_turn_tokens: int | None) -> "SamplerParts":
-        """The parts of conversations with turns of so many tokens."""
+    def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
+        """The sampler of conversations with turns of so many tokens."""
         spec = self.programs.spec
         longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
         chunk = chunk_of_turns(longest, max_turn_tokens)
         return replace(self, programs=Programs(replace(spec, holds=True, chunk=chunk)))
 
 
-def sampler_parts(
+def make_sampler(
     cfg: Architecture,
     generation: GenerationConfig,
     eos_ids: Sequence[int],
@@ -151,10 +197,13 @@ def sampler_parts(
     tokenizer: Tokenizer | None = None,
     tp_reduce_dtype: DTypeLike = jnp.float32,
     per_request: bool = False,
-) -> SamplerParts:
-    """The parts of a sampler for the devices of the current mesh. eos_ids: a token that is a stop
-    token, too, counts as end-of-sequence. per_request: as SamplerSpec has it. Raises ValueError for
-    stop tokens that the model does not have."""
+) -> CompletionSampler:
+    """A sampler for the devices of the current mesh.
+
+    eos_ids: a token that is a stop token, too, counts as end-of-sequence. tp_reduce_dtype: as
+    decoder.forward takes it. per_request: as SamplerSpec has it. Raises ValueError for stop tokens
+    that the model does not have.
+    """
     rollout = RolloutConfig() if rollout is None else rollout
     generation.check_fits(cfg.vocab_size)
     ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
@@ -173,67 +222,7 @@ def sampler_parts(
     )
     prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
     criteria = StopCriteria(ends, generation.stop, tokenizer)
-    return SamplerParts(rollout, Programs(spec), prepare, criteria)
-
-
-def make_sampler(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    dtype: DTypeLike = jnp.float32,
-    rollout: RolloutConfig | None = None,
-    tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> Sampling:
-    """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
-    tokenizer=None).
-
-    It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
-    rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
-    generation and position draw the same token. The mesh, the number of slots, the chunk and other
-    requests change nothing. limits: tokens of each completion, [P * G], at most; None:
-    max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward takes
-    it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
-    """
-    parts = sampler_parts(
-        cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype=tp_reduce_dtype
-    )
-    return Sampling(partial(_sample, parts), parts.compile_ahead)
-
-
-def _sample(
-    parts: SamplerParts,
-    params: Params,
-    prompts: Prompts,
-    key: jax.Array,
-    num_generations: int = 1,
-    temperature: float | None = None,
-    indices: Sequence[int] | None = None,
-    limits: Sequence[int] | None = None,
-    tokenizer: Tokenizer | None = None,
-) -> Generator[list[Request], None, Metrics]:
-    """See make_sampler."""
-    # What is asked is checked before anything is computed.
-    parts = replace(parts, criteria=replace(parts.criteria, tokenizer=tokenizer))
-    spec = parts.programs.spec
-    parts.criteria.check()
-    check_prompts(prompts, spec.cfg, spec.generation, tokenizer)
-    limits = check_limits(limits, len(prompts) * num_generations, spec.generation)
-
-    engine = parts.engine(params, (len(prompts), num_generations), temperature)
-    indices = range(len(prompts)) if indices is None else indices
-    key_data = np.asarray(jax.random.key_data(key))
-    ids = [tuple(map(int, prompt)) for prompt in prompts]
-    # The widest prompts first: if memory does not suffice, that shows at once.
-    order = sorted(range(len(ids)), key=lambda p: -padded_width(len(ids[p]), engine.widths))
-    engine.admit(
-        Request(p, indices[p], g, limits[row], ids[p], key_data, row)
-        for p in order
-        for g, row in enumerate(range(p * num_generations, (p + 1) * num_generations))
-    )
-    while (decoded := engine.next_chunk()) is not None:
-        yield engine.absorb(decoded)
-    return engine.metrics()
+    return CompletionSampler(rollout, Programs(spec), prepare, criteria)
 
 
 def make_generate(
@@ -254,7 +243,7 @@ def make_generate(
     on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
     row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
     which all processes run the same; what it raises ends the rollout. With stepwise it returns a
-    generator that stops after each chunk, and returns the Rollout. The rest is as in make_sampler.
+    generator that stops after each chunk, and returns the Rollout. The rest: CompletionSampler.
 
     With a partner, each row is a conversation, and max_new_tokens bounds all that comes after a
     prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken back.
@@ -262,9 +251,10 @@ def make_generate(
 
     Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`.
     """
-    how = (cfg, generation, eos_ids, pad_id, dtype, rollout)
-    parts = sampler_parts(*how, tokenizer, tp_reduce_dtype)
-    parts_of_turns = cache(parts.of_turns)
+    sample = make_sampler(
+        cfg, generation, eos_ids, pad_id, dtype, rollout, tokenizer, tp_reduce_dtype
+    )
+    sampler_of_turns = cache(sample.of_turns)
 
     def in_steps(
         params: Params,
@@ -279,20 +269,20 @@ def make_generate(
         partner: Partner | None = None,
     ) -> Generator[None, None, Rollout]:
         if partner is not None:
-            parts.criteria.check()
+            sample.criteria.check()
             check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
             requests = conversation_requests(prompts, num_generations, generation, partner, key)
-            turns = parts_of_turns(partner.max_turn_tokens)
-            engine = turns.engine(params, (len(prompts), num_generations), temperature)
-            most = most_offloaded(turns.rollout, engine, len(requests))
+            size = (len(prompts), num_generations)
+            of_turns = sampler_of_turns(partner.max_turn_tokens)
+            engine = of_turns.engine(params, size, temperature)
+            most = most_offloaded(of_turns.rollout, engine, len(requests))
             talks = ConversationScheduler(engine, partner, requests, most)
             return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
 
         metrics: Metrics = {}
 
         def chunks():
-            options = {"limits": limits, "tokenizer": tokenizer}
-            steps = _sample(parts, params, prompts, key, num_generations, temperature, **options)
+            steps = sample(params, prompts, key, num_generations, temperature, limits=limits)
             metrics.update((yield from steps))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
@@ -325,7 +315,7 @@ def make_generate(
         max_turn_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        of = parts_of_turns(max_turn_tokens) if converses else parts
+        of = sampler_of_turns(max_turn_tokens) if converses else sample
         engine, slots = of.compile_ahead(params, *size, **options)
         if converses:
             compile_append(engine, slots)

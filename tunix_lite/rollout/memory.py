@@ -67,10 +67,12 @@ class SamplingMemory:
 
         Of the rollouts to come the one with the most counts; zeros if there are none.
         """
-        how = (self.num_slots, self.mesh_shape["fsdp"])
+        fsdp = self.mesh_shape["fsdp"]
         caches = []
         for size in self.rollouts:
-            block, blocks = prompt_cache_blocks(self.generation, self.chunk, *size, *how)
+            block, blocks = prompt_cache_blocks(
+                self.generation, self.chunk, *size, self.num_slots, fsdp
+            )
             caches.append((block, self.generation.max_prompt_length, block * blocks))
         return max(caches, key=lambda sizes: sizes[2], default=(0, 0, 0))
 
@@ -110,8 +112,8 @@ class SamplingMemory:
 
     def _kv_shapes(self, rows: int, length: int) -> list[kv_cache.KV]:
         int8 = self.rollout.cache == "int8"
-        how = (rows, length, self.dtype, int8, self.mesh_shape["tp"])
-        return kv_cache.cache_shapes(self.cfg, *how)
+        tp = self.mesh_shape["tp"]
+        return kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
 
     def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
         # Layers of one kind have the same shapes: few of them differ.
@@ -136,8 +138,9 @@ def memory_here(
     mesh_shape = {axis: axis_size(axis) for axis in AXES}
     with use_rules("rollout"):
         rules = current_rules()
-    how = (generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules)
-    return SamplingMemory(cfg, dtype, *how)
+    return SamplingMemory(
+        cfg, dtype, generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules
+    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,12 @@ def choose_weights(
     now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
     """
     memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
-    return weights_that_fit(memory, lambda: gathered_bytes(params, cfg, dtype), least_free_bytes)
+    return weights_that_fit(
+        memory,
+        lambda: gathered_bytes(params, cfg, dtype),
+        # on the fullest device of all hosts
+        lambda: min(allgather_values(free_bytes())),
+    )
 
 
 def weights_that_fit(
@@ -187,9 +195,8 @@ def weights_that_fit(
     """Chooses gathered or sharded sampling weights, and says why: gathered where the weights fit
     beside the cache and the waiting prompts.
 
-    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() the memory
-    that is free there, on the fullest device. Neither is called where the settings or one device
-    decide.
+    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() those that
+    are free on the fullest device. Neither is called where the settings or one device decide.
     """
     setting = memory.rollout.weights
     if setting != "auto":
@@ -220,11 +227,6 @@ def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
         return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
-
-
-def least_free_bytes() -> int:
-    """Memory that is free on the fullest device of all hosts. All of them must ask."""
-    return min(allgather_values(free_bytes()))
 
 
 def free_bytes() -> int:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -43,15 +43,6 @@ from tunix_lite.types import Params
 NOISE_AT_ONCE = 2**22
 # The likeliest tokens that a chunk reports where one request asks for them.
 MOST_TOP = 20
-
-
-class _Ahead(NamedTuple):
-    """Values computed before a step. None: the step computes it where it is used."""
-
-    # rotary angles of the tokens that the step reads, by kind of layer
-    angles: dict[str, decoder.Angles] | None = None
-    # the result of sampling.gumbel_noise for the tokens that the step draws
-    noise_BV: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -403,7 +394,7 @@ def prefill(
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
         cache=[
-            kv_cache.store_rows(old, new, first_row, "prompts")
+            kv_cache.store_rows(old, new, first_row)
             for old, new in zip(prompt_cache.cache, new_cache)
         ],
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
@@ -487,12 +478,38 @@ def decode(
     elif has_cutoffs:
         cutoffs = (spec.generation.top_k, spec.generation.top_p, spec.generation.min_p)
 
-    def draw(slots: Slots, ahead: _Ahead) -> tuple:
+    # What all steps of a chunk need is computed before the first, on a CPU: XLA would compute sin
+    # and cos once more for each head of each layer, and one large array is drawn in threads. A slot
+    # that runs moves on by one token a step. What a slot that has ended computes is not used.
+    angles = None
+    noise_TBV = None
+    if spec.on_cpu:
+        step_T1 = jnp.arange(spec.chunk)[:, None]
+        positions_TB = slots.lengths + step_T1
+        angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
+        if positions_TB.size * spec.cfg.vocab_size <= NOISE_AT_ONCE:
+            noise_of = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
+            noise_TBV = jax.vmap(noise_of, (None, 0))(slots.keys, slots.num_drawn + step_T1)
+            noise_TBV = unfused(constrain(noise_TBV, "seq", "batch", "vocab"))
+
+    def draw(slots: Slots, noise_BV: jax.Array | None) -> tuple:
         """tokens, logprobs, full_logprobs, [B] each, and perhaps the likeliest tokens."""
-        if spec.fused:
-            token_B, logprobs_B = _draw_fused(spec, slots, per_layer_params, temperature)
-            return token_B, logprobs_B, logprobs_B
         # `hidden` is that of the newest token, of the prompt or of the completion.
+        if spec.fused:
+            # One kernel, and no logits. Pallas is only imported where it is used.
+            from tunix_lite.kernels.fused_draw import fused_draw
+
+            table_VD = decoder.output_table(per_layer_params, spec.cfg)
+            token_B, logprobs_B = fused_draw(
+                spec.cfg,
+                slots.hidden,
+                rounding.stored(table_VD, slots.hidden.dtype),
+                slots.keys,
+                slots.num_drawn,
+                temperature,
+                spec.interpret,
+            )
+            return token_B, logprobs_B, logprobs_B
         logits_BV = decoder.logits(per_layer_params, spec.cfg, slots.hidden)
         logits_BV = constrain(logits_BV, "batch", "vocab")
         drawn = sampling.draw(
@@ -503,82 +520,42 @@ def decode(
             cutoffs,
             spec.generation.repetition_penalty,
             slots.seen,
-            ahead.noise_BV,
+            noise_BV,
         )
         if not has_top:
             return drawn
         full_BV = jax.nn.log_softmax(sampling.tempered(logits_BV, temperature), axis=-1)
         return (*drawn, jax.lax.top_k(full_BV, min(MOST_TOP, spec.cfg.vocab_size)))
 
-    def step(slots: Slots, ahead: _Ahead) -> tuple[Slots, tuple]:
-        token_B, *others = draw(slots, ahead)
-        after, reported_B = _read_drawn(spec, slots, per_layer_params, token_B, ahead)
+    def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
+        angles, noise_BV = ahead
+        token_B, *others = draw(slots, noise_BV)
+        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
         return after, (reported_B, *others)
 
-    ahead = _computed_ahead(spec, slots) if spec.on_cpu else _Ahead()
+    ahead = (angles, noise_TBV)
     slots, (tokens, logprobs, full, *top) = jax.lax.scan(step, slots, ahead, length=spec.chunk)
     of_slots = (slots.requests, slots.running, slots.num_taken)
     report = DecodedChunk(tokens, logprobs, full, *of_slots, *top)
     return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
 
 
-def _computed_ahead(spec: SamplerSpec, slots: Slots) -> _Ahead:
-    """Computes, on a CPU, the values that all steps of a chunk need, each array with a leading dim
-    of `spec.chunk`."""
-    # A slot that runs moves on by one token a step. What a slot that has ended computes is not
-    # used. XLA for CPUs would compute sin and cos once more for each head of each layer.
-    step_T1 = jnp.arange(spec.chunk)[:, None]
-    positions_TB = slots.lengths + step_T1
-    angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
-    if positions_TB.size * spec.cfg.vocab_size > NOISE_AT_ONCE:
-        return _Ahead(angles)
-
-    # One large array is drawn in threads; the small one of a step is not.
-    gumbel_noise = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
-    noise_TBV = jax.vmap(gumbel_noise, (None, 0))(slots.keys, slots.num_drawn + step_T1)
-    return _Ahead(angles, unfused(constrain(noise_TBV, "seq", "batch", "vocab")))
-
-
-def _draw_fused(
-    spec: SamplerSpec,
-    slots: Slots,
-    per_layer_params: Params,
-    temperature: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of every slot and its log-probability, [B] each: one kernel, no logits."""
-    # Pallas is only imported where it is used.
-    from tunix_lite.kernels.fused_draw import fused_draw
-
-    table_VD = rounding.stored(
-        decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype
-    )
-    return fused_draw(
-        spec.cfg,
-        slots.hidden,
-        table_VD,
-        slots.keys,
-        slots.num_drawn,
-        temperature,
-        spec.interpret,
-    )
-
-
-def _read_drawn(
+def read_drawn(
     spec: SamplerSpec,
     slots: Slots,
     per_layer_params: Params,
     token_B: jax.Array,
-    ahead: _Ahead,
+    angles: dict[str, decoder.Angles] | None,
 ) -> tuple[Slots, jax.Array]:
     """The slots after every running one has read the token drawn for it; and these tokens, -1 for
-    slots that do not run."""
+    slots that do not run. angles: of the tokens, by kind of layer; None: they are computed here."""
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
-    attend_fn = _attend_to_cache(spec, slots)
+    attend_fn = attend_to_cache(spec, slots)
     products = decoder.Products(spec.tp_reduce_dtype)
     if spec.fused:
         from tunix_lite.kernels.decode_products import FusedProducts
 
-        attend_fn = _attend_fused(spec, slots)
+        attend_fn = attend_fused(spec, slots)
         products = FusedProducts(spec.tp_reduce_dtype, spec.interpret)
 
     # Read the new token: its keys and values join the cache.
@@ -591,7 +568,7 @@ def _read_drawn(
         spec.tp_reduce_dtype,
         attend_norms=spec.fused,
         products=products,
-        angles=ahead.angles,
+        angles=angles,
     )
 
     # A sequence ends with an end token, or where it has reached its limit.
@@ -613,7 +590,7 @@ def _read_drawn(
     return at_home(after, "batch"), jnp.where(slots.running, token_B, -1)
 
 
-def _attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
+def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     """attend_fn(layer, q, k, v) for one new token per slot, as decoder.forward_by_layer takes it.
 
     It returns what the token attends to and the layer's cache with the token in it.
@@ -640,7 +617,7 @@ def _attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     return attend_fn
 
 
-def _attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
+def attend_fused(spec: SamplerSpec, slots: Slots) -> Callable:
     """attend_fn(layer, q, k, v, weights, angles) for one new token per slot, as
     decoder.forward_by_layer takes it with attend_norms: one kernel a layer."""
     from tunix_lite.kernels.decode_attention import fused_attend
@@ -710,7 +687,7 @@ def append(
     lengths_R = read(slots.lengths)
     positions_RW = lengths_R[:, None] + jnp.arange(W)
     cache = jax.tree.map(read, slots.cache)
-    attend_fn = _attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
+    attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
     hidden_RWD, new_kv = decoder.forward_by_layer(
         per_layer_params, spec.cfg, tokens_RW, positions_RW, attend_fn, spec.tp_reduce_dtype
     )
@@ -720,7 +697,7 @@ def append(
     new_RV = _tokens_seen(spec, tokens_RW, jnp.arange(W) < counts_R[:, None])
     appended = slots.replace(
         cache=[
-            _write_tokens(kv, new, rows_R, lengths_R, counts_R)
+            kv_cache.write_tokens(kv, new, rows_R, lengths_R, counts_R)
             for kv, new in zip(slots.cache, new_kv)
         ],
         hidden=write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
@@ -732,7 +709,7 @@ def append(
     return at_home(appended, "batch")
 
 
-def _attend_to_cache_and_new(
+def attend_to_cache_and_new(
     spec: SamplerSpec,
     cache: list[KV],
     lengths_R: jax.Array,
@@ -744,13 +721,21 @@ def _attend_to_cache_and_new(
     It returns what they attend to, and their keys and values in the layout of the cache.
     """
     cfg = spec.cfg
-    num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, cache)}
-    masks = {
-        kind: _mask_of_cache_and_new(
-            attention.window_of(cfg, kind == "local"), lengths_R, counts_R, columns, W
-        )
-        for kind, columns in num_columns.items()
-    }
+    place_W = jnp.arange(W)
+    query_RW = lengths_R[:, None] + place_W
+    # A token behind the last one sees itself, so that no row of scores is empty.
+    is_token_RW = place_W < counts_R[:, None]
+    new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
+    new_RWW |= place_W[:, None] == place_W
+    masks = {}
+    for kind, kv in dict(zip(cfg.kinds, cache)).items():
+        # Columns of the cache, then new tokens: [R, W, C + W].
+        held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
+        position_RS = jnp.concatenate([held_RC, query_RW], axis=1)
+        old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, (*query_RW.shape, kv.k.shape[2]))
+        masks[kind] = jnp.concatenate([old_RWC, new_RWW], axis=2)
+        if (window := attention.window_of(cfg, kind == "local")) is not None:
+            masks[kind] &= query_RW[:, :, None] - position_RS[:, None] < window
 
     def attend_fn(
         layer: int,
@@ -772,54 +757,6 @@ def _attend_to_cache_and_new(
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1), new
 
     return attend_fn
-
-
-def _mask_of_cache_and_new(
-    window: int | None,
-    lengths_R: jax.Array,
-    counts_R: jax.Array,
-    columns: int,
-    W: int,
-) -> jax.Array:
-    """Masks what each new token sees: columns of the cache, then new tokens, [R, W, C + W]."""
-    held_RC = kv_cache.positions_held(lengths_R - 1, columns)
-    query_RW = lengths_R[:, None] + jnp.arange(W)
-    old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, (len(lengths_R), W, columns))
-    place_W = jnp.arange(W)
-    # A token behind the last one sees itself, so that no row of scores is empty.
-    is_token_RW = place_W < counts_R[:, None]
-    new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
-    new_RWW |= place_W[:, None] == place_W
-    if window is not None:
-        old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
-        new_RWW &= place_W[:, None] - place_W < window
-    return jnp.concatenate([old_RWC, new_RWW], axis=2)
-
-
-def _write_tokens(
-    kv: KV,
-    new: KV,
-    rows_R: jax.Array,
-    lengths_R: jax.Array,
-    counts_R: jax.Array,
-) -> KV:
-    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
-
-    new: [R, K, W, ...], as `to_cache_format` makes it.
-    """
-    B, _, C = kv.k.shape[:3]
-    place_W = jnp.arange(new.k.shape[2])
-    count_R1 = counts_R[:, None]
-    is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C) & (rows_R < B)[:, None]
-    columns_RW = (lengths_R[:, None] + place_W) % C
-    # What is not kept goes to a column that does not exist, so each with an index of its own.
-    target_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        here = old.at[rows_R[:, None], :, target_RW]
-        return kv_cache.constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
-
-    return jax.tree.map(put, kv, new)
 
 
 # ---- copy

@@ -18,18 +18,15 @@ HIGHEST_KEY = 0xFF800000
 
 
 def row_keys(
-    key: jax.Array,
+    keys_B: jax.Array,
     prompts_B: jax.Array,
     generations_B: jax.Array,
 ) -> jax.Array:
-    """One random key per completion, [B], folded from the index of its prompt and its own.
-
-    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key. key: of
-    the rollout, or [B] keys, where the completions began in different rollouts.
-    """
-    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0 if key.ndim else None, 0))
+    """One random key per completion, [B], folded from the index of its prompt and its own. keys_B:
+    of the rollouts in which the completions began."""
+    # Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
     fold = jax.vmap(jax.random.fold_in)
-    return fold(prompt_keys_B(key, prompts_B), generations_B)
+    return fold(fold(keys_B, prompts_B), generations_B)
 
 
 def tempered(logits_BV: jax.Array, temperature: jax.Array | float) -> jax.Array:
@@ -135,8 +132,7 @@ def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, 
 def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] of each row, [B]."""
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
-    chosen_B = chosen_B1[:, 0]
-    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def apply_repetition_penalty(
