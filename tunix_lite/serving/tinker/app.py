@@ -64,7 +64,7 @@ class TinkerServer(Face):
     often = tuple(
         f"{API}/{path}" for path in ("retrieve_future", "session_heartbeat", "telemetry")
     )
-    unlogged = (*open_paths, "/metrics", *often)
+    unlogged = (*open_paths, *often)
     # 408 makes the SDK ask again
     statuses = {TimedOut: 408}
 
@@ -151,14 +151,6 @@ class TinkerServer(Face):
 
     def error_body(self, error: Exception, status: int, message: str) -> dict:
         return {"detail": message}
-
-    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        gauges = {
-            "tinker_requests_waiting": len(self.store.waiting()),
-            "tinker_models": len(self.store.all("model")),
-            "tinker_sessions": sum(not one.is_finished for one in self.store.all("session")),
-        }
-        return gauges, {"tinker_requests_done_total": self.worker.done}
 
     async def run(self, ready: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
         """Serves; then waits for the request that is under way. Raises WorkerFailed, sqlite3.Error
