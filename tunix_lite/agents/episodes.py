@@ -185,7 +185,7 @@ class OpenEpisodes:
             if opened is None:
                 return
             for index, choice in enumerate(choices):
-                prompt = call.prompts[index // call.choices]
+                prompt = call.prompts[index // call.body.n]
                 add_choice(opened.sequences, prompt, choice.tokens, choice.logprobs)
 
     def reward(self, episode: str, value: float) -> None:

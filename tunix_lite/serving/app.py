@@ -138,7 +138,7 @@ class Server(Face):
         answer = ApiAnswer(call, self.tokenizer)
         choices = [
             ApiChoice(i, self.tokenizer, call.stop, call.reads_calls)
-            for i in range(len(call.prompts) * call.choices)
+            for i in range(len(call.prompts) * call.body.n)
         ]
         pieces = self._pieces(request, call, choices)
         if call.body.stream:
@@ -213,8 +213,8 @@ class Server(Face):
 
         sequences = [
             LiveSequence(
-                call.prompts[choice.index // call.choices],
-                replace(call.draw, generation=choice.index % call.choices),
+                call.prompts[choice.index // call.body.n],
+                replace(call.draw, generation=choice.index % call.body.n),
                 call.max_tokens,
                 partial(on_tokens, choice.index),
             )

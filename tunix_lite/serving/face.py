@@ -35,6 +35,7 @@ _OPEN_FILES = 8192
 # Seconds after which a client that was refused may ask again.
 _RETRY_AFTER = 1
 
+
 @dataclass(frozen=True)
 class ServerSettings:
     """How the server listens, and what it lets clients do.

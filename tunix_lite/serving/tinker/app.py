@@ -42,17 +42,15 @@ if TYPE_CHECKING:
 
 API = "/api/v1"
 # Seconds for which a question for a result waits for it. The SDK waits 45.
-POLL_SECONDS = 30.0
+_POLL_SECONDS = 30.0
 # Results are kept for so long, in seconds, and looked over so often.
-RESULT_SECONDS = 24 * 3600.0
-TIDY_SECONDS = 600.0
+_RESULT_SECONDS = 24 * 3600.0
+_TIDY_SECONDS = 600.0
 # Entries of an answer where the client does not say how many.
-PAGE = 20
-# Digits of a number of entries; int() refuses thousands of them.
-MOST_DIGITS = 18
-SAVES = ("save_weights", "save_weights_for_sampler")
+_PAGE = 20
+_SAVES = ("save_weights", "save_weights_for_sampler")
 PROTOBUF = "application/x-protobuf"
-OUTPUT_LAYER = (
+_OUTPUT_LAYER = (
     "this server gives the output layer no adapter of its own: train_unembed has no effect"
 )
 
@@ -115,7 +113,7 @@ class TinkerServer(Face):
             "weights_info": self._weights_info,
             "cancel_future": self._cancel,
         }
-        for path in ("create_model", "optim_step", "load_weights", *SAVES, "asample"):
+        for path in ("create_model", "optim_step", "load_weights", *_SAVES, "asample"):
             answers[path] = partial(self._enqueue, path)
         for path, answer in answers.items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
@@ -179,16 +177,16 @@ class TinkerServer(Face):
         """Drops what nobody can ask for any more. Raises WorkerFailed."""
         if not self.worker.is_alive:
             raise WorkerFailed(f"the worker failed: {self.worker.failure}")
-        if time.time() > self._tidied + TIDY_SECONDS:
+        if time.time() > self._tidied + _TIDY_SECONDS:
             self._tidied = time.time()
             self._tidy(self._tidied)
 
     def _tidy(self, now: float) -> None:
-        self.store.forget_results(now - RESULT_SECONDS)
+        self.store.forget_results(now - _RESULT_SECONDS)
         for session in self.store.all("session"):
             # While the server was away it could hear nobody.
             heard = session.heard if session.is_finished else max(session.heard, self._began)
-            if heard >= now - RESULT_SECONDS:
+            if heard >= now - _RESULT_SECONDS:
                 continue
             # All of it goes but what has a name.
             self._end(session)
@@ -214,7 +212,7 @@ class TinkerServer(Face):
     def _create_session(self, body: TinkerBody) -> dict:
         name = uuid.uuid4().hex
         self.store.put(TinkerSession(name))
-        return {"type": "create_session", "session_id": name, "info_message": OUTPUT_LAYER}
+        return {"type": "create_session", "session_id": name, "info_message": _OUTPUT_LAYER}
 
     def _session(self, name: str) -> TinkerSession:
         session = self.store.found("session", name)
@@ -326,7 +324,7 @@ class TinkerServer(Face):
                 self._check_base(body)
             return "create_from" if path == "load_weights" else path, owner, 0
         is_named = path == "save_weights" or body.path is not None
-        if path in SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
+        if path in _SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
             message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
             raise BadCall(message, "path")
         # The number 0 is none.
@@ -344,7 +342,7 @@ class TinkerServer(Face):
         if row[0] == WAITING and not self.is_stopping:
             event = self._ended.setdefault(name, asyncio.Event())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), timeout=POLL_SECONDS)
+                await asyncio.wait_for(event.wait(), timeout=_POLL_SECONDS)
             row = self.store.result(name) or row
         state, kind, result = row
         if state == WAITING:
@@ -363,11 +361,9 @@ class TinkerServer(Face):
             return view(self.store.found(kind, request.match_info["id"]))
         newest = sorted(self.store.all(kind), key=lambda one: -one.created)
         cursor = {"total_count": len(newest)}
-        for name, default in (("offset", 0), ("limit", PAGE)):
-            text = request.query.get(name, "")
-            cursor[name] = (
-                int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
-            )
+        for name, default in (("offset", 0), ("limit", _PAGE)):
+            text = request.query.get(name, "")[:18]
+            cursor[name] = int(text) if text.isdecimal() else default
         some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
         return {path: [view(one) for one in some], "cursor": cursor}
 
@@ -400,12 +396,10 @@ class TinkerServer(Face):
         return {
             "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
             "checkpoint_type": checkpoint.kind,
-            "time": datetime.fromtimestamp(checkpoint.created, UTC).isoformat(),
+            "time": _time(checkpoint),
             "tinker_path": checkpoint.id,
             "size_bytes": checkpoint.size,
             "public": False,
-            "user_metadata": checkpoint.metadata,
-            "expires_at": None,
         }
 
     def _checkpoints_of(self, model: Model) -> dict:
@@ -413,17 +407,16 @@ class TinkerServer(Face):
         return {"checkpoints": [self._checkpoint_info(one) for one in records]}
 
     def _run_info(self, model: Model) -> dict:
-        checkpoints = self._checkpoints_of(model)["checkpoints"]
-        newest = {one["checkpoint_type"]: one for one in checkpoints}
         return _lora(model.adapters) | {
             "training_run_id": model.id,
             "base_model": self.limits.model_name,
             "model_owner": "local",
-            "last_request_time": datetime.fromtimestamp(model.created, UTC).isoformat(),
-            "last_checkpoint": newest.get("training"),
-            "last_sampler_checkpoint": newest.get("sampler"),
-            "user_metadata": model.metadata,
+            "last_request_time": _time(model),
         }
+
+
+def _time(record: Model | Checkpoint) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat()
 
 
 def _lora(adapters: Adapters | None) -> dict:

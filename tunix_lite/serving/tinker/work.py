@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     Live = dict[str, Weights]
 
 # Weights that get adapters, as paths name them.
-ATTENTION = ("q", "k", "v", "o")
-MLP = ("gate", "up", "down")
+_ATTENTION = ("q", "k", "v", "o")
+_MLP = ("gate", "up", "down")
 # Sequences that are drawn in one turn, at most.
-SEQUENCES_PER_TURN = 256
+_SEQUENCES_PER_TURN = 256
 # Times that a request may end with the end of the server before it is given up: somebody else may
 # have ended the server each time.
-MOST_ATTEMPTS = 12
+_MOST_ATTEMPTS = 12
 # A sample request, and its body.
 Sampling = tuple[TinkerRequest, TinkerBody]
 # The result of a request, and what it made.
@@ -87,7 +87,7 @@ class LiveModels:
                     self.forget(name)
                 client = self.trainer.full()
             else:
-                parts = ATTENTION * adapters.train_attn + MLP * adapters.train_mlp
+                parts = _ATTENTION * adapters.train_attn + _MLP * adapters.train_mlp
                 if not parts:
                     raise ValueError(
                         "train_attn and train_mlp are both off: nothing would train"
@@ -146,7 +146,7 @@ def next_turn(
     turns[session] = max(turns.values(), default=0) + 1
     first = ready[session][0]
     same = [one for one in ready[session] if one.owner == first.owner]
-    return same[: SEQUENCES_PER_TURN if first.kind == "sample" else 1]
+    return same[: _SEQUENCES_PER_TURN if first.kind == "sample" else 1]
 
 
 class Worker:
@@ -158,7 +158,6 @@ class Worker:
         self.store = store
         self.on_end = on_end
         self.failure: BaseException | None = None
-        self.done = 0
         self._lock = threading.Condition()
         self._is_closing = False
         self._turns: dict[str, int] = {}
@@ -210,7 +209,7 @@ class Worker:
                     return
                 tried = []
                 for request in self._current:
-                    if self.store.begin(request) <= MOST_ATTEMPTS:
+                    if self.store.begin(request) <= _MOST_ATTEMPTS:
                         tried.append(request)
                     else:
                         self._fail(
@@ -220,7 +219,6 @@ class Worker:
                     self._sample(tried)
                 elif tried:
                     self._train(tried[0])
-                self.done += len(self._current)
                 for request in self._current:
                     self.on_end(request.id)
                 self._current = []
@@ -240,7 +238,6 @@ class Worker:
                 if body.path is not None:
                     adapters = self.store.found("checkpoint", body.path).adapters
                 model = Model(request.owner, session_of(request.owner), adapters=adapters)
-                model.metadata = body.user_metadata
             files = {model.saved}
             result, made = self._do(request, model, body)
             if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
@@ -333,7 +330,6 @@ class Worker:
         written = self.store.folder / file
         parts = (written, *written.rglob("*"))
         checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
-        checkpoint.metadata = body.user_metadata or None
         return as_json(path=path, type=request.kind), checkpoint
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
@@ -347,7 +343,7 @@ class Worker:
                 self._fail(request, *blame(error))
         parts = []
         for count, samples in by_count.items():
-            most = max(1, SEQUENCES_PER_TURN // count)
+            most = max(1, _SEQUENCES_PER_TURN // count)
             parts += [samples[start : start + most] for start in range(0, len(samples), most)]
         while parts:
             samples = parts.pop(0)
