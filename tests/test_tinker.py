@@ -101,7 +101,7 @@ def test_sessions_take_turns_and_a_models_requests_keep_their_order():
     came = [("a:train:0", n) for n in (3, 2, 4, 1)] + [("b:train:0", 1)]
     waiting = [TinkerRequest(i, f"{owner}:{seq}", owner, seq, "optim_step") for i, (owner, seq) in enumerate(came)]
     turns, done = {}, []
-    while taken := next_turn(waiting, turns, numbers.get):
+    while taken := next_turn(waiting, turns, numbers):
         [request] = taken
         waiting.remove(request)
         numbers[request.owner] += 1
@@ -109,7 +109,7 @@ def test_sessions_take_turns_and_a_models_requests_keep_their_order():
     assert done == ["a:train:0:1", "b:train:0:1", "a:train:0:2", "a:train:0:3", "a:train:0:4"]
     assert not waiting
     waiting = [TinkerRequest(9, "a:train:0:9", "a:train:0", 9, "optim_step")]
-    assert next_turn(waiting, turns, numbers.get) == [], "the requests before it have not come"
+    assert next_turn(waiting, turns, numbers) == [], "the requests before it have not come"
 
 
 # ---- the server, over a trainer that only counts: a model is one number, and its loss is their product
@@ -425,7 +425,6 @@ POSTS = {
     "create_session": {},
     "session_heartbeat": {"session_id": "?"},
     "create_sampling_session": {"session_id": "?", "sampling_session_seq_id": 0, "base_model": "bundled"},
-    "join_sampling_session": {"sampling_session_id": "?"},
     "create_model": {"session_id": "?", "model_seq_id": 1, "base_model": "bundled", "lora_config": {"rank": 2}},
     "get_info": {"model_id": "?"},
     "optim_step": {"model_id": "?", "seq_id": 1, "adam_params": {"learning_rate": 1.0}},
@@ -440,7 +439,6 @@ POSTS = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]},
         "sampling_params": {"max_tokens": 4, "stop": ["a"], "seed": 1, "temperature": 1.0},
     },
-    "cancel_future": {"request_id": "?"},
     "retrieve_future": {"request_id": "?"},
 }
 ODD = [None, True, -1, 2**70, 1e400, float("nan"), "", "\ud800", "x" * 70_000, [], [[]], [None], {}, {"": []}, "../a"]

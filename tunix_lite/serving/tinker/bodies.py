@@ -85,13 +85,13 @@ class TinkerBody:
     prompt_logprobs: bool = False
 
     def __post_init__(self):
-        if self.kind != "snapshot":
-            raise BadCall(f"kind={shown(self.kind)} is not supported; 'snapshot' is", "kind")
         optimizer = self.optimizer_config.get("type", "adamw")
-        if optimizer != "adamw":
-            raise BadCall(
-                f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer"
-            )
+        for name, value, ours in (
+            ("kind", self.kind, "snapshot"),
+            ("optimizer", optimizer, "adamw"),
+        ):
+            if value != ours:
+                raise BadCall(f"{name}={shown(value)} is not supported; {ours} is", name)
 
     @property
     def adapters(self) -> Adapters | None:
@@ -127,9 +127,8 @@ class TinkerBody:
         stops = stop if isinstance(stop, list | tuple) else [stop]
         if not all(isinstance(one, int | str) for one in stops):
             raise BadCall("stop must hold texts or tokens", "stop")
-        seed = params.get(
-            "seed", int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
-        )
+        by_name = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
+        seed = params.get("seed", by_name)
         values = {name: params[name] for name in _DRAWN_BY if name in params}
         values["seed"] = seed % 2**32 if isinstance(seed, int) else seed
         values["stop"] = tuple(one for one in stops if isinstance(one, str))

@@ -39,7 +39,7 @@ PRAGMA locking_mode=EXCLUSIVE;
 PRAGMA journal_mode=WAL;
 PRAGMA synchronous=NORMAL;
 CREATE TABLE IF NOT EXISTS records (
-  kind TEXT, id TEXT, session TEXT, value TEXT, PRIMARY KEY (kind, id));
+  kind TEXT, id TEXT, value TEXT, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS requests (
   arrival INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, seq INTEGER, kind TEXT,
   body BLOB, state INTEGER DEFAULT 0, result BLOB, attempts INTEGER DEFAULT 0, ended REAL,
@@ -99,7 +99,6 @@ class Sampler:
     # a file below the folder; None: the base model
     file: str | None = None
     model_path: str | None = None
-    clones: int = 0
 
 
 @dataclass
@@ -191,11 +190,6 @@ class Store:
         """The record of this name, or None."""
         return self._records[kind].get(name)
 
-    def next_seq(self, owner: str) -> int:
-        """The number of the next request of a model; 0 if there is no such model."""
-        model = self.get("model", owner)
-        return 0 if model is None else model.next_seq
-
     def found(self, kind: str, name: str) -> Any:
         """The record of this name. Raises BadCall if there is none."""
         record = self.get(kind, name)
@@ -210,9 +204,10 @@ class Store:
     def put(self, record: Record) -> None:
         """Writes a record, new or changed."""
         kind = _KINDS[type(record)]
-        values = (kind, record.id, getattr(record, "session", ""), json.dumps(asdict(record)))
+        value = json.dumps(asdict(record))
         with self._lock:
-            self._rows("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", *values)
+            query = "INSERT OR REPLACE INTO records (kind, id, value) VALUES (?, ?, ?)"
+            self._rows(query, kind, record.id, value)
             self._records[kind][record.id] = record
 
     def remove(self, record: TinkerSession | Sampler | Checkpoint) -> None:
@@ -269,14 +264,11 @@ class Store:
 
     def begin(self, request: TinkerRequest) -> int:
         """Counts an attempt at a request; returns how many there are now."""
-        query = (
-            "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ? RETURNING attempts"
-        )
-        [(count,)] = self._rows(query, request.arrival)
+        query = "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ?"
+        [(count,)] = self._rows(f"{query} RETURNING attempts", request.arrival)
         return count
 
     def end(self, request: TinkerRequest, state: int, result: bytes) -> None:
-        """Writes the result."""
         query = "UPDATE requests SET state = ?, result = ?, ended = ? WHERE arrival = ?"
         self._rows(query, state, result, time.time(), request.arrival)
 
