@@ -20,9 +20,6 @@ class ScriptedEngine:
     num_running = 0
     num_waiting = 0
     num_slots = 4
-    tokens_sampled = 0
-    prompt_tokens = 0
-    chunks = 0
     is_alive = True
     failure = None
 

@@ -180,5 +180,5 @@ class OpenEpisodes:
             if opened is None:
                 return
             for index, choice in enumerate(choices):
-                prompt = call.prompts[index // call.choices]
+                prompt = call.prompts[index // call.body.n]
                 add_choice(opened.sequences, prompt, choice.tokens, choice.logprobs)

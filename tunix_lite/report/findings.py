@@ -28,6 +28,7 @@ _AGREE = "reward/groups_that_agree"
 _CORRECT = "completions/correct"
 _CUT = "completions/truncated"
 _RATE = "optimizer.learning_rate"
+_OF_SAMPLING = [f"generation.{name}" for name in ("temperature", "top_k", "top_p", "min_p")]
 # What an update may move a weight, relative to a weight's usual size of 1 / sqrt(embed_dim). The
 # quickstart moves 6e-4 at most, a model of billions at 1e-6 some 5e-5.
 _LARGE_STEP = 5e-3
@@ -102,49 +103,10 @@ def _overrides(run: Evidence, tries: tuple[str | tuple[str, float], ...]) -> lis
 # ---- bounds
 
 
-def _is_still(run: Evidence) -> bool:
-    has_gradient = run.series("train/skipped").least != 1
-    has_gradient &= run.series("train/grad_norm").largest != 0
-    is_still = run.series("train/update_norm").largest == 0 and has_gradient
-    return is_still or run.series("train/learning_rate").largest == 0
-
-
-def _gap_grows(run: Evidence) -> bool:
-    gap = run.at_rollouts("train/sampler_gap")
-    return len(gap) > 2 and gap.first < _LARGE_GAP and gap.late >= max(30 * gap.first, 2e-3)
-
-
 def _has_one_reward(run: Evidence) -> bool:
     """Whether all completions of all steps got one reward."""
     reward = run.series("reward/mean")
     return run.series("reward/std").largest <= 1e-9 and reward.largest - reward.least <= 1e-9
-
-
-def _rewards_are_constant(run: Evidence) -> bool:
-    correct = run.series(_CORRECT)
-    is_flat = correct.least == correct.largest and correct.first in (0.0, 1.0)
-    return bool(correct) and not is_flat and _has_one_reward(run)
-
-
-def _is_all_wrong(run: Evidence) -> bool:
-    correct = run.series(_CORRECT)
-    is_long = _has_one_reward(run) or len(correct) >= 5
-    if not (correct.largest <= 0 and is_long) or run.series("eval/accuracy").largest > 0.02:
-        return False
-    return reward_exploited(run) is None
-
-
-def _groups_teach_nothing(run: Evidence) -> bool:
-    is_known = run.series(_CORRECT) or run.series("reward/mean")
-    is_most = run.num_steps >= 4 and run.series(_AGREE).mean >= 0.7
-    return bool(is_known) and is_most and not _has_learned(run)
-
-
-def _has_learned(run: Evidence) -> bool:
-    """Whether the run got good: then groups agree because they are right."""
-    metrics = [run.series(name) for name in ("eval/accuracy", _CORRECT, "reward/mean")]
-    series = next((one for one in metrics if len(one) > 1), None)
-    return series is not None and series.late > series.first + 0.1
 
 
 def _has_no_choice(run: Evidence) -> bool:
@@ -164,59 +126,17 @@ def _answers_and_goes_on(run: Evidence) -> bool:
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
-            return float(np.mean([_holds_answer(row) for row in cut])) >= 0.25
+            answers = [re.escape(str(row.get("expected"))) for row in cut]
+            texts = [str(row.get("completion")) for row in cut]
+            holds = [
+                re.search(rf"(?<![\w.-]){answer}(?!\w)", text) is not None
+                for answer, text in zip(answers, texts)
+            ]
+            return float(np.mean(holds)) >= 0.25
     return False
 
 
-def _holds_answer(row: dict) -> bool:
-    """Whether the expected answer stands anywhere in a completion; where it is not known, whether
-    the completion is right."""
-    expected = row.get("expected")
-    text = row.get("completion")
-    if type(expected) not in (str, int, float) or not isinstance(text, str):
-        return row.get("correct") is True
-    whole = rf"(?<![\w.-]){re.escape(str(expected))}(?!\w)"
-    return re.search(whole, text) is not None
-
-
-def _is_one_text(run: Evidence) -> bool:
-    entropy = run.series("train/entropy")
-    # A policy that is certain says the same each time, and so does one without a choice.
-    if not entropy.early >= 0.01 or _has_collapsed(entropy) or _has_no_choice(run):
-        return False
-    groups = [{row.get("completion") for row in group} for _, group in run.all_groups()]
-    same = sum(len(texts) == 1 for texts in groups)
-    return same > 0 and same >= 0.5 * len(groups)
-
-
-def _is_certain_and_wrong(run: Evidence) -> bool:
-    entropy = run.series("train/entropy")
-    correct = run.series(_CORRECT) or run.series("reward/mean")
-    has_collapsed = len(entropy) >= 5 and _has_collapsed(entropy)
-    return has_collapsed and correct.late <= 0.8 and not correct.rises()
-
-
-def _has_collapsed(entropy: Series) -> bool:
-    return entropy.late < 0.2 * entropy.first and entropy.late < 0.02
-
-
-_OF_SAMPLING = ("generation.temperature", "generation.top_k", "generation.top_p")
-_FREE = ("generation.temperature=1.0", "generation.top_k=0", "generation.top_p=1.0")
 FAULTS: dict[str, _Bound | tuple[int, str, Callable[[Evidence], _Shown]]] = {
-    "learning_rate_zero": _Bound(
-        98,
-        "the weights do not move",
-        _is_still,
-        ("train/learning_rate", "train/update_norm"),
-        (f"{_RATE}=1e-4 (a small model), 1e-6 (a large one)",),
-    ),
-    "sampler_stale": _Bound(
-        91,
-        "the sampler does not have the weights that learn: the gap grows with the updates",
-        _gap_grows,
-        ("train/sampler_gap",),
-        ("give the sampler the weights of every step (policy.generate(params, ...))",),
-    ),
     "outside_of_clip": _Bound(
         60,
         "the policy leaves the clip within a rollout, so many tokens have no gradient",
@@ -231,27 +151,6 @@ FAULTS: dict[str, _Bound | tuple[int, str, Callable[[Evidence], _Shown]]] = {
         ("algorithm.kl_coef", "train/kl", "reward/mean"),
         ("algorithm.kl_coef=0.01",),
     ),
-    "rewards_constant": _Bound(
-        88,
-        "every completion has one reward, right or wrong: nothing is to be learned",
-        _rewards_are_constant,
-        ("reward/std", "reward/mean", _CORRECT),
-        ("the function of task.rewards: call it with a right and a wrong completion",),
-    ),
-    "all_wrong": _Bound(
-        74,
-        "no completion is right in any step",
-        _is_all_wrong,
-        (_CORRECT, "reward/mean", EXAMPLE),
-        ("an easier task, or a model that is right now and then; algorithm=sft first",),
-    ),
-    "groups_agree": _Bound(
-        56,
-        "most groups teach nothing: the task is too hard, or too easy",
-        _groups_teach_nothing,
-        (_AGREE, _CORRECT, "reward/mean"),
-        (("algorithm.num_generations", 2), "a task of which about half is right"),
-    ),
     "temperature_high": _Bound(
         86,
         "the temperature is so high that completions are noise",
@@ -263,18 +162,15 @@ FAULTS: dict[str, _Bound | tuple[int, str, Callable[[Evidence], _Shown]]] = {
         77,
         "the settings of sampling leave so little choice that completions hardly differ",
         lambda run: _has_no_choice(run) and run.series(_AGREE).mean >= 0.5,
-        (*_OF_SAMPLING, "generation.min_p", _AGREE),
-        (*_FREE, "generation.min_p=0.0"),
+        (*_OF_SAMPLING, _AGREE),
+        ("generation.temperature=1.0", "generation.top_k=0", "generation.top_p=1.0"),
     ),
     "never_ends": _Bound(
         82,
         "completions answer and go on until they are cut: the end-of-sequence token is missing",
         lambda run: run.series(_CUT).late >= 0.2 and _answers_and_goes_on(run),
         (_CUT, EXAMPLE),
-        (
-            "model.tokenizer: does it know the model's end tokens?",
-            "generation.stop_token_ids=[...]",
-        ),
+        ("model.tokenizer: does it know the end tokens?", "generation.stop_token_ids=[...]"),
     ),
     "truncated": _Bound(
         80,
@@ -290,20 +186,6 @@ FAULTS: dict[str, _Bound | tuple[int, str, Callable[[Evidence], _Shown]]] = {
         (UNREAD, EXAMPLE),
         ("task.extract: a function that finds the answer", "task.prompt: ask for its form"),
     ),
-    "completions_identical": _Bound(
-        76,
-        "all completions of a group are one text: they are sampled with one random key",
-        _is_one_text,
-        ("train/entropy", EXAMPLE),
-        ("the random key must depend on the completion; algorithm.num_generations",),
-    ),
-    "entropy_collapse": _Bound(
-        62,
-        "the policy became certain without becoming right: all completions say the same",
-        _is_certain_and_wrong,
-        ("train/entropy", _CORRECT, "reward/mean"),
-        ((_RATE, 0.2), "algorithm.clip_high=0.28", "algorithm.kl_coef=0.01"),
-    ),
 }
 
 # ---- a closer look
@@ -311,14 +193,14 @@ FAULTS: dict[str, _Bound | tuple[int, str, Callable[[Evidence], _Shown]]] = {
 
 def _fault(weight: int, what: str) -> Callable[[Callable], Callable]:
     def register(check: Callable[[Evidence], _Shown]) -> Callable[[Evidence], _Shown]:
-        FAULTS[check.__name__] = (weight, what, check)
+        FAULTS[check.__name__.removeprefix("_")] = (weight, what, check)
         return check
 
     return register
 
 
 @_fault(100, "updates are not finite, so they are not made")
-def updates_skipped(run: Evidence) -> _Shown:
+def _updates_skipped(run: Evidence) -> _Shown:
     skipped = run.series("train/skipped")
     made = skipped.where(skipped.values > 0)
     if not made or (skipped.mean < 0.1 and not (skipped.last and len(skipped) > 1)):
@@ -353,7 +235,7 @@ def _is_count(value: object) -> bool:
 
 
 @_fault(84, "the updates are so large that they destroy the policy")
-def step_too_large(run: Evidence) -> _Shown:
+def _step_too_large(run: Evidence) -> _Shown:
     # What the policy could do at first and cannot now.
     abilities = map(run.series, (_CORRECT, "reward/mean", "eval/accuracy"))
     fell = [
@@ -388,7 +270,7 @@ def step_too_large(run: Evidence) -> _Shown:
 
 
 @_fault(68, "the updates are so small that nothing moves")
-def step_too_small(run: Evidence) -> _Shown:
+def _step_too_small(run: Evidence) -> _Shown:
     step = relative_step(run)
     if run.num_steps < 5 or not 0 < step.largest < _SMALL_STEP:
         return None
@@ -401,7 +283,7 @@ def step_too_small(run: Evidence) -> _Shown:
 @_fault(
     92, "sampler and trainer disagree on the same tokens: another temperature, place or token"
 )
-def sampler_gap(run: Evidence) -> _Shown:
+def _sampler_gap(run: Evidence) -> _Shown:
     gap = run.at_rollouts("train/sampler_gap")
     if not gap.first >= _LARGE_GAP:
         return None
@@ -416,8 +298,28 @@ def sampler_gap(run: Evidence) -> _Shown:
     ]
 
 
+@_fault(98, "the weights do not move")
+def _learning_rate_zero(run: Evidence) -> _Shown:
+    has_gradient = run.series("train/skipped").least != 1
+    has_gradient &= run.series("train/grad_norm").largest != 0
+    is_still = run.series("train/update_norm").largest == 0 and has_gradient
+    if not is_still and run.series("train/learning_rate").largest != 0:
+        return None
+    shown = run.shown("train/learning_rate", "train/update_norm")
+    return shown, [f"{_RATE}=1e-4 (a small model), 1e-6 (a large one)"]
+
+
+@_fault(91, "the sampler does not have the weights that learn: the gap grows with the updates")
+def _sampler_stale(run: Evidence) -> _Shown:
+    gap = run.at_rollouts("train/sampler_gap")
+    is_small = len(gap) > 2 and gap.first < _LARGE_GAP
+    if not is_small or gap.late < max(30 * gap.first, 2e-3):
+        return None
+    return [str(gap)], ["give the sampler the weights of every step"]
+
+
 @_fault(96, "reward functions fail, and what they should have judged teaches nothing")
-def rewards_fail(run: Evidence) -> _Shown:
+def _rewards_fail(run: Evidence) -> _Shown:
     names = ("errors", "timeouts", "crashes", "not_numbers")
     counted = [run.series(f"rewards/{name}") for name in names]
     counted = [series for series in counted if series.values.sum() > 0]
@@ -445,7 +347,7 @@ def rewards_fail(run: Evidence) -> _Shown:
 
 
 @_fault(94, "advantages are not those of the completions of one prompt")
-def groups_mixed(run: Evidence) -> _Shown:
+def _groups_mixed(run: Evidence) -> _Shown:
     groups = run.all_groups()
     mixed = [step for step, group in groups if len({row.get("prompt") for row in group}) > 1]
     # Within a group equal rewards have equal advantages, and higher ones higher. That is so where
@@ -486,7 +388,7 @@ def _against_rewards(group: list[dict]) -> bool:
 
 
 @_fault(89, "the reward is higher for what the task calls wrong")
-def reward_sign(run: Evidence) -> _Shown:
+def _reward_sign(run: Evidence) -> _Shown:
     pairs = [
         (row["reward"], row["correct"])
         for row in run.sampled
@@ -515,7 +417,7 @@ def reward_sign(run: Evidence) -> _Shown:
 
 
 @_fault(87, "the reward climbs and right answers do not: it is earned without solving the task")
-def reward_exploited(run: Evidence) -> _Shown:
+def _reward_exploited(run: Evidence) -> _Shown:
     reward = run.series("reward/mean")
     gained = reward.late - reward.early
     judges = [run.series(name) for name in (_CORRECT, "eval/accuracy")]
@@ -534,8 +436,71 @@ def reward_exploited(run: Evidence) -> _Shown:
     return shown, ["task.rewards: reward what task.correct calls right", best]
 
 
+@_fault(88, "every completion has one reward, right or wrong: nothing is to be learned")
+def _rewards_constant(run: Evidence) -> _Shown:
+    correct = run.series(_CORRECT)
+    is_flat = correct.least == correct.largest and correct.first in (0.0, 1.0)
+    if not correct or is_flat or not _has_one_reward(run):
+        return None
+    call = "the function of task.rewards: call it with a right and a wrong completion"
+    return run.shown("reward/std", "reward/mean", _CORRECT), [call]
+
+
+@_fault(74, "no completion is right in any step")
+def _all_wrong(run: Evidence) -> _Shown:
+    correct = run.series(_CORRECT)
+    is_long = _has_one_reward(run) or len(correct) >= 5
+    if not (correct.largest <= 0 and is_long) or run.series("eval/accuracy").largest > 0.02:
+        return None
+    easier = "an easier task, or a model that is right now and then; algorithm=sft first"
+    shown = run.shown(_CORRECT, "reward/mean", EXAMPLE)
+    return None if _reward_exploited(run) else (shown, [easier])
+
+
+@_fault(56, "most groups teach nothing: the task is too hard, or too easy")
+def _groups_agree(run: Evidence) -> _Shown:
+    is_most = run.num_steps >= 4 and run.series(_AGREE).mean >= 0.7
+    # A run that got good has groups that agree because they are right.
+    metrics = [run.series(name) for name in ("eval/accuracy", _CORRECT, "reward/mean")]
+    series = next((one for one in metrics if len(one) > 1), None)
+    if series is None or not is_most or series.late > series.first + 0.1:
+        return None
+    more = _overrides(run, (("algorithm.num_generations", 2),))
+    return run.shown(_AGREE, _CORRECT, "reward/mean"), [*more, "a task of which half is right"]
+
+
+@_fault(76, "all completions of a group are one text: they are sampled with one random key")
+def _completions_identical(run: Evidence) -> _Shown:
+    entropy = run.series("train/entropy")
+    # A policy that is certain says the same each time, and so does one without a choice.
+    if not entropy.early >= 0.01 or _has_collapsed(entropy) or _has_no_choice(run):
+        return None
+    groups = [{row.get("completion") for row in group} for _, group in run.all_groups()]
+    same = sum(len(texts) == 1 for texts in groups)
+    if not same or same < 0.5 * len(groups):
+        return None
+    shown = [f"{same} of {len(groups)} groups of samples/ hold one text", str(entropy)]
+    return shown, ["the random key must depend on the completion"]
+
+
+@_fault(62, "the policy became certain without becoming right: all completions say the same")
+def _entropy_collapse(run: Evidence) -> _Shown:
+    entropy = run.series("train/entropy")
+    correct = run.series(_CORRECT) or run.series("reward/mean")
+    has_collapsed = len(entropy) >= 5 and _has_collapsed(entropy)
+    if not has_collapsed or not correct.late <= 0.8 or correct.rises():
+        return None
+    shown = run.shown("train/entropy", _CORRECT, "reward/mean")
+    tries = ((_RATE, 0.2), "algorithm.clip_high=0.28", "algorithm.kl_coef=0.01")
+    return shown, _overrides(run, tries)
+
+
+def _has_collapsed(entropy: Series) -> bool:
+    return entropy.late < 0.2 * entropy.first and entropy.late < 0.02
+
+
 @_fault(58, "held-out accuracy falls")
-def evaluation_falls(run: Evidence) -> _Shown:
+def _evaluation_falls(run: Evidence) -> _Shown:
     accuracy = run.series("eval/accuracy")
     if len(accuracy) < 2 or accuracy.first < 0.05:
         return None
@@ -555,7 +520,7 @@ def evaluation_falls(run: Evidence) -> _Shown:
 
 
 @_fault(57, "the run trains on examples that are held out, so its held-out accuracy is too high")
-def held_out_in_train(run: Evidence) -> _Shown:
+def _held_out_in_train(run: Evidence) -> _Shown:
     data = run.status.get("data")
     data = data if isinstance(data, dict) else {}
     both = data.get("held_out_in_train")

@@ -131,21 +131,6 @@ class LiveEngine:
         return len(self._waiting) + max(0, self.engine.unfinished - self.num_slots)
 
     @property
-    def tokens_sampled(self) -> int:
-        """Tokens that were sampled so far."""
-        return self.engine.tokens_sampled
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that were read so far."""
-        return self.engine.prefill_tokens
-
-    @property
-    def chunks(self) -> int:
-        """Chunks that were started so far."""
-        return self.engine.num_chunks
-
-    @property
     def is_alive(self) -> bool:
         """Returns whether it can take requests."""
         return self.failure is None and not self._is_closing and self._thread.is_alive()

@@ -1,6 +1,6 @@
 """The server: an aiohttp application with the endpoints of the OpenAI API over one live engine.
 
-    GET  /v1/models  /v1/models/{name}  /healthz  /metrics
+    GET  /v1/models  /v1/models/{name}  /healthz
     POST /v1/completions  /v1/chat/completions
 
 and, where episodes of agents are recorded, the same under /episodes/ID/v1.
@@ -94,20 +94,6 @@ class Server(Face):
         field = getattr(error, "field", None)
         return error_body(message, ERROR_TYPES.get(status, kind), field, code)
 
-    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        engine = self.engine
-        gauges = {
-            "sequences_running": engine.num_running,
-            "sequences_waiting": engine.num_waiting,
-            "slots": engine.num_slots,
-        }
-        counters = {
-            "tokens_total": engine.tokens_sampled,
-            "prompt_tokens_total": engine.prompt_tokens,
-            "chunks_total": engine.chunks,
-        }
-        return gauges, counters
-
     # ---- endpoints
 
     async def _health(self, request: "web.Request") -> "web.Response":
@@ -143,7 +129,7 @@ class Server(Face):
         answer = ApiAnswer(call, self.tokenizer)
         choices = [
             ApiChoice(i, self.tokenizer, call.stop, call.reads_calls)
-            for i in range(len(call.prompts) * call.choices)
+            for i in range(len(call.prompts) * call.body.n)
         ]
         pieces = self._pieces(request, call, choices)
         if call.body.stream:
@@ -199,7 +185,6 @@ class Server(Face):
         """The pieces of all choices as they come. When the caller leaves, their slots are free."""
         arrived: asyncio.Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        began = time.monotonic()
         # One timer for the request, as one for each piece takes more time than the piece.
         timer = loop.call_later(self.settings.request_seconds, arrived.put_nowait, None)
 
@@ -210,8 +195,8 @@ class Server(Face):
 
         sequences = [
             LiveSequence(
-                call.prompts[choice.index // call.choices],
-                replace(call.draw, generation=choice.index % call.choices),
+                call.prompts[choice.index // call.body.n],
+                replace(call.draw, generation=choice.index % call.body.n),
                 call.max_tokens,
                 partial(on_tokens, choice.index),
             )
@@ -235,7 +220,6 @@ class Server(Face):
                     continue
                 if new.reason == "error":
                     raise EngineFailed(new.message)
-                request.setdefault("first_token", time.monotonic() - began)
                 piece = choices[index].add(new)
                 sampled += len(piece.tokens)
                 request["counts"] = f"{read} + {sampled} tokens"

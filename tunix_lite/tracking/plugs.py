@@ -66,7 +66,7 @@ class Wandb:
         """Raises ValueError, with what to install, if wandb is not there."""
         _check_installed("wandb")
 
-    def __call__(self, run: TrackedRun) -> "TableRun":
+    def __call__(self, run: TrackedRun) -> "_TableRun":
         import wandb
 
         opened = wandb.init(
@@ -80,7 +80,7 @@ class Wandb:
             config=run.settings,
         )
         run.keep_id("wandb", opened.id)
-        return TableRun(wandb, opened)
+        return _TableRun(wandb, opened)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Trackio:
         """Raises ValueError, with what to install, if trackio is not there."""
         _check_installed("trackio")
 
-    def __call__(self, run: TrackedRun) -> "TableRun":
+    def __call__(self, run: TrackedRun) -> "_TableRun":
         import trackio
 
         opened = trackio.init(
@@ -110,15 +110,12 @@ class Trackio:
             resume="allow",
             embed=False,
         )
-        return TableRun(trackio, opened)
+        return _TableRun(trackio, opened)
 
 
 @dataclass(frozen=True)
-class TableRun:
-    """A `Tracker` over wandb, or over trackio, which has the same calls.
-
-    Example: `TableRun(wandb, wandb.init(project="p"))`.
-    """
+class _TableRun:
+    """A `Tracker` over wandb, or over trackio, which has the same calls."""
 
     # the module, with `Table`; and what its `init` returned
     module: Any
@@ -152,7 +149,7 @@ class Mlflow:
         """Raises ValueError, with what to install, if mlflow is not there."""
         _check_installed("mlflow")
 
-    def __call__(self, run: TrackedRun) -> "MlflowRun":
+    def __call__(self, run: TrackedRun) -> "_MlflowRun":
         import mlflow
 
         if self.tracking_uri is not None:
@@ -168,15 +165,12 @@ class Mlflow:
             ]
             for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
                 mlflow.log_params(dict(texts[begin : begin + _PARAMETERS_AT_ONCE]))
-        return MlflowRun(mlflow)
+        return _MlflowRun(mlflow)
 
 
 @dataclass(frozen=True)
-class MlflowRun:
-    """A `Tracker` over the active run of MLflow.
-
-    Example: `MlflowRun(mlflow)`.
-    """
+class _MlflowRun:
+    """A `Tracker` over the active run of MLflow."""
 
     module: Any
 
