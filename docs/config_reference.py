@@ -64,9 +64,7 @@ from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.puzzles import countdown, sorting
-from tunix_lite.tracking.mlflow import Mlflow
-from tunix_lite.tracking.trackio import Trackio
-from tunix_lite.tracking.wandb import Wandb
+from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
 
 PAGE = "config/reference"

@@ -93,7 +93,7 @@ def naive(cfg, params, prompt, key, row, partner):
             meta = attention.one_sequence_per_row(np.arange(width)[None] < len(tokens))
             hidden = forward(params, cfg, fixed, meta)[:, len(tokens) - 1]
             logits = decoder.logits(params, cfg, hidden)
-            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0, GenerationConfig())
+            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0)
             turn.append(int(drawn[0]))
             tokens.append(turn[-1])
             turn_of.append(turns + 1)
@@ -155,7 +155,7 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
     ],
     ids=str,
 )
-def test_slots_parking_and_the_clock_change_nothing(cfg, params, expected, settings):
+def test_slots_offloading_and_the_clock_change_nothing(cfg, params, expected, settings):
     settings, alone = dict(settings), {}
 
     partner = Numbers(delay=settings.pop("delay"))

@@ -19,7 +19,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine, generate, memory
 from tunix_lite.rollout.generate import Request, make_generate, make_sampler
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 
@@ -314,7 +314,7 @@ def test_a_cache_that_grows_changes_no_token(two_layers, medium, sampled, greedy
 def test_a_rollout_compiles_a_program_a_width_and_the_next_one_none(one_layer, small, monkeypatch):
     monkeypatch.setattr(kv_cache, "MIN_COLUMNS", 16)
     made = []
-    monkeypatch.setattr(generate, "make_programs", lambda *args: made.append(make_programs(*args)) or made[-1])
+    monkeypatch.setattr(generate, "Programs", lambda *args: made.append(Programs(*args)) or made[-1])
     sample = sampler(one_layer, slots=2, chunk=4, eos=())
     for seed in (0, 1):
         all_of(sample(small, prompts_of((12, 3), seed=seed), jax.random.key(seed), 2))
@@ -455,11 +455,11 @@ def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypa
     def watched(scheduler):
         def recorded(*args):
             given.extend((arg, arg.copy()) for arg in jax.tree.leaves(args) if isinstance(arg, np.ndarray))
-            return whole.admit(*args)
+            return admit(*args)
 
-        whole, scheduler.programs = scheduler.programs, replace(scheduler.programs, admit=recorded)
+        admit, scheduler.programs.admit = scheduler.programs.admit, recorded
         fill(scheduler)
-        scheduler.programs = whole
+        scheduler.programs.admit = admit
 
     monkeypatch.setattr(engine.Engine, "fill", watched)
     all_of(ending(2, 1)(small, prompts_of(MANY), jax.random.key(1), 8, tokenizer=Letters()))
@@ -468,42 +468,31 @@ def test_the_host_leaves_alone_what_it_gave_to_a_program(ending, small, monkeypa
         np.testing.assert_array_equal(array, as_given)
 
 
-class Watched:
-    """A sampler that counts the chunks that have been read."""
-
-    def __init__(self, sample):
-        self.sample, self.chunks, self.compile_ahead = sample, 0, sample.compile_ahead
-
-    def __call__(self, *args, **options):
-        steps = self.sample(*args, **options)
-        while True:
-            try:
-                touched = next(steps)
-            except StopIteration as end:
-                return end.value
-            self.chunks += 1
-            yield touched
+@pytest.fixture(scope="module")
+def brief(one_layer):
+    set_mesh(1, 1)
+    return make_generate(one_layer, BRIEF, (), 0, rollout=RolloutConfig(2, 2))
 
 
-def generate_with(monkeypatch, sample):
-    """make_generate on a sampler that has been compiled, and the sampler, which counts."""
-    watched = Watched(sample)
-    monkeypatch.setattr(generate, "make_sampler", lambda *_: watched)
-    return make_generate(None, BRIEF, (), 0), watched
+@pytest.fixture
+def chunks(monkeypatch) -> list:
+    """One entry for each chunk that has been read."""
+    read, absorb = [], engine.Engine.absorb
+    monkeypatch.setattr(engine.Engine, "absorb", lambda self, chunk: read.append(chunk) or absorb(self, chunk))
+    return read
 
 
-def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, monkeypatch):
+def test_a_completion_is_handed_over_as_soon_as_it_has_ended(brief, small, chunks):
     """Limits (1, 6, 2, 3) in two slots, chunks of two: the schedule above ends them in chunks 1, 3, 2 and 4."""
-    generate, watched = generate_with(monkeypatch, two_slots)
     prompts, calls, alone, grown = prompts_of(MANY[:4]), [], {}, []
 
     def on_chunk(requests, ended):
         grown.append(sorted(request.prompt for request in requests))
         alone.update(ended)
 
-    rollout = generate(
+    rollout = brief(
         small, prompts, jax.random.key(0), limits=[1, 6, 2, 3], on_chunk=on_chunk,
-        on_finished=lambda row, tokens: calls.append((watched.chunks, row, list(tokens))),
+        on_finished=lambda row, tokens: calls.append((len(chunks), row, list(tokens))),
     )  # fmt: skip
     assert grown == [[0, 1], [1, 2], [1, 3], [3]]
     for row in range(4):
@@ -517,16 +506,15 @@ def test_a_completion_is_handed_over_as_soon_as_it_has_ended(two_slots, small, m
     assert (np.argsort(rollout.seconds[:, 1]) == [0, 2, 1, 3]).all()
 
 
-def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkeypatch):
-    generate, watched = generate_with(monkeypatch, two_slots)
+def test_grpo_judges_completions_while_others_are_drawn(brief, small, chunks, monkeypatch):
     judged_at, returned_at = [], []
 
     def reward(text, example):
-        judged_at.append(watched.chunks)
+        judged_at.append(len(chunks))
         return float(len(text))
 
     def acting(*args, **options):
-        rollout = generate(*args, limits=[1, 6, 2, 3], **options)
+        rollout = brief(*args, limits=[1, 6, 2, 3], **options)
         returned_at.append(len(judged_at))
         return rollout
 
@@ -535,7 +523,7 @@ def test_grpo_judges_completions_while_others_are_drawn(two_slots, small, monkey
     monkeypatch.setattr(Task, "prompts", lambda task, examples: prompts_of(MANY[: len(examples)]))
     _, metrics, graded = GRPO(num_generations=2).collect(Policy(acting, None), task, small, [{}, {}], jax.random.key(0))
     assert returned_at == [4], "all were judged before generate returned"
-    assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == watched.chunks
+    assert len(judged_at) == 4 and judged_at[0] < judged_at[-1] == len(chunks)
     np.testing.assert_array_equal(graded.rewards, [2, 12, 4, 6])  # two letters a token
     assert metrics["reward/mean"] == 6 and metrics["rollout/prefill_tokens"] == 3 + 1
 
@@ -663,7 +651,7 @@ def test_gathered_weights_are_whole_on_every_shard_and_others_stay_divided(cfg, 
 
 
 def test_decoding_updates_the_cache_in_place(cfg):
-    programs = make_programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
+    programs = Programs(SamplerSpec(cfg, GenerationConfig(96, 4000), EOS, 0, jnp.float32, chunk=4))
     slots = programs.make_slots(2)
     per_layer_params = generate.make_prepare(cfg, jnp.float32, True)(random_params(cfg))
     memory = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().memory_analysis()

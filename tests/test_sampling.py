@@ -15,7 +15,7 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate, make_prepare
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 COUNT = 20_000
@@ -84,7 +84,8 @@ def draw():
     def draw(generation, temperature=None):
         temperature = np.float32(generation.temperature if temperature is None else temperature)
         seen = many(SEEN) if generation.repetition_penalty != 1 else None
-        drawn = partial(sampling.draw, generation=generation)
+        cutoffs = (generation.top_k, generation.top_p, generation.min_p) if generation.has_cutoffs else None
+        drawn = partial(sampling.draw, cutoffs=cutoffs, penalty=generation.repetition_penalty)
         return [np.asarray(x) for x in jax.jit(drawn)(
             many(np.float32(SCORES)), keys, np.full(COUNT, 3), temperature, seen_BV=seen)]  # fmt: skip
 
@@ -181,10 +182,10 @@ def test_decoding_sorts_no_vocabulary_and_gathers_none_over_tp(mesh):
     set_mesh(*mesh)
     wide = replace(CFG, vocab_size=4096)
     cut = GenerationConfig(4, 2, top_k=50, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
-    programs = make_programs(SamplerSpec(wide, cut, (), 0, jnp.float32, 2))
+    programs = Programs(SamplerSpec(wide, cut, (), 0, jnp.float32, 2))
     per_layer_params = make_prepare(wide, jnp.float32, True)(random_params(wide))
     slots = programs.make_slots(4)
-    text = programs.decode.lower(slots, per_layer_params, np.float32(1)).compile().as_text()
+    text = programs.decode.lower(slots, per_layer_params, np.float32(1), True).compile().as_text()
     assert not re.search(r"(?i)\bsort\(|topk", text)
     results = re.findall(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", text)
     assert bool(results) == (mesh != (1, 1))

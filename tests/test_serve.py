@@ -105,7 +105,7 @@ def test_after_the_warm_up_a_request_compiles_nothing(model):
         sampled(engine, [prompt], [DrawSettings()])
         assert engine.programs.compiles == compiled and not told
         sampled(engine, [prompt], [DrawSettings(top_p=0.5)])
-        assert told == ["decode_each"]
+        assert told == ["decode"]
         engine.failure = RuntimeError("out of memory")
         with pytest.raises(EngineFailed):
             engine.warm_up()

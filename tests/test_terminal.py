@@ -57,10 +57,9 @@ def board_after(steps: int) -> Dashboard:
 def test_the_region_holds_every_number_within_the_columns(width):
     text = text_of(board_after(12).drawn(width, 60), width)
     for part in ("step 12/20 60% | eta", "reward", "1.200", "kl", "0.0010", "groups agree", "50%", "cut", "25%",
-                 "grad norm", "1.0e-05", "1,234", "31.0%", "1.50 GB", "rollout", "0.50 s", "update", "1.25 s"):  # fmt: skip
+                 "grad", "lr", "1.0e-05", "1,234", "31.0%", "1.50 GB", "rollout", "0.50 s", "update", "1.25 s"):  # fmt: skip
         assert part in text, f"{part} at {width}"
     assert max(map(len, text.splitlines())) <= width
-    assert ("best 1.200 at 12" in text) == (width >= 60)
 
 
 def test_the_time_left_counts_the_evaluations_that_are_still_to_come():

@@ -164,14 +164,14 @@ KL_VALUES = {
 }
 
 
-def _function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
+def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself, without the settings that are bound to it."""
     return piece.func if isinstance(piece, partial) else piece
 
 
 def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
     """Every setting of a function that has a value, bound or by default."""
-    parameters = inspect.signature(_function_of(piece)).parameters.values()
+    parameters = inspect.signature(function_of(piece)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | (piece.keywords if isinstance(piece, partial) else {})
 
@@ -179,7 +179,7 @@ def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
 def same(one: object, other: object) -> bool:
     """True if two values are equal; of functions, their settings too."""
     if callable(one) and callable(other):
-        is_same_function = _function_of(one) is _function_of(other)
+        is_same_function = function_of(one) is function_of(other)
         return is_same_function and settings_of(one) == settings_of(other)
     return type(one) is type(other) and one == other
 
@@ -188,7 +188,7 @@ def name_of(piece: object) -> str:
     """`clip` or `clip(dual=3)` of a function, the value itself of anything else."""
     if not callable(piece):
         return str(piece)
-    function = _function_of(piece)
+    function = function_of(piece)
     name = getattr(function, "__name__", type(function).__name__)
     bound = piece.keywords if isinstance(piece, partial) else {}
     settings = ", ".join(f"{key}={value}" for key, value in bound.items())
@@ -202,13 +202,13 @@ def _objective_of(
     agreeing_groups: str,
 ) -> str:
     """Names the preset of these settings, by the values that only it has."""
-    surrogate = _function_of(surrogate)
-    advantages = _function_of(advantages)
+    surrogate = function_of(surrogate)
+    advantages = function_of(advantages)
     if advantages is adv.batch_scaled and surrogate is surrogates.cispo:
         return "scalerl"
     if surrogate in BY_SURROGATE:
         return BY_SURROGATE[surrogate]
-    if _function_of(ratio) is ratios.sequence_ratio:
+    if function_of(ratio) is ratios.sequence_ratio:
         return "gspo"
     if advantages in BY_ADVANTAGES:
         return BY_ADVANTAGES[advantages]
@@ -322,7 +322,7 @@ class Objective:
         for setting, (ours, theirs) in changes.items():
             value = getattr(self, setting)
             # constant_length has a setting without a default
-            is_any_length = ours is weighting.constant_length and _function_of(value) is ours
+            is_any_length = ours is weighting.constant_length and function_of(value) is ours
             if not (same(value, ours) or is_any_length or same(value, theirs)):
                 raise ValueError(
                     f"variant={self.variant} sets {setting}={name_of(theirs)}, and "
@@ -385,7 +385,7 @@ class Objective:
                 raise ValueError(
                     f"{name} is called with {len(values)} arguments and its settings: {error}"
                 ) from error
-            is_ours = _function_of(function).__module__.startswith("tunix_lite.algorithms.")
+            is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
             if is_ours and name not in ("ratio", "surrogate"):
                 function(*values, **known)
 
@@ -402,13 +402,13 @@ class Objective:
                 f"updates_per_rollout={self.updates_per_rollout}: a rollout is scored once"
             )
         surrogate = name_of(self.surrogate)
-        if _function_of(self.ratio) is ratios.no_ratio:
+        if function_of(self.ratio) is ratios.no_ratio:
             if self.updates_per_rollout > 1:
                 raise ValueError(
                     f"ratio=no_ratio with updates_per_rollout={self.updates_per_rollout}: only the "
                     "first update of a rollout uses the policy that sampled; use token_ratio"
                 )
-            if _function_of(self.surrogate) in OF_THE_RATIO:
+            if function_of(self.surrogate) in OF_THE_RATIO:
                 raise ValueError(
                     f"surrogate={surrogate} is a function of the ratio, which is 1 with "
                     "ratio=no_ratio; take surrogate=policy_gradient"
@@ -424,7 +424,7 @@ class Objective:
                 "max_rounds (3 is usual), or set agreeing_groups=drop"
             )
         is_shaped = self.shaping is not None or self.is_kl_reward
-        if is_shaped and _function_of(self.advantages) is adv.max_likelihood:
+        if is_shaped and function_of(self.advantages) is adv.max_likelihood:
             raise ValueError(
                 "advantages=max_likelihood takes rewards of 0 and 1 only: leave out shaping and "
                 "kl_estimator=k1_reward"
@@ -455,7 +455,7 @@ class Objective:
         """Explains why these settings cannot learn from tokens that earlier weights drew, and what
         to set. None: they can, since all that they compute of such a token has its importance
         weight."""
-        if _function_of(self.ratio) is ratios.no_ratio:
+        if function_of(self.ratio) is ratios.no_ratio:
             return (
                 "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
                 "algorithm.ratio._target_=tunix_lite.algorithms.ratios.token_ratio"
@@ -470,7 +470,7 @@ class Objective:
 
         # The trainer's own are of the weights of now. Only a correction has the weight of such a
         # token, and only the gain is multiplied by it.
-        masks = _function_of(self.correction) is corrections.mask_sequences
+        masks = function_of(self.correction) is corrections.mask_sequences
         without = {
             "without algorithm.correction": self.correction is None,
             "with algorithm.correction=mask_sequences": masks,
@@ -559,7 +559,7 @@ class Objective:
             case low, high:
                 clipped = f"clip(rho, {1 - low:g}, {1 + high:g})"
         settings = settings_of(self.surrogate)
-        function = _function_of(self.surrogate)
+        function = function_of(self.surrogate)
         if function is surrogates.clip:
             text = f"min(rho A, {clipped} A)"
             dual = settings["dual"]
@@ -578,7 +578,7 @@ class Objective:
 
 def _text(piece: Callable[..., Any], **known: str | float) -> str:
     """The formula of a piece; of one that is not ours, its name."""
-    template = PIECES.get(_function_of(piece))
+    template = PIECES.get(function_of(piece))
     if template is None:
         return f"{name_of(piece)}(...)"
     return template.format(**(settings_of(piece) | known))

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from tunix_lite.files.plain_text import visible
-from tunix_lite.report.charts import COLORS, Chart, line_chart, stacked_bar
+from tunix_lite.report.charts import COLORS, Chart, line_chart
 
 # most bytes of a page; a larger one loses its largest blocks
 MOST_BYTES = 2_000_000
@@ -66,7 +66,6 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters["cut"] = _safe
 _ENVIRONMENT.filters["drawn"] = lambda chart: Markup(line_chart(chart))
-_ENVIRONMENT.filters["drawn_bar"] = lambda parts: Markup(stacked_bar([x[:2] for x in parts]))
 _ENVIRONMENT.globals["colors"] = COLORS
 _TEMPLATE = _ENVIRONMENT.get_template("report.html.jinja")
 # The macros of the template: each makes a block of a page.

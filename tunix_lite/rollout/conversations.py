@@ -19,9 +19,8 @@ import jax
 import numpy as np
 
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
 from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
-from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
+from tunix_lite.rollout.memory import free_host_bytes, memory_here
 from tunix_lite.rollout.programs import Slots
 from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -449,14 +448,10 @@ def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: in
     """Returns how many slots of waiting conversations may be offloaded at once, by the memory that
     is free on every host. All hosts must call it."""
     spec = engine.programs.spec
-    mesh_shape = {axis: axis_size(axis) for axis in AXES}
-    with use_rules("rollout"):
-        rules = current_rules()
-    memory = SamplingMemory(
-        spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots, (), mesh_shape, rules
-    )
+    how = (spec.dtype, spec.generation, rollout, engine.num_slots)
+    memory = memory_here(spec.cfg, *how)
     free = min(allgather_values(free_host_bytes()))
-    return memory.parking(num_conversations, free).most
+    return memory.offloading(num_conversations, free).most
 
 
 def _conversations_as_rollout(

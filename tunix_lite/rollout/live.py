@@ -22,8 +22,6 @@ from tunix_lite.types import Params
 
 # Prompts that one prefill reads, at most. A single one is read alone.
 PROMPTS_PER_PREFILL = 8
-# Requests that may wait for a slot with their prompts read, at least.
-QUEUE = 64
 # Seconds that an idle thread sleeps, at most, until it looks whether it should end.
 IDLE_SECONDS = 0.5
 NOT_FINITE = "the model's scores are not finite: its weights are damaged or too large"
@@ -98,8 +96,7 @@ class LiveEngine:
         block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
         blocks = ((fsdp, block), 1)
-        queue = max(QUEUE, num_slots)
-        self.engine = Engine(programs, per_layer_params, num_slots, queue, blocks, criteria)
+        self.engine = Engine(programs, per_layer_params, num_slots, num_slots, blocks, criteria)
         self.programs = programs
         self.spec = programs.spec
         self.mesh = mesh

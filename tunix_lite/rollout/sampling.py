@@ -12,8 +12,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.rollout.settings import GenerationConfig
-
 # The keys of -inf and inf, see float_from_key.
 LOWEST_KEY = 0x007FFFFF
 HIGHEST_KEY = 0xFF800000
@@ -34,32 +32,37 @@ def row_keys(
     return fold(prompt_keys_B(key, prompts_B), generations_B)
 
 
+def tempered(logits_BV: jax.Array, temperature: jax.Array | float) -> jax.Array:
+    """The logits over the temperature; over 1 where it is 0."""
+    return logits_BV / jnp.where(temperature > 0, temperature, 1.0)
+
+
 def draw(
     logits_BV: jax.Array,
     keys_B: jax.Array,
     positions_B: jax.Array,
     temperature: jax.Array | float,
-    generation: GenerationConfig,
+    cutoffs: tuple | None = None,
+    penalty: float = 1.0,
     seen_BV: jax.Array | None = None,
     noise_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, their log-probabilities under the distribution that was drawn from, and those under
-    the full one, [B] each, float32.
+    the full one, softmax(logits / temperature), which the trainer computes; [B] each, float32.
 
-    The full distribution is softmax(logits / temperature), which the trainer computes. positions_B:
-    tokens of the completion so far. seen_BV: the tokens that the repetition penalty is for.
+    positions_B: tokens of the completion so far. temperature: [] or [B, 1]. cutoffs: top_k, top_p
+    and min_p, as apply_cutoffs takes them. seen_BV: the tokens that the repetition penalty is for.
     noise_BV: `gumbel_noise` of these keys and positions; None: it is drawn here. At temperature 0
     the best token is taken, with log-probabilities as at temperature 1 and nothing cut off, as
     cutting off never removes the best token.
     """
     # What is left of the full distribution; the same array where nothing changes it.
-    full_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
+    full_BV = tempered(logits_BV, temperature)
     left_BV = full_BV
     if seen_BV is not None:
-        left_BV = apply_repetition_penalty(full_BV, seen_BV, generation.repetition_penalty)
-    if generation.has_cutoffs:
-        kept_BV = apply_cutoffs(left_BV, generation.top_k, generation.top_p, generation.min_p)
-        left_BV = jnp.where(temperature > 0, kept_BV, left_BV)
+        left_BV = apply_repetition_penalty(full_BV, seen_BV, penalty)
+    if cutoffs is not None:
+        left_BV = jnp.where(temperature > 0, apply_cutoffs(left_BV, *cutoffs), left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
     if noise_BV is None:

@@ -154,7 +154,7 @@ class RolloutConfig:
     # [axes]]. null samples on the devices that learn.
     mesh_shape: MeshShape | None = None
     # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
-    # the host where others wait for a slot, auto parks if the host has memory for it.
+    # the host where others wait for a slot, auto does so if the host has memory for it.
     waiting: str = "auto"
 
     def __post_init__(self):
