@@ -1,10 +1,11 @@
-"""Similarity of a completion to a reference text: ROUGE-L.
+"""Similarity of a completion to a reference text: ROUGE (Lin 2004).
 
 It keeps one number of as many bits as a text has units (Hyyro's algorithm), so its memory is
 linear. Of longer texts the first `most` units are compared.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,3 +91,11 @@ class RougeL:
         recall = common / len(expected)
         f = 2 * precision * recall / (precision + recall)
         return {"f": f, "precision": precision, "recall": recall}[self.measure]
+
+
+def rouge_n(text: str, reference: str, n: int = 1) -> float:
+    """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
+    words = (units_of(each, "rouge") for each in (text, reference))
+    ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
+    common = (ours & theirs).total()
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
