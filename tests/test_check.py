@@ -111,19 +111,7 @@ def test_gpus_their_driver_and_what_others_use_are_read(smi):
     assert machine.gpu_lines({"CUDA_VISIBLE_DEVICES": "0"})[1][1].state == "ok"
 
 
-# ---- disk, launchers
-
-
-def test_a_disk_that_is_full_or_read_only_is_named_with_another_folder(tmp_path, monkeypatch):
-    assert "GiB free" in machine.disk_line(tmp_path / "outputs").text and not (tmp_path / "outputs").exists()
-    monkeypatch.setattr(machine, "DISK_FAILS", 10**9)
-    assert machine.disk_line(tmp_path).fix.startswith("hydra.run.dir=")
-
-    def refuse(**_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", refuse)
-    assert "cannot be written (Permission denied)" in machine.disk_line(tmp_path).text
+# ---- launchers
 
 
 def test_a_launch_that_cannot_be_is_a_line_of_the_json(monkeypatch, capsys):

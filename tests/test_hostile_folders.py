@@ -28,7 +28,7 @@ from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.checkpoint import LATER, Checkpoints
+from tunix_lite.checkpoint import _LATER, Checkpoints
 from tunix_lite.commands import doctor, evaluate, export, generate, program, replay
 from tunix_lite.config import ResumeConfig, RunConfig, build
 from tunix_lite.errors import ConfigError
@@ -824,7 +824,7 @@ def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canar
     folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
     CHECKPOINTS[name](folder / "1")
     (folder / "1" / "about.json").unlink()  # else nobody asks orbax for how many updates were skipped
-    digests.write_digests(folder / "1", LATER)
+    digests.write_digests(folder / "1", _LATER)
     really, asked = ocp.CheckpointManager.restore, []
 
     def restore(self, step, **more):

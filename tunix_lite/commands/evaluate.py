@@ -78,12 +78,10 @@ class EvaluateTaskConfig:
             raise ValueError(
                 f"num_examples={self.num_examples} must be at least 1, or null: all"
             )
-        if self.num_samples < 0:
-            raise ValueError(f"num_samples={self.num_samples} must not be negative; 0: none")
-        if self.temperature <= 0:
+        if self.num_samples < 0 or self.temperature <= 0:
             raise ValueError(
-                f"temperature={self.temperature} must be above 0; num_samples=0 gives the greedy "
-                "completions alone"
+                f"num_samples={self.num_samples} must not be negative, and "
+                f"temperature={self.temperature} must be above 0"
             )
         if not 0 < self.level < 1:
             raise ValueError(f"level={self.level} is between 0 and 1, such as 0.95")

@@ -79,7 +79,7 @@ def main(
 
     def check_all() -> None:
         refuse_foreign(argv, setting_names((), argv), HYDRA)
-        sys.argv[1:] = flags_first(argv, HYDRA)
+        sys.argv[1:] = flags_first(argv)
         _check_on_disk({folder_key(argv): folder_given(argv)})
         with error_context(""):
             check_config_dir(config_dir(argv))

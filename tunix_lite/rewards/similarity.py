@@ -1,6 +1,7 @@
 """Similarity of a completion to a reference text: ROUGE-L, in linear memory (Hyyro's algorithm)."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,3 +73,11 @@ def f1(first: Sequence[str], second: Sequence[str]) -> float:
     """2 c / (units of both), c the length of their longest common subsequence; 0 if c is 0."""
     common = common_length(first, second)
     return 2 * common / (len(first) + len(second)) if common else 0.0
+
+
+def rouge_n(text: str, reference: str, n: int = 1) -> float:
+    """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
+    words = (units_of(each) for each in (text, reference))
+    ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
+    common = (ours & theirs).total()
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0

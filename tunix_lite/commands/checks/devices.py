@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tunix_lite.commands.checks.machine import CheckLine, GiB, fails, machine_lines, ok
+from tunix_lite.commands.checks.machine import CheckLine, fails, machine_lines, ok
 from tunix_lite.distributed.agreement import installed_version, process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import (
@@ -50,7 +50,7 @@ _STAGES = {
         "Python and jax start",
         "python -X importtime -c 'import jax'  # what takes so long",
     ),
-    "machine": ("Python, jax, disk", "look at the disk or the driver behind it"),
+    "machine": ("Python, jax, the driver", "look at the disk or the driver behind it"),
     "processes": ("the processes meet", _TOGETHER),
     "devices": (
         "jax starts on the devices",
@@ -142,7 +142,7 @@ class Probe:
     def __call__(self, stage: str) -> tuple[list[dict], dict[str, Any]]:
         """The lines of a stage, and the facts that were found so far."""
         stages = {
-            "machine": lambda: machine_lines(self._folder),
+            "machine": machine_lines,
             "processes": self._meet,
             "devices": self._devices,
             "arithmetic": self._arithmetic,
@@ -191,7 +191,7 @@ class Probe:
             "memory_bytes": least,
             "process": jax.process_index(),
         }
-        room = "" if least is None else f", {least / GiB:.1f} GiB each for a program"
+        room = "" if least is None else f", {least / 2**30:.1f} GiB each for a program"
         name = device_name(first.device_kind, first.platform)
         lines = [ok("devices", f"{len(devices)} x {name}{room}")]
         has_gpus = shutil.which("nvidia-smi") and installed_version("jax-cuda12-plugin")

@@ -1,5 +1,5 @@
-"""This machine, as far as no device is needed: Python, jax, memory, disk, and NVIDIA GPUs as
-`nvidia-smi` describes them. jax is not asked: it would start on the device."""
+"""This machine, as far as no device is needed: Python, jax, and NVIDIA GPUs as `nvidia-smi`
+describes them. jax is not asked: it would start on the device."""
 
 import os
 import platform
@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,6 @@ from pathlib import Path
 from tunix_lite.distributed.agreement import installed_version
 from tunix_lite.files.plain_text import escaped
 
-GiB = 2**30
-# GiB of disk below which a run is likely to end in the middle, and below which it may.
-DISK_FAILS = 1
-_DISK_WARNS = 10
 # The packages that let jax use a kind of accelerator, and the extra of ours that brings them.
 _PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13", "libtpu": "tpu"}
 # Files of a machine with TPUs.
@@ -63,15 +58,14 @@ def fails(name: str, text: str, fix: str) -> CheckLine:
     return CheckLine("fails", name, text, fix)
 
 
-def machine_lines(folder: Path) -> list[CheckLine]:
-    """Everything about this machine. folder: where runs will be written."""
-    num_gpus, of_gpus = gpu_lines(os.environ)
+def machine_lines(environ: Mapping[str, str] = os.environ) -> list[CheckLine]:
+    """Everything about this machine."""
+    num_gpus, of_gpus = gpu_lines(environ)
     python = ok("python", f"{platform.python_version()} at {sys.executable}")
-    others = [_host_memory_line(), disk_line(folder)]
-    return [python, *jax_lines(num_gpus, os.environ), *of_gpus, *others]
+    return [python, *_jax_lines(num_gpus, environ), *of_gpus]
 
 
-def jax_lines(num_gpus: int, environ: Mapping[str, str]) -> list[CheckLine]:
+def _jax_lines(num_gpus: int, environ: Mapping[str, str]) -> list[CheckLine]:
     """jax and its plugins, and whether they are of one version and match the machine.
 
     num_gpus: NVIDIA GPUs of this machine.
@@ -99,45 +93,6 @@ def jax_lines(num_gpus: int, environ: Mapping[str, str]) -> list[CheckLine]:
         text = f"none for the {missing[0]} here, so jax uses the CPU"
         lines.append(fails("plugin", text, f"pip install -e '.[{missing[1]}]'"))
     return lines
-
-
-def _host_memory_line() -> CheckLine:
-    """The host's memory: what there is, what is free, and what a container may have of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text() if meminfo.exists() else "")
-    free = int(match[1]) * 1024 if match else total
-    text = f"{free / GiB:.1f} of {total / GiB:.1f} GiB free, {os.cpu_count()} processors"
-
-    # A container's limit counts, not what the machine has.
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (most := limit.read_text().strip()).isdecimal() and int(most) < total:
-        text += f"; this container may use {int(most) / GiB:.1f} GiB"
-        free = min(free, int(most))
-    if free < 2 * GiB:
-        fix = "end other programs: less than 2 GiB is too little for a run"
-        return warns("memory", text, fix)
-    return ok("memory", text)
-
-
-def disk_line(folder: Path) -> CheckLine:
-    """Whether runs can be written below `folder`, and how much room there is."""
-    here = folder.absolute()
-    there = next(place for place in (here, *here.parents) if place.exists())
-    elsewhere = "hydra.run.dir=/a/folder/with/room"
-    try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".tunix-lite-check-") as file:
-            file.write(b"x")
-            file.flush()
-    except OSError as error:
-        return fails("disk", f"{there} cannot be written ({error.strerror})", elsewhere)
-    free = shutil.disk_usage(there).free / GiB
-    text = f"{free:.1f} GiB free for {folder}/"
-    if free < DISK_FAILS:
-        return fails("disk", text, elsewhere)
-    if free < _DISK_WARNS:
-        return warns("disk", f"{text}; a checkpoint of 1B weights takes some 12 GiB", elsewhere)
-    return ok("disk", text)
 
 
 def gpu_lines(environ: Mapping[str, str]) -> tuple[int, list[CheckLine]]:
