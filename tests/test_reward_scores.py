@@ -138,20 +138,6 @@ def test_what_none_means_is_one_of_three():
         compose(["rewards.on_none=zero"])
 
 
-# ---- tokens
-
-
-def test_the_limit_of_tokens_is_taken_from_generation():
-    run = compose(
-        [
-            "+task.rewards.overlong={fn: {_target_: tunix_lite.rewards.text.SoftOverlong, "
-            "max_tokens: '${generation.max_new_tokens}', buffer_tokens: 4}}",
-            "generation.max_new_tokens=20",
-        ]
-    )
-    assert run.task.rewards["overlong"].fn.max_tokens == 20
-
-
 # ---- weights
 
 

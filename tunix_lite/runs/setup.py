@@ -559,7 +559,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     formula = getattr(run.algorithm, "formula", [])
     rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
     max_steps = run.training.max_steps
-    rate = describe(run.optimizer, parts.batch.fsdp, max_steps) + because(resolved.rate_reason)
+    rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
     rows.append(("optimizer", f"{rate}, {max_steps} steps{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path

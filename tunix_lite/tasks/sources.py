@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from itertools import islice
@@ -296,7 +295,9 @@ class Arithmetic(GeneratedSource):
             lines.append(f"{total} {sign} {term} = {after}")
             total = after
         # a problem of the other split is drawn again, and takes no number for its demonstration
-        if deepcopy(rng).random() >= self.worked:
+        before = rng.bit_generator.state
+        if rng.random() >= self.worked:
             lines = []
+        rng.bit_generator.state = before
         completion = "\n".join([*lines, f"The answer is {total}."])
         return {"question": question, "answer": str(total), "completion": completion}
