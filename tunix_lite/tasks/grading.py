@@ -71,13 +71,13 @@ def shared_outcomes(
 
 def read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
     """The outcomes of a call with their values as `to_json` was given them."""
-    return {name: (kind, from_json(value)) for name, (kind, value) in outcomes.items()}
+    return {name: Outcome(kind, from_json(value)) for name, (kind, value) in outcomes.items()}
 
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
     """The value that a function gives each completion, [B] float64; nan where it failed."""
-    of_function = (one[name] for one in outcomes)
-    return np.array([np.nan if failed else value for failed, value in of_function], np.float64)
+    of_function = [one[name] for one in outcomes]
+    return np.array([np.nan if one.kind else one.value for one in of_function], np.float64)
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
