@@ -61,16 +61,16 @@ def test_a_batch_that_cannot_be_filled_takes_what_it_passed_over_and_counts_it()
 
 
 def test_prompts_outside_of_the_band_are_asked_a_share_of_the_times():
-    """The first is outside: in a quarter of 1,000 epochs it is drawn, within 4 standard deviations; by chance, and the
+    """The first is outside: in a quarter of some 50 epochs it is drawn, within 3 standard deviations; by chance, and the
     same each time."""
     settings = CurriculumConfig(band=(0.2, 0.8), outside=0.25)
     rates = rates_of((1, 10), (2, 10), (8, 10))
-    found = draws(settings, rates, 1000, 3)
+    found = draws(settings, rates, 150, 3)
     counts = np.bincount(np.ravel(found), minlength=10)
     epochs = counts[1:].mean()
-    assert abs(counts[1:] - epochs).max() < 10
-    assert abs(counts[0] - epochs / 4) < 4 * np.sqrt(epochs * 0.25 * 0.75)
-    assert found == draws(settings, rates, 1000, 3)
+    assert abs(counts[1:] - epochs).max() < 3
+    assert abs(counts[0] - epochs / 4) < 3 * np.sqrt(epochs * 0.25 * 0.75)
+    assert found[:20] == draws(settings, rates, 20, 3)
 
 
 def task_of(share=lambda value: [value]):

@@ -71,13 +71,13 @@ def shared_outcomes(
 
 def read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
     """The outcomes of a call with their values as `to_json` was given them."""
-    return {name: (kind, from_json(value)) for name, (kind, value) in outcomes.items()}
+    return {name: Outcome(kind, from_json(value)) for name, (kind, value) in outcomes.items()}
 
 
 def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
     """The value that a function gives each completion, [B] float64; nan where it failed."""
-    of_function = (one[name] for one in outcomes)
-    return np.array([np.nan if failed else value for failed, value in of_function], np.float64)
+    of_function = [one[name] for one in outcomes]
+    return np.array([np.nan if one.kind else one.value for one in of_function], np.float64)
 
 
 def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
@@ -122,9 +122,12 @@ def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]
     """
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
-    metrics = {}
-    for name in ("mean", "std", "min", "max"):
-        metrics[f"reward/{name}"] = float(getattr(valid, name)())
+    metrics = {
+        "reward/mean": float(valid.mean()),
+        "reward/std": float(valid.std()),
+        "reward/min": float(valid.min()),
+        "reward/max": float(valid.max()),
+    }
     for place, (name, values_B) in enumerate(graded.each.items()):
         # a reward that failed counts 0; one that skips a completion does not count there
         counted = np.nan_to_num(values_B)[kept_B & (kinds_BN[:, place] != "skip")]
@@ -138,18 +141,18 @@ def group_metrics(
 ) -> Metrics:
     """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
     weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
-    counts = {"all_zero": 0, "all_one": 0, "mixed": 0}
+    counts: Counter = Counter()
     for rows in groups:
         totals = total_B[rows][~dropped_B[rows]]
         if not totals.size:
             continue
-        if totals.min() < totals.max():
-            counts["mixed"] += 1
-        elif totals[0] == 0:
-            counts["all_zero"] += 1
-        elif totals[0] == 1:
-            counts["all_one"] += 1
-    return {f"reward/groups_{name}": count / len(groups) for name, count in counts.items()}
+        is_mixed = totals.min() < totals.max()
+        counts["mixed" if is_mixed else float(totals[0])] += 1
+    return {
+        "reward/groups_all_zero": counts[0.0] / len(groups),
+        "reward/groups_all_one": counts[1.0] / len(groups),
+        "reward/groups_mixed": counts["mixed"] / len(groups),
+    }
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
@@ -159,13 +162,14 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
     ended_by_eos_B = np.asarray(rollout.finish) == FINISH.index("eos")
     # Of those that ended by themselves; 0 where none did.
     ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
-    metrics = {
+    return {
         "completions/correct": float(np.mean(right_B)),
+        "completions/mean_length": float(lengths_B.mean()),
+        "completions/min_length": int(lengths_B.min()),
+        "completions/max_length": int(lengths_B.max()),
         "completions/truncated": float(1 - finished_B.mean()),
         "completions/eos": float(ended_by_eos_B.mean()),
+        "completions/mean_terminated_length": float(ended.mean()),
+        "completions/min_terminated_length": int(ended.min()),
+        "completions/max_terminated_length": int(ended.max()),
     }
-    for which, lengths in (("", lengths_B), ("terminated_", ended)):
-        metrics[f"completions/mean_{which}length"] = float(lengths.mean())
-        metrics[f"completions/min_{which}length"] = int(lengths.min())
-        metrics[f"completions/max_{which}length"] = int(lengths.max())
-    return metrics

@@ -625,11 +625,11 @@ class Grader:
             (call, name, outcome)
             for call, outcomes in calls.items()
             for name, outcome in outcomes.items()
-            if outcome[0]
+            if outcome.kind
         ]
         if not failures:
             return ""
-        errors = (one for one in failures if one[2][0] in FAILURES)
+        errors = (one for one in failures if one[2].kind in FAILURES)
         call, name, outcome = next(errors, failures[0])
         if call < len(self.examples):
             return self._pool.describe_failure(name, outcome, str(self._completions[call]))
@@ -641,13 +641,13 @@ class Grader:
         """The outcomes of a completion, with its part of those of its group's call."""
         outcomes = dict(calls[row])
         of_group = calls[len(self.examples) + self.group_of(row)] if self._group_names else {}
-        for name, (kind, values) in of_group.items():
-            if kind:
-                outcomes[name] = (kind, values)
-            elif (value := values[row % self.num_generations]) is None:
-                outcomes[name] = (self._pool.settings.on_none, IS_NONE)
-            else:
-                outcomes[name] = ("", value)
+        for name, outcome in of_group.items():
+            outcomes[name] = outcome
+            if not outcome.kind:
+                value = outcome.value[row % self.num_generations]
+                outcomes[name] = Outcome("", value)
+                if value is None:
+                    outcomes[name] = Outcome(self._pool.settings.on_none, IS_NONE)
         return outcomes
 
     def _graded(
@@ -664,7 +664,7 @@ class Grader:
         # rewards, weighted; one that failed counts 0, or drops its completion
         weights = config.weights(task.step)
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
-        kinds = [[one[_of(name)][0] for name in config.rewards] for one in outcomes]
+        kinds = [[one[_of(name)].kind for name in config.rewards] for one in outcomes]
         by_turn: list[list[float]] = []
         if conversations is not None:
             by_turn = turn_rewards(rollout, task.conversation)
@@ -696,7 +696,7 @@ class Grader:
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
             correct=correct_B,
-            extracted=[None if failed else answer for failed, answer in extracted],
+            extracted=[None if one.kind else one.value for one in extracted],
             metrics={},
             dropped=dropped_B,
             each=each,

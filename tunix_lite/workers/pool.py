@@ -200,7 +200,7 @@ class Pool:
                 kind, value = "not_number", IS_NONE
             elif kind == "none":
                 kind, value = on_none, IS_NONE
-            by_name[name] = kind, value
+            by_name[name] = Outcome(kind, value)
             if kind in FAILURES and self.settings.on_error == "raise":
                 problem = self.describe_failure(name, by_name[name], completion)
                 raise ValueError(

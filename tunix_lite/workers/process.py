@@ -19,12 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from tunix_lite.workers.child import short_repr
 
-# ("", what a function returned) or (error, timeout, crash or not_number, how it failed)
-Outcome = tuple[str, Any]
 # seconds until a process must have imported what it needs
 START_SECONDS = 120
 # seconds that a killed process may take: one that waits for a lost disk cannot even be killed
@@ -45,6 +43,17 @@ START = (
     "import json, sys; sys.path, *rest = json.loads(sys.argv[1]); "
     "from tunix_lite.workers.child import work; work(*rest)"
 )
+
+
+class Outcome(NamedTuple):
+    """The outcome of a call. kind: "", value: what the function returned; or kind: error, timeout,
+    crash or not_number, value: how it failed.
+
+    Example: Outcome("", 0.5), or Outcome("timeout", None).
+    """
+
+    kind: str
+    value: Any
 
 
 class WorkerProcess:
