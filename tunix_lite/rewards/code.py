@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from tunix_lite.rewards.code_checks import checks_of
 from tunix_lite.rewards.fields import field_of
 from tunix_lite.rewards.scores import Score, no_answer
 from tunix_lite.workers.sandbox import STOPPED, run_job
@@ -94,10 +95,11 @@ class PassesTests:
     def _passes(self, code: str, test: str | dict, seconds: float) -> tuple[bool, str]:
         """Tells if the code passes a test, and by which limit it was stopped ("": by none)."""
         is_program = isinstance(test, dict)
+        checks = checks_of("" if is_program else test)
         job = {
             "kind": "stdin" if is_program else "assert",
             "code": code,
-            "test": "" if is_program else test,
+            "test": checks.source,
             "input": test["input"] if is_program else "",
             "seconds": seconds,
             "memory_mib": self.memory_mib,
@@ -111,6 +113,8 @@ class PassesTests:
         is_passed = verdict["is_done"]
         if is_program:
             is_passed = is_passed and _lines(verdict["printed"]) == _lines(test["output"])
+        elif checks.checks:
+            is_passed = is_passed and checks.are_met(verdict["reports"])
         return is_passed, "took more than memory_mib" if "MemoryError" in verdict["why"] else ""
 
 
