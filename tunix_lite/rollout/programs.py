@@ -757,12 +757,13 @@ def attend_to_cache_and_new(
     for kind, kv in dict(zip(cfg.kinds, cache)).items():
         # Columns of the cache, then new tokens: [R, W, C + W].
         held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
-        position_RS = jnp.concatenate([held_RC, query_RW], axis=1)
         shape = (*query_RW.shape, held_RC.shape[1])
         old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, shape)
-        masks[kind] = jnp.concatenate([old_RWC, new_RWW], axis=2)
+        near_RWW = new_RWW
         if (window := attention.window_of(cfg, kind == "local")) is not None:
-            masks[kind] &= query_RW[:, :, None] - position_RS[:, None] < window
+            old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
+            near_RWW = new_RWW & (place_W[:, None] - place_W < window)
+        masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
     def attend_fn(
         layer: int,
