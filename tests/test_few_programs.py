@@ -14,7 +14,7 @@ from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching
 from tunix_lite.resolved import run as resolved
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
-from tunix_lite.rollout.compile_ahead import results
+from tunix_lite.rollout.generate import results
 from tunix_lite.runs import watch
 from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.settings.compose import compose

@@ -35,10 +35,13 @@ def live_engine(
     new = min(generation.max_new_tokens, most)
     width = min(generation.max_prompt_length, most)
     plain = replace(
-        generation.without_cutoffs,
+        generation,
         max_prompt_length=width,
         max_new_tokens=new,
         temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
         stop=(),
         stop_token_ids=(),
     )

@@ -104,7 +104,8 @@ def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
     """Sums by kind and axis, separately where the count is not known; most bytes first."""
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
     for c in ops:
-        sums[c.kind, c.axis, c.count_known] += [c.count, c.total_bytes, sent_bytes(c)]
+        numbers = [c.count, c.total_bytes, sent_bytes(c)]
+        sums[c.kind, c.axis, c.count_known] += numbers
     totals = [
         CollectiveTotal(kind, axis, *numbers, count_known)
         for (kind, axis, count_known), numbers in sums.items()
@@ -230,7 +231,8 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
     """The axis of the mesh that a collective goes over, and how many devices are along it. rest: of
     the Instruction."""
     sizes = tuple(mesh_shape.values())
-    coords = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
+    ids = np.arange(math.prod(sizes))
+    coords = np.stack(np.unravel_index(ids, sizes), -1)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
     groups = _id_lists(pairs[1]) if pairs else _replica_groups(rest, len(coords))
 
@@ -240,9 +242,10 @@ def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
         crossed = [tuple(np.any(crossed, axis=0))]
     size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
     axis = "+".join(name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed)
-    if len(set(crossed)) == 1 and (pairs or {len(group) for group in groups} == {size}):
+    group_sizes = [len(group) for group in groups]
+    if len(set(crossed)) == 1 and (pairs or set(group_sizes) == {size}):
         return axis, size
-    return "other", max(len(group) for group in groups)
+    return "other", max(group_sizes)
 
 
 def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
@@ -262,17 +265,20 @@ def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
             groups[tuple(key)].append(device)
         return list(groups.values())
     if match := GROUP_IOTA.search(rest):
-        return np.reshape(_permuted(match[2]), [int(n) for n in match[1].split(",")]).tolist()
+        shape = [int(n) for n in match[1].split(",")]
+        return np.reshape(_permuted(match[2]), shape).tolist()
     match = GROUP_LIST.search(rest)
     return _id_lists(match[1] if match else "") or [list(range(num_devices))]
 
 
 def _permuted(text: str) -> list[int]:
     """[2,2]T(1,0) is 0,2,1,3: device ids counted up, laid out in that shape and transposed."""
-    shape, *order = ([int(n) for n in part.split(",")] for part in re.findall(r"[\d,]+", text))
+    parts = re.findall(r"[\d,]+", text)
+    shape, *order = ([int(n) for n in part.split(",")] for part in parts)
     if not text.startswith("["):
         return shape
-    return np.arange(math.prod(shape)).reshape(shape).transpose(*order).ravel().tolist()
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(*order).ravel().tolist()
 
 
 def _id_lists(text: str) -> list[list[int]]:

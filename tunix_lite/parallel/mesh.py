@@ -96,7 +96,8 @@ class ShardingConfig:
             raise ValueError(
                 "rollout.residual_seq: sampling takes one token at a time, which tp cannot divide"
             )
-        if {rules.get("batch", "fsdp") for rules in (self.train, self.rollout)} != {"fsdp"}:
+        tables = (self.train, self.rollout)
+        if any(rules.get("batch", "fsdp") != "fsdp" for rules in tables):
             raise ValueError(
                 "batch: sequences are divided over fsdp; train.embed=null copies the weights "
                 "instead"

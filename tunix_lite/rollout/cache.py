@@ -86,7 +86,11 @@ def empty_cache(
     """A cache of `rows` sequences of up to `length` tokens, all zeros. rows_axis: the logical axis
     of its rows, "batch" or "prompts"."""
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
-    return jax.tree.map(lambda x: constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis), shapes)
+
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
+
+    return jax.tree.map(zeros, shapes)
 
 
 def columns_in_use(tokens: int, length: int) -> int:
@@ -155,7 +159,8 @@ def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
     def codes(x_BKTH: jax.Array, scales_BKT: jax.Array) -> jax.Array:
         values = x_BKTH.astype(jnp.float32)
         # A head of zeros has scale 0, by which nothing can be divided.
-        return jnp.round(values / jnp.maximum(scales_BKT, 1e-30)[..., None]).astype(jnp.int8)
+        least = jnp.maximum(scales_BKT, 1e-30)
+        return jnp.round(values / least[..., None]).astype(jnp.int8)
 
     return KV(codes(k_BKTH, k_scales), codes(v_BKTH, v_scales), k_scales, v_scales)
 

@@ -189,7 +189,8 @@ class ConversationScheduler:
                     on_finished(talk.request.row, talk.request.tokens[begin:end])
             if on_chunk is not None:
                 requests = [talk.request for talk in self.held + ended]
-                on_chunk(requests, {one.request.row: self._rollout([one], {}) for one in ended})
+                alone = {one.request.row: self._rollout([one], {}) for one in ended}
+                on_chunk(requests, alone)
             if between_chunks is not None:
                 between_chunks()
             yield

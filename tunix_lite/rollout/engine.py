@@ -206,7 +206,8 @@ class Engine:
         while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
             request = self.waiting[0]
             if not block or request.ids != block[-1]:
-                widths = {padded_width(len(x), self.widths) for x in (request.ids, *block[:1])}
+                prompts = (request.ids, *block[:1])
+                widths = {padded_width(len(ids), self.widths) for ids in prompts}
                 if len(widths) > 1 or len(block) == self.block_sizes[-1]:
                     break
                 block.append(request.ids)
@@ -223,7 +224,8 @@ class Engine:
             queue.limits[place] = 0 if request.tokens else request.first_limit or request.limit
             if request.draw is not None:
                 for field in fields(queue.draws):
-                    getattr(queue.draws, field.name)[place] = getattr(request.draw, field.name)
+                    value = getattr(request.draw, field.name)
+                    getattr(queue.draws, field.name)[place] = value
             self.num_ready += 1
         return block
 
@@ -315,7 +317,8 @@ class Engine:
             return None
         decoded = self.read_chunk()
         # Once no request waits, the chunk ahead might find no slot running: look at it first.
-        if starts and (self.waits or (not self.in_flight and decoded.running.any())):
+        is_needed = self.waits or (not self.in_flight and decoded.running.any())
+        if starts and is_needed:
             self.start_chunk()
         return decoded
 
@@ -411,7 +414,8 @@ def empty_queue(count: int, has_draws: bool) -> Queue:
     """Makes room for so many requests."""
     zeros = np.zeros((5, count), np.int32)
     draws = no_draws(count) if has_draws else None
-    return Queue(zeros[0], np.zeros((count, 2), np.uint32), *zeros[1:], draws)
+    key_data = np.zeros((count, 2), np.uint32)
+    return Queue(zeros[0], key_data, *zeros[1:], draws)
 
 
 def append_calls(
@@ -436,7 +440,8 @@ def append_calls(
     while new := {slot: (tokens, limit) for slot, (tokens, limit) in new.items() if tokens}:
         # In each round, the slots with pieces of one width go together.
         by_width: dict[int, list[tuple[int, list[int], int]]] = {}
-        for slot, (tokens, limit) in sorted(new.items(), key=lambda item: len(item[1][0])):
+        for slot in sorted(new, key=lambda slot: len(new[slot][0])):
+            tokens, limit = new[slot]
             piece = tokens[: widest if len(tokens) > widest - middle else middle]
             rest = tokens[len(piece) :]
             width = padded_width(len(piece), APPEND_WIDTHS)
@@ -479,7 +484,8 @@ def prompt_cache_blocks(
     starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / generation.max_new_tokens)
     # No rollout can have more blocks than these.
     most = -(-num_prompts // block) + len(widths) - 1
-    return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
+    wanted = math.ceil(starting / (num_generations * block))
+    return block, min(most, max(2, wanted))
 
 
 def prompt_widths(longest: int) -> list[int]:
@@ -492,7 +498,9 @@ def prompt_widths(longest: int) -> list[int]:
     widths = [longest]
     while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
         widths.append(-(-widths[-1] // 2))
-    return widths if len(widths) <= 3 else [longest, widths[len(widths) // 2], widths[-1]]
+    if len(widths) <= 3:
+        return widths
+    return [longest, widths[len(widths) // 2], widths[-1]]
 
 
 def padded_width(length: int, widths: Sequence[int]) -> int:

@@ -246,7 +246,8 @@ class LiveEngine:
             cancelled = self._sequences.intersection(self._cancelled)
             self._cancelled.clear()
             for one in new:
-                one.key_data = np.asarray(jax.random.key_data(jax.random.key(one.draw.seed)))
+                key = jax.random.key(one.draw.seed)
+                one.key_data = np.asarray(jax.random.key_data(key))
             self._sequences.update(new)
             # Under the lock, so that whoever submits counts them.
             self.engine.admit(new)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from tunix_lite.rollout.compile_ahead import compile_append
 from tunix_lite.rollout.engine import padded_width, prompt_widths
-from tunix_lite.rollout.generate import CompletionSampler
+from tunix_lite.rollout.generate import CompletionSampler, compile_append
 from tunix_lite.rollout.requests import (
     Request,
     RolloutArrays,

@@ -283,20 +283,32 @@ def at_home(
     """
 
     def place_rows(x: Any) -> Any:
-        return place(x, (rows_axis, *["seq"] * x.ndim)[: x.ndim])
+        others = ["seq"] * (x.ndim - 1)
+        return place(x, (rows_axis, *others) if x.ndim else ())
 
     def place_kv(x: Any) -> Any:
         return place(x, kv_cache.logical_axes(x, rows_axis))
 
     others = jax.tree.map(place_rows, state.replace(cache=None, seen=None))
+    cache = jax.tree.map(place_kv, state.cache)
     # Tokens that a row has seen lie as the scores do that they change.
     seen = None if state.seen is None else place(state.seen, (rows_axis, "vocab"))
-    return others.replace(cache=jax.tree.map(place_kv, state.cache), seen=seen)
+    return others.replace(cache=cache, seen=seen)
 
 
-def where_rows(is_row_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+def on_every_device(x: jax.Array) -> jax.Array:
+    """The array, whole on every device."""
+    return constrain(x, *["seq"] * x.ndim)
+
+
+def where_rows(
+    is_row_B: jax.Array,
+    new: jax.Array,
+    old: jax.Array,
+) -> jax.Array:
     """`new` in the rows where is_row_B is true, and `old` in all others, [B, ...]."""
-    return jnp.where(is_row_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+    further_dims = [1] * (old.ndim - 1)
+    return jnp.where(is_row_B.reshape(-1, *further_dims), new, old)
 
 
 def _tokens_seen(
@@ -433,6 +445,8 @@ def admit(
     keys_B = sampling.row_keys(keys_B, queue.prompts[place_B], queue.generations[place_B])
     limits_B = queue.limits[place_B]
     take = partial(where_rows, is_new_B)
+    draws = jax.tree.map(lambda new: new[place_B], queue.draws)
+    draws = jax.tree.map(take, draws, slots.draws)
     admitted = Slots(
         cache=[
             kv_cache.load_rows(kv, prompts, row_B, is_new_B)
@@ -447,7 +461,7 @@ def admit(
         limits=take(limits_B, slots.limits),
         running=(is_new_B & (limits_B > 0)) | (slots.running & ~is_free_B),
         num_taken=slots.num_taken + is_new_B.sum(),
-        draws=jax.tree.map(lambda new, old: take(new[place_B], old), queue.draws, slots.draws),
+        draws=draws,
     )
     return at_home(admitted, "batch")
 
@@ -474,7 +488,7 @@ def decode(
         temperature = slots.draws.temperature[:, None]
     if has_cutoffs and spec.per_request:
         draws = slots.draws
-        cutoffs = (draws.top_k[:, None], draws.top_p[:, None], draws.min_p[:, None])
+        cutoffs = tuple(x[:, None] for x in (draws.top_k, draws.top_p, draws.min_p))
     elif has_cutoffs:
         cutoffs = (spec.generation.top_k, spec.generation.top_p, spec.generation.min_p)
 
@@ -525,7 +539,8 @@ def decode(
         if not has_top:
             return drawn
         full_BV = jax.nn.log_softmax(sampling.tempered(logits_BV, temperature), axis=-1)
-        return (*drawn, jax.lax.top_k(full_BV, min(MOST_TOP, spec.cfg.vocab_size)))
+        count = min(MOST_TOP, spec.cfg.vocab_size)
+        return (*drawn, jax.lax.top_k(full_BV, count))
 
     def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
         angles, noise_BV = ahead
@@ -534,10 +549,17 @@ def decode(
         return after, (reported_B, *others)
 
     ahead = (angles, noise_TBV)
-    slots, (tokens, logprobs, full, *top) = jax.lax.scan(step, slots, ahead, length=spec.chunk)
-    of_slots = (slots.requests, slots.running, slots.num_taken)
-    report = DecodedChunk(tokens, logprobs, full, *of_slots, *top)
-    return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
+    slots, drawn = jax.lax.scan(step, slots, ahead, length=spec.chunk)
+    report = DecodedChunk(
+        tokens=drawn[0],
+        logprobs=drawn[1],
+        full_logprobs=drawn[2],
+        requests=slots.requests,
+        running=slots.running,
+        num_taken=slots.num_taken,
+        top=drawn[3] if has_top else None,
+    )
+    return slots, jax.tree.map(on_every_device, report)
 
 
 def read_drawn(
@@ -612,7 +634,8 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
         kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
         mask = masks[cfg.kinds[layer]]
-        return attention.attend(cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales), kv
+        attended_BTNH = attention.attend(cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales)
+        return attended_BTNH, kv
 
     return attend_fn
 
@@ -675,13 +698,16 @@ def append(
     is_new_R = counts_R > 0
 
     def read(x: jax.Array) -> jax.Array:
-        return x if R == B else jnp.take(x, jnp.minimum(rows_R, B - 1), axis=0)
+        if R == B:
+            return x
+        return jnp.take(x, jnp.minimum(rows_R, B - 1), axis=0)
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(old.dtype)
         if R == B:
             return where_rows(is_new_R, new, old)
-        return old.at[jnp.where(is_new_R, rows_R, B)].set(new, mode="drop")
+        target_R = jnp.where(is_new_R, rows_R, B)
+        return old.at[target_R].set(new, mode="drop")
 
     # Read the new tokens: their keys and values join the cache.
     lengths_R = read(slots.lengths)
@@ -731,11 +757,13 @@ def attend_to_cache_and_new(
     for kind, kv in dict(zip(cfg.kinds, cache)).items():
         # Columns of the cache, then new tokens: [R, W, C + W].
         held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
-        position_RS = jnp.concatenate([held_RC, query_RW], axis=1)
-        old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, (*query_RW.shape, kv.k.shape[2]))
-        masks[kind] = jnp.concatenate([old_RWC, new_RWW], axis=2)
+        shape = (*query_RW.shape, held_RC.shape[1])
+        old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, shape)
+        near_RWW = new_RWW
         if (window := attention.window_of(cfg, kind == "local")) is not None:
-            masks[kind] &= query_RW[:, :, None] - position_RS[:, None] < window
+            old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
+            near_RWW = new_RWW & (place_W[:, None] - place_W < window)
+        masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
     def attend_fn(
         layer: int,
@@ -744,7 +772,8 @@ def attend_to_cache_and_new(
         v_BTKH: jax.Array,
     ):
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
-        kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), cache[layer], new)
+        old = cache[layer]
+        kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
         mask_BTS = masks[cfg.kinds[layer]]
 
         # So many queries at a time that their scores fit.
@@ -754,7 +783,8 @@ def attend_to_cache_and_new(
             queries = slice(start, start + length)
             part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
             pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales))
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1), new
+        attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+        return attended_BTNH, new
 
     return attend_fn
 
@@ -771,8 +801,7 @@ def read_slot(spec: SamplerSpec, slots: Slots, row: jax.Array) -> Slots:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        one = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
-        return constrain(one, *["seq"] * one.ndim)
+        return on_every_device(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0))
 
     return jax.tree.map(of_row, slots)
 
@@ -813,7 +842,8 @@ def save(spec: SamplerSpec, slots: Slots) -> Saved:
 
     columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
     # Copies, as the slots themselves are donated to the chunk.
-    return jax.tree.map(jnp.copy, Saved(columns, slots.lengths, slots.num_drawn, slots.seen))
+    saved = Saved(columns, slots.lengths, slots.num_drawn, slots.seen)
+    return jax.tree.map(jnp.copy, saved)
 
 
 def _next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
@@ -854,7 +884,8 @@ def rewind(
         is_kept_BT = place_T < kept_B[:, None]
         no_token = seen.shape[1]
         kept_BT = jnp.where(is_kept_BT, tokens_TB.T, no_token)
-        seen = chosen(saved.seen.at[rows_B1, kept_BT].set(True, mode="drop"), seen)
+        with_kept = saved.seen.at[rows_B1, kept_BT].set(True, mode="drop")
+        seen = chosen(with_kept, seen)
     back = slots.replace(
         cache=[restored(kv, old) for kv, old in zip(slots.cache, saved.columns)],
         seen=seen,

@@ -1,7 +1,7 @@
 """The settings of sampling: the distribution (`generation`), and the sampler (`rollout`)."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tunix_lite.parallel.mesh import MeshShape, as_text, check_mesh_shape
@@ -80,11 +80,6 @@ class GenerationConfig:
         """Returns whether top_k, top_p or min_p cut tokens off. The best token never is, so at
         temperature 0 they change nothing."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
-
-    @property
-    def without_cutoffs(self) -> "GenerationConfig":
-        """The same settings with nothing cut off."""
-        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ValueError for tokens that a model does not have."""
