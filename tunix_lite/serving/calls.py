@@ -187,13 +187,10 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
             high = 2**31 - 1 if limits.is_lenient else most
             max_tokens = min(checked_number(name, value, int, 1, high), most)
     stop = [checked.stop] if isinstance(checked.stop, str) else checked.stop
-    is_list = isinstance(stop, list | tuple) and all(
-        isinstance(one, str) and one for one in stop
-    )
-    if not is_list or len(stop) > _MOST_STOPS:
-        raise BadCall(
-            f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty", "stop"
-        )
+    is_list = isinstance(stop, list | tuple) and len(stop) <= _MOST_STOPS
+    if not is_list or not all(isinstance(one, str) and one for one in stop):
+        message = f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty"
+        raise BadCall(message, "stop")
 
     known = {*_IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
@@ -286,13 +283,10 @@ def _text_prompts(
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""
 
-    def are_tokens(values: object) -> bool:
-        return isinstance(values, list) and all(type(value) is int for value in values)
-
     inputs = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(inputs, list) or not inputs:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
-    if are_tokens(inputs):
+    if all(type(value) is int for value in inputs):
         inputs = [inputs]
     _check_count(len(inputs), body.n, limits)
     is_text = all(isinstance(one, str) for one in inputs)
@@ -302,11 +296,10 @@ def _text_prompts(
             _check_bytes(one, limits, tokenizer, "prompt")
             # As the model was trained to see a text: with the tokens it starts with.
             one = [*tokenizer.start_ids, *tokenizer.encode(one)]
-        if not are_tokens(one):
+        if not isinstance(one, list) or not all(type(token) is int for token in one):
             raise BadCall(f"prompt holds {shown(one)}, neither text nor token ids", "prompt")
-        if not one:
-            raise BadCall("a prompt has at least one token", "prompt")
-        if not all(0 <= token < tokenizer.num_tokens for token in one):
-            raise BadCall(f"prompt: token ids are 0 to {tokenizer.num_tokens - 1}", "prompt")
+        if not one or min(one) < 0 or max(one) >= tokenizer.num_tokens:
+            ids = f"token ids from 0 to {tokenizer.num_tokens - 1}"
+            raise BadCall(f"a prompt has at least one token; {ids} are known", "prompt")
         prompts.append(one)
     return prompts, is_text
