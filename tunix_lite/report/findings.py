@@ -214,9 +214,9 @@ def _updates_skipped(run: Evidence) -> _Shown:
 def relative_step(run: Evidence) -> Series:
     """Root mean square of an update's elements over that of weights, by step.
 
-    Of adapters it is what they add to a weight over its size. `a` is drawn uniformly within 1 /
-    sqrt(inputs) and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times
-    1 / sqrt(inputs), the size of the weight.
+    Of adapters it is what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn
+    uniformly within that and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank /
+    3) u times it.
     """
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
