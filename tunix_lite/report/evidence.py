@@ -19,7 +19,7 @@ from tunix_lite.tracking.rundir import RunDir, with_chosen_values
 # lines and bytes of each of these.
 MOST_STEPS = 100_000
 _MOST_FILES = 8
-MOST_SAMPLES = 4096
+_MOST_SAMPLES = 4096
 _MOST_SAMPLE_BYTES = 24 * 2**20
 # stand for a completion, and for the share without an answer, among the names of metrics
 EXAMPLE = "an example"
@@ -252,7 +252,7 @@ def _sample_file(folder: Path, step: int, name: str) -> Path:
 
 def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] | None:
     """The completions of a step, or of the evaluation after it, as samples/ has them; None if there
-    is no file of it. Only the first MOST_SAMPLES lines are read. Raises ValueError."""
+    is no file of it. Only the first _MOST_SAMPLES lines are read. Raises ValueError."""
     file = _sample_file(folder, step, name)
     if not file.is_file():
         return None
@@ -261,7 +261,7 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
     lines = untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE)
     for number, (line, is_whole) in enumerate(lines, 1):
         num_bytes += len(line)
-        if number > MOST_SAMPLES or num_bytes > _MOST_SAMPLE_BYTES or not is_whole:
+        if number > _MOST_SAMPLES or num_bytes > _MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
             rows.append(untrusted.parse_object(line.decode("utf-8"), "the line"))

@@ -81,11 +81,8 @@ class _CompletionBody:
 
 
 @dataclass(frozen=True)
-class TextBody(_CompletionBody):
-    """The body of /v1/completions.
-
-    Example: read(TextBody, {"prompt": "2 + 2 ="}).echo is False.
-    """
+class _TextBody(_CompletionBody):
+    """The body of /v1/completions."""
 
     prompt: Any = None
     echo: bool = False
@@ -94,11 +91,8 @@ class TextBody(_CompletionBody):
 
 
 @dataclass(frozen=True)
-class ChatBody(_CompletionBody):
-    """The body of /v1/chat/completions.
-
-    Example: read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]}).n is 1.
-    """
+class _ChatBody(_CompletionBody):
+    """The body of /v1/chat/completions."""
 
     messages: Any = None
     max_completion_tokens: Any = None
@@ -123,7 +117,7 @@ class Call:
     conversation, and there is one choice.
     """
 
-    body: TextBody | ChatBody
+    body: _TextBody | _ChatBody
     model: str
     # the tokens of each prompt; a chat has one
     prompts: list[list[int]]
@@ -138,7 +132,7 @@ class Call:
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
+        return isinstance(self.body, _ChatBody)
 
     @property
     def logprobs(self) -> bool:
@@ -148,7 +142,7 @@ class Call:
 
 def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
     """The request in a body. Raises BadCall, naming the field."""
-    checked = read(ChatBody if is_chat else TextBody, body)
+    checked = read(_ChatBody if is_chat else _TextBody, body)
     model = limits.model_name if checked.model is None else checked.model
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
@@ -243,7 +237,9 @@ def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str
         raise BadCall(message, field, "context_length_exceeded")
 
 
-def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[list[int], bool]:
+def _chat_prompt(
+    body: _ChatBody, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[int], bool]:
     """The tokens of a conversation, and whether the model may call tools."""
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
@@ -278,7 +274,7 @@ def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[
 
 
 def _text_prompts(
-    body: TextBody, tokenizer: Tokenizer, limits: Limits
+    body: _TextBody, tokenizer: Tokenizer, limits: Limits
 ) -> tuple[list[list[int]], bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""

@@ -45,7 +45,7 @@ _MOST_ATTEMPTS = 12
 # A sample request, and its body.
 Sampling = tuple[TinkerRequest, TinkerBody]
 # The result of a request, and what it made.
-Done = tuple[bytes, Checkpoint | Sampler | None]
+_Done = tuple[bytes, Checkpoint | Sampler | None]
 
 
 class WorkerFailed(Exception):
@@ -270,7 +270,7 @@ class Worker:
             self.store.end(request, FAILED, _as_json(error=message, category=category))
         print(visible(f"{request.id} {request.kind}: {message}"), file=sys.stderr, flush=True)
 
-    def _do(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+    def _do(self, request: TinkerRequest, model: Model, body: TinkerBody) -> _Done:
         match request.kind:
             case "create_model":
                 self.live.client(model)
@@ -307,7 +307,7 @@ class Worker:
         model.saved_seq = seq
         model.has_failed = False
 
-    def _keep(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+    def _keep(self, request: TinkerRequest, model: Model, body: TinkerBody) -> _Done:
         """Saves weights under a name, or those of a sampler without one."""
         is_training = request.kind == "save_weights"
         save = partial(self.live.client(model).save, optimizer=is_training)
