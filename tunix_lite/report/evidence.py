@@ -1,7 +1,6 @@
 """What the folder of a run says of it: settings, metrics, completions. Files of somebody else, so
 only data: what cannot be read is named and left out, and nothing that they name is imported."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -192,7 +191,10 @@ def read_evidence(folder: Path) -> Evidence:
     # A step that stands there twice counts once, as last written.
     by_step: dict[int, dict] = {}
     num_bad = 0
-    for _, line, row in itertools.islice(read_rows(run_dir.metrics), MOST_STEPS):
+    for number, line, row in read_rows(run_dir.metrics):
+        if number > MOST_STEPS:
+            unread.append(f"{run_dir.metrics}: lines after {MOST_STEPS:,} are left out")
+            break
         if row is not None:
             by_step[row["step"]] = row
         elif line.strip():
