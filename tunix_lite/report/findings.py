@@ -106,16 +106,14 @@ def _answers_and_goes_on(run: Evidence) -> bool:
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
-            return float(np.mean([_holds_answer(row) for row in cut])) >= 0.25
+            num_right = 0
+            for row in cut:
+                answer = re.escape(str(row.get("expected")))
+                # Not as a part of another word or number.
+                found = re.search(rf"(?<![\w.-]){answer}(?!\w)", str(row.get("completion")))
+                num_right += row.get("correct") is True or found is not None
+            return num_right >= 0.25 * len(cut)
     return False
-
-
-def _holds_answer(row: dict) -> bool:
-    answer = re.escape(str(row.get("expected")))
-    text = str(row.get("completion"))
-    # Not as a part of another word or number.
-    found = re.search(rf"(?<![\w.-]){answer}(?!\w)", text)
-    return row.get("correct") is True or found is not None
 
 
 def _fault(weight: int, what: str) -> Callable[[Callable], Callable]:
