@@ -32,7 +32,7 @@ class ScriptedEngine:
     def submit(self, sequences: list[LiveSequence]) -> None:
         for one in sequences:
             self.asked.append(one)
-            said = self.say(self.tokenizer.decode(one.prompt, skip_special=False))
+            said = self.say(self.tokenizer.decode(one.ids, skip_special=False))
             if said is None:
                 continue
             tokens = [*(self.tokenizer.encode(said) if isinstance(said, str) else said), self.tokenizer.eos_ids[-1]]

@@ -198,7 +198,7 @@ def test_the_command_prints_lines_or_json(tmp_path, capsys):
     found = json.loads(doctor(str(folder), "doctor.json=true", capsys=capsys))
     assert found["steps"] == 12 and found["unread"] == []
     assert found["findings"][0]["name"] == "learning_rate_zero" and found["findings"][0]["weight"] == 98
-    assert "usage: tunix-lite doctor [FOLDER]" in doctor("--help", capsys=capsys)
+    assert "usage: tunix-lite doctor [FOLDERS ...]" in doctor("--help", capsys=capsys)
 
 
 def closed_pipe() -> int:

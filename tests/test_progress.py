@@ -7,7 +7,6 @@ import sys
 
 from pseudo_terminal import seen_on_terminal
 
-from tunix_lite.commands.generate import PartialFile
 from tunix_lite.rollout.requests import Request
 from tunix_lite.runs.sampling_progress import SamplingClock
 
@@ -61,20 +60,3 @@ def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results()
     assert len(re.findall(r"\r\x1b\[2Ksampled \d of 9", seen)) >= 8
     assert "\r\x1b[2Ka result\r\n" in seen and seen.endswith("\r\x1b[2Ksampled 9 completions\r\n")
     assert seen.count("\n") == 2 and "\x1b[2J" not in seen
-
-
-# ---- results so far
-
-
-def test_completions_are_on_the_disk_as_they_end(tmp_path):
-    path = tmp_path / "said.jsonl.partial"
-    path.write_text("of an earlier start\n")
-    with PartialFile(path) as file:
-        file.write("")
-        assert path.read_text() == "of an earlier start\n"
-        for text in ("one", "two"):
-            file.write(f"{text}\n")
-        assert path.read_text() == "one\ntwo\n"
-    with PartialFile(None) as file:
-        file.write("three\n")
-    assert list(tmp_path.iterdir()) == [path]

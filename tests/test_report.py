@@ -281,7 +281,7 @@ def test_lines_to_paste_are_quoted_and_name_the_run(run, tmp_path):
     folder, _, _ = run
     lines = read(folder).lines
     assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
-    assert f"tunix-lite chat checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
+    assert f"tunix-lite generate checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
     # commands that leave a mark and nothing else, should one be run
     given = ["task.prompt='a b'; touch ran-1", "seed=$(touch ran-2)", "x=`touch ran-3`"]
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
@@ -325,13 +325,13 @@ def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
         file.write('{"step": 61, "train/lo')
     trainer = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "has it\n" and is_held(folder)
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "report", str(folder)])
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder), f"doctor.report={folder}"])
     main()
     assert ">running<" in (folder / "report.html").read_text()
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     assert is_held(folder) is False
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "report", str(folder)])
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(folder), f"doctor.report={folder}"])
     main()
     text = (folder / "report.html").read_text()
     assert ">killed<" in text and "metrics.jsonl holds 60 steps" in text
@@ -361,7 +361,7 @@ def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, monkeypat
     truths = [make_run(tmp_path / "sweep" / str(seed), seed=seed)[1] for seed in (0, 1, 10)]
     (tmp_path / "sweep" / ".hydra").mkdir()
     assert [path.name for path in runs_in(tmp_path / "sweep")] == ["0", "1", "10"]
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", "report", str(tmp_path / "sweep")])
+    monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(tmp_path / "sweep")])
     main()
     found = Reader((tmp_path / "sweep" / "report.html").read_text())
     results, differ = [table for table in found.tables if table[0][0] == "run"][:2]

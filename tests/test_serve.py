@@ -95,18 +95,14 @@ def test_completions_of_one_prompt_are_those_of_generate(model, engine):
 
 
 def test_after_the_warm_up_a_request_compiles_nothing(model):
-    """The first client of a real model waited for 80 s. What still compiles later is told."""
+    """The first client of a real model waited for 80 s."""
     engine = live_engine(model, GENERATION, RolloutConfig(num_slots=2, chunk=4))
-    told = []
     try:
         engine.warm_up()
         compiled = dict(engine.programs.compiles)
-        engine.on_compile = lambda names, seconds: told.append(names)
         prompt = model.tokenizer.prompt(QUESTIONS[0])
         sampled(engine, [prompt], [DrawSettings()])
-        assert engine.programs.compiles == compiled and not told
-        sampled(engine, [prompt], [DrawSettings(top_p=0.5)])
-        assert told == ["decode_each"]
+        assert engine.programs.compiles == compiled
         engine.failure = RuntimeError("out of memory")
         with pytest.raises(EngineFailed):
             engine.warm_up()

@@ -193,9 +193,6 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     original = {} if source.folder is None else read_object(source.folder / "config.json")
     if original.get("model_type") == family.model_type:
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
-        # model.untie_head
-        if (family.absent | original).get("tie_word_embeddings") != cfg.tied:
-            config["tie_word_embeddings"] = cfg.tied
     else:
         # Random weights, or the text part of a model with images or the like.
         ids = {key: original.get(key, value) for key, value in ids.items()}

@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.generate import check_kernels, make_prepare, sampler_spec
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.live import LiveEngine
-from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params
 
@@ -52,18 +50,10 @@ def live_engine(
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
         slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])
-        spec, _ = sampler_spec(
-            model.cfg,
-            plain,
-            tokenizer.eos_ids,
-            tokenizer.pad_id,
-            model.dtype,
-            rollout,
-            jnp.float32,
-        )
-        check_kernels(spec, rollout, model.params)
+        how = (model.cfg, plain, tokenizer.eos_ids, tokenizer.pad_id, model.dtype, rollout)
+        sampler = make_sampler(*how, per_request=True)
         if prepared is None:
-            prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
-            prepared = prepare(model.params)
-        programs = make_programs(replace(spec, per_request=True))
-    return LiveEngine(programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids)
+            prepared = sampler.prepare(model.params)
+    return LiveEngine(
+        sampler.programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids
+    )

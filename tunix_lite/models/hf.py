@@ -386,17 +386,11 @@ def _check_copy(
     num_rows = max(1, AT_ONCE // (8 * shape[1]))
     for start in range(first, last, num_rows):
         rows = (slice(start, min(start + num_rows, last)), index[1])
-        one = tensors.read(name, rows).astype(np.float32)
-        two = tensors.read(other, rows).astype(np.float32)
-        different = ~((one == two) | (np.isnan(one) & np.isnan(two)))
-        if different.any():
-            row = start + int(np.argmax(different.any(axis=1)))
-            with np.errstate(invalid="ignore"):
-                most = float(np.nanmax(np.abs(one - two), initial=0.0))
+        one, two = (tensors.read(x, rows).astype(np.float32) for x in (name, other))
+        if not np.array_equal(one, two, equal_nan=True):
             raise ValueError(
-                f"{tensors.folder}: config.json ties the head to the embedding "
-                f"(tie_word_embeddings), and {other} is not {name}: they differ from row {row} on, "
-                f"by up to {most:.2g}. model.untie_head=true takes {other} as the head"
+                f"{tensors.folder}: config.json ties the head to the embedding, and {other} is not "
+                f'{name}; to take {other} as the head, write "tie_word_embeddings": false there'
             )
 
 

@@ -54,8 +54,6 @@ class ModelConfig:
     # Tokenizer for random weights: bundled, a folder, or a hub name. Other weights bring their own.
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    # true uses lm_head.weight of the folder even if config.json ties the head to the embedding.
-    untie_head: bool = False
     # Jinja file with the chat template. null takes that of the model, if it has one.
     chat_template: str | None = None
 
@@ -68,11 +66,6 @@ class ModelConfig:
         if self.weights == "random" and self.architecture is None:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
-            )
-        if self.weights == "random" and self.untie_head:
-            raise ValueError(
-                "untie_head=true is for the weights of a folder; for random ones set "
-                "model.architecture.tied=false"
             )
 
 
@@ -158,14 +151,9 @@ def locate(model: ModelConfig) -> FoundModel:
         with _setting("model.weights"):
             folder = _folder(model.weights)
             cfg, family = families.read_config(folder, family)
-            if model.untie_head:
-                cfg = replace(cfg, tied=False)
             if model.architecture is not None:
-                chosen = model.architecture
-                if model.untie_head:
-                    chosen = replace(chosen, tied=False)
                 differ = families.architecture_differences(
-                    families.as_computed(chosen), families.as_computed(cfg)
+                    families.as_computed(model.architecture), families.as_computed(cfg)
                 )
                 if differ:
                     raise ValueError(

@@ -67,7 +67,7 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
 
 def rollout(resolved: ResolvedRun) -> dict[str, int]:
     """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts that
-    wait, and the temporaries of decoding, reading prompts, appending to slots or parking one,
+    wait, and the temporaries of decoding, reading prompts, appending to slots or offloading one,
     whichever is most."""
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
@@ -88,13 +88,13 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     block, width, _ = memory.prompt_cache
     rows = -(-block // resolved.fsdp)
     reading = _layer_at_work(resolved, rows * width) + _scores_at_work(resolved, rows, width)
-    # A parked slot on its way to the host or back: all of it on every device.
-    parking = memory.parked_bytes() if resolved.may_park else 0
+    # An offloaded slot on its way to the host or back: all of it on every device.
+    offloading = memory.offloaded_bytes() if resolved.may_offload else 0
     return {
         "weights to sample": sampling_copy(resolved, is_gathered),
         "cache": memory.cache_bytes(),
         "prompts": memory.prompt_bytes(),
-        "temporary": max(decoding, reading, appending(resolved), parking),
+        "temporary": max(decoding, reading, appending(resolved), offloading),
     }
 
 

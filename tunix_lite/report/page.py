@@ -107,6 +107,5 @@ def write_at_end(folder: Path, page: Callable[[], Page], say: Callable[[str], No
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
         # The disk of the log may be full, too.
         with contextlib.suppress(OSError):
-            say(
-                f"warning: the report could not be written ({reason}); tunix-lite report {folder}"
-            )
+            again = f"tunix-lite doctor {folder} doctor.report={folder}"
+            say(f"warning: the report could not be written ({reason}); {again}")

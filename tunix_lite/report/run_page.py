@@ -308,12 +308,12 @@ def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterat
         same = [text for text in words if text.strip("'\"+~").startswith(of_data)]
         lines += [
             ("measure it", " ".join(["tunix-lite evaluate", folder, *same])),
-            ("talk to it", f"tunix-lite chat {folder}"),
+            ("talk to it", f"tunix-lite generate {folder}"),
             ("export it for transformers or vLLM", f"tunix-lite export {folder}"),
         ]
-    lines.append(
-        ("write this report again", f"tunix-lite report {shlex.quote(str(run.folder))}")
-    )
+    place = shlex.quote(str(run.folder))
+    lines.append(("ask why it does not learn", f"tunix-lite doctor {place}"))
+    lines.append(("write this report again", f"tunix-lite doctor {place} doctor.report={place}"))
     yield html.commands(lines)
     if any("_target_" in text for text in overrides or []):
         yield html.text(

@@ -3,9 +3,7 @@
     GET  /v1/models  /v1/models/{name}  /healthz
     POST /v1/completions  /v1/chat/completions
 
-and, where episodes of agents are recorded, the same under /episodes/ID/v1, and
-
-    POST /episodes/ID/reward   {"reward": 1.0}
+and, where episodes of agents are recorded, the same under /episodes/ID/v1.
 
 aiohttp is imported where the server starts, as it is an extra: `pip install -e '.[serve]'`.
 """
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 
 # Where the endpoints of one episode are.
 _OF_EPISODE = "/episodes/{episode}"
-# A reward is nearer to 0 than this, as rewards.scores.MOST_REWARD.
-MOST_REWARD = 1e18
 # Types of errors by their status; the others are of the request or of the server.
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
@@ -56,9 +52,6 @@ class Recorder(Protocol):
 
     def record(self, episode: str, call: Call, choices: list[Piece]) -> None:
         """Gets all choices of a call, whole, before the client has the last of them."""
-
-    def reward(self, episode: str, value: float) -> None:
-        """Gets the reward that somebody sends for an episode."""
 
 
 class Server(Face):
@@ -89,8 +82,6 @@ class Server(Face):
             yield "get", f"{at}/v1/models/{{name:.+}}", self._models
             yield "post", f"{at}/v1/completions", partial(self._answer, False)
             yield "post", f"{at}/v1/chat/completions", partial(self._answer, True)
-        if self.recorder is not None:
-            yield "post", f"{_OF_EPISODE}/reward", self._reward
 
     def check(self) -> None:
         if not self.engine.is_alive:
@@ -149,15 +140,6 @@ class Server(Face):
     def _episode_of(self, request: "web.Request") -> str:
         """The id of the episode that a request is part of: from its path, or its key."""
         return request.match_info.get("episode") or self.key_of(request)
-
-    async def _reward(self, request: "web.Request") -> dict:
-        body = await read_json(request)
-        value = body.get("reward")
-        is_number = isinstance(value, int | float) and abs(value) < MOST_REWARD
-        if not is_number:
-            raise BadCall('the body is {"reward": a number}', "reward")
-        self.recorder.reward(self._episode_of(request), float(value))
-        return {"reward": float(value)}
 
     async def _stream(
         self,
