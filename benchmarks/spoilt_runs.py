@@ -342,7 +342,6 @@ OF_SAMPLES = {
     "truncated",
     "parse_failures",
     "completions_identical",
-    "repeated_prompts",
 }
 # beside rewards/, which says what failed
 METRICS = {

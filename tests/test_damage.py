@@ -120,13 +120,13 @@ REFUSED = {  # what was done: (the damage, what is said)
     ),
     "empty": (lambda run: os.truncate(run.metrics, 0), rf"metrics.jsonl holds no step, and .* of step 8{FORCE}"),
     "gone": (lambda run: run.metrics.unlink(), rf"metrics.jsonl is not there, and the newest .* of step 8{FORCE}"),
-    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is a folder, and .*: move it away"),
+    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is no file, and .*: move it away"),
     "fingerprint is a folder": (
         folder_for("fingerprint.json"),
-        "fingerprint.json is a folder, .*: move it away",
+        "fingerprint.json is no file, .*: move it away",
     ),
-    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is a file, and .*: move it away"),
-    "checkpoints is a file": (checkpoints_as_file, "checkpoints is a file, and .*: move it away"),
+    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is no folder, and .*: move it away"),
+    "checkpoints is a file": (checkpoints_as_file, "checkpoints is no folder, and .*: move it away"),
     "fingerprint nested": (
         lambda run: run.fingerprint.write_text(BRACKETS),
         r"fingerprint.json is nested too deep: .*, so .* is not known; resume.force=true goes on",

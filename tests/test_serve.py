@@ -180,15 +180,15 @@ def test_text_that_may_become_a_stop_text_is_held_back(model):
     choice = ApiChoice(0, model.tokenizer, stop=("1 + 1",))
     sent = []
     for token in model.tokenizer.encode("so 1 + 2 or 1 + 1 is"):
-        if choice.finish_reason is None:
+        if choice.whole.finish_reason is None:
             sent.append(choice.add(NewTokens([token], [0.0], [0.0])).text)
     assert "".join(sent) == choice.whole.text == "so 1 + 2 or "
-    assert choice.finish_reason == "stop"
+    assert choice.whole.finish_reason == "stop"
     # A text that only begins like it comes whole in the end.
     other = ApiChoice(0, model.tokenizer, stop=("1 + 1",))
     tokens = model.tokenizer.encode("so 1 + ")
     other.add(NewTokens(tokens, [0.0] * len(tokens), [0.0] * len(tokens), reason="length"))
-    assert (other.whole.text, other.finish_reason) == ("so 1 + ", "length")
+    assert (other.whole.text, other.whole.finish_reason) == ("so 1 + ", "length")
 
 
 # ---- over HTTP

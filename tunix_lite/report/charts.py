@@ -64,11 +64,8 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A chart of a run: which metrics it shows.
-
-    Example: Curve("reward", ("reward/mean",)).
-    """
+class _Curve:
+    """A chart of a run: which metrics it shows."""
 
     title: str
     # each is a line; those of eval/ get a dot at each evaluation
@@ -80,22 +77,22 @@ class Curve:
 
 _ACCURACIES = ("eval/accuracy", "eval/avg_at_", "eval/pass_at_")
 CURVES = (
-    Curve("reward", ("reward/mean", "eval/reward"), in_comparison=True),
-    Curve("held-out accuracy", _ACCURACIES, is_share=True, in_comparison=True),
-    Curve("right in training", ("completions/correct",), is_share=True),
-    Curve("groups that teach nothing", ("reward/groups_that_agree",), is_share=True),
-    Curve("completion length, tokens", ("completions/mean_length",), in_comparison=True),
-    Curve("cut off at the longest length", ("completions/truncated",), is_share=True),
-    Curve("entropy, nats a token", ("train/entropy",), in_comparison=True),
-    Curve("KL to the reference, nats a token", ("train/kl",), in_comparison=True),
-    Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
-    Curve("ratio outside of the clip", ("train/ratio_outside_clip",), is_share=True),
-    Curve("loss", ("train/loss",)),
-    Curve("gradient norm", ("train/grad_norm",), in_comparison=True),
-    Curve("learning rate", ("train/learning_rate",)),
-    Curve("seconds of a step", ("time/step", "time/rollout", "time/update")),
-    Curve("peak memory of a device, GB", ("memory/peak_gb",)),
-    Curve("tokens a second", ("perf/tokens_per_second",), in_comparison=True),
+    _Curve("reward", ("reward/mean", "eval/reward"), in_comparison=True),
+    _Curve("held-out accuracy", _ACCURACIES, is_share=True, in_comparison=True),
+    _Curve("right in training", ("completions/correct",), is_share=True),
+    _Curve("groups that teach nothing", ("reward/groups_that_agree",), is_share=True),
+    _Curve("completion length, tokens", ("completions/mean_length",), in_comparison=True),
+    _Curve("cut off at the longest length", ("completions/truncated",), is_share=True),
+    _Curve("entropy, nats a token", ("train/entropy",), in_comparison=True),
+    _Curve("KL to the reference, nats a token", ("train/kl",), in_comparison=True),
+    _Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
+    _Curve("ratio outside of the clip", ("train/ratio_outside_clip",), is_share=True),
+    _Curve("loss", ("train/loss",)),
+    _Curve("gradient norm", ("train/grad_norm",), in_comparison=True),
+    _Curve("learning rate", ("train/learning_rate",)),
+    _Curve("seconds of a step", ("time/step", "time/rollout", "time/update")),
+    _Curve("peak memory of a device, GB", ("memory/peak_gb",)),
+    _Curve("tokens a second", ("perf/tokens_per_second",), in_comparison=True),
 )
 
 
@@ -124,7 +121,7 @@ def ends(series: Series) -> tuple[float, float]:
     return series.early, series.late
 
 
-def metrics_of(run: Evidence, curve: Curve) -> list[str]:
+def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
     """The metrics of a curve; `eval/pass_at_` stands for the one that the run has."""
     last = run.evaluations[-1] if run.evaluations else {}
     names = []

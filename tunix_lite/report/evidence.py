@@ -1,7 +1,6 @@
 """What the folder of a run says of it: settings, metrics, completions. Files of somebody else, so
 only data: what cannot be read is named and left out, and nothing that they name is imported."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, with_chosen_values
 
-# most steps of metrics.jsonl that are looked at: the first ones
+# What is looked at: the first lines of metrics.jsonl; the first and the last files of samples/; and
+# lines and bytes of each of these.
 MOST_STEPS = 100_000
-# most files of samples/ that are looked at, the first ones and the last ones; and lines of each
-MOST_FILES = 8
-MOST_SAMPLES = 4096
-# most bytes of a file of samples/ that are looked at
-MOST_SAMPLE_BYTES = 24 * 2**20
+_MOST_FILES = 8
+_MOST_SAMPLES = 4096
+_MOST_SAMPLE_BYTES = 24 * 2**20
 # stand for a completion, and for the share without an answer, among the names of metrics
 EXAMPLE = "an example"
 UNREAD = "samples/unread"
@@ -71,11 +69,8 @@ class Series:
 
     def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
-        early, late = (
-            f"{mean:.0f}" if abs(mean) >= 100 else f"{mean:.3g}"
-            for mean in (self.early, self.late)
-        )
-        return f"{self.name} {early} → {late} (steps {self.steps[0]} to {self.steps[-1]})"
+        steps = f"(steps {self.steps[0]} to {self.steps[-1]})"
+        return f"{self.name} {self.early:.3g} → {self.late:.3g} {steps}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +191,10 @@ def read_evidence(folder: Path) -> Evidence:
     # A step that stands there twice counts once, as last written.
     by_step: dict[int, dict] = {}
     num_bad = 0
-    for _, line, row in itertools.islice(read_rows(run_dir.metrics), MOST_STEPS):
+    for number, line, row in read_rows(run_dir.metrics):
+        if number > MOST_STEPS:
+            unread.append(f"{run_dir.metrics}: lines after {MOST_STEPS:,} are left out")
+            break
         if row is not None:
             by_step[row["step"]] = row
         elif line.strip():
@@ -208,13 +206,13 @@ def read_evidence(folder: Path) -> Evidence:
     # The settings that Hydra kept, with the values that the run chose; of a run from Python those
     # of its fingerprint, which are fewer.
     status = _read(unread, run_dir.status, untrusted.read_object)
-    model = {"model": _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")}
+    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object)
     architecture = _at(model, "model.architecture")
     settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
     fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
     steps = sample_steps(folder)
-    if len(steps) > MOST_FILES:
-        steps = steps[: MOST_FILES // 2] + steps[-MOST_FILES // 2 :]
+    if len(steps) > _MOST_FILES:
+        steps = steps[: _MOST_FILES // 2] + steps[-_MOST_FILES // 2 :]
     samples = {step: read_samples(folder, step, "step", unread) for step in steps}
     return Evidence(
         folder,
@@ -256,7 +254,7 @@ def _sample_file(folder: Path, step: int, name: str) -> Path:
 
 def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] | None:
     """The completions of a step, or of the evaluation after it, as samples/ has them; None if there
-    is no file of it. Only the first MOST_SAMPLES lines and MOST_SAMPLE_BYTES. Raises ValueError."""
+    is no file of it. Only the first _MOST_SAMPLES lines are read. Raises ValueError."""
     file = _sample_file(folder, step, name)
     if not file.is_file():
         return None
@@ -265,7 +263,7 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
     lines = untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE)
     for number, (line, is_whole) in enumerate(lines, 1):
         num_bytes += len(line)
-        if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
+        if number > _MOST_SAMPLES or num_bytes > _MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
             rows.append(untrusted.parse_object(line.decode("utf-8"), "the line"))

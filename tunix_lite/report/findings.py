@@ -1,8 +1,8 @@
 """Finds what may be wrong with a run that does not learn, from its files alone.
 
-Each fault has a weight: a cause weighs more than its symptoms. (A run at a temperature of 5 has cut
-completions and no rewards, too.) FAULTS has those that a bound on metrics and settings shows; below
-it are checks that look closer. A metric that a run lacks is nan: no bound holds for it.
+Each fault is a check with a weight: a cause weighs more than its symptoms. (A run at a temperature
+of 5 has cut completions and no rewards, too.) A metric that a run lacks is nan: no bound holds for
+it.
 """
 
 import re
@@ -37,6 +37,10 @@ _SMALL_STEP = 2e-7
 _LARGE_GAP = 0.05
 
 
+# By name: the weight of each fault, its words and its check.
+FAULTS: dict[str, tuple[int, str, Callable[[Evidence], _Shown]]] = {}
+
+
 @dataclass(frozen=True)
 class Finding:
     """A fault, what shows it, and what to try.
@@ -54,32 +58,11 @@ class Finding:
     weight: int = 0
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """A fault that a bound on metrics and settings shows."""
-
-    weight: int
-    what: str
-    holds: Callable[[Evidence], bool]
-    # metrics and settings, as Evidence.shown takes them
-    shows: tuple[str, ...]
-    # overrides; (setting, factor): the setting times the factor
-    tries: tuple[str | tuple[str, float], ...]
-
-
 def diagnose(run: Evidence) -> list[Finding]:
     """All findings, the heaviest first."""
     findings = []
-    for name, fault in FAULTS.items():
-        if isinstance(fault, _Bound):
-            weight, what = fault.weight, fault.what
-            shown = None
-            if fault.holds(run):
-                shown = run.shown(*fault.shows), _overrides(run, fault.tries)
-        else:
-            weight, what, check = fault
-            shown = check(run)
-        if shown:
+    for name, (weight, what, check) in FAULTS.items():
+        if shown := check(run):
             findings.append(Finding(name, what, *shown, weight))
     return sorted(findings, key=lambda finding: -finding.weight)
 
@@ -98,9 +81,6 @@ def _overrides(run: Evidence, tries: tuple[str | tuple[str, float], ...]) -> lis
         if before and number != before:
             texts.append(f"{name}={number:.3g}" if type(number) is float else f"{name}={number}")
     return texts
-
-
-# ---- bounds
 
 
 def _has_one_reward(run: Evidence) -> bool:
@@ -126,69 +106,14 @@ def _answers_and_goes_on(run: Evidence) -> bool:
     for step in sorted(run.samples):
         cut = [row for row in run.samples[step] if row.get("finish_reason") == "length"]
         if len(cut) > 0.2 * len(run.samples[step]):
-            answers = [re.escape(str(row.get("expected"))) for row in cut]
-            texts = [str(row.get("completion")) for row in cut]
-            holds = [
-                re.search(rf"(?<![\w.-]){answer}(?!\w)", text) is not None
-                for answer, text in zip(answers, texts)
-            ]
-            return float(np.mean(holds)) >= 0.25
+            num_right = 0
+            for row in cut:
+                answer = re.escape(str(row.get("expected")))
+                # Not as a part of another word or number.
+                found = re.search(rf"(?<![\w.-]){answer}(?!\w)", str(row.get("completion")))
+                num_right += row.get("correct") is True or found is not None
+            return num_right >= 0.25 * len(cut)
     return False
-
-
-FAULTS: dict[str, _Bound | tuple[int, str, Callable[[Evidence], _Shown]]] = {
-    "outside_of_clip": _Bound(
-        60,
-        "the policy leaves the clip within a rollout, so many tokens have no gradient",
-        lambda run: run.series("train/ratio_outside_clip").mean >= 0.05,
-        ("train/ratio_outside_clip", "algorithm.updates_per_rollout", "eval/accuracy"),
-        (("algorithm.updates_per_rollout", 0.5), (_RATE, 0.1)),
-    ),
-    "kl_dominates": _Bound(
-        66,
-        "the KL term holds the policy where it began",
-        lambda run: run.number("algorithm.kl_coef") >= 0.5 and run.num_steps > 2,
-        ("algorithm.kl_coef", "train/kl", "reward/mean"),
-        ("algorithm.kl_coef=0.01",),
-    ),
-    "temperature_high": _Bound(
-        86,
-        "the temperature is so high that completions are noise",
-        lambda run: _temperature(run) > 1.2 and run.series("train/entropy").first > 1.5,
-        ("generation.temperature", "train/entropy", EXAMPLE),
-        ("generation.temperature=1.0",),
-    ),
-    "temperature_low": _Bound(
-        77,
-        "the settings of sampling leave so little choice that completions hardly differ",
-        lambda run: _has_no_choice(run) and run.series(_AGREE).mean >= 0.5,
-        (*_OF_SAMPLING, _AGREE),
-        ("generation.temperature=1.0", "generation.top_k=0", "generation.top_p=1.0"),
-    ),
-    "never_ends": _Bound(
-        82,
-        "completions answer and go on until they are cut: the end-of-sequence token is missing",
-        lambda run: run.series(_CUT).late >= 0.2 and _answers_and_goes_on(run),
-        (_CUT, EXAMPLE),
-        ("model.tokenizer: does it know the end tokens?", "generation.stop_token_ids=[...]"),
-    ),
-    "truncated": _Bound(
-        80,
-        "completions are cut before they are done",
-        lambda run: run.series(_CUT).late >= 0.2 and not _answers_and_goes_on(run),
-        (_CUT, "completions/max_length", "generation.max_new_tokens", UNREAD),
-        (("generation.max_new_tokens", 2), "a prompt that asks for a short answer"),
-    ),
-    "parse_failures": _Bound(
-        78,
-        "no answer can be read out of the completions",
-        lambda run: run.share(is_unread) >= 0.5,
-        (UNREAD, EXAMPLE),
-        ("task.extract: a function that finds the answer", "task.prompt: ask for its form"),
-    ),
-}
-
-# ---- a closer look
 
 
 def _fault(weight: int, what: str) -> Callable[[Callable], Callable]:
@@ -214,9 +139,9 @@ def _updates_skipped(run: Evidence) -> _Shown:
 def relative_step(run: Evidence) -> Series:
     """Root mean square of an update's elements over that of weights, by step.
 
-    Of adapters it is what they add to a weight over its size. `a` is drawn uniformly within 1 /
-    sqrt(inputs) and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank / 3) u times
-    1 / sqrt(inputs), the size of the weight.
+    Of adapters it is what they add to a weight over its size 1 / sqrt(inputs): `a` is drawn
+    uniformly within that and `b` is 0, so an update of b by rms u adds alpha / rank * sqrt(rank /
+    3) u times it.
     """
     moved = run.series("train/update_norm")
     rank = run.number("model.lora.rank", 0)
@@ -316,6 +241,23 @@ def _sampler_stale(run: Evidence) -> _Shown:
     if not is_small or gap.late < max(30 * gap.first, 2e-3):
         return None
     return [str(gap)], ["give the sampler the weights of every step"]
+
+
+@_fault(60, "the policy leaves the clip within a rollout, so many tokens have no gradient")
+def _outside_of_clip(run: Evidence) -> _Shown:
+    updates = "algorithm.updates_per_rollout"
+    if not run.series("train/ratio_outside_clip").mean >= 0.05:
+        return None
+    shown = run.shown("train/ratio_outside_clip", updates, "eval/accuracy")
+    return shown, _overrides(run, ((updates, 0.5), (_RATE, 0.1)))
+
+
+@_fault(66, "the KL term holds the policy where it began")
+def _kl_dominates(run: Evidence) -> _Shown:
+    if not run.number("algorithm.kl_coef") >= 0.5 or run.num_steps < 3:
+        return None
+    shown = run.shown("algorithm.kl_coef", "train/kl", "reward/mean")
+    return shown, ["algorithm.kl_coef=0.01"]
 
 
 @_fault(96, "reward functions fail, and what they should have judged teaches nothing")
@@ -467,6 +409,49 @@ def _groups_agree(run: Evidence) -> _Shown:
         return None
     more = _overrides(run, (("algorithm.num_generations", 2),))
     return run.shown(_AGREE, _CORRECT, "reward/mean"), [*more, "a task of which half is right"]
+
+
+@_fault(86, "the temperature is so high that completions are noise")
+def _temperature_high(run: Evidence) -> _Shown:
+    if not (_temperature(run) > 1.2 and run.series("train/entropy").first > 1.5):
+        return None
+    shown = run.shown("generation.temperature", "train/entropy", EXAMPLE)
+    return shown, ["generation.temperature=1.0"]
+
+
+@_fault(77, "the settings of sampling leave so little choice that completions hardly differ")
+def _temperature_low(run: Evidence) -> _Shown:
+    if not (_has_no_choice(run) and run.series(_AGREE).mean >= 0.5):
+        return None
+    free = ["generation.temperature=1.0", "generation.top_k=0", "generation.top_p=1.0"]
+    return run.shown(*_OF_SAMPLING, _AGREE), free
+
+
+@_fault(
+    82, "completions answer and go on until they are cut: the end-of-sequence token is missing"
+)
+def _never_ends(run: Evidence) -> _Shown:
+    if not run.series(_CUT).late >= 0.2 or not _answers_and_goes_on(run):
+        return None
+    ends = "model.tokenizer: does it know the end tokens?"
+    return run.shown(_CUT, EXAMPLE), [ends, "generation.stop_token_ids=[...]"]
+
+
+@_fault(80, "completions are cut before they are done")
+def _truncated(run: Evidence) -> _Shown:
+    if not run.series(_CUT).late >= 0.2 or _answers_and_goes_on(run):
+        return None
+    longest = "generation.max_new_tokens"
+    shown = run.shown(_CUT, "completions/max_length", longest, UNREAD)
+    return shown, _overrides(run, ((longest, 2), "a prompt that asks for a short answer"))
+
+
+@_fault(78, "no answer can be read out of the completions")
+def _parse_failures(run: Evidence) -> _Shown:
+    if not run.share(is_unread) >= 0.5:
+        return None
+    extract = "task.extract: a function that finds the answer"
+    return run.shown(UNREAD, EXAMPLE), [extract, "task.prompt: ask for its form"]
 
 
 @_fault(76, "all completions of a group are one text: they are sampled with one random key")

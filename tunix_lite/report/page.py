@@ -75,16 +75,14 @@ html = _TEMPLATE.module
 def page_as_html(page: Page) -> str:
     """The page as HTML of at most MOST_BYTES."""
     text = _TEMPLATE.render(vars(page))
+    cut = html.text("This page would be too large: a part of it is left out.", is_warning=True)
     most = MOST_BYTES
     while len(text.encode()) > MOST_BYTES:
         most //= 2
-        cut = html.text(
-            "This page would be too large: a part of it is left out.", is_warning=True
-        )
-        kept = [
-            (title, [b for b in blocks if len(b) <= most]) for title, blocks in page.sections
-        ]
-        text = _TEMPLATE.render(vars(page) | {"sections": [("Cut", [cut]), *kept]})
+        sections = [("Cut", [cut])]
+        for title, blocks in page.sections:
+            sections.append((title, [block for block in blocks if len(block) <= most]))
+        text = _TEMPLATE.render(vars(page) | {"sections": sections})
     return text
 
 

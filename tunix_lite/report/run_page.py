@@ -12,7 +12,7 @@ from tunix_lite.evaluation.statistics import Estimate
 from tunix_lite.files.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import Measured, ScoreChange
-from tunix_lite.report.charts import CURVES, MANY, curves, ends, metrics_of, number_text
+from tunix_lite.report.charts import CURVES, curves, ends, metrics_of, number_text
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
@@ -22,6 +22,10 @@ from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
 
+_ABOUT_CURVES = (
+    "A thick line is the moving average of the thin one. Beside a title stand the first and the "
+    "last evaluation, or else the means of the first and of the last third of the steps."
+)
 _NO_FINDING = "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
 # settings in the table of all, and characters of one
 _MOST_SETTINGS = 400
@@ -42,7 +46,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     sections = [
         ("How it ended", [html.text(words, is_warning=mood != "good")] if words else []),
         ("Before and after", [*_scores(scores, measured)]),
-        ("Curves", [html.charts(charts), html.text(_about_curves(run))]),
+        ("Curves", [html.charts(charts), html.text(_ABOUT_CURVES)]),
         ("Examples", [*_examples(run, measured)]),
         ("What may be wrong", [*map(html.finding, diagnose(run))] or [html.text(_NO_FINDING)]),
         ("Time", [*_times(run)]),
@@ -60,13 +64,16 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         value = run.setting(name)
         if isinstance(value, str):
             title.append(value.rstrip("/").rpartition(mark)[2])
+    facts = [f"seed {run.status.get('seed')}", str(folder)]
+    if type(count := run.status.get("parameters")) is int:
+        facts.insert(0, f"{count:,} parameters")
     files = [folder / name for name in ("metrics.jsonl", "status.json")]
     written = max(file.stat().st_mtime for file in files if file.is_file())
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
     of_accuracy = [chart for chart in charts if chart.title == "held-out accuracy"]
     return Page(
         title=" · ".join(map(escaped, title)),
-        subtitle=" · ".join(_facts(run)),
+        subtitle=" · ".join(map(escaped, facts)),
         status=status,
         mood=mood,
         figures=[*_figures(run, scores)],
@@ -93,6 +100,8 @@ _STANDINGS = {
     ),
     "unknown": ("mid", "There is no status.json that can be read."),
 }
+# A difference of shares.
+_percent = "{:+.1%}".format
 
 
 def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
@@ -105,29 +114,16 @@ def standing(run: Evidence, is_alive: bool | None) -> tuple[str, str, str]:
     mood, sentence = _STANDINGS[word]
     # Of metrics.jsonl, as status.json of a killed run is older.
     last = run.rows[-1]["step"] if run.rows else 0
-    words = sentence.format(
-        stopped=escaped(str(run.status.get("stopped"))),
-        error=run.status.get("error", "The error is not known."),
-        steps=f"{last:,} step{'' if last == 1 else 's'}",
-    )
-    return word, mood, words
-
-
-def _facts(run: Evidence) -> Iterator[str]:
-    parameters = run.status.get("parameters")
-    if type(parameters) is int:
-        yield f"{parameters:,} parameters"
-    if rank := run.number("model.lora.rank", 0):
-        yield f"adapters of rank {rank:g}"
-    yield f"seed {escaped(str(run.status.get('seed', '?')), 20)}"
-    yield escaped(str(run.folder), 200)
+    steps = f"{last:,} step{'' if last == 1 else 's'}"
+    values = {"error": "The error is not known.", "stopped": "", **run.status, "steps": steps}
+    return word, mood, sentence.format_map(values)
 
 
 def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, str, str]]:
     accuracy = run.series("eval/accuracy")
     if scores:
         by = scores[0].change.difference
-        note = f"{_signed(by.value)}, 95 %: {_signed(by.low)} to {_signed(by.high)}"
+        note = f"{_percent(by.value)}, 95 %: {_percent(by.low)} to {_percent(by.high)}"
         values = (scores[0].before.value, scores[0].after.value)
         yield "held-out accuracy", " → ".join(number_text(x, True) for x in values), note
     elif accuracy:
@@ -144,10 +140,6 @@ def _figures(run: Evidence, scores: list[ScoreChange]) -> Iterator[tuple[str, st
         yield "tokens learned from", f"{tokens.last:,.0f}", "prompts too"
     if speed := run.series("perf/tokens_per_second"):
         yield "tokens a second", number_text(speed.late), "mean of the last third"
-
-
-def _signed(value: float) -> str:
-    return f"{100 * value:+.1f}"
 
 
 # ---- what it learned
@@ -167,7 +159,7 @@ def _scores(scores: list[ScoreChange], measured: list[Measured]) -> Iterator[Mar
     rows = []
     for score in scores:
         is_share = score.name != "reward"
-        signed = _signed if is_share else "{:+.3g}".format
+        signed = _percent if is_share else "{:+.3g}".format
         row = [as_words(score.name)]
         for one in (score.before, score.after):
             row.append(f"{number_text(one.value, is_share)} ({interval_text(one, is_share)})")
@@ -180,16 +172,6 @@ def _scores(scores: list[ScoreChange], measured: list[Measured]) -> Iterator[Mar
         "pass are of samples. In brackets the 95 % interval of each, a bootstrap over the examples."
     )
     yield html.table(heads, rows, 1, note)
-
-
-def _about_curves(run: Evidence) -> str:
-    if not run.rows:
-        return "No step was made."
-    many = "A thick line is the moving average of the thin one. " * (len(run.rows) >= MANY)
-    return (
-        f"{many}Beside a title stand the first and the last evaluation, or else the means of the "
-        "first and of the last third of the steps."
-    )
 
 
 def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:

@@ -28,6 +28,14 @@ class Piece:
     # calls of tools, as the API writes them
     calls: list[dict] = field(default_factory=list)
 
+    def add(self, later: "Piece") -> None:
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.top += later.top
+        self.finish_reason = later.finish_reason
+        self.calls += later.calls
+
 
 class ApiChoice:
     """One completion, as a client sees it: its text without the stop text that ended it.
@@ -48,9 +56,8 @@ class ApiChoice:
         self.stream: TextStream = tokenizer.stream()
         # text that may be the beginning of a stop text
         self.held = ""
-        self.pieces: list[Piece] = []
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
+        # all pieces as one
+        self.whole = Piece("", [], [], [])
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
@@ -73,9 +80,7 @@ class ApiChoice:
                 piece.text += rest
             if piece.calls and piece.finish_reason == "stop":
                 piece.finish_reason = "tool_calls"
-        self.finish_reason = piece.finish_reason
-        self.num_tokens += len(piece.tokens)
-        self.pieces.append(piece)
+        self.whole.add(piece)
         return piece
 
     def _until_stop(self, new: NewTokens) -> Piece:
@@ -102,18 +107,6 @@ class ApiChoice:
         """The place at which the first stop text begins in what is held."""
         places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         return min(places, default=None)
-
-    @property
-    def whole(self) -> Piece:
-        """All pieces as one."""
-        return Piece(
-            text="".join(piece.text for piece in self.pieces),
-            tokens=[token for piece in self.pieces for token in piece.tokens],
-            logprobs=[value for piece in self.pieces for value in piece.logprobs],
-            top=[likeliest for piece in self.pieces for likeliest in piece.top],
-            finish_reason=self.finish_reason,
-            calls=[call for piece in self.pieces for call in piece.calls],
-        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +137,7 @@ class ApiAnswer:
 
     def _usage(self, choices: list[ApiChoice]) -> dict:
         prompt = sum(map(len, self.call.prompts))
-        sampled = sum(choice.num_tokens for choice in choices)
+        sampled = sum(len(choice.whole.tokens) for choice in choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,

@@ -34,22 +34,21 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 # Where the endpoints of one episode are.
-OF_EPISODE = "/episodes/{episode}"
+_OF_EPISODE = "/episodes/{episode}"
 # Types of errors by their status; the others are of the request or of the server.
-ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
 
 class Recorder(Protocol):
     """Keeps what was asked and sampled in an episode, a run of an agent. The id of an episode is
-    part of the path, /episodes/ID/v1, or the API key."""
+    part of the path, /episodes/ID/v1, or the API key. Each raises BadCall for an episode that there
+    is not, or that is over."""
 
     def begin(self, episode: str, call: Call) -> Call:
-        """The call as it shall be made: other settings, or other tokens of the same prompt. Raises
-        BadCall for an episode that there is not, or that is over."""
+        """The call as it shall be made: other settings, or other tokens of the same prompt."""
 
     def submitting(self, episode: str) -> AbstractContextManager:
-        """Inside, the sequences of a call go to the engine, and its episode does not end. Raises
-        BadCall as `begin`."""
+        """Inside, the sequences of a call go to the engine, and its episode does not end."""
 
     def record(self, episode: str, call: Call, choices: list[Piece]) -> None:
         """Gets all choices of a call, whole, before the client has the last of them."""
@@ -78,7 +77,7 @@ class Server(Face):
 
     def routes(self) -> Iterator[tuple[str, str, Handler]]:
         yield "get", "/healthz", self._health
-        for at in [""] if self.recorder is None else ["", OF_EPISODE]:
+        for at in [""] if self.recorder is None else ["", _OF_EPISODE]:
             yield "get", f"{at}/v1/models", self._models
             yield "get", f"{at}/v1/models/{{name:.+}}", self._models
             yield "post", f"{at}/v1/completions", partial(self._answer, False)
@@ -92,7 +91,7 @@ class Server(Face):
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = "rate_limit_exceeded" if status == 429 else getattr(error, "code", None)
         field = getattr(error, "field", None)
-        return error_body(message, ERROR_TYPES.get(status, kind), field, code)
+        return error_body(message, _ERROR_TYPES.get(status, kind), field, code)
 
     # ---- endpoints
 
@@ -216,7 +215,7 @@ class Server(Face):
                     most = self.settings.request_seconds
                     raise TimedOut(f"the request took more than {most:g} s")
                 index, new = arrival
-                if choices[index].finish_reason is not None:
+                if choices[index].whole.finish_reason is not None:
                     continue
                 if new.reason == "error":
                     raise EngineFailed(new.message)

@@ -81,11 +81,8 @@ class _CompletionBody:
 
 
 @dataclass(frozen=True)
-class TextBody(_CompletionBody):
-    """The body of /v1/completions.
-
-    Example: read(TextBody, {"prompt": "2 + 2 ="}).echo is False.
-    """
+class _TextBody(_CompletionBody):
+    """The body of /v1/completions."""
 
     prompt: Any = None
     echo: bool = False
@@ -94,11 +91,8 @@ class TextBody(_CompletionBody):
 
 
 @dataclass(frozen=True)
-class ChatBody(_CompletionBody):
-    """The body of /v1/chat/completions.
-
-    Example: read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]}).n is 1.
-    """
+class _ChatBody(_CompletionBody):
+    """The body of /v1/chat/completions."""
 
     messages: Any = None
     max_completion_tokens: Any = None
@@ -123,7 +117,7 @@ class Call:
     conversation, and there is one choice.
     """
 
-    body: TextBody | ChatBody
+    body: _TextBody | _ChatBody
     model: str
     # the tokens of each prompt; a chat has one
     prompts: list[list[int]]
@@ -138,7 +132,7 @@ class Call:
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
+        return isinstance(self.body, _ChatBody)
 
     @property
     def logprobs(self) -> bool:
@@ -148,7 +142,7 @@ class Call:
 
 def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
     """The request in a body. Raises BadCall, naming the field."""
-    checked = read(ChatBody if is_chat else TextBody, body)
+    checked = read(_ChatBody if is_chat else _TextBody, body)
     model = limits.model_name if checked.model is None else checked.model
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
@@ -187,13 +181,10 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
             high = 2**31 - 1 if limits.is_lenient else most
             max_tokens = min(checked_number(name, value, int, 1, high), most)
     stop = [checked.stop] if isinstance(checked.stop, str) else checked.stop
-    is_list = isinstance(stop, list | tuple) and all(
-        isinstance(one, str) and one for one in stop
-    )
-    if not is_list or len(stop) > _MOST_STOPS:
-        raise BadCall(
-            f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty", "stop"
-        )
+    is_list = isinstance(stop, list | tuple) and len(stop) <= _MOST_STOPS
+    if not is_list or not all(isinstance(one, str) and one for one in stop):
+        message = f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty"
+        raise BadCall(message, "stop")
 
     known = {*_IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
@@ -246,7 +237,9 @@ def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str
         raise BadCall(message, field, "context_length_exceeded")
 
 
-def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[list[int], bool]:
+def _chat_prompt(
+    body: _ChatBody, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[int], bool]:
     """The tokens of a conversation, and whether the model may call tools."""
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
@@ -281,18 +274,15 @@ def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[
 
 
 def _text_prompts(
-    body: TextBody, tokenizer: Tokenizer, limits: Limits
+    body: _TextBody, tokenizer: Tokenizer, limits: Limits
 ) -> tuple[list[list[int]], bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""
 
-    def are_tokens(values: object) -> bool:
-        return isinstance(values, list) and all(type(value) is int for value in values)
-
     inputs = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(inputs, list) or not inputs:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
-    if are_tokens(inputs):
+    if all(type(value) is int for value in inputs):
         inputs = [inputs]
     _check_count(len(inputs), body.n, limits)
     is_text = all(isinstance(one, str) for one in inputs)
@@ -302,11 +292,10 @@ def _text_prompts(
             _check_bytes(one, limits, tokenizer, "prompt")
             # As the model was trained to see a text: with the tokens it starts with.
             one = [*tokenizer.start_ids, *tokenizer.encode(one)]
-        if not are_tokens(one):
+        if not isinstance(one, list) or not all(type(token) is int for token in one):
             raise BadCall(f"prompt holds {shown(one)}, neither text nor token ids", "prompt")
-        if not one:
-            raise BadCall("a prompt has at least one token", "prompt")
-        if not all(0 <= token < tokenizer.num_tokens for token in one):
-            raise BadCall(f"prompt: token ids are 0 to {tokenizer.num_tokens - 1}", "prompt")
+        if not one or min(one) < 0 or max(one) >= tokenizer.num_tokens:
+            ids = f"token ids from 0 to {tokenizer.num_tokens - 1}"
+            raise BadCall(f"a prompt has at least one token; {ids} are known", "prompt")
         prompts.append(one)
     return prompts, is_text

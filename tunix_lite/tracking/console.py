@@ -234,7 +234,7 @@ class Terminal(rich.console.Console):
 
 
 # Errors of a pipe that nobody reads, and of a terminal that was closed.
-GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
+_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class Screen:
@@ -266,15 +266,15 @@ class Screen:
         try:
             yield
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in _GONE:
                 # Without a name it would be taken for a file of the run.
                 raise OSError(error.errno, error.strerror, "standard output") from error
             with contextlib.suppress(OSError, ValueError):
-                redirect_to_null(self._stream.fileno())
+                _redirect_to_null(self._stream.fileno())
             self._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
-def redirect_to_null(gone: int) -> None:
+def _redirect_to_null(gone: int) -> None:
     """Redirects descriptor `gone` to /dev/null, and standard error if it is the same terminal:
     Python would fail at its end, when it flushes them."""
     before = os.fstat(gone)

@@ -11,7 +11,7 @@ from tunix_lite.files.untrusted import parse_object, read_lines
 # A step must be below this: it must fit into 64 bits.
 MOST_STEPS = 2**63
 # The largest number that a float can hold.
-LARGEST = sys.float_info.max
+_LARGEST = sys.float_info.max
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
@@ -38,7 +38,7 @@ def row_of(line: bytes) -> dict | None:
 
 def is_number(value: object) -> bool:
     """Whether a JSON value is a number that a float can hold, and not NaN or infinite."""
-    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
 
 
 def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:

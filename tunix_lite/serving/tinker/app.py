@@ -81,8 +81,6 @@ class TinkerServer(Face):
         if name in self._ended:
             self._ended.pop(name).set()
 
-    # ---- what a face has
-
     def routes(self) -> Iterator[tuple[str, str, Handler]]:
         # A request may be a little larger than the SDK estimates.
         most = self.settings.max_body // 2
@@ -156,8 +154,6 @@ class TinkerServer(Face):
         is_well = self.worker.is_alive and not self.is_stopping
         return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
 
-    # ---- sessions
-
     def check(self) -> None:
         """Drops what nobody can ask for any more. Raises WorkerFailed."""
         if not self.worker.is_alive:
@@ -213,8 +209,6 @@ class TinkerServer(Face):
         self._session(body.session_id).heard = time.time()
         return {"type": "session_heartbeat"}
 
-    # ---- models and samplers
-
     def _model(self, body: TinkerBody) -> Model:
         model = self.store.found("model", body.model_id)
         self._session(model.session)
@@ -241,8 +235,6 @@ class TinkerServer(Face):
         path = "tinker://{run}/{folder}/{name}".format(**request.match_info)
         await asyncio.to_thread(self.store.remove, self.store.found("checkpoint", path))
         return {}
-
-    # ---- what needs the devices
 
     async def _forward_backward(self, request: "web.Request") -> dict:
         raw = await read_body(request)
@@ -324,8 +316,6 @@ class TinkerServer(Face):
         is_protobuf = state == DONE and kind in ("forward_backward", "sample")
         content = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=content)
-
-    # ---- lookups
 
     async def _lookup(
         self, path: str, kind: str, view: Callable[[Record], dict], request: "web.Request"

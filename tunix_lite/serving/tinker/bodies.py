@@ -43,7 +43,7 @@ class TinkerLimits:
 
 
 @dataclass(frozen=True)
-class AdamBody:
+class _AdamBody:
     """The numbers of an optimizer step."""
 
     learning_rate: float = 1e-4
@@ -78,7 +78,7 @@ class TinkerBody:
     optimizer_config: dict[str, Any] = field(default_factory=dict)
     # whether the optimizer is loaded, too
     optimizer: bool = False
-    adam_params: AdamBody = AdamBody()
+    adam_params: _AdamBody = _AdamBody()
     prompt: dict[str, Any] = field(default_factory=dict)
     num_samples: int = between(1, _MOST_SAMPLES, 1)
     sampling_params: dict[str, Any] = field(default_factory=dict)

@@ -110,7 +110,6 @@ class Checkpoint:
     # training or sampler
     kind: str
     file: str
-    # as of its model
     adapters: Adapters | None
     created: float = field(default_factory=time.time)
     size: int = 0

@@ -32,8 +32,6 @@ from tunix_lite.serving.tinker.store import (
 if TYPE_CHECKING:
     from tunix_lite.trainer.trainer import LossOutput, Trainer, TrainingClient, Weights
 
-    Live = dict[str, Weights]
-
 # Weights that get adapters, as paths name them.
 _ATTENTION = ("q", "k", "v", "o")
 _MLP = ("gate", "up", "down")
@@ -44,8 +42,6 @@ _SEQUENCES_PER_TURN = 256
 _MOST_ATTEMPTS = 12
 # A sample request, and its body.
 Sampling = tuple[TinkerRequest, TinkerBody]
-# The result of a request, and what it made.
-Done = tuple[bytes, Checkpoint | Sampler | None]
 
 
 class WorkerFailed(Exception):
@@ -62,15 +58,17 @@ class LiveModels:
         self.store = store
         self.most = most
         # the one used last is the last; a sampler has the name of its file
-        self._clients: Live = {}
-        self._samplers: Live = {}
+        self._clients: dict[str, Weights] = {}
+        self._samplers: dict[str, Weights] = {}
 
     def forget(self, name: str) -> None:
         """Takes a model from the devices; the store has it."""
         if name in self._clients:
             self._clients.pop(name).close()
 
-    def _newest(self, live: "Live", name: str, make: "Callable[[], Weights]") -> "Weights":
+    def _newest(
+        self, live: "dict[str, Weights]", name: str, make: "Callable[[], Weights]"
+    ) -> "Weights":
         live[name] = live.pop(name, None) or make()
         while len(live) > self.most:
             live.pop(next(iter(live))).close()
@@ -159,7 +157,6 @@ class Worker:
         self._lock = threading.Condition()
         self._is_closing = False
         self._turns: dict[str, int] = {}
-        # what is under way
         self._current: list[TinkerRequest] = []
         for session in store.all("session"):
             if session.is_finished:
@@ -270,7 +267,9 @@ class Worker:
             self.store.end(request, FAILED, _as_json(error=message, category=category))
         print(visible(f"{request.id} {request.kind}: {message}"), file=sys.stderr, flush=True)
 
-    def _do(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+    def _do(
+        self, request: TinkerRequest, model: Model, body: TinkerBody
+    ) -> tuple[bytes, Checkpoint | Sampler | None]:
         match request.kind:
             case "create_model":
                 self.live.client(model)
@@ -307,7 +306,9 @@ class Worker:
         model.saved_seq = seq
         model.has_failed = False
 
-    def _keep(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+    def _keep(
+        self, request: TinkerRequest, model: Model, body: TinkerBody
+    ) -> tuple[bytes, Checkpoint | Sampler | None]:
         """Saves weights under a name, or those of a sampler without one."""
         is_training = request.kind == "save_weights"
         save = partial(self.live.client(model).save, optimizer=is_training)
