@@ -32,13 +32,7 @@ from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta
-from tunix_lite.models.rounding import (
-    added,
-    at_least_float32,
-    is_rounded,
-    stored,
-    wide,
-)
+from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.models.weights import (
     Leaf,
@@ -126,11 +120,7 @@ def _norm_weight(cfg: Architecture, size: int) -> Weight:
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def copy_to_score(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike,
-) -> Params:
+def copy_to_score(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params:
     """Copies the parameters to score with: what `for_compute` would cast is cast."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
@@ -144,10 +134,7 @@ def copy_to_score(
 
 
 def per_layer_params(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike,
-    join_qkv: bool = False,
+    params: Params, cfg: Architecture, dtype: DTypeLike, join_qkv: bool = False
 ) -> Params:
     """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
     runs on.
@@ -191,11 +178,7 @@ def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
     return on_cpu and are_whole and not is_rounded(dtype) and are_plain(params)
 
 
-def by_layer(
-    tree: dict,
-    cfg: Architecture,
-    of_layer: Callable[[Any, int], Any],
-) -> dict:
+def by_layer(tree: dict, cfg: Architecture, of_layer: Callable[[Any, int], Any]) -> dict:
     """The tree with `layers` as a list. of_layer(leaf, i): layer i's part of a stacked leaf."""
     layers = [
         jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"])
@@ -235,11 +218,7 @@ def forward(
     declared = layer_weights(cfg)
     are_local = [kind == "local" for kind in cfg.kinds]
 
-    def layer(
-        is_local: bool | jax.Array,
-        x_BTD: jax.Array,
-        w: dict[str, Any],
-    ) -> jax.Array:
+    def layer(is_local: bool | jax.Array, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
         w = {
             name: for_compute(leaf, declared[name], dtype, reduce_dtype)
             for name, leaf in w.items()
@@ -351,10 +330,7 @@ def forward_by_layer(
 
 
 def embed(
-    params: Params,
-    cfg: Architecture,
-    tokens_BT: jax.Array,
-    dtype: DTypeLike,
+    params: Params, cfg: Architecture, tokens_BT: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """The embeddings of tokens, [B, T, D], in `dtype`."""
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
@@ -395,11 +371,7 @@ def output_table(params: Params, cfg: Architecture) -> jax.Array:
     return params["embed" if cfg.tied else "head"]
 
 
-def logits(
-    params: Params,
-    cfg: Architecture,
-    hidden: jax.Array,
-) -> jax.Array:
+def logits(params: Params, cfg: Architecture, hidden: jax.Array) -> jax.Array:
     """Logits of hidden states [..., D] over the vocabulary, [..., V], float32."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
     uncapped = jnp.einsum(
@@ -450,11 +422,7 @@ def block(
 
 
 def _attention(
-    x_BTD: jax.Array,
-    w: dict[str, Any],
-    cfg: Architecture,
-    angles: Angles,
-    attend_fn: AttendFn,
+    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, angles: Angles, attend_fn: AttendFn
 ) -> tuple[jax.Array, Any]:
     """What the heads of a layer attend to, [B, T, N, H]; and what `attend_fn` keeps."""
     if "qkv" in w:
@@ -480,11 +448,7 @@ def _attention(
     return checkpoint_name(out_BTNH, "attended"), extra
 
 
-def norm(
-    x: jax.Array,
-    scale: jax.Array,
-    cfg: Architecture,
-) -> jax.Array:
+def norm(x: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:
     """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma)."""
     x_wide = wide(x)
     mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
@@ -501,11 +465,7 @@ def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str,
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
 
 
-def rope_angles(
-    cfg: Architecture,
-    positions_BT: jax.Array,
-    kind: str,
-) -> Angles:
+def rope_angles(cfg: Architecture, positions_BT: jax.Array, kind: str) -> Angles:
     """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it):
     to the last places of the dtype at every position below 2^26."""
     half = cfg.head_dim // 2

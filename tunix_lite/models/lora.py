@@ -97,11 +97,7 @@ class LoraConfig:
 def uniform_fan_in(inputs: int) -> Initializer:
     """Uniform within 1 / sqrt(number of inputs), as PEFT initialises a."""
 
-    def init(
-        key: jax.Array,
-        shape: tuple[int, ...],
-        dtype: DTypeLike,
-    ) -> jax.Array:
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         bound = math.prod(shape[:inputs]) ** -0.5
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -136,10 +132,7 @@ def adapter_weights(table: Table, lora: LoraConfig) -> Table:
 
 
 def attach(
-    base: Params,
-    adapters: Params,
-    lora: LoraConfig,
-    keys: jax.Array | None = None,
+    base: Params, adapters: Params, lora: LoraConfig, keys: jax.Array | None = None
 ) -> Params:
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
     adapter. Copies nothing.
@@ -158,21 +151,14 @@ def attach(
 
 
 def acting_params(
-    frozen: Params | None,
-    params: Params,
-    lora: LoraConfig | None,
-    keys: jax.Array | None = None,
+    frozen: Params | None, params: Params, lora: LoraConfig | None, keys: jax.Array | None = None
 ) -> Params:
     """The weights that the model computes with: `params`, if all weights train (frozen is None);
     else the frozen base with its adapters `params`. keys: as of `attach`."""
     return params if frozen is None else attach(frozen, params, lora, keys)
 
 
-def merge(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike = jnp.float32,
-) -> Params:
+def merge(params: Params, cfg: Architecture, dtype: DTypeLike = jnp.float32) -> Params:
     """The plain weights, in `dtype`, that compute the same as acting parameters."""
     layer = layer_weights(cfg)
 
