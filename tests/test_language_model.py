@@ -178,9 +178,6 @@ def test_a_run_is_loaded_as_it_was_trained(adapted):
     for path, (a, b) in pairs(state.params).items():
         np.testing.assert_array_equal(there[path].a, a)
         np.testing.assert_array_equal(there[path].b, b)
-    plain = loaded.merged()
-    assert plain.source.lora is None
-    np.testing.assert_allclose(logits(plain), logits(loaded), atol=1e-4)
 
 
 @pytest.mark.parametrize(

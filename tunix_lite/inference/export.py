@@ -31,7 +31,7 @@ from tunix_lite.types import Params
 KINDS = ("full", "merged", "adapter")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
-PROVENANCE = "tunix_lite.json"
+_PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
 
@@ -89,9 +89,9 @@ def check_export(
                 f"out={out} exists and is not empty; give another folder, or overwrite=true to "
                 "replace it"
             )
-        if not (out / PROVENANCE).is_file():
+        if not (out / _PROVENANCE).is_file():
             raise ConfigError(
-                f"out={out} was not written by export (it has no {PROVENANCE}), so it is not "
+                f"out={out} was not written by export (it has no {_PROVENANCE}), so it is not "
                 "replaced"
             )
     if jax.process_count() > 1:
@@ -286,15 +286,14 @@ def _base_name(model: LanguageModel) -> str:
 def _describe(
     model: LanguageModel, folder: Path, out: Path, kind: str, difference: float
 ) -> str:
-    """Writes the model card and PROVENANCE. Returns the command that serves the model."""
+    """Writes the model card and _PROVENANCE. Returns the command that serves the model."""
     # the run's folder below `outputs`: project, date and time, without the path of a machine
     run = None
     if model.run is not None:
         parts = model.run.resolve().parts
         begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
         run = "/".join(parts[begin:])
-    lora = model.source.lora or model.was_lora
-    kind = "merged" if model.was_lora else kind
+    lora = model.source.lora
     about = {
         "kind": kind,
         "base": _base_name(model),
@@ -317,7 +316,7 @@ def _describe(
             f"{out.name}={out}"
         )
     (folder / "README.md").write_text(_card(about, served.replace(str(out), out.name), out.name))
-    (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
+    (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
 
 
@@ -332,7 +331,7 @@ def _accuracies(model: LanguageModel) -> dict[str, float]:
 
 
 def _card(about: dict, served: str, name: str) -> str:
-    """The text of README.md, the model card. about: the content of PROVENANCE."""
+    """The text of README.md, the model card. about: the content of _PROVENANCE."""
     # The front matter, which the hub reads; a base that is a folder means nothing there.
     what = {
         "full": "All weights",

@@ -13,7 +13,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_u
 from tunix_lite.types import Params
 
 # Slots where rollout.num_slots does not say how many.
-SLOTS = 32
+_SLOTS = 32
 
 
 def live_engine(
@@ -46,7 +46,7 @@ def live_engine(
     )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
-        slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])
+        slots = round_up_to_shards(rollout.num_slots or _SLOTS, model.mesh.shape["fsdp"])
         spec, _ = sampler_spec(
             model.cfg,
             plain,

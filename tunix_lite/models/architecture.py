@@ -8,7 +8,7 @@ from tunix_lite.models.activations import ACTIVATIONS
 MOST_LAYERS = 1024
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
-MOST_OF_A_DIM = 2**26
+_MOST_OF_A_DIM = 2**26
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Architecture:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"{field.name}={value} must be above 0")
-            most = MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
+            most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
             if isinstance(value, int) and value > most:
                 raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
         mistakes = {

@@ -50,20 +50,20 @@ from tunix_lite.models.weights import (
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
 from tunix_lite.types import Params
 
-EMBED_INIT = jax.nn.initializers.normal(0.02)
+_EMBED_INIT = jax.nn.initializers.normal(0.02)
 # The axes of hidden states between layers.
-RESIDUAL = ("batch", "residual_seq", "act_embed")
+_RESIDUAL = ("batch", "residual_seq", "act_embed")
 # The axes of hidden states that a part of a layer reads.
-LAYER_INPUT = ("batch", "seq", "act_embed")
+_LAYER_INPUT = ("batch", "seq", "act_embed")
 
 # sin and cos of the rotary angles, [B, T, 1, H/2] each
 Angles = tuple[jax.Array, jax.Array]
 # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps, such as its cache)
-AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+_AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 # The axes of the embedding, and of a head of its own.
-TABLE_AXES = ("vocab", "embed")
+_TABLE_AXES = ("vocab", "embed")
 
 
 # ---- the table of weights, and other forms of the parameters
@@ -71,7 +71,7 @@ TABLE_AXES = ("vocab", "embed")
 
 def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name: a nested dict of `Weight`."""
-    table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
+    table = Weight((cfg.vocab_size, cfg.embed_dim), _TABLE_AXES, _EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": _norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
@@ -236,7 +236,7 @@ def forward(
         x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, tp_reduce_dtype)
         return x_BTD
 
-    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
+    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *_RESIDUAL)
     if scan_layers:
         # Where all layers are of one kind, it is known while compiling.
         all_alike = len(set(are_local)) == 1
@@ -263,7 +263,7 @@ def forward(
         for is_local, of_layer in zip(are_local, of_layers):
             w = structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
             x_BTD = of_kind[is_local](x_BTD, w)
-    return norm(move(x_BTD, RESIDUAL, LAYER_INPUT), params["final_norm"], cfg)
+    return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
@@ -336,7 +336,7 @@ def embed(
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
-    return constrain(x_BTD, *LAYER_INPUT)
+    return constrain(x_BTD, *_LAYER_INPUT)
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -360,7 +360,7 @@ def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Ar
     table_VD, tokens_BT = residuals
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
     gradient_VD = zeros_VD.at[tokens_BT].add(cotangent_BTD.astype(zeros_VD.dtype))
-    return constrain_gradient(gradient_VD, TABLE_AXES).astype(table_VD.dtype), None
+    return constrain_gradient(gradient_VD, _TABLE_AXES).astype(table_VD.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -393,21 +393,21 @@ def block(
     w: dict[str, Any],
     cfg: Architecture,
     angles: Angles,
-    attend_fn: AttendFn,
+    attend_fn: _AttendFn,
     tp_reduce_dtype: DTypeLike,
 ) -> tuple[jax.Array, Any]:
     """The hidden states after one layer, [B, T, D], and what `attend_fn` keeps of it. w: the
     weights of the layer, ready for `project`."""
     # Attention.
-    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, LAYER_INPUT)
+    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
     attended_BTNH, extra = _attention(normed_BTD, w, cfg, angles, attend_fn)
-    added_BTD = constrain(project(attended_BTNH, w["o"], 2, tp_reduce_dtype), *RESIDUAL)
+    added_BTD = constrain(project(attended_BTNH, w["o"], 2, tp_reduce_dtype), *_RESIDUAL)
     if cfg.post_norms:
         added_BTD = norm(added_BTD, w["attn_post_norm"], cfg)
-    x_BTD = constrain(added(x_BTD, added_BTD), *RESIDUAL)
+    x_BTD = constrain(added(x_BTD, added_BTD), *_RESIDUAL)
 
     # Feed-forward.
-    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, LAYER_INPUT)
+    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
     hidden_BTF = gated(
         cfg.activation, project(normed_BTD, w["gate"]), project(normed_BTD, w["up"])
     )
@@ -415,14 +415,14 @@ def block(
     if x_BTD.shape[1] > 1 and not is_rounded(x_BTD.dtype):
         hidden_BTF = unfused_on_cpu(hidden_BTF)
     hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    added_BTD = constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *RESIDUAL)
+    added_BTD = constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *_RESIDUAL)
     if cfg.post_norms:
         added_BTD = norm(added_BTD, w["mlp_post_norm"], cfg)
-    return constrain(added(x_BTD, added_BTD), *RESIDUAL), extra
+    return constrain(added(x_BTD, added_BTD), *_RESIDUAL), extra
 
 
 def _attention(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, angles: Angles, attend_fn: AttendFn
+    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, angles: Angles, attend_fn: _AttendFn
 ) -> tuple[jax.Array, Any]:
     """What the heads of a layer attend to, [B, T, N, H]; and what `attend_fn` keeps."""
     if "qkv" in w:

@@ -45,7 +45,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 # At most, of one file that we write.
-SHARD_BYTES = 5_000_000_000
+_SHARD_BYTES = 5_000_000_000
 # Problems of each kind that a message lists.
 SHOWN = 2
 # At most, bytes of two tensors that are compared at once.
@@ -455,7 +455,7 @@ def write_shards(
 
     sizes: bytes by name, in the order to write. on_bytes: is called after each file.
     """
-    limit = SHARD_BYTES if shard_bytes is None else shard_bytes
+    limit = _SHARD_BYTES if shard_bytes is None else shard_bytes
 
     # Which tensors go into which file.
     shards: list[list[str]] = [[]]
