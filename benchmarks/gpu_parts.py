@@ -32,6 +32,10 @@ import numpy as np
 from made_up import GENERATIONS, made_up_batch, rows_for
 
 from tunix_lite.algorithms.grpo import GRPO
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.kernels.decode_attention import fused_attend
+from tunix_lite.kernels.decode_products import FusedProducts
+from tunix_lite.kernels.fused_draw import fused_draw
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.learner.rows import RowLayout
@@ -49,6 +53,8 @@ from tunix_lite.planning.lengths import recorded_lengths
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
 from tunix_lite.resolved.run import resolve_run
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.throughput import peak_bytes
@@ -310,6 +316,127 @@ def one_kernel(cfg: Architecture, shape: Shape, batch: Batch, prompt: int, new: 
         yield check(f"{shape}: {what}", gaps["cudnn"][index], round(1.5 * gaps["xla"][index] + 1e-4, 5))
 
 
+def fused_decoding(setting: Setting) -> Iterator[dict]:
+    """The fused kernel of decoding against the steps that it replaces, of one layer: with query heads in groups, norms,
+    a ring that has wrapped, sequences of all lengths. On a CPU it is interpreted."""
+    on_device()
+    interpret = jax.default_backend() == "cpu"
+    head, columns, rows = (32, 70, 4) if setting.tiny else (256, 1000, 16)
+    cfg = dataclasses.replace(FAMILIES["gemma3"], head_dim=head, num_heads=6, window=columns, query_scale=head)
+    newest_B = jnp.asarray(np.linspace(0, 2 * columns, rows).astype(np.int32))
+    for dtype, bound in ((jnp.float32, 1e-4), (jnp.bfloat16, 3e-2)):
+        rng = np.random.default_rng(0)
+
+        def normal(*shape, rng=rng, dtype=dtype) -> jax.Array:
+            return jnp.asarray(rng.normal(size=shape), dtype)
+
+        q_BNH, k_BKH, v_BKH = (normal(rows, heads, head) for heads in (6, 2, 2))
+        norms = (normal(head).astype(jnp.float32), normal(head).astype(jnp.float32))
+        old = kv_cache.KV(normal(rows, 2, columns, head), normal(rows, 2, columns, head))
+        sin, cos = decoder.rope_angles(cfg, newest_B[:, None], "local")
+        angles = (sin[:, 0, 0], cos[:, 0, 0])
+
+        @jax.jit
+        def by_steps(q_BNH, k_BKH, v_BKH, old, norms=norms, turned=(sin, cos)):
+            q_BTNH, k_BTKH = (
+                decoder.rope(decoder.norm(x[:, None], scale, cfg), turned) for x, scale in zip((q_BNH, k_BKH), norms)
+            )
+            new = kv_cache.to_cache_format(cfg, k_BTKH, v_BKH[:, None], int8=False)
+            kv = kv_cache.write_token(old, new, newest_B)
+            mask_B1C = kv_cache.attended_columns(cfg, "local", newest_B, columns)[:, None]
+            return attention.attend(cfg, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0], kv.k, kv.v
+
+        with jax.default_matmul_precision("highest"):
+            expected = jax.device_get(by_steps(q_BNH, k_BKH, v_BKH, old))
+        kernel = jax.jit(partial(fused_attend, cfg, interpret=interpret))
+        found = jax.device_get(kernel(q_BNH, k_BKH, v_BKH, norms, angles, newest_B, old.k, old.v))
+        gaps = [float(np.abs(np.float32(a) - np.float32(b)).max()) for a, b in zip(expected, found)]
+        name = f"fused decoding, {jnp.dtype(dtype).name}"
+        yield check(f"{name}: attended, largest difference", gaps[0], bound)
+        yield check(f"{name}: keys in the cache, largest difference", gaps[1], bound)
+        yield check(f"{name}: values in the cache, largest difference", gaps[2], 0.0)
+
+
+def fused_drawing(setting: Setting) -> Iterator[dict]:
+    """The kernel that multiplies with the head and draws, against plain products: tokens, their log-probabilities, and
+    the time of both. On a CPU it is interpreted."""
+    on_device()
+    interpret = jax.default_backend() == "cpu"
+    rows, width, vocab = (20, 48, 300) if setting.tiny else (256, 1152, 262_144)
+    cfg = dataclasses.replace(FAMILIES["gemma3"], embed_dim=width, vocab_size=vocab)
+    keys_B, positions_B = jax.random.split(jax.random.key(0), rows), jnp.arange(rows)
+
+    @jax.jit
+    def plain(hidden_BD, table_VD):
+        scores_BV = decoder.logits({"embed": table_VD}, cfg, hidden_BD)
+        return sampling.draw(scores_BV, keys_B, positions_B, 0.9)[:2]
+
+    @jax.jit
+    def fused(hidden_BD, table_VD):
+        return fused_draw(cfg, hidden_BD, table_VD, keys_B, positions_B, 0.9, interpret)
+
+    # Sums in another order may turn a token whose score is as good as that of another one.
+    for dtype, most in ((jnp.float32, 0), (jnp.bfloat16, 1)):
+        name = f"fused drawing, {jnp.dtype(dtype).name}"
+        hidden_BD = jax.random.normal(jax.random.key(1), (rows, width), dtype)
+        table_VD = jax.random.normal(jax.random.key(2), (vocab, width), dtype) / width**0.5
+        with jax.default_matmul_precision("highest"):
+            expected = jax.device_get(plain(hidden_BD, table_VD))
+        found = jax.device_get(fused(hidden_BD, table_VD))
+        same = expected[0] == found[0]
+        yield check(f"{name}: tokens of {rows} that differ", int((~same).sum()), most)
+        gap = np.abs(expected[1] - found[1])[same].max()
+        yield check(f"{name}: log-probabilities, largest difference", gap, 1e-4)
+        times = [
+            median_seconds(lambda draw=draw, x=hidden_BD, y=table_VD: jax.block_until_ready(draw(x, y)))
+            for draw in (plain, fused)
+        ]
+        yield {"name": f"{name}: time", "ms, plain": round(1e3 * times[0], 3), "ms, fused": round(1e3 * times[1], 3)}
+
+
+def fused_multiplying(setting: Setting) -> Iterator[dict]:
+    """The kernels of a layer's products against plain ones, and the time of both. On a CPU they are interpreted."""
+    on_device()
+    interpret = jax.default_backend() == "cpu"
+    rows, sizes = (20, {"embed_dim": 48, "mlp_dim": 80, "head_dim": 32}) if setting.tiny else (256, {})
+    cfg = dataclasses.replace(compose(["model=gemma3_1b"]).model.architecture, **sizes)
+    for dtype, bound in ((jnp.float32, 1e-4), (jnp.bfloat16, 5e-2)):
+        keys = iter(jax.random.split(jax.random.key(0), 20))
+        w = {
+            name: jax.random.normal(next(keys), one.shape, dtype) / one.shape[0] ** 0.5
+            for name, one in decoder.layer_weights(cfg).items()
+        }
+        shapes = ((cfg.embed_dim,), (cfg.num_heads, cfg.head_dim), (cfg.mlp_dim,))
+        x, attended, hidden = (jax.random.normal(next(keys), (rows, 1, *shape), dtype) for shape in shapes)
+        named = {
+            "queries": lambda products, w, x=x: products.qkv(x, w)[0],
+            "output of attention": lambda products, w, x=attended: products.out(x, w),
+            "gated": lambda products, w, x=x: products.gated(x, w, cfg.activation),
+            "down": lambda products, w, x=hidden: products.down(x, w),
+        }
+        for what, multiply in named.items():
+            plain = jax.jit(partial(multiply, decoder.PLAIN))
+            fused = jax.jit(partial(multiply, FusedProducts(interpret=interpret)))
+            name = f"fused products, {jnp.dtype(dtype).name}, {what}"
+            with jax.default_matmul_precision("highest"):
+                expected = np.float32(plain(w))
+            gap = np.abs(expected - np.float32(fused(w))).max() / np.abs(expected).max()
+            yield check(f"{name}: largest difference of the largest", gap, bound)
+            times = [median_seconds(lambda f=f, w=w: jax.block_until_ready(f(w))) for f in (plain, fused)]
+            yield {
+                "name": f"{name}: time",
+                "ms, plain": round(1e3 * times[0], 3),
+                "ms, fused": round(1e3 * times[1], 3),
+            }
+
+
+def fused_kernels(setting: Setting) -> Iterator[dict]:
+    """The kernels of decoding against what they replace."""
+    yield from fused_decoding(setting)
+    yield from fused_drawing(setting)
+    yield from fused_multiplying(setting)
+
+
 # ---- bf16: what the sampler says against what the trainer says
 
 
@@ -544,9 +671,10 @@ def real_model(option: str, setting: Setting) -> Iterator[dict]:
     yield from updating(cfg, setting, hardware, mesh, prompt, new)
 
 
-# (slots, top_p), the most telling first
-DECODING = ((64, 1.0), (256, 1.0), (1, 1.0), (16, 1.0), (64, 0.95))
-TINY_DECODING = ((4, 1.0), (4, 0.95))
+# (slots, top_p, rollout.kernels), the most telling first
+DECODING = ((64, 1.0, "xla"), (64, 1.0, "fused"), (256, 1.0, "xla"), (256, 1.0, "fused"))
+DECODING += ((1, 1.0, "xla"), (16, 1.0, "xla"), (16, 1.0, "fused"), (64, 0.95, "xla"))
+TINY_DECODING = ((4, 1.0, "xla"), (4, 0.95, "xla"), (4, 1.0, "fused"))
 
 
 def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> Iterator[dict]:
@@ -554,15 +682,23 @@ def decoding(cfg: Architecture, setting: Setting, hardware: Hardware | None) -> 
     params = init_stored(decoder.weights(cfg), jax.random.key(0), "bf16")
     prompt, chunk, chunks = (16, 4, 4) if setting.tiny else (512, 32, 6)
     bandwidth = copy_bandwidth(setting) if hardware is None else hardware.memory_bandwidth
+    platform = jax.devices()[0].platform
     arms = TINY_DECODING if setting.tiny else DECODING
-    for slots, top_p in arms:
+    for slots, top_p, kernels_of in arms:
         name = f"decode, {slots} slots" + ("" if top_p == 1 else f", top_p={top_p}")
-        how = RolloutConfig(slots, chunk)
+        name += ", kernels=fused" if kernels_of == "fused" else ""
+        how = RolloutConfig(slots, chunk, kernels=kernels_of)
         if not setting.has(20):
             yield {"name": name, "skipped": "no time was left"}
             continue
         new = chunk * chunks
         generation = GenerationConfig(prompt, new, top_p=top_p)
+        try:
+            if how.is_fused:
+                check_fused(cfg, jnp.bfloat16, platform, 1, has_cutoffs=generation.has_cutoffs)
+        except ValueError as error:
+            yield {"name": name, "skipped": str(error)}
+            continue
         asked = np.random.default_rng(0).integers(0, cfg.vocab_size, (slots, prompt)).tolist()
         sample = make_sampler(cfg, generation, (cfg.vocab_size,), 0, jnp.bfloat16, how)
         for _ in range(2):  # the first one compiles
@@ -679,6 +815,7 @@ PARTS = {
     "resume": resume,
     "memory": memory,
     "quickstart": quickstart,
+    "decode": fused_kernels,
     "step": whole_step,
     "peers": beside,
 }

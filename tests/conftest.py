@@ -1,8 +1,8 @@
 """Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
 
-import copy
 import importlib.util
 import os
+import pickle
 import signal
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +41,7 @@ from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig
 
 collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devices"]  # test_eight_devices.py runs them
@@ -57,11 +57,11 @@ def load_yaml(file, Loader):
     text = file.read()
     if text not in PARSED:
         file.seek(0)  # so that an error names the file
-        PARSED[text] = yaml.load(file, Loader=Loader)
-    return copy.deepcopy(PARSED[text])
+        PARSED[text] = pickle.dumps(yaml.load(file, Loader=Loader))
+    return pickle.loads(PARSED[text])
 
 
-PARSED: dict[str, object] = {}
+PARSED: dict[str, bytes] = {}
 omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load_yaml})
 
 
@@ -135,7 +135,7 @@ def policy(cfg, generate):
 
 def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: bool) -> tuple:
     """(tokens, log-probabilities, those under the full distribution) of three decode steps of slots that hold random
-    hidden states. how: on_cpu."""
+    hidden states. how: on_cpu, or fused, by kernels of our own, which are interpreted."""
     rng = np.random.default_rng(0)
 
     def normal(x, scale: float = 0.3) -> np.ndarray:
@@ -143,8 +143,8 @@ def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: b
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     last = cfg.vocab_size - 1
-    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, **how)
-    programs = make_programs(spec)
+    spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret=how.get("fused", False), **how)
+    programs = Programs(spec)
     empty = programs.make_slots(slots)
 
     def at_home(x, like: jax.Array) -> jax.Array:

@@ -27,8 +27,8 @@ from conftest import random_params
 from safetensors.numpy import load_file, save_file
 
 from tunix_lite.algorithms.algorithm import Needs
-from tunix_lite.checkpoint import LATER, Checkpoints
-from tunix_lite.commands import chat, doctor, evaluate, export, generate, program, replay
+from tunix_lite.checkpoint import _LATER, Checkpoints
+from tunix_lite.commands import doctor, evaluate, export, generate, program, replay
 from tunix_lite.config import ResumeConfig, RunConfig, build
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import digests
@@ -53,6 +53,7 @@ from tunix_lite.runs.fingerprint import fingerprint, read_fingerprint
 from tunix_lite.runs.reference import find_reference
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings import compose as composing
+from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tracking.rows import check_rows, read_rows
 from tunix_lite.tracking.rundir import RunDir, read_status
 from tunix_lite.types import TrainState
@@ -311,7 +312,7 @@ def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good
 
 COMMANDS = {
     "generate": (generate.main, ["prompt=hi"]),
-    "chat": (chat.main, []),
+    "chat": (generate.main, []),
     "export": (export.main, ["out=exported"]),
     "replay": (replay.main, ["skipped=2"]),
     "evaluate": (evaluate.main, ["evaluate.num_examples=1", "out=exported"]),
@@ -703,6 +704,9 @@ def test_a_line_without_an_end_is_given_up(tmp_path):
 # ---- evaluate, which writes into the folder
 
 
+RUN = SimpleNamespace(task=SimpleNamespace(source=Arithmetic()))
+
+
 def evaluation(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(out=None, checkpoint=str(folder), step=1, overwrite=False)
 
@@ -713,12 +717,12 @@ def test_the_results_of_an_evaluation_do_not_follow_a_link_out_of_the_run(tmp_pa
     for place in ("evaluation", "evaluation/step_000001", "evaluation/step_000001/arithmetic"):
         link = tmp_path / "run" / place
         link.symlink_to(tmp_path / "mine")
-        is_refused(lambda: evaluate.output_folder(None, evaluation(tmp_path / "run"), ["arithmetic"]), "is a link to")
+        is_refused(lambda: evaluate.output_folder(RUN, evaluation(tmp_path / "run")), "is a link to")
         link.unlink()
         link.mkdir()
-    assert evaluate.output_folder(None, evaluation(tmp_path / "run"), ["arithmetic"]) == link
+    assert evaluate.output_folder(RUN, evaluation(tmp_path / "run")) == link
     (tmp_path / "by another way").symlink_to(tmp_path / "run")
-    evaluate.output_folder(None, evaluation(tmp_path / "by another way"), ["arithmetic"])
+    evaluate.output_folder(RUN, evaluation(tmp_path / "by another way"))
 
 
 # ---- resume, and checkpoints
@@ -781,7 +785,7 @@ def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canar
     folder = shutil.copytree(good / "run" / "checkpoints", tmp_path / "checkpoints")
     CHECKPOINTS[name](folder / "1")
     (folder / "1" / "about.json").unlink()  # else nobody asks orbax for how many updates were skipped
-    digests.write_digests(folder / "1", LATER)
+    digests.write_digests(folder / "1", _LATER)
     really, asked = ocp.CheckpointManager.restore, []
 
     def restore(self, step, **more):

@@ -107,12 +107,13 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
         return call
 
     def noted(*args):
-        programs = make_programs(*args)
-        changed = {name: noting(name, getattr(programs, name)) for name in ("prefill", "decode")}
-        return replace(programs, **changed)
+        programs = make(*args)
+        for name in ("prefill", "decode"):
+            setattr(programs, name, noting(name, getattr(programs, name)))
+        return programs
 
-    make_programs = sampler.make_programs
-    monkeypatch.setattr(sampler, "make_programs", noted)
+    make = sampler.Programs
+    monkeypatch.setattr(sampler, "Programs", noted)
     set_mesh(fsdp, tp)
     case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     run = case.run
@@ -330,11 +331,14 @@ def measured_conversations(case, monkeypatch) -> dict:
 
         return call
 
-    def noting(make, names):
-        return lambda *args: (made := make(*args)) and replace(made, **{name: noted(made, name) for name in names})
+    def noting(*args):
+        made = make(*args)
+        for name in ("decode", "append", "read_slot", "write_slot"):
+            setattr(made, name, noted(made, name))
+        return made
 
-    make = noting(sampler.make_programs, ["decode", "append", "read_slot", "write_slot"])
-    monkeypatch.setattr(sampler, "make_programs", make)
+    make = sampler.Programs
+    monkeypatch.setattr(sampler, "Programs", noting)
     rollout = replace(run.rollout, num_slots=case.slots)
     converse = sampler.make_generate(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
@@ -358,8 +362,8 @@ def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, mo
         assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
         peak = program.argument_bytes + program.temp_bytes
         assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
-    # what a host holds of a parked slot, by formula
-    assert case.sampling_memory.parked_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
+    # what a host holds of an offloaded slot, by formula
+    assert case.sampling_memory.offloaded_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
     assert 1 / 3 < estimate.appending(case) / found.programs["extend"].temp_bytes < 3
 
 
@@ -374,7 +378,7 @@ def test_the_plan_counts_what_a_stop_text_may_bring_back(cfg):
     assert done["rewind"].argument_bytes > done["save"].argument_bytes + 4 * columns
 
 
-def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
+def test_the_plan_says_whether_slots_are_held_or_offloaded(cfg):
     """Of 8 conversations 6 have no slot; a quarter of the host's free memory may be taken."""
 
     def of(waiting, host_bytes, num_slots=2):
@@ -382,28 +386,28 @@ def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
         here = replace(machine(GiB), host_bytes=host_bytes)
         return plan.assemble_plan(here, case_of(cfg, settings, 1, 1), {})
 
-    one = of("park", None).parking.slot_bytes
+    one = of("park", None).offloading.slot_bytes
     shape = case_of(cfg, [], 1, 1)
     columns = sum(min(22, cfg.window) if kind == "local" else 22 for kind in cfg.kinds)
     # keys and values in float32, and the hidden state of the newest token
     assert one == 4 * (2 * columns * cfg.num_kv_heads * cfg.head_dim + cfg.embed_dim)
-    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).parking is None
+    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).offloading is None
     cases = {
-        ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are parked"),
-        ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are parked"),
+        ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are offloaded"),
+        ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are offloaded"),
         ("auto", 4 * one - 4): (0, 0, "those that wait hold their slots"),
-        ("auto", None): (None, None, "up to 6 that wait are parked"),
-        ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are parked"),
+        ("auto", None): (None, None, "up to 6 that wait are offloaded"),
+        ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are offloaded"),
         ("hold", 4 * 3 * one): (0, 3, "those that wait hold their slots"),
     }
     for (waiting, host_bytes), (most, fit, said) in cases.items():
         found = of(waiting, host_bytes)
-        assert (found.parking.most, found.parking.num_that_fit) == (most, fit)
+        assert (found.offloading.most, found.offloading.num_that_fit) == (most, fit)
         assert said in report.as_markdown(found)
         described = report.as_dict(found)["plans"][0]
         assert (described["conversations"], described["parking"]["most"]) == (8, most)
-        assert found.resolved.may_park == (waiting != "hold")
-    assert of("park", None, num_slots=8).parking.most == 0
+        assert found.resolved.may_offload == (waiting != "hold")
+    assert of("park", None, num_slots=8).offloading.most == 0
 
 
 # ---- verdicts

@@ -19,7 +19,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, RowBatch
 
@@ -110,7 +110,7 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     ints = {name: rows((8, 24), jnp.int32) for name in ("tokens", "segment_ids", "positions")}
     batch = RowBatch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
-    programs = make_programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
+    programs = Programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
     per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, prompt_cache = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)

@@ -10,23 +10,19 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def as_long_as_read() -> Iterator[None]:
-    """Takes a closed standard output for success: `| head` has read all that it wants.
-
-    A pipe of something else that breaks, such as one to a worker, is an error as before.
-    """
+    """Takes a closed standard output for success: `| head` has read all that it wants."""
     open_closed_streams()
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # A pipe of something else that breaks, such as one to a worker, is an error as before.
         if not _is_closed():
             raise
-        _drop_the_rest()
-    except SystemExit:
-        # The exit code stays; what is left to be written must not fail at the exit.
-        if _is_closed():
-            _drop_the_rest()
-        raise
+        # What is left to be written must not fail at the exit, whose code stays.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, SystemExit):
+            raise
 
 
 def open_closed_streams() -> None:
@@ -40,8 +36,7 @@ def open_closed_streams() -> None:
 def end_when_unread() -> None:
     """Makes the process end without a word when its output has no reader any more, as `cat` does.
     For what only shows something: Hydra would print a traceback."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _is_closed() -> bool:
@@ -54,7 +49,3 @@ def _is_closed() -> bool:
     except (OSError, ValueError):
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in events)
-
-
-def _drop_the_rest() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.generate import make_prepare, sampler_spec
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.live import LiveEngine
-from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params
 
@@ -44,20 +42,18 @@ def live_engine(
         stop=(),
         stop_token_ids=(),
     )
+    if rollout.is_fused:
+        raise ValueError(
+            "rollout.kernels=fused: each request says what is cut off, and the kernels draw from "
+            "all tokens; use auto or xla"
+        )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
         slots = round_up_to_shards(rollout.num_slots or _SLOTS, model.mesh.shape["fsdp"])
-        spec, _ = sampler_spec(
-            model.cfg,
-            plain,
-            tokenizer.eos_ids,
-            tokenizer.pad_id,
-            model.dtype,
-            rollout,
-            jnp.float32,
-        )
+        how = (model.cfg, plain, tokenizer.eos_ids, tokenizer.pad_id, model.dtype, rollout)
+        sampler = make_sampler(*how, per_request=True)
         if prepared is None:
-            prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
-            prepared = prepare(model.params)
-        programs = make_programs(replace(spec, per_request=True))
-    return LiveEngine(programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids)
+            prepared = sampler.prepare(model.params)
+    return LiveEngine(
+        sampler.programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids
+    )

@@ -17,6 +17,7 @@ nor with the pattern, unless training.scan_layers=false. Sampling runs layer by 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -233,7 +234,7 @@ def forward(
             angles_of_kind = jax.tree.map(
                 partial(jnp.where, is_local), angles["local"], angles["global"]
             )
-        x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, tp_reduce_dtype)
+        x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, Products(tp_reduce_dtype))
         return x_BTD
 
     x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *_RESIDUAL)
@@ -306,6 +307,8 @@ def forward_by_layer(
     positions_BT: jax.Array,
     attend_fn: Callable[..., tuple[jax.Array, Any]],
     tp_reduce_dtype: DTypeLike = jnp.float32,
+    attend_norms: bool = False,
+    products: "Products | None" = None,
     angles: dict[str, Angles] | None = None,
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
@@ -313,16 +316,20 @@ def forward_by_layer(
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
     [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
-    the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. angles: of the
-    positions, by kind of layer; None: they are computed here.
+    the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. attend_norms:
+    as `block` takes it. products: None has plain ones. angles: of the positions, by kind of layer;
+    None: they are computed here.
     """
+    products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
         of_layer = partial(attend_fn, layer)
-        x_BTD, kept = block(x_BTD, w, cfg, angles[kind], of_layer, tp_reduce_dtype)
-        by_layer.append(kept)
+        x_BTD, kept_of_layer = block(
+            x_BTD, w, cfg, angles[kind], of_layer, products, attend_norms
+        )
+        by_layer.append(kept_of_layer)
     return norm(x_BTD, params["final_norm"], cfg), by_layer
 
 
@@ -388,48 +395,92 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 # ---- one layer
 
 
+@dataclass(frozen=True)
+class Products:
+    """Multiplies activations with the weights of a layer. Decoding may have kernels of its own for
+    it (kernels/decode_products.py).
+
+    Example: Products().qkv(x_BTD, w), where `w` are the weights of a layer, ready for `project`.
+    """
+
+    # What the two sums of a layer over tp are taken in, as weights.project takes it.
+    tp_reduce_dtype: DTypeLike = jnp.float32
+
+    def qkv(self, x_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, ...]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
+        return tuple(project(x_BTD, w[name]) for name in "qkv")
+
+    def out(self, attended_BTNH: jax.Array, w: dict[str, Any]) -> jax.Array:
+        """Returns the output of attention for the residual stream, [B, T, D]."""
+        return project(attended_BTNH, w["o"], 2, self.tp_reduce_dtype)
+
+    def gated(self, x_BTD: jax.Array, w: dict[str, Any], activation: str) -> jax.Array:
+        """activation(gate(x)) * up(x), [B, T, F]."""
+        gated_BTF = gated(activation, project(x_BTD, w["gate"]), project(x_BTD, w["up"]))
+        # On a CPU one kernel for this and the products gate, up and down is slower than several.
+        one_token = x_BTD.shape[1] == 1
+        return gated_BTF if one_token or is_rounded(x_BTD.dtype) else unfused_on_cpu(gated_BTF)
+
+    def down(self, hidden_BTF: jax.Array, w: dict[str, Any]) -> jax.Array:
+        """Returns the output of the feed-forward for the residual stream, [B, T, D]."""
+        return project(hidden_BTF, w["down"], 1, self.tp_reduce_dtype)
+
+    def after_layer(self, x_BTD: jax.Array) -> jax.Array:
+        """The residual stream as the next layer reads it."""
+        return x_BTD
+
+
+PLAIN = Products()
+
+
 def block(
     x_BTD: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
     angles: Angles,
     attend_fn: _AttendFn,
-    tp_reduce_dtype: DTypeLike,
+    products: Products = PLAIN,
+    attend_norms: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """The hidden states after one layer, [B, T, D], and what `attend_fn` keeps of it. w: the
-    weights of the layer, ready for `project`."""
+    """The hidden states after one layer, [B, T, D], and what `attend_fn` keeps of it.
+
+    w: the weights of the layer, ready for `project`. attend_norms: attend_fn norms and turns
+    queries and keys itself; it is called with the weights and the angles, too.
+    """
     # Attention.
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
-    attended_BTNH, extra = _attention(normed_BTD, w, cfg, angles, attend_fn)
-    added_BTD = constrain(project(attended_BTNH, w["o"], 2, tp_reduce_dtype), *_RESIDUAL)
+    attended_BTD, extra = attention_part(
+        normed_BTD, w, cfg, angles, attend_fn, products, attend_norms
+    )
     if cfg.post_norms:
-        added_BTD = norm(added_BTD, w["attn_post_norm"], cfg)
-    x_BTD = constrain(added(x_BTD, added_BTD), *_RESIDUAL)
+        attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
+    x_BTD = constrain(added(x_BTD, attended_BTD), *_RESIDUAL)
 
     # Feed-forward.
     normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
-    hidden_BTF = gated(
-        cfg.activation, project(normed_BTD, w["gate"]), project(normed_BTD, w["up"])
-    )
-    # On a CPU one kernel for this and the products gate, up and down is slower than several.
-    if x_BTD.shape[1] > 1 and not is_rounded(x_BTD.dtype):
-        hidden_BTF = unfused_on_cpu(hidden_BTF)
-    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    added_BTD = constrain(project(hidden_BTF, w["down"], 1, tp_reduce_dtype), *_RESIDUAL)
+    fed_BTD = gated_mlp(normed_BTD, w, cfg, products)
     if cfg.post_norms:
-        added_BTD = norm(added_BTD, w["mlp_post_norm"], cfg)
-    return constrain(added(x_BTD, added_BTD), *_RESIDUAL), extra
+        fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
+    x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
+    return products.after_layer(x_BTD), extra
 
 
-def _attention(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, angles: Angles, attend_fn: _AttendFn
+def attention_part(
+    x_BTD: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    angles: Angles,
+    attend_fn: _AttendFn,
+    products: Products = PLAIN,
+    attend_norms: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """What the heads of a layer attend to, [B, T, N, H]; and what `attend_fn` keeps."""
+    """Attention of one layer, from normed hidden states to what is added to the residual stream,
+    [B, T, D]; and what `attend_fn` keeps."""
     if "qkv" in w:
         ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
         q_BTNH, k_BTKH, v_BTKH = jnp.split(project(x_BTD, w["qkv"]), ends, axis=2)
     else:
-        q_BTNH, k_BTKH, v_BTKH = (project(x_BTD, w[name]) for name in "qkv")
+        q_BTNH, k_BTKH, v_BTKH = products.qkv(x_BTD, w)
     if cfg.qkv_bias:
         q_BTNH, k_BTKH, v_BTKH = (
             # The bias is repeated for all tokens and then rounded, so that its gradient is summed
@@ -437,15 +488,35 @@ def _attention(
             added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
+    if attend_norms:
+        out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
+        return constrain(products.out(out_BTNH, w), *_RESIDUAL), extra
     if cfg.qk_norm:
         q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
 
     # Heads over tp. The names are those that REMAT keeps.
-    qkv = attention.shard_heads(rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH)
-    out_BTNH, extra = attend_fn(*map(checkpoint_name, qkv, "qkv"))
-    out_BTNH = constrain(out_BTNH, "batch", "seq", "heads", "head_dim")
-    return checkpoint_name(out_BTNH, "attended"), extra
+    q_BTNH, k_BTKH, v_BTKH = attention.shard_heads(
+        rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH
+    )
+    q_BTNH = checkpoint_name(q_BTNH, "q")
+    k_BTKH = checkpoint_name(k_BTKH, "k")
+    v_BTKH = checkpoint_name(v_BTKH, "v")
+
+    out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH = checkpoint_name(
+        constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
+    )
+    return constrain(products.out(out_BTNH, w), *_RESIDUAL), extra
+
+
+def gated_mlp(
+    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, products: Products = PLAIN
+) -> jax.Array:
+    """The feed-forward of one layer, [B, T, D]: down(activation(gate(x)) * up(x))."""
+    hidden_BTF = products.gated(x_BTD, w, cfg.activation)
+    hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
+    return constrain(products.down(hidden_BTF, w), *_RESIDUAL)
 
 
 def norm(x: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:

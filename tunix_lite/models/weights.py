@@ -269,7 +269,7 @@ def for_compute(
     # The gradient has more bits than the computation.
     master = leaf.astype(jnp.promote_types(leaf.dtype, reduce_dtype))
     if not weight.inputs:
-        # A bias, which is rounded where it is added (decoder.block).
+        # A bias, which is rounded where it is added (decoder.attention_part).
         return gather(master, weight.axes)
     value = gather(stored(jax.lax.stop_gradient(leaf), dtype), weight.axes)
     return ComputeCopy(value, master, weight.axes)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 from jax.typing import DTypeLike
 
+from tunix_lite.kernels.choice import PIECE
 from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.quantize import stored_table
@@ -66,16 +67,17 @@ def resident(resolved: ResolvedRun) -> dict[str, int]:
 
 def rollout(resolved: ResolvedRun) -> dict[str, int]:
     """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts that
-    wait, and the temporaries of decoding, reading prompts, appending to slots or parking one,
+    wait, and the temporaries of decoding, reading prompts, appending to slots or offloading one,
     whichever is most."""
     memory = resolved.sampling_memory
     is_gathered = resolved.sampling_weights == "gathered"
 
-    # Scores over the vocabulary in float32: as they are, scaled, and drawn from.
+    # Scores over the vocabulary in float32: as they are, scaled, and drawn from; or with fused
+    # kernels five numbers for each slot and piece.
     cfg = resolved.cfg
     scores_shape = (resolved.slots, cfg.vocab_size)
     scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
-    decoding = 12 * scores
+    decoding = 5 * 4 * scores // PIECE if resolved.run.rollout.is_fused else 12 * scores
     if not is_gathered:
         # The head, or two layers, whole over fsdp.
         head = cfg.vocab_size * cfg.embed_dim // resolved.tp
@@ -86,13 +88,13 @@ def rollout(resolved: ResolvedRun) -> dict[str, int]:
     block, width, _ = memory.prompt_cache
     rows = -(-block // resolved.fsdp)
     reading = _layer_at_work(resolved, rows * width) + _scores_at_work(resolved, rows, width)
-    # A parked slot on its way to the host or back: all of it on every device.
-    parking = memory.parked_bytes() if resolved.may_park else 0
+    # An offloaded slot on its way to the host or back: all of it on every device.
+    offloading = memory.offloaded_bytes() if resolved.may_offload else 0
     return {
         "weights to sample": sampling_copy(resolved, is_gathered),
         "cache": memory.cache_bytes(),
         "prompts": memory.prompt_bytes(),
-        "temporary": max(decoding, reading, appending(resolved), parking),
+        "temporary": max(decoding, reading, appending(resolved), offloading),
     }
 
 

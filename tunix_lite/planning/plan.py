@@ -29,7 +29,7 @@ from tunix_lite.resolved.run import (
     micro_batches_to_try,
     resolve_run,
 )
-from tunix_lite.rollout.memory import Parking
+from tunix_lite.rollout.memory import Offloading
 
 # where the bytes of a phase come from
 COMPILED = "compiled"
@@ -80,12 +80,12 @@ class Plan:
     forecast: Forecast | None = None
 
     @property
-    def parking(self) -> Parking | None:
+    def offloading(self) -> Offloading | None:
         """The slots of conversations that wait; None: there are none."""
         if not self.resolved.converses:
             return None
         count = self.resolved.num_conversations
-        return self.resolved.sampling_memory.parking(count, self.machine.host_bytes)
+        return self.resolved.sampling_memory.offloading(count, self.machine.host_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -223,7 +223,7 @@ def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dic
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
     added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    # A parked conversation that comes back is an argument beside the slots.
+    # An offloaded conversation that comes back is an argument beside the slots.
     if "write_slot" in done:
         added["write_slot"] += done["write_slot"].argument_bytes - cache
     # What a stop text may bring back stays beside the slots for a chunk.

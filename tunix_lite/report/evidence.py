@@ -1,6 +1,8 @@
 """What the folder of a run says of it: settings, metrics, completions. Files of somebody else, so
 only data: what cannot be read is named and left out, and nothing that they name is imported."""
 
+import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,10 +136,7 @@ class Evidence:
 
     def setting(self, name: str) -> Any:
         """A setting by its dotted name; None if it is not known."""
-        value: Any = self.settings
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return _at(self.settings, name)
 
     def number(self, name: str, default: float = np.nan) -> Any:
         """A setting that is a number, else the default."""
@@ -166,9 +165,8 @@ class Evidence:
             numbers = sorted({row["group"] for row in rows})
             return [[row for row in rows if row["group"] == number] for number in numbers]
         size = self.group_size
-        if size < 2 or len(rows) % size:
-            return []
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
+        is_whole = size > 1 and len(rows) % size == 0
+        return [rows[i : i + size] for i in range(0, len(rows), size)] if is_whole else []
 
     def all_groups(self) -> list[tuple[int, list[dict]]]:
         """All groups of samples/, with their step."""
@@ -180,6 +178,12 @@ class Evidence:
         return float(np.mean([of(row) for row in rows])) if rows else np.nan
 
 
+def _at(value: Any, name: str) -> Any:
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def read_evidence(folder: Path) -> Evidence:
     """Reads the folder of a run. Raises ValueError if it is none: it has no metrics.jsonl."""
     run_dir = RunDir(folder)
@@ -188,18 +192,15 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}"
         )
 
-    # A step that stands there twice counts once, as last written.
     unread: list[str] = []
+    # A step that stands there twice counts once, as last written.
     by_step: dict[int, dict] = {}
     num_bad = 0
-    for number, line, row in read_rows(run_dir.metrics):
-        if number > MOST_STEPS:
-            unread.append(f"{run_dir.metrics}: lines after {MOST_STEPS:,} are left out")
-            break
-        if row is None:
-            num_bad += bool(line.strip())
-        else:
+    for _, line, row in itertools.islice(read_rows(run_dir.metrics), MOST_STEPS):
+        if row is not None:
             by_step[row["step"]] = row
+        elif line.strip():
+            num_bad += 1
     if num_bad:
         unread.append(f"{run_dir.metrics}: {num_bad} lines are not the metrics of a step")
     rows = [by_step[step] for step in sorted(by_step)]
@@ -207,8 +208,8 @@ def read_evidence(folder: Path) -> Evidence:
     # The settings that Hydra kept, with the values that the run chose; of a run from Python those
     # of its fingerprint, which are fewer.
     status = _read(unread, run_dir.status, untrusted.read_object)
-    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")
-    architecture = model.get("architecture") if isinstance(model, dict) else None
+    model = {"model": _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")}
+    architecture = _at(model, "model.architecture")
     settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
     fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
     steps = sample_steps(folder)
@@ -216,14 +217,14 @@ def read_evidence(folder: Path) -> Evidence:
         steps = steps[: MOST_FILES // 2] + steps[-MOST_FILES // 2 :]
     samples = {step: read_samples(folder, step, "step", unread) for step in steps}
     return Evidence(
-        folder=folder,
-        settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
-        rows=[row for row in rows if "train/loss" in row or "train/skipped" in row],
-        evaluations=[row for row in rows if "eval/accuracy" in row],
-        samples={step: lines for step, lines in samples.items() if lines},
-        status=status,
-        architecture=architecture if isinstance(architecture, dict) else {},
-        unread=unread,
+        folder,
+        with_chosen_values(settings, fingerprint) if settings else fingerprint,
+        [row for row in rows if "train/loss" in row or "train/skipped" in row],
+        [row for row in rows if "eval/accuracy" in row],
+        {step: lines for step, lines in samples.items() if lines},
+        status,
+        architecture if isinstance(architecture, dict) else {},
+        unread,
     )
 
 
@@ -243,12 +244,9 @@ def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
     """The steps that samples/ has a file of, in order. name: `evaluation` for its completions."""
-    samples = folder / "samples"
-    steps = set()
-    for file in samples.glob(f"{name}_*.jsonl") if samples.is_dir() else ():
-        digits = file.stem.removeprefix(f"{name}_")
-        if digits.isascii() and digits.isdecimal() and len(digits) < 19:
-            steps.add(int(digits))
+    files = [file.stem for file in (folder / "samples").glob(f"{name}_*.jsonl")]
+    texts = [re.fullmatch(rf"{name}_([0-9]{{1,18}})", stem) for stem in files]
+    steps = {int(text[1]) for text in texts if text}
     return sorted(step for step in steps if _sample_file(folder, step, name).is_file())
 
 
@@ -278,8 +276,7 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
-    file = folder / ".hydra" / "overrides.yaml"
-    texts = _read(unread, file, untrusted.read_yaml_texts)
+    texts = _read(unread, folder / ".hydra" / "overrides.yaml", untrusted.read_yaml_texts)
     return None if isinstance(texts, dict) else texts
 
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
+from tunix_lite.kernels.choice import check_fused
 from tunix_lite.learner.comparison import Teacher
 from tunix_lite.learner.defaults import AUTO, REAL, precision, what_trains, with_rate
 from tunix_lite.learner.optim import Optimizer, scaled_for
@@ -189,7 +190,7 @@ class ResolvedRun:
         return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
-    def may_park(self) -> bool:
+    def may_offload(self) -> bool:
         """Returns whether a conversation that waits for its environment may leave its slot."""
         waits_for_slots = self.num_conversations > self.slots
         return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"
@@ -407,6 +408,8 @@ def resolve_run(
     slots = run.rollout.slots(batch.sequences, mesh_shape["fsdp"])
     with error_context("training"):
         implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
+    with error_context("rollout"):
+        check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
         run,
         cfg,
@@ -507,6 +510,8 @@ def check_apart(
         except ValueError as error:
             text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
             raise ValueError(text) from error
+    with error_context("rollout"):
+        check_decode_kernels(run, cfg, platform, sizes["tp"])
 
 
 def check_generation(run: RunConfig, cfg: Architecture) -> None:
@@ -548,6 +553,21 @@ def _choose_attention(
         if is_attached:
             raise
         return choice, "as training.attention says"
+
+
+def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+    """Raises ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
+    if run.rollout.is_fused:
+        check_fused(
+            cfg,
+            DTYPES[run.training.mixed_precision],
+            platform,
+            tp,
+            run.rollout.cache == "int8",
+            not run.model.lora.rank and run.model.lora.adapter is None,
+            run.generation.has_cutoffs,
+            run.generation.repetition_penalty,
+        )
 
 
 def check_can_be_lowered(resolved: ResolvedRun, platform: str) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
-from tunix_lite.evaluation.rouge import rouge_l, rouge_n
 from tunix_lite.evaluation.statistics import (
     avg_at_k,
     maj_at_k,
@@ -18,6 +17,7 @@ from tunix_lite.evaluation.statistics import (
 )
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.similarity import RougeL, rouge_n
 from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task
@@ -102,13 +102,13 @@ def model_scores(
         "truncated": 1.0 - np.asarray(rollout.finished),
     }
     if reference is not None:
-        pairs = [
-            (text, str(example[reference]))
-            for text, example in zip(greedy.completions, held_out.examples)
-        ]
+        references = [str(example[reference]) for example in held_out.examples]
+        pairs = list(zip(greedy.completions, references))
         scores["rouge_1"] = np.array([rouge_n(text, other, 1) for text, other in pairs])
         scores["rouge_2"] = np.array([rouge_n(text, other, 2) for text, other in pairs])
-        scores["rouge_l"] = np.array([rouge_l(text, other) for text, other in pairs])
+        scores["rouge_l"] = np.array(
+            [RougeL()(text, {"answer": other}) for text, other in pairs]
+        )
     if (sampled := evaluated.sampled) is None:
         return evaluated, scores
 

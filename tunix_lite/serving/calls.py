@@ -1,6 +1,6 @@
 """Requests of a client: the JSON bodies of /v1/completions and /v1/chat/completions, checked.
 
-Every field of the protocol is either used, or without effect here and listed in IGNORED, or an
+Every field of the protocol is either used, or without effect here and listed in _IGNORED, or an
 error that names it. Field names are those of the OpenAI API; `top_k`, `min_p` and
 `return_token_ids` are additions that vLLM has, too.
 """
@@ -18,12 +18,12 @@ from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages
 
 # Fields that describe the caller, not the answer.
-IGNORED = {
+_IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     "parallel_tool_calls",
 }
 # Fields that do nothing at one value, which clients send by themselves; others are refused.
-ONLY = {
+_ONLY = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
@@ -32,11 +32,11 @@ ONLY = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
 }
-MOST_STOPS = 4
-MOST_CHOICES = 128
+_MOST_STOPS = 4
+_MOST_CHOICES = 128
 # Bytes of a prompt that are read whatever the server takes: they cost nothing, and where prompts
 # are short, roles and names of messages count.
-FREE_BYTES = 2**14
+_FREE_BYTES = 2**14
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class _CompletionBody:
-    """The fields that both endpoints have. What needs the limits of the server is checked later.
-
-    Example: read(ChatBody, {"messages": [], "temperature": 0}).temperature is 0.0.
-    """
+    """The fields that both endpoints have. What needs the limits of the server is checked later."""
 
     model: Any = None
-    n: int = between(1, MOST_CHOICES, 1)
+    n: int = between(1, _MOST_CHOICES, 1)
     max_tokens: Any = None
     temperature: float = between(0.0, 2.0, 1.0)
     top_p: float = between(0.0, 1.0, 1.0)
@@ -144,16 +141,6 @@ class Call:
         return isinstance(self.body, ChatBody)
 
     @property
-    def choices(self) -> int:
-        """Completions of each prompt."""
-        return self.body.n
-
-    @property
-    def echo(self) -> bool:
-        """The prompt stands before each completion (/v1/completions only)."""
-        return not self.is_chat and self.body.echo
-
-    @property
     def logprobs(self) -> bool:
         """The log-probability of each token is in the answer."""
         return self.body.logprobs if self.is_chat else self.body.logprobs is not None
@@ -170,6 +157,7 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     # How many completions there are is known before anything is made of the prompt.
     is_text = True
     reads_calls = False
+    of_prompt = "messages" if is_chat else "prompt"
     try:
         if is_chat:
             _check_count(1, checked.n, limits)
@@ -177,18 +165,18 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
             prompts = [prompt]
         else:
             prompts, is_text = _text_prompts(checked, tokenizer, limits)
+    except BadCall:
+        raise
     except (ValueError, TypeError) as error:
-        if isinstance(error, BadCall):
-            raise
-        # of the template or the tokenizer; clients need not know the server's folders
+        # Of the template or the tokenizer; clients need not know the server's folders.
         message = str(error).replace(f"{tokenizer.folder}/", "")
-        raise BadCall(message, "messages" if is_chat else "prompt") from error
+        raise BadCall(message, of_prompt) from error
     if (longest := max(map(len, prompts))) > limits.max_prompt_length:
         message = (
             f"the prompt has {longest} tokens; this server takes up to {limits.max_prompt_length}: "
             f"start it with generation.max_prompt_length={longest}"
         )
-        raise BadCall(message, "messages" if is_chat else "prompt", "context_length_exceeded")
+        raise BadCall(message, of_prompt, "context_length_exceeded")
 
     # The tokens of a completion, at most.
     most = min(limits.max_new_tokens, limits.max_length - longest)
@@ -202,18 +190,18 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     is_list = isinstance(stop, list | tuple) and all(
         isinstance(one, str) and one for one in stop
     )
-    if not is_list or len(stop) > MOST_STOPS:
+    if not is_list or len(stop) > _MOST_STOPS:
         raise BadCall(
-            f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop"
+            f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty", "stop"
         )
 
-    known = {*IGNORED, *(one.name for one in fields(checked))}
+    known = {*_IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
-        if name in known or value is None or (name in ONLY and value == ONLY[name]):
-            continue
-        if name in ONLY:
-            raise BadCall(f"{name}={shown(value)} is not supported; leave it out", name)
-        raise BadCall(f"{name} is no field that this server knows; leave it out", name)
+        if name not in known and value is not None and value != _ONLY.get(name):
+            what = f"{name} is no field that this server knows"
+            if name in _ONLY:
+                what = f"{name}={shown(value)} is not supported"
+            raise BadCall(f"{what}; leave it out", name)
     draw = DrawSettings(
         temperature=checked.temperature,
         top_p=checked.top_p,
@@ -238,7 +226,7 @@ def _check_count(prompts: int, choices: int, limits: Limits) -> None:
 
 def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
     """Raises BadCall for texts that cannot be short enough: a tokenizer takes long to read them."""
-    most = max(limits.max_prompt_length * tokenizer.longest_token, FREE_BYTES)
+    most = max(limits.max_prompt_length * tokenizer.longest_token, _FREE_BYTES)
     size = 0
     left = [texts]
     while left:

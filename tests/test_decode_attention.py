@@ -1,0 +1,130 @@
+"""The fused kernel of decoding against plain products, and against float64 sums by hand."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_lite.kernels.decode_attention import fused_attend
+from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.parallel.mesh import make_mesh, put
+from tunix_lite.rollout import cache as kv_cache
+from tunix_lite.rollout.cache import KV
+from tunix_lite.rollout.programs import Programs, SamplerSpec
+from tunix_lite.rollout.settings import GenerationConfig
+
+SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
+SIZES |= {"mlp_dim": 48, "window": 6, "pattern": ("local", "global"), "query_scale": 32}
+# Three query heads a key head, with the norms of queries and keys, and a ring of 6 columns.
+GEMMA3 = Architecture(**SIZES)
+GEMMA2 = Architecture(**SIZES | {"qk_norm": False, "attn_softcap": 5.0, "num_heads": 2})
+QWEN2 = Architecture(**SIZES | {"qk_norm": False, "qkv_bias": True, "norm_plus_one": False, "num_heads": 4})
+
+
+def on_mesh(fsdp: int, tp: int) -> None:
+    jax.set_mesh(make_mesh(((fsdp, tp), ("fsdp", "tp")), jax.devices()[: fsdp * tp]))
+
+
+def decoded(cfg: Architecture, fused: bool, lengths: list[int]) -> tuple:
+    """(cache, hidden) after two tokens, of slots that hold random keys and values."""
+    rng = np.random.default_rng(0)
+
+    def normal(x, scale: float = 0.3) -> np.ndarray:
+        return rng.normal(0, scale, x.shape).astype(np.float32)
+
+    params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
+    spec = SamplerSpec(cfg, GenerationConfig(6, 64), (99,), 0, jnp.float32, 2, fused=fused, interpret=fused)
+    programs = Programs(spec)
+    slots = programs.make_slots(len(lengths))
+
+    def filled(x: jax.Array) -> jax.Array:
+        return jax.device_put(normal(x, 1.0), x.sharding)
+
+    slots = slots.replace(
+        cache=jax.tree.map(filled, slots.cache),
+        hidden=filled(slots.hidden),
+        lengths=jax.device_put(np.array(lengths, np.int32), slots.lengths.sharding),
+        limits=jax.device_put(np.full(len(lengths), 99, np.int32), slots.limits.sharding),
+        running=jax.device_put(np.full(len(lengths), True), slots.running.sharding),
+    )
+    after, _ = programs.decode(slots, decoder.per_layer_params(params, cfg, jnp.float32), np.float32(1))
+    return jax.device_get((after.cache, after.hidden))
+
+
+def assert_same(cfg: Architecture, lengths: list[int]) -> None:
+    plain, fused = (decoded(cfg, fused, lengths) for fused in (False, True))
+    assert np.abs(plain[1]).max() > 0.1
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(fused), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+# An empty sequence, one within the window, one over two blocks of columns, and one that ends in the last column.
+LENGTHS = [0, 4, 66, 68]
+
+
+def test_the_kernel_equals_the_steps_of_a_layer_one_after_the_other():
+    """Norms, rotation, the two writes, and attention to the columns in use, of a ring and of a longer cache."""
+    on_mesh(1, 1)
+    rng = np.random.default_rng(2)
+    newest_B = jnp.array(LENGTHS)
+    q_BNH, k_BKH, v_BKH = (rng.normal(size=(4, heads, 32)).astype(np.float32) for heads in (6, 2, 2))
+    norms = tuple(rng.normal(size=32).astype(np.float32) for _ in range(2))
+    for kind, columns in (("local", 6), ("global", 70)):
+        old = KV(*(rng.normal(size=(4, 2, columns, 32)).astype(np.float32) for _ in range(2)))
+        sin, cos = decoder.rope_angles(GEMMA3, newest_B[:, None], kind)
+
+        # Step by step.
+        q_BTNH, k_BTKH = (
+            decoder.rope(decoder.norm(x[:, None], scale, GEMMA3), (sin, cos)) for x, scale in zip((q_BNH, k_BKH), norms)
+        )
+        new = kv_cache.to_cache_format(GEMMA3, k_BTKH, v_BKH[:, None], int8=False)
+        kv = kv_cache.write_token(jax.tree.map(jnp.asarray, old), new, newest_B)
+        mask_B1C = kv_cache.attended_columns(GEMMA3, kind, newest_B, columns)[:, None]
+        expected = attention.attend(GEMMA3, q_BTNH, kv.k, kv.v, mask_B1C)[:, 0]
+
+        angles = (sin[:, 0, 0], cos[:, 0, 0])
+        attend = jax.jit(partial(fused_attend, GEMMA3, interpret=True))
+        found = attend(q_BNH, k_BKH, v_BKH, norms, angles, newest_B, old.k, old.v)
+        for one, other in zip(found, (expected, kv.k, kv.v), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("cfg", [GEMMA3, GEMMA2, QWEN2], ids=["norms", "soft cap", "biases"])
+def test_decoding_with_the_fused_kernel_equals_plain_products(cfg):
+    on_mesh(1, 1)
+    assert_same(cfg, LENGTHS)
+
+
+@pytest.mark.wide
+def test_each_device_decodes_its_own_slots_and_heads():
+    on_mesh(2, 2)
+    assert_same(GEMMA3, LENGTHS)
+
+
+def test_the_kernel_equals_a_softmax_in_float64_over_what_the_window_holds():
+    """One sequence whose newest token is at position 9 in a ring of 4: it sees 6, 7, 8 and itself, without norms, with
+    the identity as rotation; a cap of 5."""
+    on_mesh(1, 1)
+    cfg = replace(GEMMA2, window=4, num_heads=4, head_dim=32, num_kv_heads=2)
+    rng = np.random.default_rng(1)
+    q_BNH, k_BKH, v_BKH = (rng.normal(size=(1, heads, 32)).astype(np.float32) for heads in (4, 2, 2))
+    old_k, old_v = (rng.normal(size=(1, 2, 4, 32)).astype(np.float32) for _ in range(2))
+    angles = (jnp.zeros((1, 16)), jnp.ones((1, 16)))
+
+    attend = jax.jit(partial(fused_attend, cfg, interpret=True))
+    out, new_k, new_v = attend(q_BNH, k_BKH, v_BKH, (), angles, jnp.array([9]), old_k, old_v)
+
+    # Position 9 goes to column 1, in which position 5 was; positions 6, 7 and 8 are in columns 2, 3 and 0.
+    for new, old, token in ((new_k, old_k, k_BKH), (new_v, old_v, v_BKH)):
+        np.testing.assert_array_equal(new[:, :, 1], token)
+        np.testing.assert_array_equal(new[:, :, [0, 2, 3]], old[:, :, [0, 2, 3]])
+    for head in range(4):
+        keys, values = (np.float64(np.asarray(x)[0, head // 2]) for x in (new_k, new_v))
+        scores = 5 * np.tanh(keys @ np.float64(q_BNH[0, head]) / 32**0.5 / 5)
+        probs = np.exp(scores) / np.exp(scores).sum()
+        np.testing.assert_allclose(out[0, head], probs @ values, atol=1e-5)

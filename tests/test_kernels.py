@@ -1,0 +1,94 @@
+"""The one switch of the fused kernels: what they cannot do, who says so, and when."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import set_mesh
+from test_decode_products import CFG
+
+from tunix_lite.inference.live import live_engine
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.resolved.run import check_decode_kernels
+from tunix_lite.rollout.generate import make_sampler
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.compose import compose
+
+GIVEN = {"cfg": CFG, "dtype": jnp.bfloat16, "platform": "cuda", "tp": 1}
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"platform": "cpu"}, "they run on NVIDIA GPUs, not on cpu"),
+        ({"dtype": jnp.float64}, "they compute in float32 or bfloat16, not in float64"),
+        ({"int8": True}, "they read no int8 cache, and rollout.cache is int8"),
+        ({"plain_weights": False}, "they multiply with plain weights, and these have LoRA adapters or are quantised"),
+        ({"tp": 4}, "they need a tp that divides the 2 key heads, and it is 4"),
+        ({"cfg": replace(CFG, head_dim=96)}, "they take heads of 32, 64, 128 or 256, and head_dim is 96"),
+        ({"cfg": replace(CFG, num_heads=34)}, "they take up to 16 query heads of one key head, and the model has 17"),
+        ({"cfg": replace(CFG, embed_dim=40)}, "they sum over multiples of 16 numbers, and embed_dim is 40"),
+        (
+            {"tp": 2, "cfg": replace(CFG, mlp_dim=48)},
+            "they sum over multiples of 16 numbers, and mlp_dim over tp is 24",
+        ),
+        ({"has_cutoffs": True}, "they draw from all tokens, and generation.top_k, top_p or min_p cuts some off"),
+        ({"penalty": 1.5}, "they change no logits, and generation.repetition_penalty is 1.5"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_one_line(changes, reason):
+    check_fused(**GIVEN)
+    with pytest.raises(ValueError) as error:
+        check_fused(**GIVEN | changes)
+    assert str(error.value) == f"kernels=fused: {reason}; use auto or xla"
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("jax_default_prng_impl", "rbg"),
+        ("jax_threefry_partitionable", False),
+        ("jax_high_dynamic_range_gumbel", True),
+    ],
+)
+def test_another_generator_is_refused(option, value):
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        with pytest.raises(ValueError, match="they draw the noise of JAX's default generator, and jax.config has"):
+            check_fused(**GIVEN)
+    finally:
+        jax.config.update(option, before)
+
+
+def test_a_sampler_on_a_cpu_and_a_server_refuse_them_before_they_compute_anything():
+    set_mesh(1, 1)
+    how = RolloutConfig(kernels="fused")
+    sample = make_sampler(CFG, GenerationConfig(6, 4), (95,), 0, rollout=how)
+    with pytest.raises(ValueError, match="kernels=fused: they run on NVIDIA GPUs, not on cpu"):
+        next(sample({}, [[1]], jax.random.key(0)))
+
+    class Model:
+        cfg = CFG
+
+    with pytest.raises(ValueError, match="rollout.kernels=fused: each request says what is cut off"):
+        live_engine(Model(), GenerationConfig(), how)
+
+
+def test_a_run_with_adapters_or_cut_offs_refuses_them_before_it_starts():
+    settings = ["model=gemma3_1b", "training.mixed_precision=bf16", "rollout.kernels=fused"]
+    for more, reason in (
+        ([], None),
+        (["model.lora.rank=8"], "these have LoRA adapters"),
+        (["rollout.cache=int8"], "they read no int8 cache"),
+    ):
+        run = compose([*settings, *more])
+        if reason is None:
+            check_decode_kernels(run, run.model.architecture, "cuda", 1)
+            cut = replace(run, generation=replace(run.generation, top_p=0.9))
+            with pytest.raises(ValueError, match="they draw from all tokens"):
+                check_decode_kernels(cut, run.model.architecture, "cuda", 1)
+            continue
+        with pytest.raises(ValueError, match=reason):
+            check_decode_kernels(run, run.model.architecture, "cuda", 1)
