@@ -77,7 +77,9 @@ def one_sequence_per_row(token_mask_BT: jax.Array) -> AttentionMeta:
 
 
 def attention_mask(
-    window: int | jax.Array | None, q: AttentionMeta, k: AttentionMeta
+    window: int | jax.Array | None,
+    q: AttentionMeta,
+    k: AttentionMeta,
 ) -> jax.Array:
     """[B, queries, keys] bool: whether a query may see a key. window: in tokens; None: no limit."""
     q = jax.tree.map(lambda x: x[:, :, None], q)
@@ -352,7 +354,11 @@ def _repeat_heads_for_tp(x_BSKH: jax.Array) -> jax.Array:
 
 
 def flash_attention(
-    scale: float, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+    scale: float,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
 ) -> jax.Array:
     """cuDNN's kernel. The mesh divides its rows and heads as it divides those of q."""
     mask_BNTS = constrain(mask_BTS[:, None], "batch", "seq", "seq", "seq")
@@ -363,7 +369,11 @@ def flash_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash_attention_under_vmap(
-    scale: float, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+    scale: float,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
 ) -> jax.Array:
     """`flash_attention` where a vmap computes each shard of the batch separately (micro_batches).
 
@@ -374,7 +384,11 @@ def _flash_attention_under_vmap(
     return _merge_vmapped_rows(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
-def _flash_vjp(scale: float, residuals: tuple, cotangent_BTNH: jax.Array) -> tuple:
+def _flash_vjp(
+    scale: float,
+    residuals: tuple,
+    cotangent_BTNH: jax.Array,
+) -> tuple:
     def cotangents(*arrays: jax.Array) -> tuple:
         *qkv, mask_BTS, cotangent_BTNH = arrays
 
@@ -447,7 +461,10 @@ def splash(
 
 
 def _splash_kernel(
-    cfg: Architecture, is_local: bool, q_shape: tuple[int, ...], interpret: bool
+    cfg: Architecture,
+    is_local: bool,
+    q_shape: tuple[int, ...],
+    interpret: bool,
 ) -> Callable[..., jax.Array]:
     """(q, k, v [B, N or K, T, H], segments [B, T]) -> [B, N, T, H], on each device its own."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
@@ -468,7 +485,10 @@ def _splash_kernel(
     )
 
     def of_sequence(
-        q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array
+        q_NTH: jax.Array,
+        k_KTH: jax.Array,
+        v_KTH: jax.Array,
+        segments_T: jax.Array,
     ) -> jax.Array:
         return kernel(q_NTH, k_KTH, v_KTH, kernels.SegmentIds(segments_T, segments_T))
 
@@ -586,7 +606,9 @@ def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
 
 
 def shard_heads(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values with their heads divided over tp."""
     return (

@@ -121,7 +121,11 @@ def _norm_weight(cfg: Architecture, size: int) -> Weight:
     return Weight((size,), ("norm",), zeros if cfg.norm_plus_one else ones, inputs=0)
 
 
-def copy_to_score(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params:
+def copy_to_score(
+    params: Params,
+    cfg: Architecture,
+    dtype: DTypeLike,
+) -> Params:
     """Copies the parameters to score with: what `for_compute` would cast is cast."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
@@ -135,7 +139,10 @@ def copy_to_score(params: Params, cfg: Architecture, dtype: DTypeLike) -> Params
 
 
 def per_layer_params(
-    params: Params, cfg: Architecture, dtype: DTypeLike, join_qkv: bool = False
+    params: Params,
+    cfg: Architecture,
+    dtype: DTypeLike,
+    join_qkv: bool = False,
 ) -> Params:
     """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
     runs on.
@@ -179,7 +186,11 @@ def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
     return on_cpu and are_whole and not is_rounded(dtype) and are_plain(params)
 
 
-def by_layer(tree: dict, cfg: Architecture, of_layer: Callable[[Any, int], Any]) -> dict:
+def by_layer(
+    tree: dict,
+    cfg: Architecture,
+    of_layer: Callable[[Any, int], Any],
+) -> dict:
     """The tree with `layers` as a list. of_layer(leaf, i): layer i's part of a stacked leaf."""
     layers = [
         jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"])
@@ -219,7 +230,11 @@ def forward(
     declared = layer_weights(cfg)
     are_local = [kind == "local" for kind in cfg.kinds]
 
-    def layer(is_local: bool | jax.Array, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+    def layer(
+        is_local: bool | jax.Array,
+        x_BTD: jax.Array,
+        w: dict[str, Any],
+    ) -> jax.Array:
         w = {
             name: for_compute(leaf, declared[name], dtype, reduce_dtype)
             for name, leaf in w.items()
@@ -337,7 +352,10 @@ def forward_by_layer(
 
 
 def embed(
-    params: Params, cfg: Architecture, tokens_BT: jax.Array, dtype: DTypeLike
+    params: Params,
+    cfg: Architecture,
+    tokens_BT: jax.Array,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """The embeddings of tokens, [B, T, D], in `dtype`."""
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
@@ -378,7 +396,11 @@ def output_table(params: Params, cfg: Architecture) -> jax.Array:
     return params["embed" if cfg.tied else "head"]
 
 
-def logits(params: Params, cfg: Architecture, hidden: jax.Array) -> jax.Array:
+def logits(
+    params: Params,
+    cfg: Architecture,
+    hidden: jax.Array,
+) -> jax.Array:
     """Logits of hidden states [..., D] over the vocabulary, [..., V], float32."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
     uncapped = jnp.einsum(
@@ -519,7 +541,11 @@ def gated_mlp(
     return constrain(products.down(hidden_BTF, w), *_RESIDUAL)
 
 
-def norm(x: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:
+def norm(
+    x: jax.Array,
+    scale: jax.Array,
+    cfg: Architecture,
+) -> jax.Array:
     """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma)."""
     x_wide = wide(x)
     mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
@@ -536,7 +562,11 @@ def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str,
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
 
 
-def rope_angles(cfg: Architecture, positions_BT: jax.Array, kind: str) -> Angles:
+def rope_angles(
+    cfg: Architecture,
+    positions_BT: jax.Array,
+    kind: str,
+) -> Angles:
     """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it):
     to the last places of the dtype at every position below 2^26."""
     half = cfg.head_dim // 2

@@ -168,7 +168,11 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
 # ---- names and layouts
 
 
-def hf_names(path: str, cfg: Architecture, family: Family) -> list[str]:
+def hf_names(
+    path: str,
+    cfg: Architecture,
+    family: Family,
+) -> list[str]:
     """The names on disk of the weight at this path: one, or one per layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
@@ -200,7 +204,10 @@ def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
 
 
 def _read_slice(
-    tensors: Tensors, name: str, weight: Weight, index: tuple[slice, ...]
+    tensors: Tensors,
+    name: str,
+    weight: Weight,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
     """weight[index]. Of the inputs and of the outputs, only the first dim may be divided."""
     bounds = [s.indices(size)[:2] for s, size in zip(index, weight.shape)]
@@ -225,7 +232,11 @@ def _read_slice(
 # ---- in
 
 
-def check_weights(folder: str | Path, cfg: Architecture, family: Family) -> None:
+def check_weights(
+    folder: str | Path,
+    cfg: Architecture,
+    family: Family,
+) -> None:
     """Raises ValueError listing every tensor of `folder` that is missing, unexpected, or of another
     shape or dtype."""
     tensors = Tensors(folder, family)
@@ -352,7 +363,11 @@ def _piece(tensors: Tensors, name: str, weight: Weight, copy: str | None) -> jax
 
 
 def _check_copy(
-    tensors: Tensors, name: str, other: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    tensors: Tensors,
+    name: str,
+    other: str,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...],
 ) -> None:
     """Raises ValueError if this slice of the two tensors, [V, D], differs."""
     first, last, _ = index[0].indices(shape[0])

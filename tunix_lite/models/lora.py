@@ -91,7 +91,11 @@ class LoraConfig:
 def _uniform_fan_in(inputs: int) -> Initializer:
     """Uniform within 1 / sqrt(number of inputs), as PEFT initialises a."""
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def init(
+        key: jax.Array,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+    ) -> jax.Array:
         bound = math.prod(shape[:inputs]) ** -0.5
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -126,7 +130,10 @@ def adapter_weights(table: Table, lora: LoraConfig) -> Table:
 
 
 def attach(
-    base: Params, adapters: Params, lora: LoraConfig, keys: jax.Array | None = None
+    base: Params,
+    adapters: Params,
+    lora: LoraConfig,
+    keys: jax.Array | None = None,
 ) -> Params:
     """The parameters that a policy acts with: the base, with a `Lora` leaf wherever there is an
     adapter. Copies nothing.
@@ -145,7 +152,10 @@ def attach(
 
 
 def acting_params(
-    frozen: Params | None, params: Params, lora: LoraConfig | None, keys: jax.Array | None = None
+    frozen: Params | None,
+    params: Params,
+    lora: LoraConfig | None,
+    keys: jax.Array | None = None,
 ) -> Params:
     """The weights that the model computes with: `params`, if all weights train (frozen is None);
     else the frozen base with its adapters `params`. keys: as of `attach`."""

@@ -43,7 +43,9 @@ ALLOWED = {
 
 
 def read_adapter_config(
-    lora: LoraConfig, cfg: Architecture, family: Family | None
+    lora: LoraConfig,
+    cfg: Architecture,
+    family: Family | None,
 ) -> LoraConfig:
     """`lora` with the rank, alpha and targets of the adapter that it names.
 
@@ -139,7 +141,12 @@ def _rank_and_alpha(folder: Path) -> tuple[int, float]:
     return rank, float(alpha)
 
 
-def load_adapters(folder: Path, cfg: Architecture, family: Family, lora: LoraConfig) -> Params:
+def load_adapters(
+    folder: Path,
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+) -> Params:
     """The adapters in `folder`, in float32 on the current mesh."""
     read = hf.read_tensors(folder / TENSORS)
     tensors = {_without_wrapper(name, family): value for name, value in read.items()}
@@ -205,7 +212,11 @@ def save_adapters(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _names(path: str, cfg: Architecture, family: Family) -> list[str]:
+def _names(
+    path: str,
+    cfg: Architecture,
+    family: Family,
+) -> list[str]:
     """layers/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..."""
     weight, side = path.rsplit("/", 1)
     modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]

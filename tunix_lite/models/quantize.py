@@ -76,13 +76,21 @@ def _stored(w: Weight, storage: str) -> Leaf:
     return Nf4(replace(w, shape=(*w.shape[:-1], w.shape[-1] // 2), dtype=jnp.uint8), scales)
 
 
-def init_stored(table: Table, key: jax.Array, storage: str) -> Params:
+def init_stored(
+    table: Table,
+    key: jax.Array,
+    storage: str,
+) -> Params:
     """Random parameters, stored as `storage`: the numbers that `init_params` gives, quantised."""
     wanted = stored_table(table, storage)
     if storage not in BLOCKS:
         return init_params(wanted, key)
 
-    def pack(value: jax.Array, w: Weight, leaf: Leaf) -> Leaf:
+    def pack(
+        value: jax.Array,
+        w: Weight,
+        leaf: Leaf,
+    ) -> Leaf:
         if not is_quantized(leaf):
             return value.astype(leaf.dtype)
         like = jax.tree.map(unstacked, leaf, is_leaf=is_weight)
@@ -101,7 +109,11 @@ def init_stored(table: Table, key: jax.Array, storage: str) -> Params:
     return jax.jit(packed, out_shardings=shardings(wanted))(init_params(table, key))
 
 
-def quantize(values: jax.Array, like: Leaf, inputs: int) -> Leaf:
+def quantize(
+    values: jax.Array,
+    like: Leaf,
+    inputs: int,
+) -> Leaf:
     """`values`, one layer's weight, as an `Int8` or `Nf4` with the shapes of `like`, whose codes
     and scales are arrays or Weights of that layer."""
     blocks = in_blocks(values.astype(jnp.float32), like.scales.shape, inputs)

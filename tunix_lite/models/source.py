@@ -263,7 +263,10 @@ def check_mesh(located: FoundModel, mesh: MeshSizes) -> None:
 
 
 def load_weights(
-    located: FoundModel, seed: int = 0, storage: str = "fp32", on_bytes: hf.OnBytes | None = None
+    located: FoundModel,
+    seed: int = 0,
+    storage: str = "fp32",
+    on_bytes: hf.OnBytes | None = None,
 ) -> tuple[Params | None, Params]:
     """The frozen base (None: nothing is frozen) and the weights that train, on the current mesh.
 
@@ -290,7 +293,10 @@ def load_new_adapters(located: FoundModel, seed: int) -> Params:
 
 
 def load_base(
-    located: FoundModel, seed: int, storage: str, on_bytes: hf.OnBytes | None = None
+    located: FoundModel,
+    seed: int,
+    storage: str,
+    on_bytes: hf.OnBytes | None = None,
 ) -> Params:
     """The model without adapters, stored as fp32, bf16, int8 or nf4."""
     if located.folder is None:

@@ -33,7 +33,11 @@ def compile_template(text: str) -> jinja2.Template:
         raise TemplateFailed(f"cannot be compiled: {_reason(error)}") from error
 
 
-def render_template(template: jinja2.Template, values: dict, now: datetime) -> str:
+def render_template(
+    template: jinja2.Template,
+    values: dict,
+    now: datetime,
+) -> str:
     """Renders the template. now: for templates that write the date. Raises TemplateFailed."""
 
     # It makes Llama 3's prompt depend on the day, as it does in transformers.

@@ -654,7 +654,9 @@ def _template(folder: Path, config: dict) -> ChatTemplate | None:
 
 
 def _eos_ids(
-    folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    special: dict[str, str],
 ) -> tuple[int, ...]:
     """The ids that end a completion: of generation_config.json, config.json, or the eos_token."""
     for name in ("generation_config.json", "config.json"):

@@ -61,7 +61,8 @@ def _matmul_forward(
 
 
 def _matmul_backward(
-    residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    residuals: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     rows, matrix = residuals
     of_matrix = jax.lax.platform_dependent(

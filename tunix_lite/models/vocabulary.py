@@ -114,7 +114,11 @@ def softcapped(spec: HeadSpec, products: jax.Array) -> jax.Array:
     return products / spec.temperature
 
 
-def block_tokens(spec: HeadSpec, block_PSD: jax.Array, index: jax.Array) -> jax.Array:
+def block_tokens(
+    spec: HeadSpec,
+    block_PSD: jax.Array,
+    index: jax.Array,
+) -> jax.Array:
     """The token of each entry of block number `index`, [P, S]; -1 where the entry is padding."""
     parts, size, _ = block_PSD.shape
     within = index * size + jnp.arange(size)
@@ -124,7 +128,10 @@ def block_tokens(spec: HeadSpec, block_PSD: jax.Array, index: jax.Array) -> jax.
 
 
 def _rebased(
-    weighted: jax.Array, total: jax.Array, top: jax.Array, higher: jax.Array
+    weighted: jax.Array,
+    total: jax.Array,
+    top: jax.Array,
+    higher: jax.Array,
 ) -> jax.Array:
     """sum_v exp(s_v - top) (s_v - top) for a higher top; sums of logits would cancel."""
     return (weighted + total * (top - higher)) * jnp.exp(top - higher)
@@ -163,7 +170,10 @@ def pulled_back(
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
     zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
-    def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+    def one_block(
+        total: jax.Array,
+        block: tuple,
+    ) -> tuple[jax.Array, jax.Array | None]:
         used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
         slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
 
@@ -181,20 +191,27 @@ def pulled_back(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(
-    spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, targets_BM: jax.Array
+    spec: HeadSpec,
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    targets_BM: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     results, _ = _forward(spec, hidden_BMD, constrained(table_NPSD), targets_BM)
     return results
 
 
 def _forward(
-    spec: HeadSpec, hidden_BMD: jax.Array, table_NPSD: jax.Array, targets_BM: jax.Array
+    spec: HeadSpec,
+    hidden_BMD: jax.Array,
+    table_NPSD: jax.Array,
+    targets_BM: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     """(log-probabilities, entropies) and the logsumexp, which the backward pass needs as well."""
     zeros = zero_sums(hidden_BMD, table_NPSD.shape[1])
 
     def one_block(
-        carry: tuple[jax.Array, ...], block: tuple[jax.Array, jax.Array]
+        carry: tuple[jax.Array, ...],
+        block: tuple[jax.Array, jax.Array],
     ) -> tuple[tuple[jax.Array, ...], None]:
         top, total, weighted, chosen = carry
         index, block_PSD = block
@@ -233,7 +250,10 @@ def _forward(
 
 
 def _forward_with_residuals(
-    spec: HeadSpec, hidden: CustomVJPPrimal, table: CustomVJPPrimal, targets: CustomVJPPrimal
+    spec: HeadSpec,
+    hidden: CustomVJPPrimal,
+    table: CustomVJPPrimal,
+    targets: CustomVJPPrimal,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     """The forward pass, and what the backward pass needs of it."""
     arrays = (hidden.value, constrained(table.value), targets.value)

@@ -39,7 +39,11 @@ Leaf = Any
 def fan_in(inputs: int = 1) -> Initializer:
     """Truncated normal with variance 1 / (number of inputs), the leading `inputs` dims."""
 
-    def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def init(
+        key: jax.Array,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+    ) -> jax.Array:
         # 0.88 is the standard deviation of a normal that is cut at two sigma.
         scale = np.prod(shape[:inputs]) ** -0.5 / 0.87962566
         return (scale * jax.random.truncated_normal(key, -2, 2, shape)).astype(dtype)
@@ -177,7 +181,11 @@ def nf4_levels() -> np.ndarray:
 NF4_LEVELS = nf4_levels()
 
 
-def dense(weight: Leaf, inputs: int = 1, dtype: DTypeLike = jnp.float32) -> jax.Array:
+def dense(
+    weight: Leaf,
+    inputs: int = 1,
+    dtype: DTypeLike = jnp.float32,
+) -> jax.Array:
     """Any leaf of one layer as a plain array of `dtype`: dequantised, adapters added."""
     if isinstance(weight, Lora):
         # The sum is taken in the wider of the two dtypes, and cast once.
@@ -199,14 +207,21 @@ def dense(weight: Leaf, inputs: int = 1, dtype: DTypeLike = jnp.float32) -> jax.
     return stored(scaled.reshape(values.shape), dtype)
 
 
-def in_blocks(values: jax.Array, scales_shape: tuple[int, ...], inputs: int) -> jax.Array:
+def in_blocks(
+    values: jax.Array,
+    scales_shape: tuple[int, ...],
+    inputs: int,
+) -> jax.Array:
     """`values` with the last input dim split into (blocks, block)."""
     dim = inputs - 1
     return values.reshape(*values.shape[:dim], scales_shape[dim], -1, *values.shape[inputs:])
 
 
 def project(
-    x: jax.Array, weight: Leaf, inputs: int = 1, sum_dtype: DTypeLike = jnp.float32
+    x: jax.Array,
+    weight: Leaf,
+    inputs: int = 1,
+    sum_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Contracts the last `inputs` dims of x with the first `inputs` dims of weight, in x's dtype:
     [*batch, *outputs].
@@ -240,7 +255,10 @@ def project(
 
 
 def for_compute(
-    leaf: Leaf, weight: Weight, dtype: DTypeLike, reduce_dtype: DTypeLike = jnp.float32
+    leaf: Leaf,
+    weight: Weight,
+    dtype: DTypeLike,
+    reduce_dtype: DTypeLike = jnp.float32,
 ) -> Leaf:
     """A leaf of one layer, ready to compute with: in `dtype`, and gathered over fsdp. Its gradient
     is divided over fsdp.
@@ -285,7 +303,10 @@ class _GradientInfo(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient_to_master(
-    info: _GradientInfo, out: jax.Array, x: jax.Array, master: jax.Array
+    info: _GradientInfo,
+    out: jax.Array,
+    x: jax.Array,
+    master: jax.Array,
 ) -> jax.Array:
     """`out`, the product of x and a weight. Its gradient goes to `master`, in that dtype.
 
@@ -295,13 +316,18 @@ def _with_gradient_to_master(
 
 
 def _forward_to_master(
-    info: _GradientInfo, out: jax.Array, x: jax.Array, master: jax.Array
+    info: _GradientInfo,
+    out: jax.Array,
+    x: jax.Array,
+    master: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     return out, x
 
 
 def _backward_to_master(
-    info: _GradientInfo, x: jax.Array, cotangent: jax.Array
+    info: _GradientInfo,
+    x: jax.Array,
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, None, jax.Array]:
     shape = x.shape[x.ndim - info.inputs :] + cotangent.shape[x.ndim - info.inputs :]
     rows = x.reshape(-1, np.prod(shape[: info.inputs]))
@@ -315,7 +341,11 @@ def _backward_to_master(
 _with_gradient_to_master.defvjp(_forward_to_master, _backward_to_master)
 
 
-def adapter_pair(w: Weight, rank: int, init: Initializer = zeros) -> tuple[Weight, Weight]:
+def adapter_pair(
+    w: Weight,
+    rank: int,
+    init: Initializer = zeros,
+) -> tuple[Weight, Weight]:
     """The a [*inputs, R] and b [R, *outputs] of an adapter of one layer's weight. init: of a."""
     a = Weight(
         (*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs
@@ -330,7 +360,11 @@ def scales_axes(w: Weight) -> tuple[str, ...]:
     return (*w.axes[:dim], f"{w.axes[dim]}_blocks", *w.axes[dim + 1 :])
 
 
-def dropout(x: jax.Array, keys: jax.Array, rate: float) -> jax.Array:
+def dropout(
+    x: jax.Array,
+    keys: jax.Array,
+    rate: float,
+) -> jax.Array:
     """x [B, ...] with a share `rate` at zero, by keys[b], and the rest scaled up."""
     is_kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
     return jnp.where(is_kept, x / jnp.asarray(1 - rate, x.dtype), 0)
@@ -364,7 +398,9 @@ def shapes(table: Table, dtype: DTypeLike | None = None) -> Any:
 
 
 def check_divisible(
-    table: Table, mesh: MeshSizes, rules: dict[str, str | None] | None = None
+    table: Table,
+    mesh: MeshSizes,
+    rules: dict[str, str | None] | None = None,
 ) -> None:
     """Raises ValueError, naming the weight and the sizes that would do, if the mesh does not divide
     some dim. rules: of sharding; None means those of the process."""
