@@ -1,7 +1,6 @@
 """A model in the hand says the same however it is asked; commands and export say no before they write."""
 
 import json
-import re
 import shutil
 import sys
 
@@ -12,7 +11,6 @@ from conftest import logits_of
 
 from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
-from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.errors import ConfigError
@@ -23,7 +21,6 @@ from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import ModelConfig, locate
 from tunix_lite.runs.fingerprint import fingerprint
-from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.settings.compose import compose_values
 
 SHORT = GenerationConfig(64, 12)
@@ -130,43 +127,6 @@ def test_an_evaluation_from_python_counts_the_greedy_completions(model):
     right = [correct(completion.text, example) for completion, example in zip(said, examples)]
     assert scores["accuracy"].value == np.mean(right)
     assert scores["length"].value == np.mean([len(completion.tokens) for completion in said])
-    with pytest.raises(ConfigError, match="of the command"):
-        evaluate_model(model, run, EvaluateTaskConfig(tasks=("gsm8k",)))
-
-
-def test_a_half_done_evaluation_is_on_the_disk_and_can_be_started_again(tiny, tmp_path, monkeypatch, capsys):
-    """It is cut short after the third grade of the samples; the lines that are there are those of a whole one."""
-
-    def evaluate(*more):
-        overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", *more]
-        run_command(evaluate_command, [*overrides, "evaluate.num_samples=2", "rollout.num_slots=2"], monkeypatch)
-
-    def lines_of(name):
-        return [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
-
-    look = SamplingProgress.look
-
-    def look_until(progress):
-        look(progress)
-        if progress._num_graded >= 4 + 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)):
-        patch.setattr(SamplingProgress, "look", look_until)
-        evaluate()
-    half = lines_of("model.arithmetic.partial.jsonl")
-    assert len(half) >= 7 and [row["sampled"] for row in half[:5]] == [False] * 4 + [True]
-    assert not (tmp_path / "out" / "results.json").exists()
-    capsys.readouterr()
-
-    evaluate()
-    whole = lines_of("model.arithmetic.jsonl")
-    assert len(whole) == 12 and all(row in whole for row in half)
-    assert not list((tmp_path / "out").glob("*.partial.jsonl"))
-    said = capsys.readouterr().err
-    assert "there are some of an evaluation that did not finish" in said
-    share = sum(row["correct"] for row in whole[:4]) / 4
-    assert re.search(rf"sampled 12 completions in \d+ s, .*accuracy {share:.1%}", said)
 
 
 def test_a_run_is_loaded_as_it_was_trained(adapted):
