@@ -37,7 +37,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from omegaconf import omegaconf
 
 from tunix_lite.learner.policy import make_policy
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
@@ -103,6 +103,17 @@ def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3):
     return jax.tree.map(
         lambda w: put(rng.normal(0, scale, w.shape).astype(np.float32), *w.axes), table, is_leaf=weights.is_weight
     )
+
+
+def logits_of(params, cfg: Architecture, tokens, dtype=jnp.float32) -> np.ndarray:
+    """The logits [B, T, V] of rows that are full of tokens."""
+
+    @jax.jit
+    def run(params):
+        meta = attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
+        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta, dtype))
+
+    return np.asarray(run(params))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_u
 from tunix_lite.types import Params
 
 # Slots where rollout.num_slots does not say how many.
-SLOTS = 32
+_SLOTS = 32
 
 
 def live_engine(
@@ -52,7 +52,7 @@ def live_engine(
         )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
-        slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])
+        slots = round_up_to_shards(rollout.num_slots or _SLOTS, model.mesh.shape["fsdp"])
         how = (model.cfg, plain, tokenizer.eos_ids, tokenizer.pad_id, model.dtype, rollout)
         sampler = make_sampler(*how, per_request=True)
         if prepared is None:

@@ -27,10 +27,10 @@ from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
 # storage types of weights that do not train
-STORAGES = ("fp32", "bf16", "int8", "nf4")
+_STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
-SAMPLE = 1 << 16
+_SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class TeacherConfig:
             raise ValueError(f"max_prompt_length={self.max_prompt_length} must be at least 1")
         if self.weights == "random":
             raise ValueError("weights=random: a teacher needs trained weights; give its folder")
-        if self.storage not in STORAGES:
-            raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGES)}")
+        if self.storage not in _STORAGES:
+            raise ValueError(f"storage={self.storage!r}; it is {', '.join(_STORAGES)}")
         check_on_disk("weights", self.weights)
 
     def as_model(self) -> ModelConfig:
@@ -244,9 +244,9 @@ def weights_digest(located: FoundModel) -> str:
     for file in sorted(located.folder.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as f:
-            digest.update(f"{file.name} {size}".encode() + f.read(SAMPLE))
-            f.seek(max(0, size - SAMPLE))
-            digest.update(f.read(SAMPLE))
+            digest.update(f"{file.name} {size}".encode() + f.read(_SAMPLE))
+            f.seek(max(0, size - _SAMPLE))
+            digest.update(f.read(_SAMPLE))
     return digest.hexdigest()[:16]
 
 
