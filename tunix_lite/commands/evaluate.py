@@ -46,6 +46,7 @@ from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
 from tunix_lite.tasks.processes import Processes
+from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.progress import StandardError
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 
@@ -137,7 +138,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             agree(seen, error)
 
         # One model after the other: the second may need the memory of the first.
-        name = _task_name(run)
+        name = _task_name(run.task)
         models, scores, files = {}, {}, {}
         for which in ("model", "against") if options.against is not None else ("model",):
             model = _open(run, settings, which)
@@ -189,8 +190,8 @@ def evaluate_model(
     return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
-def _task_name(run: RunConfig) -> str:
-    return type(run.task.source).__name__.lower()
+def _task_name(task: TaskConfig) -> str:
+    return type(task.source).__name__.lower()
 
 
 def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]:
@@ -246,7 +247,7 @@ def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
         step = settings.step
         if step is None:
             step = Checkpoints(RunDir(folder).checkpoints).latest_step()
-        out = folder / "evaluation" / f"step_{step or 0:06d}" / _task_name(run)
+        out = folder / "evaluation" / f"step_{step or 0:06d}" / _task_name(run.task)
         # A link in the folder of somebody else could lead to a folder of yours.
         if not out.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"out: {out} is a link to another place; give out=FOLDER")
@@ -277,7 +278,7 @@ def _score(
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The rows of the completions of a model on the task, and its scores."""
     held_out = held_out_examples(run, model.tokenizer, options.num_examples, options.reference)
-    name = _task_name(run)
+    name = _task_name(run.task)
     count = len(held_out.examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     _say(f"{name}, {which}: {count} greedy completions{drawn}")

@@ -13,7 +13,6 @@ from typing import Any
 import rich.live
 
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_abandoned
 from tunix_lite.errors import error_context
 from tunix_lite.files.plain_text import escaped, visible
@@ -22,7 +21,6 @@ from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
 from tunix_lite.tracking.dashboard import Dashboard
 from tunix_lite.tracking.rows import MOST_STEPS, is_number, row_of
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Metrics
 
 # Seconds between two looks at the files.
 EVERY = 1.0
@@ -47,10 +45,10 @@ class WatchRun:
 
 
 def main() -> None:
-    program.run_command("watch", WatchRun, watch, positional="folder")
+    program.run_command("watch", WatchRun, watch, positional="folder", takes_run=False)
 
 
-def watch(run: RunConfig, settings: WatchRun) -> None:
+def watch(settings: WatchRun) -> None:
     """Shows a live region, elsewhere a line a step, until the run ends or Ctrl-C comes; then how
     the run ended. The run itself is not touched."""
     with error_context(""):
@@ -60,7 +58,7 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
         if not (run_dir.status.exists() or (folder / ".hydra").exists()):
             raise ValueError(f"{escaped(str(folder))} is not the folder of a run")
         with contextlib.suppress(KeyboardInterrupt):
-            _show(run_dir, run.tracking.console)
+            _show(run_dir)
 
     status = _read(read_object, run_dir.status)
     word, error = status.get("status"), status.get("error")
@@ -71,13 +69,13 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
         print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
 
 
-def _show(run_dir: RunDir, mode: str) -> None:
+def _show(run_dir: RunDir) -> None:
     training = _read(read_yaml, run_dir.path / ".hydra" / "config.yaml").get("training")
     max_steps = training.get("max_steps") if isinstance(training, dict) else None
     is_known = type(max_steps) is int and 0 < max_steps < MOST_STEPS
     board = Dashboard(max_steps if is_known else None)
     terminal = Terminal(file=Screen(sys.stdout), highlight=False)
-    has_region = terminal.is_terminal and is_live(mode, terminal)
+    has_region = terminal.is_terminal and is_live("auto", terminal)
     live = rich.live.Live(
         console=terminal,
         get_renderable=lambda: board.drawn(*terminal.size),
@@ -102,7 +100,7 @@ def _show(run_dir: RunDir, mode: str) -> None:
             time.sleep(EVERY)
 
 
-def last_rows(file: Path) -> list[tuple[int, Metrics]]:
+def last_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
     """(step, metrics) of each whole line in the end of metrics.jsonl. Raises ValueError if it
     cannot be read."""
     if not file.is_file():
