@@ -141,7 +141,16 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
         name = _task_name(run.task)
         models, scores, files = {}, {}, {}
         for which in ("model", "against") if options.against is not None else ("model",):
-            model = _open(run, settings, which)
+            if which == "model":
+                model = open_chosen_model(run, settings)
+            else:
+                with _naming_against(options):
+                    model = load(
+                        options.against,
+                        step=options.against_step,
+                        mesh_shape=run.model.mesh_shape,
+                        dtype=run.training.mixed_precision,
+                    )
             weights = str(model.source.name if model.run is None else model.run)
             dtype = np.dtype(model.dtype).name
             models[which] = {"weights": weights, "step": model.step, "dtype": dtype}
@@ -167,7 +176,12 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 for file, content in files.items():
-                    _replace(out / file, content)
+                    # neither a link nor a pipe of that name is followed
+                    fresh = out / f"{file}.tmp"
+                    fresh.unlink(missing_ok=True)
+                    with fresh.open("x", encoding="utf-8") as opened:
+                        opened.write(content)
+                    fresh.replace(out / file)
             except OSError as problem:
                 raise ValueError(f"{out} cannot be written: {problem.strerror}") from problem
         _say(f"results.json, results.md and all completions are in {out}")
@@ -221,20 +235,6 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
             seen["data"] = held_out.task.digest(held_out.examples, ("held_out",))
             seen |= user_code_digests(run)
     return seen
-
-
-def _open(run: RunConfig, settings: EvaluateConfig, which: str) -> LanguageModel:
-    """Loads the model, or the one that it is compared with."""
-    if which == "model":
-        return open_chosen_model(run, settings)
-    options = settings.evaluate
-    with _naming_against(options):
-        return load(
-            options.against,
-            step=options.against_step,
-            mesh_shape=run.model.mesh_shape,
-            dtype=run.training.mixed_precision,
-        )
 
 
 def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
@@ -310,12 +310,3 @@ def _say(text: str) -> None:
     """Results go to standard output, all else to standard error, of the first process."""
     if is_first():
         print(visible(text), file=sys.stderr, flush=True)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replaces a file: neither a link nor a pipe of that name is followed. Raises OSError."""
-    fresh = file.with_name(f"{file.name}.tmp")
-    fresh.unlink(missing_ok=True)
-    with fresh.open("x", encoding="utf-8") as opened:
-        opened.write(text)
-    fresh.replace(file)

@@ -14,7 +14,7 @@ import rich.live
 
 from tunix_lite.commands import program
 from tunix_lite.distributed.folder_lock import is_abandoned
-from tunix_lite.errors import error_context
+from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.plain_text import escaped, visible
 from tunix_lite.files.untrusted import MOST_LINE, as_path, read_from, read_object, read_yaml
 from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
@@ -53,24 +53,11 @@ def watch(settings: WatchRun) -> None:
     the run ended. The run itself is not touched."""
     with error_context(""):
         folder = as_path(settings.folder)
-        run_dir = RunDir(folder)
-        # a run makes its settings first
-        if not (run_dir.status.exists() or (folder / ".hydra").exists()):
-            raise ValueError(f"{escaped(str(folder))} is not the folder of a run")
-        with contextlib.suppress(KeyboardInterrupt):
-            _show(run_dir)
-
-    status = _read(read_object, run_dir.status)
-    word, error = status.get("status"), status.get("error")
-    if word == "running" and is_abandoned(folder):
-        print(f"its process was killed; hydra.run.dir={escaped(str(folder))} goes on")
-    elif isinstance(word, str):
-        why = f": {escaped(error, 400)}" if isinstance(error, str) else ""
-        print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
-
-
-def _show(run_dir: RunDir) -> None:
-    training = _read(read_yaml, run_dir.path / ".hydra" / "config.yaml").get("training")
+    run_dir = RunDir(folder)
+    # a run makes its settings first
+    if not (run_dir.status.exists() or (folder / ".hydra").exists()):
+        raise ConfigError(f"{escaped(str(folder))} is not the folder of a run")
+    training = _read(read_yaml, folder / ".hydra" / "config.yaml").get("training")
     max_steps = training.get("max_steps") if isinstance(training, dict) else None
     is_known = type(max_steps) is int and 0 < max_steps < MOST_STEPS
     board = Dashboard(max_steps if is_known else None)
@@ -82,11 +69,15 @@ def _show(run_dir: RunDir) -> None:
         refresh_per_second=2,
     )
     shown = -1
-    with live if has_region else contextlib.nullcontext():
-        while True:
+    has_ended = False
+    with (
+        live if has_region else contextlib.nullcontext(),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        while not has_ended:
             # Before the rows: what an ended run has logged is then all there. A run lets go of its
             # lock after it has written how it ended.
-            has_ended = is_abandoned(run_dir.path)
+            has_ended = is_abandoned(folder)
             status = _read(read_object, run_dir.status).get("status", "running")
             has_ended |= status != "running"
             for step, metrics in last_rows(run_dir.metrics):
@@ -95,18 +86,23 @@ def _show(run_dir: RunDir) -> None:
                     board.log(step, metrics)
                     if not has_region:
                         print(step_line(step, board.max_steps, metrics), flush=True)
-            if has_ended:
-                return
-            time.sleep(EVERY)
+            if not has_ended:
+                time.sleep(EVERY)
+
+    status = _read(read_object, run_dir.status)
+    word, error = status.get("status"), status.get("error")
+    if word == "running" and is_abandoned(folder):
+        print(f"its process was killed; hydra.run.dir={escaped(str(folder))} goes on")
+    elif isinstance(word, str):
+        why = f": {escaped(error, 400)}" if isinstance(error, str) else ""
+        print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
 
 
 def last_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
-    """(step, metrics) of each whole line in the end of metrics.jsonl. Raises ValueError if it
-    cannot be read."""
-    if not file.is_file():
-        return []
-    part, _ = read_from(file, max(0, file.stat().st_size - _MOST), _MOST)
-    rows = []
+    """(step, metrics) of each whole line in the end of metrics.jsonl; [] if it cannot be read."""
+    part, rows = b"", []
+    with contextlib.suppress(ValueError, OSError):
+        part, _ = read_from(file, max(0, file.stat().st_size - _MOST), _MOST)
     for line in part.split(b"\n"):
         if len(line) <= MOST_LINE and (row := row_of(line)) is not None:
             step = row.pop("step")
