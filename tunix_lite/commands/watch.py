@@ -6,6 +6,7 @@ They may be of somebody else: they are read as data, up to a size. Nothing is wr
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def last_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
     return rows
 
 
-def _read(reader: Any, file: Path) -> dict[str, Any]:
+def _read(reader: Callable[[Path, int], dict[str, Any]], file: Path) -> dict[str, Any]:
     """The object in a file; {} where there is none that can be read."""
     with contextlib.suppress(ValueError):
         return reader(file, MOST_LINE)
