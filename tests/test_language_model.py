@@ -23,7 +23,6 @@ from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
 from tunix_lite.models.source import ModelConfig, locate
 from tunix_lite.runs.fingerprint import fingerprint
-from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.settings.compose import compose_values
 
 SHORT = GenerationConfig(64, 12)
@@ -142,40 +141,16 @@ def test_an_evaluation_from_python_counts_the_greedy_completions(model):
     assert scores["accuracy"].value == np.mean(right)
     assert scores["length"].value == np.mean([len(completion.tokens) for completion in said])
     with pytest.raises(ConfigError, match="of the command"):
-        evaluate_model(model, run, EvaluateTaskConfig(tasks=("gsm8k",)))
+        evaluate_model(model, run, EvaluateTaskConfig(against="bundled"))
 
 
-def test_a_half_done_evaluation_is_on_the_disk_and_can_be_started_again(tiny, tmp_path, monkeypatch, capsys):
-    """It is cut short after the third grade of the samples; the lines that are there are those of a whole one."""
-
-    def evaluate(*more):
-        overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", *more]
-        run_command(evaluate_command, [*overrides, "evaluate.num_samples=2", "rollout.num_slots=2"], monkeypatch)
-
-    def lines_of(name):
-        return [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
-
-    look = SamplingProgress.look
-
-    def look_until(progress):
-        look(progress)
-        if progress._num_graded >= 4 + 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)):
-        patch.setattr(SamplingProgress, "look", look_until)
-        evaluate()
-    half = lines_of("model.arithmetic.partial.jsonl")
-    assert len(half) >= 7 and [row["sampled"] for row in half[:5]] == [False] * 4 + [True]
-    assert not (tmp_path / "out" / "results.json").exists()
-    capsys.readouterr()
-
-    evaluate()
-    whole = lines_of("model.arithmetic.jsonl")
-    assert len(whole) == 12 and all(row in whole for row in half)
-    assert not list((tmp_path / "out").glob("*.partial.jsonl"))
+def test_an_evaluation_says_how_far_it_is_and_writes_every_completion(tiny, tmp_path, monkeypatch, capsys):
+    overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", "evaluate.num_samples=2"]
+    run_command(evaluate_command, [*overrides, "rollout.num_slots=2"], monkeypatch)
+    text = (tmp_path / "out" / "model.arithmetic.jsonl").read_text()
+    whole = [json.loads(line) for line in text.splitlines()]
+    assert [row["sampled"] for row in whole] == [False] * 4 + [True] * 8
     said = capsys.readouterr().err
-    assert "there are some of an evaluation that did not finish" in said
     share = sum(row["correct"] for row in whole[:4]) / 4
     assert re.search(rf"sampled 12 completions in \d+ s, .*accuracy {share:.1%}", said)
 
@@ -209,7 +184,8 @@ def test_what_cannot_be_loaded(change, message):
 
 
 @pytest.mark.parametrize(
-    "given, temperature", [([], 0.0), (["num_generations=4"], 0.7), (["generation.temperature=1"], 1)]
+    "given, temperature",
+    [([], 0.7), (["prompt=a"], 0.0), (["prompt=a", "num_generations=4"], 0.7), (["generation.temperature=1"], 1)],
 )
 def test_generate_gives_the_likeliest_completion_where_one_is_asked_for(given, temperature):
     values = compose_values(given, of=("+command=generate",))
