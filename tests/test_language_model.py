@@ -127,6 +127,19 @@ def test_an_evaluation_from_python_counts_the_greedy_completions(model):
     right = [correct(completion.text, example) for completion, example in zip(said, examples)]
     assert scores["accuracy"].value == np.mean(right)
     assert scores["length"].value == np.mean([len(completion.tokens) for completion in said])
+    with pytest.raises(ConfigError, match="of the command"):
+        evaluate_model(model, run, EvaluateTaskConfig(against="bundled"))
+
+
+def test_an_evaluation_says_how_far_it_is_and_writes_every_completion(tiny, tmp_path, monkeypatch, capsys):
+    overrides = [f"model.weights={tiny}", f"out={tmp_path}/out", "evaluate.num_examples=4", "evaluate.num_samples=2"]
+    run_command(evaluate_command, [*overrides, "rollout.num_slots=2"], monkeypatch)
+    text = (tmp_path / "out" / "model.arithmetic.jsonl").read_text()
+    whole = [json.loads(line) for line in text.splitlines()]
+    assert [row["sampled"] for row in whole] == [False] * 4 + [True] * 8
+    said = capsys.readouterr().err
+    share = sum(row["correct"] for row in whole[:4]) / 4
+    assert re.search(rf"sampled 12 completions in \d+ s, .*accuracy {share:.1%}", said)
 
 
 def test_a_run_is_loaded_as_it_was_trained(adapted):
@@ -153,7 +166,8 @@ def test_what_cannot_be_loaded(change, message):
 
 
 @pytest.mark.parametrize(
-    "given, temperature", [([], 0.0), (["num_generations=4"], 0.7), (["generation.temperature=1"], 1)]
+    "given, temperature",
+    [([], 0.7), (["prompt=a"], 0.0), (["prompt=a", "num_generations=4"], 0.7), (["generation.temperature=1"], 1)],
 )
 def test_generate_gives_the_likeliest_completion_where_one_is_asked_for(given, temperature):
     values = compose_values(given, of=("+command=generate",))

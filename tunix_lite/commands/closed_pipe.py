@@ -17,7 +17,12 @@ def as_long_as_read() -> Iterator[None]:
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
         # A pipe of something else that breaks, such as one to a worker, is an error as before.
-        if not _is_closed():
+        watched = select.poll()
+        # ValueError, OSError: standard output is no file, as in a notebook
+        with contextlib.suppress(OSError, ValueError):
+            watched.register(sys.stdout.fileno(), 0)
+        gone = select.POLLERR | select.POLLHUP
+        if not any(event & gone for _, event in watched.poll(0)):
             raise
         # What is left to be written must not fail at the exit, whose code stays.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -37,15 +42,3 @@ def end_when_unread() -> None:
     """Makes the process end without a word when its output has no reader any more, as `cat` does.
     For what only shows something: Hydra would print a traceback."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
-def _is_closed() -> bool:
-    """Returns whether the reader of standard output has gone."""
-    try:
-        watched = select.poll()
-        watched.register(sys.stdout.fileno(), 0)
-        events = watched.poll(0)
-    # standard output is no file, as in a notebook
-    except (OSError, ValueError):
-        return False
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in events)

@@ -5,7 +5,6 @@ import json
 from dataclasses import asdict, dataclass
 
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.files.plain_text import escaped, shown
@@ -48,10 +47,12 @@ class Doctor:
 
 
 def main() -> None:
-    program.run_command("doctor", Doctor, doctor, positional="folders", is_list=True)
+    program.run_command(
+        "doctor", Doctor, doctor, positional="folders", is_list=True, takes_run=False
+    )
 
 
-def doctor(run: RunConfig, settings: Doctor) -> None:
+def doctor(settings: Doctor) -> None:
     """Prints what is wrong with a run, the heaviest finding first; of several, what each came to.
     Writes their page. The folders may be somebody else's."""
     options = settings.doctor

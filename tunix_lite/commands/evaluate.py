@@ -46,6 +46,7 @@ from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.score import HeldOut, held_out_examples, model_scores
 from tunix_lite.tasks.processes import Processes
+from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.progress import StandardError
 from tunix_lite.tracking.rundir import RunDir, json_lines, json_value
 
@@ -137,10 +138,19 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             agree(seen, error)
 
         # One model after the other: the second may need the memory of the first.
-        name = _task_name(run)
+        name = _task_name(run.task)
         models, scores, files = {}, {}, {}
         for which in ("model", "against") if options.against is not None else ("model",):
-            model = _open(run, settings, which)
+            if which == "model":
+                model = open_chosen_model(run, settings)
+            else:
+                with _naming_against(options):
+                    model = load(
+                        options.against,
+                        step=options.against_step,
+                        mesh_shape=run.model.mesh_shape,
+                        dtype=run.training.mixed_precision,
+                    )
             weights = str(model.source.name if model.run is None else model.run)
             dtype = np.dtype(model.dtype).name
             models[which] = {"weights": weights, "step": model.step, "dtype": dtype}
@@ -166,7 +176,12 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             try:
                 out.mkdir(parents=True, exist_ok=True)
                 for file, content in files.items():
-                    _replace(out / file, content)
+                    # neither a link nor a pipe of that name is followed
+                    fresh = out / f"{file}.tmp"
+                    fresh.unlink(missing_ok=True)
+                    with fresh.open("x", encoding="utf-8") as opened:
+                        opened.write(content)
+                    fresh.replace(out / file)
             except OSError as problem:
                 raise ValueError(f"{out} cannot be written: {problem.strerror}") from problem
         _say(f"results.json, results.md and all completions are in {out}")
@@ -189,8 +204,8 @@ def evaluate_model(
     return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
-def _task_name(run: RunConfig) -> str:
-    return type(run.task.source).__name__.lower()
+def _task_name(task: TaskConfig) -> str:
+    return type(task.source).__name__.lower()
 
 
 def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]:
@@ -222,20 +237,6 @@ def _check_models(run: RunConfig, options: EvaluateTaskConfig) -> dict[str, str]
     return seen
 
 
-def _open(run: RunConfig, settings: EvaluateConfig, which: str) -> LanguageModel:
-    """Loads the model, or the one that it is compared with."""
-    if which == "model":
-        return open_chosen_model(run, settings)
-    options = settings.evaluate
-    with _naming_against(options):
-        return load(
-            options.against,
-            step=options.against_step,
-            mesh_shape=run.model.mesh_shape,
-            dtype=run.training.mixed_precision,
-        )
-
-
 def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
     """The folder for the results. Raises ConfigError if it could not be written, or holds others
     already."""
@@ -246,7 +247,7 @@ def output_folder(run: RunConfig, settings: EvaluateConfig) -> Path:
         step = settings.step
         if step is None:
             step = Checkpoints(RunDir(folder).checkpoints).latest_step()
-        out = folder / "evaluation" / f"step_{step or 0:06d}" / _task_name(run)
+        out = folder / "evaluation" / f"step_{step or 0:06d}" / _task_name(run.task)
         # A link in the folder of somebody else could lead to a folder of yours.
         if not out.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"out: {out} is a link to another place; give out=FOLDER")
@@ -277,7 +278,7 @@ def _score(
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The rows of the completions of a model on the task, and its scores."""
     held_out = held_out_examples(run, model.tokenizer, options.num_examples, options.reference)
-    name = _task_name(run)
+    name = _task_name(run.task)
     count = len(held_out.examples)
     drawn = f" and {options.num_samples} samples of each" if options.num_samples else ""
     _say(f"{name}, {which}: {count} greedy completions{drawn}")
@@ -309,12 +310,3 @@ def _say(text: str) -> None:
     """Results go to standard output, all else to standard error, of the first process."""
     if is_first():
         print(visible(text), file=sys.stderr, flush=True)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replaces a file: neither a link nor a pipe of that name is followed. Raises OSError."""
-    fresh = file.with_name(f"{file.name}.tmp")
-    fresh.unlink(missing_ok=True)
-    with fresh.open("x", encoding="utf-8") as opened:
-        opened.write(text)
-    fresh.replace(file)

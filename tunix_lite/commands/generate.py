@@ -143,7 +143,14 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
     start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
     messages = list(start)
     turn = 0
-    while (line := _read_line()) not in (None, "/exit", "/quit", "exit", "quit"):
+    # Standard input is None where the process was started without one.
+    while sys.stdin is not None:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        read = sys.stdin.readline()
+        line = read.strip()
+        if not read or line in ("/exit", "/quit", "exit", "quit"):
+            return
         if line == "/reset":
             messages = list(start)
         elif line:
@@ -158,17 +165,6 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
                 continue
             messages = [*conversation, {"role": "assistant", "content": answer}]
             turn += 1
-
-
-def _read_line() -> str | None:
-    """The next line of the user; None when there are no more."""
-    # Standard input is None where the process was started without one.
-    if sys.stdin is None:
-        return None
-    if sys.stdin.isatty():
-        print("> ", end="", flush=True)
-    line = sys.stdin.readline()
-    return line.strip() if line else None
 
 
 def _print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int) -> str:

@@ -70,7 +70,16 @@ def answered(argv: list[str]) -> bool:
     if about is None and "--version" not in argv:
         return False
     with as_long_as_read():
-        print(_versions() if about is None else help_on(about, argv))
+        if about is not None:
+            print(help_on(about, argv))
+            return True
+        texts = [f"python {sys.version.split()[0]}"]
+        for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
+            try:
+                texts.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                texts.append(f"{name} not installed")
+        print(f"tunix_lite {__version__} ({', '.join(texts)})")
     return True
 
 
@@ -138,15 +147,3 @@ def _table(texts: dict[str, str]) -> Iterator[str]:
     for name, text in texts.items():
         for i, line in enumerate(textwrap.wrap(text, width - column - 2)):
             yield f"  {'' if i else name:<{column}}{line}"
-
-
-def _versions() -> str:
-    """Names the versions of this package and its libraries: "tunix_lite 0.1.0 (python 3.11.2, jax
-    0.10.2, ...)"."""
-    texts = [f"python {sys.version.split()[0]}"]
-    for name in ("jax", "jaxlib", "optax", "orbax-checkpoint", "hydra-core"):
-        try:
-            texts.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            texts.append(f"{name} not installed")
-    return f"tunix_lite {__version__} ({', '.join(texts)})"

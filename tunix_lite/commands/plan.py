@@ -179,7 +179,13 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         if found.is_near_the_limit:
             margin = f"{planning.ESTIMATE_MARGIN:.0%}"
             change = f"may fit, with {peak}, which may be wrong by {margin}:"
-        return replace(plans, command=_command_that_fits(words, overrides), change=change)
+        # the same command line with these overrides in it
+        new = {text.partition("=")[0] for text in overrides}
+        kept = [word for word in words if word.partition("=")[0] not in new]
+        if "model.mesh_shape" in new:
+            kept = [word for word in kept if word != "mesh=all"]
+        command = shlex.join(["tunix-lite", "plan", *kept, *overrides])
+        return replace(plans, command=command, change=change)
     least = "nothing makes it smaller"
     if overrides:
         least = f"the least is {peak}, with {' '.join(overrides)}"
@@ -233,12 +239,3 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
         kept = [one for one in words if one not in added]
         command = shlex.join(["tunix-lite", "plan", *kept, *missing])
         raise ConfigError(f"verify={folder}: the run was started with other settings: {command}")
-
-
-def _command_that_fits(words: list[str], overrides: tuple[str, ...]) -> str:
-    """The same command line with these overrides in it."""
-    new = {text.partition("=")[0]: text for text in overrides}
-    kept = [word for word in words if word.partition("=")[0] not in new]
-    if any(text.startswith("model.mesh_shape=") for text in overrides):
-        kept = [word for word in kept if word != "mesh=all"]
-    return shlex.join(["tunix-lite", "plan", *kept, *overrides])

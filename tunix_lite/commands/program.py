@@ -146,6 +146,7 @@ def run_command(
     action: Callable[..., None],
     positional: str | None = None,
     is_list: bool = False,
+    takes_run: bool = True,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with the settings of its command
     line.
@@ -155,8 +156,8 @@ def run_command(
     checkpoint=FOLDER the settings of `model` are those of the run in that folder.
 
     positional: the setting that a first word is short for: one without `=`, or the name of a folder
-    that is there; is_list: all such words are, as a list. Errors end the process with a message and
-    an exit code.
+    that is there; is_list: all such words are, as a list. takes_run: False for `action(settings)`.
+    Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
     foreign = setting_names((f"+command={name}",))
@@ -199,7 +200,10 @@ def run_command(
             return
         own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
         settings = build(kind, own)
-        action(build(RunConfig, values), settings)
+        if takes_run:
+            action(build(RunConfig, values), settings)
+        else:
+            action(settings)
 
     _or_exit(as_long_as_read()(act), interrupted="")
 

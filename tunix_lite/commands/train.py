@@ -87,7 +87,14 @@ def check(run: RunConfig, folder: Path) -> None:
             else:
                 parts = prepare(run, RunDir(folder))
                 _FOUND[:] = [(run, parts)]
-            seen = _seen_of(run, parts) if len(hosts()) > 1 else {}
+            if len(hosts()) > 1:
+                # files and code that the settings name: all hosts must have the same
+                first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
+                examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
+                seen = user_code_digests(run) | {
+                    "weights": weights_digest(parts.model),
+                    "data or tokenizer": parts.task.digest(examples),
+                }
         except ConfigError as problem:
             error = str(problem)
         with error_context(""):
@@ -126,17 +133,6 @@ def _look_at(run: RunConfig, folder: Path) -> Parts:
         lines += [*short_form(plan)[-2:], *messages, "nothing was run, nothing was written"]
         print("\n".join(visible(line) for line in lines), flush=True)
     return parts
-
-
-def _seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
-    """Digests the files and the code that the settings name; all hosts must have the same."""
-    first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
-    examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
-    files = {
-        "weights": weights_digest(parts.model),
-        "data or tokenizer": parts.task.digest(examples),
-    }
-    return files | user_code_digests(run)
 
 
 def start(run: RunConfig, folder: Path) -> float | None:

@@ -6,6 +6,7 @@ They may be of somebody else: they are read as data, up to a size. Nothing is wr
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,14 @@ from typing import Any
 import rich.live
 
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
 from tunix_lite.distributed.folder_lock import is_abandoned
-from tunix_lite.errors import error_context
+from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.plain_text import escaped, visible
 from tunix_lite.files.untrusted import MOST_LINE, as_path, read_from, read_object, read_yaml
 from tunix_lite.tracking.console import Screen, Terminal, is_live, step_line
 from tunix_lite.tracking.dashboard import Dashboard
 from tunix_lite.tracking.rows import MOST_STEPS, is_number, row_of
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Metrics
 
 # Seconds between two looks at the files.
 EVERY = 1.0
@@ -47,20 +46,49 @@ class WatchRun:
 
 
 def main() -> None:
-    program.run_command("watch", WatchRun, watch, positional="folder")
+    program.run_command("watch", WatchRun, watch, positional="folder", takes_run=False)
 
 
-def watch(run: RunConfig, settings: WatchRun) -> None:
+def watch(settings: WatchRun) -> None:
     """Shows a live region, elsewhere a line a step, until the run ends or Ctrl-C comes; then how
     the run ended. The run itself is not touched."""
     with error_context(""):
         folder = as_path(settings.folder)
-        run_dir = RunDir(folder)
-        # a run makes its settings first
-        if not (run_dir.status.exists() or (folder / ".hydra").exists()):
-            raise ValueError(f"{escaped(str(folder))} is not the folder of a run")
-        with contextlib.suppress(KeyboardInterrupt):
-            _show(run_dir, run.tracking.console)
+    run_dir = RunDir(folder)
+    # a run makes its settings first
+    if not (run_dir.status.exists() or (folder / ".hydra").exists()):
+        raise ConfigError(f"{escaped(str(folder))} is not the folder of a run")
+    training = _read(read_yaml, folder / ".hydra" / "config.yaml").get("training")
+    max_steps = training.get("max_steps") if isinstance(training, dict) else None
+    is_known = type(max_steps) is int and 0 < max_steps < MOST_STEPS
+    board = Dashboard(max_steps if is_known else None)
+    terminal = Terminal(file=Screen(sys.stdout), highlight=False)
+    has_region = terminal.is_terminal and is_live("auto", terminal)
+    live = rich.live.Live(
+        console=terminal,
+        get_renderable=lambda: board.drawn(*terminal.size),
+        refresh_per_second=2,
+    )
+    shown = -1
+    has_ended = False
+    with (
+        live if has_region else contextlib.nullcontext(),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        while not has_ended:
+            # Before the rows: what an ended run has logged is then all there. A run lets go of its
+            # lock after it has written how it ended.
+            has_ended = is_abandoned(folder)
+            status = _read(read_object, run_dir.status).get("status", "running")
+            has_ended |= status != "running"
+            for step, metrics in last_rows(run_dir.metrics):
+                if step > shown:
+                    shown = step
+                    board.log(step, metrics)
+                    if not has_region:
+                        print(step_line(step, board.max_steps, metrics), flush=True)
+            if not has_ended:
+                time.sleep(EVERY)
 
     status = _read(read_object, run_dir.status)
     word, error = status.get("status"), status.get("error")
@@ -71,44 +99,11 @@ def watch(run: RunConfig, settings: WatchRun) -> None:
         print(f"{escaped(word)} after step {escaped(str(status.get('steps')))}{why}")
 
 
-def _show(run_dir: RunDir, mode: str) -> None:
-    training = _read(read_yaml, run_dir.path / ".hydra" / "config.yaml").get("training")
-    max_steps = training.get("max_steps") if isinstance(training, dict) else None
-    is_known = type(max_steps) is int and 0 < max_steps < MOST_STEPS
-    board = Dashboard(max_steps if is_known else None)
-    terminal = Terminal(file=Screen(sys.stdout), highlight=False)
-    has_region = terminal.is_terminal and is_live(mode, terminal)
-    live = rich.live.Live(
-        console=terminal,
-        get_renderable=lambda: board.drawn(*terminal.size),
-        refresh_per_second=2,
-    )
-    shown = -1
-    with live if has_region else contextlib.nullcontext():
-        while True:
-            # Before the rows: what an ended run has logged is then all there. A run lets go of its
-            # lock after it has written how it ended.
-            has_ended = is_abandoned(run_dir.path)
-            status = _read(read_object, run_dir.status).get("status", "running")
-            has_ended |= status != "running"
-            for step, metrics in last_rows(run_dir.metrics):
-                if step > shown:
-                    shown = step
-                    board.log(step, metrics)
-                    if not has_region:
-                        print(step_line(step, board.max_steps, metrics), flush=True)
-            if has_ended:
-                return
-            time.sleep(EVERY)
-
-
-def last_rows(file: Path) -> list[tuple[int, Metrics]]:
-    """(step, metrics) of each whole line in the end of metrics.jsonl. Raises ValueError if it
-    cannot be read."""
-    if not file.is_file():
-        return []
-    part, _ = read_from(file, max(0, file.stat().st_size - _MOST), _MOST)
-    rows = []
+def last_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
+    """(step, metrics) of each whole line in the end of metrics.jsonl; [] if it cannot be read."""
+    part, rows = b"", []
+    with contextlib.suppress(ValueError, OSError):
+        part, _ = read_from(file, max(0, file.stat().st_size - _MOST), _MOST)
     for line in part.split(b"\n"):
         if len(line) <= MOST_LINE and (row := row_of(line)) is not None:
             step = row.pop("step")
@@ -117,7 +112,7 @@ def last_rows(file: Path) -> list[tuple[int, Metrics]]:
     return rows
 
 
-def _read(reader: Any, file: Path) -> dict[str, Any]:
+def _read(reader: Callable[[Path, int], dict[str, Any]], file: Path) -> dict[str, Any]:
     """The object in a file; {} where there is none that can be read."""
     with contextlib.suppress(ValueError):
         return reader(file, MOST_LINE)

@@ -9,6 +9,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
+from tunix_lite.evaluation.rouge import rouge_scores
 from tunix_lite.evaluation.statistics import (
     avg_at_k,
     maj_at_k,
@@ -17,7 +18,6 @@ from tunix_lite.evaluation.statistics import (
 )
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.fields import field_of
-from tunix_lite.rewards.similarity import RougeL, rouge_n
 from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task
@@ -103,12 +103,7 @@ def model_scores(
     }
     if reference is not None:
         references = [str(example[reference]) for example in held_out.examples]
-        pairs = list(zip(greedy.completions, references))
-        scores["rouge_1"] = np.array([rouge_n(text, other, 1) for text, other in pairs])
-        scores["rouge_2"] = np.array([rouge_n(text, other, 2) for text, other in pairs])
-        scores["rouge_l"] = np.array(
-            [RougeL()(text, {"answer": other}) for text, other in pairs]
-        )
+        scores |= rouge_scores(greedy.completions, references)
     if (sampled := evaluated.sampled) is None:
         return evaluated, scores
 

@@ -28,7 +28,7 @@ from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.plain_text import SHOWN, hide, hide_users_of_urls
-from tunix_lite.hints import options_of, shell_quoted
+from tunix_lite.hints import shell_quoted
 from tunix_lite.settings.flags import check_values, wrong_override
 
 # Enough for the sums of the bundled model, chat template included.
@@ -174,8 +174,7 @@ def explain(
 ) -> str:
     """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
 
-    error: Hydra's own error; its text is the message where no override is found wrong. The other
-    arguments are those of `compose_values`. Call it inside `hydra.initialize_config_dir`.
+    The other arguments are those of `compose_values`. Call it inside `_options_in`.
     """
     # An override that Hydra's grammar refuses.
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
@@ -218,20 +217,14 @@ def explain(
         # many words of other projects have a line each
         return line if len(line) <= SHOWN else "\n  ".join(wrong)
     for text, override in parsed.items():
-        key = override.get_key_element()
-        if override.is_delete() and key.lstrip("~") in groups:
-            group = key.lstrip("~")
-            options = ", ".join(options_of(group, folders))
-            return f"{text}: a run needs one; choose with {group}=, one of {options}"
-        if not override.is_sweep_override():
-            continue
-        if key == "model.mesh_shape":
+        if override.is_sweep_override() and text.startswith("model.mesh_shape="):
             sizes = text.partition("=")[2]
             return (
                 f"{text}: a list has brackets: 'model.mesh_shape=[[{sizes}],[fsdp,tp]]'; without "
                 "them it is a sweep, which needs --multirun"
             )
-        return f"{text}: several values are a sweep, which needs --multirun"
+        if override.is_sweep_override():
+            return f"{text}: several values are a sweep, which needs --multirun"
     return str(error).replace("\n", " ")
 
 

@@ -2,7 +2,7 @@
 
 The process has limits on memory and on the processor's time of each call, no environment to read
 secrets from, and answers with text only. One serves all calls; it is killed when it exceeds a
-limit. """
+limit."""
 
 import atexit
 import os

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,20 +66,6 @@ _STAGES = {
 }
 
 
-def probe_environment(pretend: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the probe. pretend: so many devices of the CPU in place of those attached.
-
-    It takes as little of a GPU's memory as it can: another program may be using it.
-    """
-    variables = dict(environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if pretend is not None:
-        pretends = r"--xla_force_host_platform_device_count=\S*"
-        variables["JAX_PLATFORMS"] = "cpu"
-        variables["JAX_NUM_CPU_DEVICES"] = str(pretend)
-        variables["XLA_FLAGS"] = re.sub(pretends, "", variables.get("XLA_FLAGS", "")).strip()
-    return variables
-
-
 def look_at_devices(
     launch: LaunchConfig,
     folder: Path,
@@ -89,14 +75,21 @@ def look_at_devices(
 ) -> dict[str, Any]:
     """Shows each line as it comes. Returns the facts about the devices, {} where nothing came.
 
-    folder: where runs will be written. timeout: seconds for each stage. pretend: as
-    `probe_environment` takes it.
+    folder: where runs will be written. timeout: seconds for each stage. pretend: so many devices of
+    the CPU in place of those attached.
     """
+    # As little of a GPU's memory as can be: another program may be using it.
+    variables = dict(os.environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if pretend is not None:
+        pretends = r"--xla_force_host_platform_device_count=\S*"
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_NUM_CPU_DEVICES"] = str(pretend)
+        variables["XLA_FLAGS"] = re.sub(pretends, "", variables.get("XLA_FLAGS", "")).strip()
     launch = dataclasses.replace(launch, timeout=min(launch.timeout, max(1, int(timeout))))
     facts: dict[str, Any] = {}
     with tempfile.TemporaryFile() as noise:
         # What libraries print goes into a file, of which a failure shows the end.
-        worker = WorkerProcess(probe_environment(pretend, os.environ), output=noise)
+        worker = WorkerProcess(variables, output=noise)
         try:
             worker.send(pickle.dumps([Probe(launch, folder)]), timeout)
             for number, (stage, (doing, fix)) in enumerate(_STAGES.items()):

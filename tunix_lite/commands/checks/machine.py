@@ -59,20 +59,13 @@ def fails(name: str, text: str, fix: str) -> CheckLine:
 
 
 def machine_lines(environ: Mapping[str, str] = os.environ) -> list[CheckLine]:
-    """Everything about this machine."""
+    """Python, jax and its plugins, and whether they are of one version and match the machine; and
+    the GPUs."""
     num_gpus, of_gpus = gpu_lines(environ)
-    python = ok("python", f"{platform.python_version()} at {sys.executable}")
-    return [python, *_jax_lines(num_gpus, environ), *of_gpus]
-
-
-def _jax_lines(num_gpus: int, environ: Mapping[str, str]) -> list[CheckLine]:
-    """jax and its plugins, and whether they are of one version and match the machine.
-
-    num_gpus: NVIDIA GPUs of this machine.
-    """
     jax = installed_version("jax")
     jaxlib = installed_version("jaxlib")
-    lines = [ok("jax", f"{jax}, jaxlib {jaxlib}")]
+    lines = [ok("python", f"{platform.python_version()} at {sys.executable}")]
+    lines.append(ok("jax", f"{jax}, jaxlib {jaxlib}"))
 
     # A plugin speaks to jaxlib, and must be of its version.
     there = {name: number for name in _PLUGINS if (number := installed_version(name))}
@@ -92,7 +85,7 @@ def _jax_lines(num_gpus: int, environ: Mapping[str, str]) -> list[CheckLine]:
     if missing and "cpu" not in environ.get("JAX_PLATFORMS", ""):
         text = f"none for the {missing[0]} here, so jax uses the CPU"
         lines.append(fails("plugin", text, f"pip install -e '.[{missing[1]}]'"))
-    return lines
+    return lines + of_gpus
 
 
 def gpu_lines(environ: Mapping[str, str]) -> tuple[int, list[CheckLine]]:
