@@ -1,6 +1,7 @@
 """A model in the hand says the same however it is asked; commands and export say no before they write."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -11,6 +12,7 @@ from conftest import logits_of
 
 from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
+from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
 from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.errors import ConfigError
