@@ -369,7 +369,7 @@ def fused_drawing(setting: Setting) -> Iterator[dict]:
     @jax.jit
     def plain(hidden_BD, table_VD):
         scores_BV = decoder.logits({"embed": table_VD}, cfg, hidden_BD)
-        return sampling.draw(scores_BV, keys_B, positions_B, 0.9, GenerationConfig())[:2]
+        return sampling.draw(scores_BV, keys_B, positions_B, 0.9)[:2]
 
     @jax.jit
     def fused(hidden_BD, table_VD):

@@ -96,7 +96,7 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
 
     rows = prompts * generations
     make_generate = learner.make_generate
-    make_partial_sampler = overlap.make_partial_sampler
+    make_sampler = overlap.make_sampler
     requests_before = PartialSampler._requests
 
     def generate_of(cfg, generation, eos_ids, *others):
@@ -117,10 +117,10 @@ def force_lengths(prompts: int, generations: int, longest: int) -> None:
 
     def sampler_of(cfg, generation, eos_ids, *others):
         del eos_ids
-        return make_partial_sampler(cfg, generation, (), *others)
+        return make_sampler(cfg, generation, (), *others)
 
     learner.make_generate = generate_of
-    overlap.make_partial_sampler = sampler_of
+    overlap.make_sampler = sampler_of
     PartialSampler._requests = requests_of
 
 

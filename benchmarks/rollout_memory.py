@@ -41,7 +41,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import RULES, gathered_sharding, make_mesh
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import memory
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 CFG = Architecture(262_144, 26, 1152, 4, 1, 256, 6912)
@@ -110,7 +110,7 @@ def main() -> None:
         RolloutConfig(args.slots, args.chunk, cache=args.cache),
     )
     spec = SamplerSpec(CFG, generation, END_IDS, 0, dtype, args.chunk, args.cache == "int8")
-    programs = make_programs(spec)
+    programs = Programs(spec)
     made = programs.make_slots.lower(args.slots).compile().output_shardings
     slots = placed(jax.eval_shape(lambda: programs.make_slots(args.slots)), made)
     lowered = programs.decode.lower(slots, weight_shapes(dtype), jax.ShapeDtypeStruct((), jnp.float32))

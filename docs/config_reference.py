@@ -25,7 +25,6 @@ from tunix_lite.algorithms import (
     surrogates,
     weighting,
 )
-from tunix_lite.commands.chat import ChatConfig
 from tunix_lite.commands.check import Check
 from tunix_lite.commands.doctor import Doctor, DoctorOptions
 from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
@@ -33,11 +32,10 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.replay import Replay
-from tunix_lite.commands.report import Report
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.commands.watch import WatchOptions, WatchRun
+from tunix_lite.commands.watch import WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import attempts, guessing, open_env, text_arena, tools
+from tunix_lite.environments import attempts, guessing, open_env, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -65,10 +63,8 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.curriculum import CurriculumConfig
-from tunix_lite.tasks.puzzles import countdown, sorting
-from tunix_lite.tracking.mlflow import Mlflow
-from tunix_lite.tracking.trackio import Trackio
-from tunix_lite.tracking.wandb import Wandb
+from tunix_lite.tasks.puzzles import countdown
+from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
 
 PAGE = "config/reference"
@@ -108,15 +104,12 @@ GROUPS = (
     Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
-    Group("Source: sorting", "task.source.", sorting.Sorting, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
-    Group("Source: textarena", "task.source.", text_arena.TextArenaGames, None),
-    Group("Environment: textarena", "task.environment.", text_arena.TextArena, None),
     Group("Source: openenv", "task.source.", open_env.Episodes, None),
     Group("Environment: openenv", "task.environment.", open_env.OpenEnv, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
@@ -142,7 +135,6 @@ GROUPS = (
     Group("Conversations", "conversation.", ConversationConfig, lambda run: run.conversation),
     Group("Launch", "launch.", LaunchConfig, lambda run: run.launch),
     Group("The command generate", "", GenerateConfig, None),
-    Group("The command chat", "", ChatConfig, None),
     Group("The command serve", "", ServeConfig, None),
     Group("The command evaluate", "", EvaluateConfig, None),
     Group("The command evaluate: what is asked", "evaluate.", EvaluateTaskConfig, None),
@@ -150,9 +142,7 @@ GROUPS = (
     Group("The command plan", "", PlanConfig, None),
     Group("The command replay", "", Replay, None),
     Group("The command check", "", Check, None),
-    Group("The command report", "", Report, None),
     Group("The command watch", "", WatchRun, None),
-    Group("How the command watch looks", "watch.", WatchOptions, None),
     Group("The command doctor", "", Doctor, None),
     Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )

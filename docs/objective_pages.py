@@ -2,7 +2,7 @@
 
     python docs/objective_pages.py
 
-Formulas, settings and variants are read from the code that has them. What is written by hand stands
+Formulas and settings are read from the code that has them. What is written by hand stands
 in WORDS. tests/test_objective_pages.py compares the page with what this makes, so neither can
 change alone.
 """
@@ -17,7 +17,7 @@ import yaml
 
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import ratios, shaping, surrogates, weighting
-from tunix_lite.algorithms.objective import VARIANTS, function_of, settings_of
+from tunix_lite.algorithms.objective import function_of, settings_of
 from tunix_lite.settings.compose import compose, conf_dir
 
 PAGE = Path(__file__).parent / "references" / "objectives.md"
@@ -344,12 +344,6 @@ def _setting_line(name: str) -> str:
     return "Other than `grpo`: " + ", ".join(changed) + "." if changed else ""
 
 
-def _variant_line(name: str) -> str:
-    """The frameworks that `algorithm.variant` may name."""
-    offered = [f"`{by}`" for by, changes in VARIANTS.get(name, {}).items() if changes]
-    return f"Variants: {', '.join(offered)}." if offered else ""
-
-
 # ---- the page
 
 
@@ -377,7 +371,7 @@ def section(name: str) -> str:
         "$$\n" + _math(", \\quad ".join(tex)) + "\n$$",
         _wrapped(" ".join(legend)),
         "```bash\n" + "\n".join(map(_command, lines)) + "\n```",
-        _wrapped(f"{_setting_line(name)} {_variant_line(name)}"),
+        _wrapped(f"{_setting_line(name)}"),
     ]
     return "\n\n".join(filter(None, parts))
 

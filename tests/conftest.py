@@ -1,8 +1,8 @@
 """Four pretend devices for every test, a tiny model, and fixtures that compile once and are shared."""
 
-import copy
 import importlib.util
 import os
+import pickle
 import signal
 from importlib.metadata import version
 from pathlib import Path
@@ -37,11 +37,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from omegaconf import omegaconf
 
 from tunix_lite.learner.policy import make_policy
-from tunix_lite.models import decoder, weights
+from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig
 
 collect_ignore = [] if "TUNIX_LITE_TEST_DEVICES" in os.environ else ["eight_devices"]  # test_eight_devices.py runs them
@@ -57,11 +57,11 @@ def load_yaml(file, Loader):
     text = file.read()
     if text not in PARSED:
         file.seek(0)  # so that an error names the file
-        PARSED[text] = yaml.load(file, Loader=Loader)
-    return copy.deepcopy(PARSED[text])
+        PARSED[text] = pickle.dumps(yaml.load(file, Loader=Loader))
+    return pickle.loads(PARSED[text])
 
 
-PARSED: dict[str, object] = {}
+PARSED: dict[str, bytes] = {}
 omegaconf.yaml = SimpleNamespace(**vars(yaml) | {"load": load_yaml})
 
 
@@ -105,6 +105,17 @@ def random_params(cfg: Architecture, seed: int = 0, scale: float = 0.3):
     )
 
 
+def logits_of(params, cfg: Architecture, tokens, dtype=jnp.float32) -> np.ndarray:
+    """The logits [B, T, V] of rows that are full of tokens."""
+
+    @jax.jit
+    def run(params):
+        meta = attention.one_sequence_per_row(jnp.ones_like(tokens, bool))
+        return decoder.logits(params, cfg, decoder.forward(params, cfg, tokens, meta, dtype))
+
+    return np.asarray(run(params))
+
+
 @pytest.fixture(scope="session")
 def params(cfg):
     set_mesh(1, 1)
@@ -133,7 +144,7 @@ def decode_random(cfg: Architecture, dtype=jnp.float32, slots: int = 4, **how: b
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     last = cfg.vocab_size - 1
     spec = SamplerSpec(cfg, GenerationConfig(4, 8), (last,), 0, dtype, 3, interpret=how.get("fused", False), **how)
-    programs = make_programs(spec)
+    programs = Programs(spec)
     empty = programs.make_slots(slots)
 
     def at_home(x, like: jax.Array) -> jax.Array:

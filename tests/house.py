@@ -61,6 +61,11 @@ class Source:
     tokens: list[tokenize.TokenInfo]
 
     @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree."""
+        return list(ast.walk(self.tree))
+
+    @functools.cached_property
     def words(self) -> list[tokenize.TokenInfo]:
         """The tokens without comments and layout. A docstring is one token."""
         return [token for token in self.tokens if token.type not in LAYOUT]
@@ -68,7 +73,7 @@ class Source:
     @functools.cached_property
     def docstring_lines(self) -> set[int]:
         """The numbers of all lines of docstrings."""
-        found = [docstring(node) for node in ast.walk(self.tree) if isinstance(node, WITH_DOCSTRING)]
+        found = [docstring(node) for node in self.nodes if isinstance(node, WITH_DOCSTRING)]
         return {line for node in found if node for line in range(node.lineno, node.end_lineno + 1)}
 
     @functools.cached_property
@@ -126,7 +131,7 @@ def packed_assignments(sources: Iterable[Source]) -> tuple[list[str], int]:
     places = []
     total = 0
     for source in sources:
-        assigned = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
+        assigned = [node for node in source.nodes if isinstance(node, ast.Assign)]
         total += len(assigned)
         for node in assigned:
             targets = [type(target) for target in node.targets]
@@ -166,7 +171,7 @@ def unannotated_parameters(sources: Iterable[Source]) -> tuple[list[str], int]:
     places = []
     total = 0
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, FUNCTIONS) or node.name.startswith("_"):
                 continue
             given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
@@ -203,7 +208,7 @@ def long_functions(sources: Iterable[Source], limit: int = LONG_FUNCTION) -> lis
     return [
         (f"{source.path}:{node.lineno} {node.name}", num_lines(node))
         for source in sources
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, FUNCTIONS) and num_lines(node) > limit
     ]
 
@@ -243,6 +248,7 @@ def module_of(file: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def file_of(module: str, root: Path) -> Path | None:
     """The file of a module of this repository; None: it is of somebody else."""
     base = root.joinpath(*module.split("."))
@@ -253,7 +259,7 @@ def file_of(module: str, root: Path) -> Path | None:
 def imported_files(source: Source, root: Path) -> set[Path]:
     """The files of this repository that a file imports anywhere, inside of functions and for types too."""
     files = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             files |= {file_of(alias.name, root) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -308,10 +314,10 @@ def called_once(sources: Iterable[Source]) -> tuple[list[str], int]:
     for source in sources:
         named = Counter(
             node.id if isinstance(node, ast.Name) else node.attr
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, ast.Name | ast.Attribute)
         )
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, FUNCTIONS):
                 total += 1
                 is_private = node.name.startswith("_") and not node.name.startswith("__")
@@ -367,7 +373,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 def annotated(sources: Iterable[Source]) -> Iterator[tuple[Source, ast.AST, ast.arg]]:
     """Every annotated parameter, with its function and file."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, FUNCTIONS):
                 for one in node.args.posonlyargs + node.args.args + node.args.kwonlyargs:
                     if one.annotation is not None:
@@ -397,7 +403,7 @@ def empty_names(sources: Iterable[Source]) -> list[str]:
     """Where a name of EMPTY_WORDS is bound: assigned, a parameter, a loop's or a field's."""
     places = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             is_bound = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY_WORDS
             if is_bound or (isinstance(node, ast.arg) and node.arg in EMPTY_WORDS):
                 places.append(f"{source.path}:{node.lineno}")
@@ -413,7 +419,7 @@ def comments_that_say_why(sources: Iterable[Source]) -> tuple[int, int]:
         lines += len(source.code_lines)
         inside = {
             line
-            for node in ast.walk(source.tree)
+            for node in source.nodes
             if isinstance(node, FUNCTIONS)
             for line in range(node.lineno, node.end_lineno + 1)
         }
@@ -467,7 +473,7 @@ def traced(root: Path = ROOT) -> dict[str, int]:
         if room in APART or name.rpartition(".")[2].startswith("<") or "<locals>" in name:
             continue
         source = read(Path(file))
-        nodes = [node for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS) and first_line(node) == line]
+        nodes = [node for node in source.nodes if isinstance(node, FUNCTIONS) and first_line(node) == line]
         if nodes:
             span = range(nodes[0].lineno, nodes[0].end_lineno + 1)
             label = f"{Path(file).relative_to(root)} {name}"

@@ -21,8 +21,8 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.partial import make_partial_sampler
+from tunix_lite.rollout.generate import make_generate, make_sampler
+from tunix_lite.rollout.partial import PartialSampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
 from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
@@ -77,7 +77,7 @@ def draw() -> dict:
             session = session_of(rollout, Numbers())
             arguments = CFG, GENERATION, (1, 2, 3), 0
             if overlap == "carry":
-                sampler = make_partial_sampler(*arguments, rollout=rollout)
+                sampler = PartialSampler(make_sampler(*arguments, rollout=rollout))
                 kept = PartialRollouts(session, session.run, sampler, InFlight([], 0))
                 policy = Policy(None, None)
             else:

@@ -20,9 +20,6 @@ class ScriptedEngine:
     num_running = 0
     num_waiting = 0
     num_slots = 4
-    tokens_sampled = 0
-    prompt_tokens = 0
-    chunks = 0
     is_alive = True
     failure = None
 
@@ -35,7 +32,7 @@ class ScriptedEngine:
     def submit(self, sequences: list[LiveSequence]) -> None:
         for one in sequences:
             self.asked.append(one)
-            said = self.say(self.tokenizer.decode(one.prompt, skip_special=False))
+            said = self.say(self.tokenizer.decode(one.ids, skip_special=False))
             if said is None:
                 continue
             tokens = [*(self.tokenizer.encode(said) if isinstance(said, str) else said), self.tokenizer.eos_ids[-1]]

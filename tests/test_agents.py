@@ -6,8 +6,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from tunix_lite.agents.episodes import Episode, OpenEpisodes, TokenSequence, add
 from tunix_lite.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
-from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, correct, train_agent
+from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, train_agent
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models.source import BUNDLED
@@ -52,36 +50,36 @@ def sequences(*sampled: tuple) -> list[TokenSequence]:
     return found
 
 
-def test_a_conversation_is_one_sequence():
-    """Prompt 2 5, sampled 7 1; the answer of a user, 8 9; sampled 6 1."""
-    first = ((2, 5), (7, 1), (-0.1, -0.2))
-    second = ((2, 5, 7, 1, 8, 9), (6, 1), (-0.3, -0.4))
-    [found] = sequences(first, second)
-    assert found.tokens == [2, 5, 7, 1, 8, 9, 6, 1]
-    assert found.is_sampled == [False, False, True, True, False, False, True, True]
-    assert found.logprobs == [0, 0, -0.1, -0.2, 0, 0, -0.3, -0.4]
-    assert found.num_calls == 2
+FIRST = ((2, 5), (7, 1), (-0.1, -0.2))
 
 
-def test_a_prompt_that_differs_in_one_token_begins_a_sequence_of_its_own():
-    first = ((2, 5), (7, 1), (-0.1, -0.2))
-    other = ((2, 5, 7, 3, 8, 9), (6,), (-0.3,))
-    found = sequences(first, other)
-    assert [one.tokens for one in found] == [[2, 5, 7, 1], [2, 5, 7, 3, 8, 9, 6]]
-    assert [sum(one.is_sampled) for one in found] == [2, 1]
-
-
-def test_what_two_branches_share_is_learned_from_once():
-    """Two calls go on from the same first answer: the second one reads it and does not learn it again."""
-    first = ((2, 5), (7, 1), (-0.1, -0.2))
-    left = ((2, 5, 7, 1, 8), (6,), (-0.3,))
-    right = ((2, 5, 7, 1, 9), (4,), (-0.4,))
-    found = sequences(first, left, right)
-    assert [one.tokens for one in found] == [[2, 5, 7, 1, 8, 6], [2, 5, 7, 1, 9, 4]]
-    assert [one.is_sampled for one in found] == [[0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 1]]
-    # Choices of one call are sequences, and a prompt goes on with the one that it repeats.
-    found = sequences(first, ((2, 5), (6, 1), (-0.5, -0.6)), ((2, 5, 6, 1, 8), (3,), (-0.7,)))
-    assert [one.tokens for one in found] == [[2, 5, 7, 1], [2, 5, 6, 1, 8, 3]]
+@pytest.mark.parametrize(
+    "calls, tokens, sampled",
+    [
+        # the answer of a user, 8 9, and a second turn
+        ([((2, 5, 7, 1, 8, 9), (6, 1), (-0.3, -0.4))], ["2 5 7 1 8 9 6 1"], ["00110011"]),
+        # a prompt that differs in one token begins a sequence of its own
+        ([((2, 5, 7, 3, 8, 9), (6,), (-0.3,))], ["2 5 7 1", "2 5 7 3 8 9 6"], ["0011", "0000001"]),
+        # two calls go on from one answer: the second reads it, and does not learn it again
+        (
+            [((2, 5, 7, 1, 8), (6,), (-0.3,)), ((2, 5, 7, 1, 9), (4,), (-0.4,))],
+            ["2 5 7 1 8 6", "2 5 7 1 9 4"],
+            ["001101", "000001"],
+        ),
+        # choices of one call are sequences, and a prompt goes on with the one that it repeats
+        (
+            [((2, 5), (6, 1), (-0.5, -0.6)), ((2, 5, 6, 1, 8), (3,), (-0.7,))],
+            ["2 5 7 1", "2 5 6 1 8 3"],
+            ["0011", "001101"],
+        ),
+    ],
+)
+def test_calls_become_sequences_that_are_learned_from_once(calls, tokens, sampled):
+    found = sequences(FIRST, *calls)
+    assert [" ".join(map(str, one.tokens)) for one in found] == tokens
+    assert ["".join(str(int(x)) for x in one.is_sampled) for one in found] == sampled
+    assert found[0].logprobs[:4] == [0, 0, -0.1, -0.2]
+    assert sum(one.num_calls for one in found) == 1 + len(calls)
 
 
 def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
@@ -170,14 +168,9 @@ def test_a_failed_episode_counts_as_on_error_says(on_error, mean):
     "setting, message",
     [
         ("algorithm=dpo", "agents learn by GRPO"),
-        ("algorithm.kl_coef=0.1", "kl_coef above 0"),
-        ("algorithm.old_logprobs=rescored", "old_logprobs=rescored"),
         ("algorithm.mask_truncated=true", "mask_truncated=true"),
         ("generation.temperature=0", "all episodes of a group would be the same"),
         ("rollout.overlap=carry", "rollout.overlap=carry: agents do not follow it"),
-        ("training.packing=prefix", "training.packing=prefix: agents do not follow it"),
-        ("training.micro_batch_size=4", "training.micro_batch_size: agents do not follow it"),
-        ("training.gradient_accumulation_steps=2", "gradient_accumulation_steps: agents do not follow it"),
         ("task=guessing", "task.environment: agents do not follow it"),
     ],
 )
@@ -253,26 +246,10 @@ def test_streams_and_texts_are_recorded_too(work, tokenizer):
     assert [one.num_calls for one in found.episodes[0].sequences] == [1, 1, 2]
 
 
-def post_reward(client, body: bytes, path: str = "reward") -> int:
-    url = str(client.base_url).replace("/v1/", f"/{path}")
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    try:
-        return urllib.request.urlopen(request, timeout=10).status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def test_a_reward_may_come_by_http(work):
-    seen = []
-
-    def agent(client, example):
-        say_hi(client)
-        seen.extend(post_reward(client, body) for body in (b'{"reward": "x"}', b'{"reward": 1e19}', b"what"))
-        seen.append(post_reward(client, b'{"reward": 0.25}'))
-
-    found = work(agent)
-    assert found.ended[0].reward == 0.25
-    assert seen == [400, 400, 400, 200]
+def test_a_text_is_graded_by_the_task(work):
+    reward = rewards_of(compose(["task=arithmetic"]).task)
+    found = work(lambda client, example: say_hi(client), reward=lambda text, example: reward(text, {"answer": "7"}))
+    assert found.ended[0].reward == 1.0
 
 
 def test_the_key_may_name_the_episode(work):
@@ -323,7 +300,7 @@ def test_failures_are_named_and_harm_no_other_episode(work):
     assert failures[0][0] == "error" and "KeyError" in failures[0][1] and "test_agents.py, line" in failures[0][1]
     assert failures[1] == ("timeout", "the agent took more than 1 s")
     assert failures[2][0] == "no_reward" and "{'reward': 1}" in failures[2][1]
-    assert failures[3][0] == "no_reward" and "/episodes/ID/reward" in failures[3][1]
+    assert failures[3][0] == "no_reward" and "returned None" in failures[3][1]
     assert failures[4][0] == "no_reward" and "no reward for texts" in failures[4][1]
     assert failures[5] == ("", "") and found.ended[5].reward == 1.0
     # What an agent asks for after its time is refused, and not recorded.
@@ -376,12 +353,7 @@ def two_turns(client, example):
 
 SMALL = [*TINY, ONE, "training.prompts_per_step=2", "algorithm.num_generations=2", "rollout.num_slots=4"]
 SMALL += ["generation.max_prompt_length=48", "generation.max_new_tokens=8", "rollout.chunk=4", "training.max_steps=3"]
-SMALL += [
-    "evaluation.num_examples=2",
-    "evaluation.num_samples=2",
-    "tracking.report=false",
-    "tracking.tensorboard=false",
-]
+SMALL += ["evaluation.num_examples=2", "evaluation.num_samples=2", "tracking.report=false"]
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -478,10 +450,3 @@ def test_the_example_learns(tmp_path):
     assert before["eval/failed"] == after["eval/failed"] == 0
     assert after["eval/reward"] > before["eval/reward"] + 0.2, (before, after)
     assert all(row["episodes/sequences"] < 1.1 and row["train/sampler_gap_max"] < 1e-3 for row in rows)
-
-
-def test_a_text_is_graded_by_the_task(work):
-    reward = rewards_of(compose(["task=arithmetic"]).task)
-    found = work(lambda client, example: say_hi(client), reward=lambda text, example: reward(text, {"answer": "7"}))
-    assert found.ended[0].reward == 1.0 == float(correct("The answer is 7.", {"answer": "7"}))
-    assert json.dumps(found.ended[0].reward)

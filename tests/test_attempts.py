@@ -45,10 +45,7 @@ def test_a_score_that_fails_ends_its_conversation_alone():
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [
-        ("attempts=0", "attempts=0 must be at least 1"),
-        ("later=1.5", "later=1.5 must be from 0 to 1"),
-    ],
+    [("attempts=0", "attempts=0 must be at least 1"), ("later=1.5", "later=1.5 must be from 0 to 1")],
 )
 def test_settings_of_attempts_that_cannot_be_meant_are_refused(setting, message):
     with pytest.raises(ConfigError) as caught:

@@ -213,16 +213,11 @@ def test_splash_attends_where_tp_does_not_divide_the_key_heads(queries, keys, tp
 # ---- cudnn, with a kernel of the tests in its place
 
 
-HEADS = [
-    (4, 1, 2),
-    (4, 2, 4),
-    (4, 4, 2),
-    (12, 6, 4),
-]  # of queries, of keys, and tp; in the last, neither of 6 and 4 divides the other
+# of queries, of keys, and tp; in the last, neither of 6 and 4 divides the other
+HEADS = [(4, 1, 2, False), (4, 2, 4, False), (4, 1, 2, True), (12, 6, 4, True)]
 
 
-@pytest.mark.parametrize("queries, keys, tp", HEADS)
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "shards_apart"])
+@pytest.mark.parametrize("queries, keys, tp, apart", HEADS)
 def test_cudnn_attends_as_xla_does_whatever_tp_divides(queries, keys, tp, apart, monkeypatch):
     """Values and gradients; apart: under the vmap over shards that training.sync_gradients_every makes."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", strict_kernel.dot_product_attention)

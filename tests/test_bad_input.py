@@ -6,10 +6,6 @@ from forked import called
 MISTAKES = {
     "a misspelt key": (["training.micro_batchsize=4"], "did you mean 'training.micro_batch_size'?"),
     "a mesh that does not fit": (["model.mesh_shape=[[8,2],[fsdp,tp]]"], "needs 16 devices, but jax sees 4; 'model.mesh_shape=[[2,2],"),
-    "tp that does not divide": (["model=random", "model.architecture.num_heads=3", "model.mesh_shape=[[1,4],[fsdp,tp]]"],
-                                "heads=3 is not a multiple of the mesh's tp=4; tp could be 1, 3"),
-    "a batch that contradicts itself": (["training.micro_batch_size=5"], "prompts_per_step=16 x num_generations=8 = 128"),
-    "a missing folder": (["model.weights=no/such/folder"], "model.weights: no/such/folder is not a folder"),
     "a prompt that is too long": (["generation.max_prompt_length=8"], "raise it to at least"),
     "a mistake in a sweep": (["--multirun", "seed=0,1", "training.max_stepz=3"], "did you mean 'training.max_steps'?"),
     "a reward that lacks a setting": (["task.rewards.correct.fn._target_=tunix_lite.rewards.text.contains"],

@@ -74,11 +74,8 @@ def test_a_batch_plan_satisfies_its_identity_and_what_was_asked(prompts, micro, 
 
 
 def test_a_micro_batch_has_2048_tokens_where_nobody_says_or_one_row_that_is_longer():
-    for new, rows_per_part in (
-        (48, 22),
-        (2048 - 32, 1),
-        (2048, 1),
-    ):  # 80 tokens (of 25, as 128 take 6 parts), 2048, 2080
+    # 80 tokens (of 25, as 128 take 6 parts), 2048, 2080
+    for new, rows_per_part in ((48, 22), (2048 - 32, 1), (2048, 1)):
         run = compose(["training.packing=sequences", f"generation.max_new_tokens={new}"])
         rows = plan_rows(run, plan_batch(run, 1))
         assert (rows.width, rows.rows_per_part) == (32 + new, rows_per_part)
@@ -93,13 +90,8 @@ def test_a_micro_batch_has_2048_tokens_where_nobody_says_or_one_row_that_is_long
         ([], 1, 8, 6, 3),
         ([], 32, 4, 1, 1),  # 16 rows would leave half of the shards without any
         (["training.micro_batch_tokens=100"], 1, 1, 128, 1),  # no room for two
-        (
-            ["training.micro_batch_tokens=95", "generation.max_new_tokens=63"],
-            1,
-            1,
-            128,
-            1,
-        ),  # rows are even, and 96 wide
+        # rows are even, and 96 wide
+        (["training.micro_batch_tokens=95", "generation.max_new_tokens=63"], 1, 1, 128, 1),
         (["training.micro_batch_tokens=320"], 4, 4, 8, 1),  # 288 tokens
         (["generation.max_new_tokens=1024"], 1, 4, 32, 1),  # four at least, whatever a micro-batch has
         (["training.sync_gradients_every=4"], 1, 8, 8, 2),  # no more in a micro-batch than four at a time need

@@ -1,7 +1,6 @@
 """`tunix-lite check`: what is in order, what must be mended and how, and that nothing waits for ever."""
 
 import importlib
-import io
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 
 from tunix_lite.commands import check
 from tunix_lite.commands.checks import devices, machine
-from tunix_lite.commands.checks.lines import CheckLine, look_within
+from tunix_lite.commands.checks.machine import CheckLine
 from tunix_lite.distributed.process_place import LaunchConfig
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +29,9 @@ esac
 def smi(tmp_path, monkeypatch):
     """Writes an nvidia-smi of two GPUs, and puts it first on the PATH."""
 
-    def write(text=None, driver="570.86.15", used=4):
+    def write(used=4):
         file = tmp_path / "nvidia-smi"
-        file.write_text(text or SMI.format(driver=driver, used=used))
+        file.write_text(SMI.format(driver="570.86.15", used=used))
         file.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -46,7 +45,6 @@ def test_the_commands_of_the_page_run_and_four_pretend_devices_sum():
     by_name = {line["name"]: line for line in found["lines"]}
     assert done.returncode == 0 and found["ok"], found
     assert found["facts"]["devices"] == 4 and "right over 4 devices" in by_name["all-reduce"]["text"]
-    assert by_name["mesh"]["text"].startswith("4 fsdp x 1 tp") and by_name["configuration"]["state"] == "ok"
     page = (ROOT / "docs/guide/check.md").read_text()
     assert all(f"`{name}`" in page for name in by_name), "the page has a row for every line"
 
@@ -56,7 +54,7 @@ def test_a_sum_that_is_wrong_is_seen(monkeypatch):
     assert jax.config.jax_enable_compilation_cache
     assert devices.reduce_over(jax.devices(), 4096)[1] is None
     assert not jax.config.jax_enable_compilation_cache, "a program of four devices is not read from disk"
-    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: right(x, axis) + 1)
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axis_name: right(x, axis_name) + 1)
     assert devices.reduce_over(jax.devices(), 4096)[1] == 4 * 5 / 2 + 1
 
 
@@ -68,8 +66,7 @@ def run_probe(tmp_path, monkeypatch, body: str, timeout: float) -> list[CheckLin
     monkeypatch.delitem(sys.modules, "spoilt_probe", raising=False)
     monkeypatch.setattr(devices, "Probe", importlib.import_module("spoilt_probe").Probe)
     shown = []
-    environment = devices.probe_environment(None, os.environ)
-    devices.look_at_devices(LaunchConfig(), tmp_path, timeout, environment, shown.append)
+    devices.look_at_devices(LaunchConfig(), tmp_path, timeout, None, shown.append)
     return shown
 
 
@@ -96,87 +93,33 @@ def test_a_peer_or_a_device_that_hangs_is_a_line_after_the_time_out(tmp_path, mo
 
 def test_a_probe_that_a_library_ends_is_a_line_with_its_last_words(tmp_path, monkeypatch):
     shown = run_probe(tmp_path, monkeypatch, "print('boom \\x1b[2J', file=sys.stderr); os.abort()", timeout=30)
-    assert "ended with signal SIGABRT; its last words: boom" in shown[0].text
-    stream = io.StringIO()
-    shown[0].print_to(stream)
-    assert "\x1b" not in stream.getvalue() and "→ " in stream.getvalue()
-
-
-def test_a_folder_that_never_answers_is_a_line():
-    (line,) = look_within(0.1, "disk", lambda: time.sleep(60))
-    assert line.state == "fails" and "no answer" in line.text
-    (line,) = look_within(5, "disk", lambda: 1 / 0)
-    assert line.state == "fails" and "ZeroDivisionError" in line.text
+    assert "SIGABRT; its last words: boom" in shown[0].text
+    assert "\x1b" not in str(shown[0]) and "\n                   -> NCCL_DEBUG=INFO" in str(shown[0])
 
 
 # ---- GPUs, by an nvidia-smi of ours
 
 
-def test_gpus_and_their_driver_are_read(smi):
+def test_gpus_their_driver_and_what_others_use_are_read(smi):
     smi()
-    found, error = machine.nvidia_gpus()
-    assert error is None and len(found) == 2
-    assert machine.driver_line(found, error, 12).text == "NVIDIA 570.86.15; 2 x NVIDIA H100 80GB HBM3"
-    assert machine.gpu_memory_lines(found, {})[0].state == "ok"
-
-
-def test_a_gpu_that_others_use_is_named_with_the_free_ones(smi):
+    num_gpus, (driver, memory) = machine.gpu_lines({})
+    assert num_gpus == 2 and driver.text == "NVIDIA 570.86.15; 2 x NVIDIA H100 80GB HBM3" and memory.state == "ok"
     smi(used=40000)
-    found, _ = machine.nvidia_gpus()
-    (line,) = machine.gpu_memory_lines(found, {})
+    line = machine.gpu_lines({})[1][1]
     assert (line.state, line.text) == ("warns", "others use GPU 1: 39.1 of 79.6 GiB")
     assert line.fix == "CUDA_VISIBLE_DEVICES=0"
-    assert machine.gpu_memory_lines(found, {"CUDA_VISIBLE_DEVICES": "0"})[0].state == "ok"
+    assert machine.gpu_lines({"CUDA_VISIBLE_DEVICES": "0"})[1][1].state == "ok"
 
 
-@pytest.mark.parametrize(("driver", "cuda", "state"), [("570.86.15", 13, "fails"), ("470.1", 12, "fails"),
-                                                       ("525.60.13", 12, "ok"), ("580.65.06", 13, "ok")])  # fmt: skip
-def test_a_driver_must_be_new_enough_for_the_cuda_of_the_plugin(driver, cuda, state, smi):
-    smi(driver=driver)
-    assert machine.driver_line(*machine.nvidia_gpus(), cuda).state == state
+# ---- launchers
 
 
-# ---- packages, disk, hub, settings, launchers
-
-
-def test_the_token_is_never_shown(tmp_path):
-    environ = {"HF_TOKEN": "hf_secret", "HF_HOME": str(tmp_path)}
-    line = machine.token_line("google/gemma-3-1b-it", environ)
-    assert line.state == "ok" and "secret" not in str(line)
-    none = machine.token_line("google/gemma-3-1b-it", {"HF_HOME": str(tmp_path)})
-    assert (none.state, none.fix) == ("warns", "hf auth login")
-    assert machine.token_line(None, {"HF_HOME": str(tmp_path)}).state == "ok"
-
-
-def test_a_disk_that_is_full_or_read_only_is_named_with_another_folder(tmp_path, monkeypatch):
-    assert "GiB free" in machine.disk_line(tmp_path / "outputs").text and not (tmp_path / "outputs").exists()
-    monkeypatch.setattr(machine, "DISK_FAILS", 10**9)
-    assert machine.disk_line(tmp_path).fix.startswith("hydra.run.dir=")
-
-    def refuse(**_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", refuse)
-    assert "cannot be written (Permission denied)" in machine.disk_line(tmp_path).text
-
-
-@pytest.mark.parametrize(("words", "lines"), [
-    (["trainin.max_steps=1"], {"configuration": "did you mean 'training.max_steps'"}),
-    (["model.mesh_shape=[[8,1],[fsdp,tp]]"], {"configuration": "composes", "mesh": "needs 8 devices"}),
-    (["model=gemma3_27b"], {"plan": "does not fit", "hub": "google/gemma-3-27b-it"}),
-    (["launch.coordinator=nowhere:1"], {"launch": "launch.num_processes is missing"}),
-])  # fmt: skip
-def test_wrong_settings_are_a_line_among_the_others(words, lines, monkeypatch, capsys):
-    facts = {"platform": "cpu", "kind": "cpu", "devices": 4, "memory_bytes": 2**33}
-    monkeypatch.setattr(check, "look_at_devices", lambda *rest: facts)
-    monkeypatch.setattr(check, "leave", sys.exit)
-    monkeypatch.setattr(sys, "argv", ["tunix-lite check", "--json", *words])
+def test_a_launch_that_cannot_be_is_a_line_of_the_json(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tunix-lite check", "json=true", "launch.coordinator=nowhere:1"])
     with pytest.raises(SystemExit) as end:
         check.main()
-    found = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
-    assert end.value.code == 1
-    for name, text in lines.items():
-        assert text in found[name]["text"], found[name]
+    (line,) = json.loads(capsys.readouterr().out)["lines"]
+    assert end.value.code == 1 and "launch.num_processes is missing" in line["text"]
 
 
 @pytest.mark.wide
@@ -185,4 +128,4 @@ def test_processes_under_the_launcher_meet_and_each_reports():
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "process       1 on" in done.stdout and "right over 4 devices" in done.stdout
-    assert done.stdout.count("✔ python ") == 1
+    assert done.stdout.count("ok   python ") == 1

@@ -112,13 +112,8 @@ def test_how_many_updates_were_skipped_is_kept(tmp_path):
         checkpoints.skipped_in_a_row(3)
 
 
-def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_last_line_of_a_run_names_the_command_that_talks_to_it(tmp_path):
     assert train.next_command(tmp_path / "empty") == ""
     (tmp_path / "my run").mkdir()
     saved(tmp_path / "my run" / "checkpoints", 1)
-    assert train.next_command(tmp_path / "my run") == "talk to it: tunix-lite chat 'my run'\n"
-    monkeypatch.chdir("/")
-    assert (
-        train.next_command(tmp_path / "my run") == f"talk to it: tunix-lite chat '{tmp_path.relative_to('/')}/my run'\n"
-    )
+    assert train.next_command(tmp_path / "my run") == f"talk to it: tunix-lite generate '{tmp_path}/my run'\n"

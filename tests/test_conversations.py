@@ -10,7 +10,6 @@ import pytest
 from conftest import EOS, PROMPT, ragged_prompts, random_params, set_mesh
 from test_rollout import Letters
 
-from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
@@ -18,7 +17,6 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.rollout import sampling
-from tunix_lite.rollout.conversations import Patience
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, TurnReply
@@ -93,7 +91,7 @@ def naive(cfg, params, prompt, key, row, partner):
             meta = attention.one_sequence_per_row(np.arange(width)[None] < len(tokens))
             hidden = forward(params, cfg, fixed, meta)[:, len(tokens) - 1]
             logits = decoder.logits(params, cfg, hidden)
-            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0, GenerationConfig())
+            drawn, _, _ = sampling.draw(logits, key[None], np.array([num_sampled]), 1.0)
             turn.append(int(drawn[0]))
             tokens.append(turn[-1])
             turn_of.append(turns + 1)
@@ -127,7 +125,7 @@ def expected(cfg, params):
     set_mesh(1, 1)
     partner = Numbers()
     prompts = ragged_prompts(4)
-    keys = sampling.row_keys(jax.random.key(5), jnp.arange(8) // G, jnp.arange(8) % G)
+    keys = sampling.row_keys(jnp.broadcast_to(jax.random.key(5), 8), jnp.arange(8) // G, jnp.arange(8) % G)
     return [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
 
 
@@ -149,29 +147,25 @@ def test_a_conversation_equals_one_that_reads_everything_again_for_every_token(e
     "settings",
     [
         pytest.param(dict(num_slots=1, waiting="hold", delay=2), marks=WIDE),
-        dict(num_slots=2, waiting="park", delay=3),
-        pytest.param(dict(num_slots=4, waiting="park", delay=1), marks=WIDE),
+        pytest.param(dict(num_slots=2, waiting="park", delay=3), marks=WIDE),
+        dict(num_slots=4, waiting="park", delay=3),
         pytest.param(dict(num_slots=16, waiting="auto", delay=0), marks=WIDE),
     ],
     ids=str,
 )
-def test_slots_parking_and_the_clock_change_nothing(cfg, params, expected, settings):
+def test_slots_offloading_and_the_clock_change_nothing(cfg, params, talked, expected, settings):
     settings, alone = dict(settings), {}
 
     partner = Numbers(delay=settings.pop("delay"))
     rollout = converse(cfg, params, partner, on_chunk=lambda _, ended: alone.update(ended), **settings)
     assert rows_of(rollout) == expected
+    if settings["num_slots"] == 4:
+        # Nor does the slot or the clock change a bit.
+        assert rollout.metrics["perf/decode_steps"] != talked[0].metrics["perf/decode_steps"]
+        np.testing.assert_array_equal(rollout.logprobs, talked[0].logprobs)
     # Each conversation is handed over alone when it has ended, as it is in the whole.
     assert [rows_of(alone[row])[0] for row in range(len(expected))] == expected
     assert (rollout.metrics["perf/slots_parked"] > 0) == (settings["waiting"] == "park")
-
-
-def test_the_clock_changes_no_bit(cfg, params, talked):
-    """Nor does the slot that a conversation is in: log-probabilities repeat exactly."""
-    late = converse(cfg, params, Numbers(delay=3), num_slots=4, waiting="park")
-    assert late.metrics["perf/decode_steps"] != talked[0].metrics["perf/decode_steps"]
-    np.testing.assert_array_equal(late.tokens, talked[0].tokens)
-    np.testing.assert_array_equal(late.logprobs, talked[0].logprobs)
 
 
 @pytest.mark.wide
@@ -208,7 +202,7 @@ def test_sampler_and_trainer_agree_over_whole_conversations(cfg, params, talked)
     assert (rollout.logprobs[~rollout.completion_mask] == 0).all()
 
 
-@pytest.mark.parametrize("packing", ["none", "sequences", pytest.param("prefix", marks=WIDE)])
+@pytest.mark.parametrize("packing", ["none", pytest.param("sequences", marks=WIDE), pytest.param("prefix", marks=WIDE)])
 def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     """Holes in the middle of a completion: scores of rows come back to the sampled tokens, and to no others."""
     rollout = talked[0]
@@ -222,23 +216,6 @@ def test_answers_have_no_gradient_and_no_scores(cfg, params, talked, packing):
     want = np.where(rollout.completion_mask, rollout.full_logprobs, 0)
     np.testing.assert_allclose(scores, want, atol=1e-4)
     assert (scores != 0).sum() == rollout.completion_mask.sum()
-
-
-def test_answers_are_waited_for_where_that_costs_less_than_a_chunk():
-    """Worked by hand: half a chunk, times the share of slots that wait; nothing for a while where it was in vain."""
-    patience = Patience()
-    assert patience.seconds(3, 4) == 0.0, "no chunk was decoded yet"
-    patience.chunk_seconds = 0.01
-    assert patience.seconds(3, 4) == pytest.approx(0.00375)
-    assert patience.seconds(0, 4) == patience.seconds(0, 0) == 0.0
-    waits = []
-    for _ in range(13):
-        waits.append(patience.seconds(4, 4) > 0)
-        patience.note(patience.seconds(4, 4), all_came=False)
-    assert [i for i, waited in enumerate(waits) if waited] == [0, 2, 6]
-    patience.left = 0
-    patience.note(0.005, all_came=True)
-    assert patience.seconds(4, 4) == 0.005
 
 
 def test_an_environment_that_fails_ends_its_conversation_alone(cfg, params, expected):
@@ -325,28 +302,10 @@ def test_every_family_holds_conversations_as_if_it_read_everything_again(family)
     params = random_params(cfg, seed=1)
     partner = Numbers()
     prompts = ragged_prompts(4)
-    keys = sampling.row_keys(jax.random.key(5), jnp.arange(8) // G, jnp.arange(8) % G)
+    keys = sampling.row_keys(jnp.broadcast_to(jax.random.key(5), 8), jnp.arange(8) // G, jnp.arange(8) % G)
     want = [naive(cfg, params, prompts[row // G], keys[row], row, partner) for row in range(8)]
     rollout = converse(cfg, params, Numbers(delay=2), waiting="park", num_slots=4)
     assert rows_of(rollout) == want
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
     gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
     assert gap.max() < 1e-4
-
-
-@pytest.mark.wide
-def test_no_gradient_comes_from_answers(cfg, params, talked):
-    """The gradient of the loss by the logits of every position: other values at answers' tokens change nothing."""
-    rollout = talked[0]
-    weights = per_token(rollout.completion_mask)
-    assert (weights[~rollout.completion_mask] == 0).all()
-    policy = make_policy(cfg, None, 1.0)
-
-    def gradient(old_logprobs):
-        batch = Batch(rollout.tokens, rollout.token_mask, weights, np.ones_like(weights), old_logprobs)
-        rows, _ = RowLayout(num_scored=NEW).lay_out(batch)
-        return jax.grad(lambda params: GRPO().loss(policy.scores(params, rows), rows)[0])(params)
-
-    noise = np.where(rollout.completion_mask, rollout.full_logprobs, -5.0).astype(np.float32)
-    for ours, theirs in zip(jax.tree.leaves(gradient(rollout.full_logprobs)), jax.tree.leaves(gradient(noise))):
-        np.testing.assert_array_equal(ours, theirs)

@@ -24,8 +24,8 @@ def test_what_a_turn_is_worth():
 def test_all_turns_of_a_group_are_compared():
     """Group 1: turns worth 1, 3 and 2, mean 2. Group 2: one conversation is dropped, one turn is left."""
     rewards = [[1.0, 3.0], [2.0], [5.0], [7.0, 7.0]]
-    kept = np.array([True, True, True, False])
-    found = turn_advantages(centre, TurnCredit("turn"), rewards, 2, kept)
+    kept = np.array([[True, True], [True, False]])
+    found = turn_advantages(centre, TurnCredit("turn"), rewards, kept)
     assert [one.tolist() for one in found] == [[-1, 1], [0], [0], [0, 0]]
 
 
@@ -34,7 +34,7 @@ def test_advantages_of_completions_cannot_compare_turns():
         return rewards_PG
 
     with pytest.raises(ValueError, match="conversation.credit=end"):
-        turn_advantages(with_lengths, TurnCredit("turn"), [[1.0]], 1, np.array([True]))
+        turn_advantages(with_lengths, TurnCredit("turn"), [[1.0]], np.array([[True]]))
 
 
 def two_conversations(credit: str, on_limit: str = "keep", discount: float = 1.0) -> Groups:

@@ -104,10 +104,7 @@ def flipped(run: RunDir, name: str, of: int = LAST) -> None:
 FORCE = r"\. Put the file back from a copy; or resume\.force=true goes on with the steps that can be read"
 REFUSED = {  # what was done: (the damage, what is said)
     "[1]": (with_line(4, "[1]"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
-    "5": (with_line(4, "5"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
-    "{}": (with_line(4, "{}"), rf"line 4 of .*metrics.jsonl is not the metrics of a step{FORCE}"),
     "a step that is a text": (with_line(4, '{"step": "x"}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
-    "a step that is null": (with_line(4, '{"step": null}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
     "no UTF-8": (with_line(4, b'{"step": 3, "a": "\xff\xfe"}'), rf"line 4 of .* is not the metrics of a step{FORCE}"),
     "nested": (with_line(4, BRACKETS), rf"line 4 of .* is not the metrics of a step{FORCE}"),
     "NULs": (with_line(4, "\0" * 99), rf"line 4 of .* is not the metrics of a step{FORCE}"),
@@ -123,15 +120,13 @@ REFUSED = {  # what was done: (the damage, what is said)
     ),
     "empty": (lambda run: os.truncate(run.metrics, 0), rf"metrics.jsonl holds no step, and .* of step 8{FORCE}"),
     "gone": (lambda run: run.metrics.unlink(), rf"metrics.jsonl is not there, and the newest .* of step 8{FORCE}"),
-    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is a folder, and .*: move it away"),
-    "status is a folder": (folder_for("status.json"), "status.json is a folder, and .*: move it away"),
+    "metrics is a folder": (folder_for("metrics.jsonl"), "metrics.jsonl is no file, and .*: move it away"),
     "fingerprint is a folder": (
         folder_for("fingerprint.json"),
-        "fingerprint.json is a folder, .*: move it away",
+        "fingerprint.json is no file, .*: move it away",
     ),
-    "log is a folder": (folder_for("train.log"), "train.log is a folder, and .*: move it away"),
-    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is a file, and .*: move it away"),
-    "checkpoints is a file": (checkpoints_as_file, "checkpoints is a file, and .*: move it away"),
+    "samples is a file": (lambda run: (run.path / "samples").touch(), "samples is no folder, and .*: move it away"),
+    "checkpoints is a file": (checkpoints_as_file, "checkpoints is no folder, and .*: move it away"),
     "fingerprint nested": (
         lambda run: run.fingerprint.write_text(BRACKETS),
         r"fingerprint.json is nested too deep: .*, so .* is not known; resume.force=true goes on",
@@ -143,10 +138,6 @@ REFUSED = {  # what was done: (the damage, what is said)
     "99 is an empty folder": (
         lambda run: (run.checkpoints / "99").mkdir(),
         r"step 99 cannot be read \(its folder is empty\); remove .*/checkpoints/99 to go on from step 8$",
-    ),
-    "99 is a file": (
-        lambda run: (run.checkpoints / "99").touch(),
-        r"step 99 cannot be read \(it is a file and not a folder\); remove .*/checkpoints/99 to go on from step 8$",
     ),
     "a file of a checkpoint is cut": (
         lambda run: os.truncate(run.checkpoints / "8" / "default" / "_sharding", 99),
@@ -168,10 +159,7 @@ def test_a_run_does_not_go_on_from_a_damaged_folder_and_leaves_it_as_it_is(case,
 
 STATUS = {  # what stands in status.json: what is said of it
     '{"eval": null}': "status.json cannot be read at eval: seconds are counted from now",
-    '{"eval": []}': "status.json cannot be read at eval: seconds are counted from now",
-    '{"eval": {"first": "x"}}': "status.json cannot be read at eval: seconds are counted from now",
     '{"eval": {"first": {"accuracy": "x"}, "last": {"accuracy": 1}}}': "status.json cannot be read at eval",
-    '{"seconds": "x"}': "status.json cannot be read at seconds",
     '{"seconds": NaN, "began_from": "x"}': "status.json cannot be read at seconds, began_from",
     "[]": "status.json does not hold an object: seconds are counted from now",
     "": "status.json is not JSON (Expecting value: line 1 column 1 (char 0)): seconds are counted from now",

@@ -14,7 +14,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.cache import KV
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 6, "num_kv_heads": 2, "head_dim": 32}
@@ -38,7 +38,7 @@ def decoded(cfg: Architecture, fused: bool, lengths: list[int]) -> tuple:
 
     params = jax.tree.map(lambda w: put(normal(w), *w.axes), decoder.weights(cfg), is_leaf=weights.is_weight)
     spec = SamplerSpec(cfg, GenerationConfig(6, 64), (99,), 0, jnp.float32, 2, fused=fused, interpret=fused)
-    programs = make_programs(spec)
+    programs = Programs(spec)
     slots = programs.make_slots(len(lengths))
 
     def filled(x: jax.Array) -> jax.Array:

@@ -233,11 +233,9 @@ def os_error(number: int, *file) -> OSError:
     [
         (os_error(errno.ENOSPC), "the disk is full: RUN"),
         (os_error(errno.EDQUOT, "RUN/status.json.tmp"), "the disk quota is used up: RUN/status.json.tmp"),
-        (os_error(errno.EROFS, "/elsewhere/x"), "the disk is read-only: /elsewhere/x"),
         (os_error(errno.EACCES, "RUN/samples"), "there is no permission to write: RUN/samples"),
         (os_error(errno.ESTALE, "RUN"), "the folder is gone or cannot be reached: RUN"),
         (os_error(errno.EACCES, "/elsewhere/data.jsonl"), None),
-        (os_error(errno.ECONNREFUSED), None),
         (ValueError("the disk is full"), None),
     ],
 )

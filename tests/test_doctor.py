@@ -84,12 +84,6 @@ def test_a_run_without_metrics_shows_nothing():
     assert names(Evidence(Path("run"), {}, [], [], {}, {}, {})) == []
 
 
-def test_a_learning_rate_that_fell_to_zero_early_is_told_from_one_that_ends_there():
-    assert names(evidence(train_learning_rate=[1.0] * 9 + [0.0])) == []
-    assert names(evidence(train_learning_rate=[1.0] * 7 + [0.0] * 3)) == ["schedule_over"]
-    assert names(evidence(train_learning_rate=[0.0])) == ["learning_rate_zero"]
-
-
 def test_the_gap_of_the_first_step_and_one_that_grows_are_two_faults():
     assert names(evidence(train_sampler_gap=[3e-7] * 10)) == []
     assert names(evidence(train_sampler_gap=[0.8])) == ["sampler_gap"]
@@ -121,61 +115,14 @@ def test_advantages_that_do_not_follow_the_rewards_of_their_group():
     assert names(evidence({1: mixed})) == ["groups_mixed"]
 
 
-def test_a_reward_of_the_prompt_alone_is_told_from_groups_that_agree():
-    def row(number, reward, correct):
-        return {"prompt": f"{number}", "completion": "x", "reward": reward, "correct": correct, "group": number}
-
-    of_prompt = [row(n, n % 2, right) for n in range(8) for right in (True, False)]
-    assert names(evidence({1: of_prompt}))[0] == "reward_of_prompt"
-    of_one = [row(n, float(right), right) for n in range(8) for right in (True, False)]
-    assert "reward_of_prompt" not in names(evidence({1: of_one}))
-    agree = [row(n, n % 2, n % 2 == 1) for n in range(8) for _ in range(2)]
-    assert "reward_of_prompt" not in names(evidence({1: agree}))
-
-
-def test_answers_that_groups_agree_on_and_that_are_never_expected():
-    """As in a file whose answers stand a row too low; a group that is right, or of one text, is no sign of it."""
-
-    def rows(count, right=False, texts=4):
-        same = {"extracted": "7", "expected": "8", "correct": right, "reward": 0}
-        return [
-            same | {"prompt": f"{g} + 4", "completion": f"{i % texts} so 7", "group": g}
-            for g in range(count)
-            for i in range(4)
-        ]
-
-    few = {"completions_correct": [0.02]}
-    found = diagnose(evidence({1: rows(8)}, **few))
-    assert found[0].name == "expected_answers" and "in 8 of 8 groups" in found[0].evidence[0]
-    assert "7" in found[0].evidence[1] and "8" in found[0].evidence[1]
-    for samples, correct in ((rows(7), few), (rows(8, right=True), few), (rows(8, texts=1), few), (rows(8), {})):
-        assert "expected_answers" not in names(evidence({1: samples}, **correct))
-    different = [row | {"extracted": str(i % 4)} for i, row in enumerate(rows(8))]
-    assert "expected_answers" not in names(evidence({1: different}, **few))
-
-
 def test_settings_of_sampling_that_leave_no_choice_are_named():
     agree = {"reward_groups_that_agree": [0.9]}
-    for settings in ({"top_p": 0.05}, {"top_k": 1}, {"min_p": 0.9}):
+    for settings in ({"temperature": 0.2}, {"top_p": 0.05}, {"top_k": 1}, {"min_p": 0.9}):
         given = {f"generation.{name}": value for name, value in settings.items()}
-        assert "tokens_cut_off" in names(evidence(settings=given, **agree))
-        assert "tokens_cut_off" not in names(evidence(settings=given, reward_groups_that_agree=[0.3]))
+        assert "temperature_low" in names(evidence(settings=given, **agree))
+        assert "temperature_low" not in names(evidence(settings=given, reward_groups_that_agree=[0.3]))
     usual = {"generation.top_p": 0.95, "generation.top_k": 50, "generation.min_p": 0.05}
-    assert "tokens_cut_off" not in names(evidence(settings=usual, **agree))
-    penalty = {"generation.repetition_penalty": 2.0}
-    assert names(evidence(settings=penalty, completions_correct=[0.2]))[0] == "repetition_penalty"
-    rises = [0.2, 0.3, 0.4, 0.5, 0.6, 0.6]
-    for settings, correct in (({}, [0.2]), ({"generation.repetition_penalty": 1.1}, [0.2]), (penalty, rises)):
-        assert "repetition_penalty" not in names(evidence(settings=settings, completions_correct=correct))
-
-
-def test_a_stop_text_that_cuts_is_told_from_one_that_ends_answers():
-    def rows(num_unread):
-        return [{"finish_reason": "stop", "extracted": None if i < num_unread else "7"} for i in range(20)]
-
-    settings = {"generation.stop": ["er"]}
-    assert names(evidence({1: rows(2)}, settings)) == ["stop_text"]
-    assert names(evidence({1: rows(1)}, settings)) == [] and names(evidence({1: rows(2)})) == []
+    assert "temperature_low" not in names(evidence(settings=usual, **agree))
 
 
 def test_held_out_prompts_among_the_training_prompts_are_counted():
@@ -216,17 +163,6 @@ def test_a_reward_that_climbs_while_nothing_gets_right_is_exploited():
     assert names(evidence(reward_mean=[0.3, 0.4] * 10, completions_correct=[0.2] * 20)) == []
 
 
-def test_a_few_steps_that_compile_are_found_and_the_first_ones_do_not_count():
-    late = [60.0, 30.0, *[10.0] * 6, 50.0, *[10.0] * 6, 40.0, *[10.0] * 4]
-    [found] = diagnose(evidence(time_step=late))
-    # 40 and 30 s more than the median of 10, of 250 s
-    assert found.name == "slow_steps" and "70 s more than that, 28% of the time" in found.evidence[1]
-    assert "step 9" in found.evidence[0]
-    assert names(evidence(time_step=[60.0, 30.0, *[10.0] * 18])) == []
-    assert names(evidence(time_step=[10.0, 20.0, 40.0] * 7)) == []
-    assert names(evidence(time_step=[0.0])) == [], "a clock that stood still"
-
-
 def test_findings_name_steps_numbers_and_an_override():
     run = evidence(
         train_skipped=[0.0] * 5 + [1.0] * 5, settings={"optimizer.learning_rate": 1e-3, "algorithm.num_generations": 8}
@@ -262,7 +198,7 @@ def test_the_command_prints_lines_or_json(tmp_path, capsys):
     found = json.loads(doctor(str(folder), "doctor.json=true", capsys=capsys))
     assert found["steps"] == 12 and found["unread"] == []
     assert found["findings"][0]["name"] == "learning_rate_zero" and found["findings"][0]["weight"] == 98
-    assert "usage: tunix-lite doctor [FOLDER]" in doctor("--help", capsys=capsys)
+    assert "usage: tunix-lite doctor [FOLDERS ...]" in doctor("--help", capsys=capsys)
 
 
 def closed_pipe() -> int:

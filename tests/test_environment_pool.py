@@ -107,15 +107,6 @@ def test_an_environment_of_gymnasium_needs_no_adapter(make):
         assert pool.step(0, "stop").result().turn == Turn("stop", 1.0, True)
 
 
-class Answer:
-    """As OpenEnv's result of a step."""
-
-    def __init__(self, observation, reward, done):
-        self.observation = observation
-        self.reward = reward
-        self.done = done
-
-
 MESSAGE = {"role": "tool", "content": "4", "name": "add"}
 
 
@@ -126,13 +117,9 @@ MESSAGE = {"role": "tool", "content": "4", "name": "add"}
         (("a", 1, True), Turn("a", 1.0, True)),
         (("a", 0.5, False, {}), Turn("a", 0.5, False)),
         (("a", 0.5, False, True, {"won": True, "map": "x"}), Turn("a", 0.5, True, {"won": True})),
-        ({"observation": "a"}, Turn("a")),
-        ({"obs": "a", "reward": None, "terminated": True}, Turn("a", 0.0, True)),
-        ({"obs": "a", "reward": 2, "done": False, "truncated": True}, Turn("a", 2.0, True)),
-        (Answer("a", None, False), Turn("a")),
-        (Answer(None, 1.0, True), Turn("", 1.0, True)),
         (([MESSAGE], 0.0, False), Turn([MESSAGE])),
         (([], 0.0, True), Turn("", 0.0, True)),
+        ((None, None, True), Turn("", 0.0, True)),
         (("a", np.float32(0.5), np.False_, np.False_, {"won": np.True_}), Turn("a", 0.5, False, {"won": True})),
         ((MESSAGE, 0.0, False), Turn([MESSAGE])),
     ],
@@ -156,7 +143,8 @@ def test_what_environments_of_other_projects_return_is_read(returned, turn):
         (([{"role": "model", "content": "a"}], 1.0, False), "as a message from step"),
         (([{"role": "user", "content": 3}], 1.0, False), "as a message from step"),
         (("a" * 100_000, 1.0, False), "100,000 characters"),
-        (([], 1.0, False), "an empty list from step"),
+        (([], 1.0, False), "returned the observation []"),
+        ({"observation": "a"}, "returned {'observation': 'a'} from step; it is Turn"),
     ],
 )
 def test_what_is_no_turn_is_refused_in_a_line(returned, message):
@@ -268,16 +256,6 @@ def test_raise_names_the_environment_the_completion_and_what_to_do():
         pool.reset(0, {"start": 1}).result()
         with pytest.raises(ValueError, match="conversation.on_error=zero or drop continues without it"):
             pool.step(0, "raise").result()
-
-
-def test_replay_gives_the_replies_of_recorded_completions():
-    with EnvironmentPool(Adds, ConversationConfig(workers=0, on_error="zero")) as pool:
-        replies = pool.replay(0, {"start": 1}, ["1", "2"])
-        assert [reply.turn.observation for reply in replies] == ["The sum is 1.", "The sum is 2.", "The sum is 4."]
-        assert [reply.failure for reply in pool.replay(0, {"start": 1}, ["1", "no", "2"])] == ["", "", "error"]
-        # one that failed may begin again
-        assert observed(pool, 0) == []
-        assert pool.reset(0, {"start": 1}).result().turn is not None
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Hears:
     def step(self, completion):
         if self.fails_at and self.fails_at in completion:
             raise KeyError("broken")
-        return {"observation": f"{completion}!", "reward": 0.5, "done": "stop" in completion, "info": {"calls": 2}}
+        return f"{completion}!", 0.5, "stop" in completion, {"calls": 2}
 
 
 @pytest.fixture(scope="module")

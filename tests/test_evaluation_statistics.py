@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tunix_lite.evaluation.rouge import rouge_l, rouge_n
+from tunix_lite.evaluation.rouge import rouge_scores
 from tunix_lite.evaluation.statistics import (
     avg_at_k,
     compare,
@@ -37,7 +37,7 @@ def test_pass_at_k_by_hand_and_beyond_floats():
     many[0, 0] = True
     assert pass_at_k(many, 1000) == pytest.approx(1 / 3)  # C(3000, 1000) is no float
     for k in (0, 3):
-        with pytest.raises(ValueError, match=f"k={k} of samples of shape"):
+        with pytest.raises(ValueError, match=f"k={k} of 2 samples"):
             pass_at_k(np.zeros((4, 2)), k)
 
 
@@ -130,47 +130,28 @@ def test_a_p_value_of_equal_models_is_small_as_rarely_as_it_says():
     assert small / 300 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
 
 
-# ---- ROUGE: by hand, from the definition in Lin (2004)
+# ---- ROUGE
 
 
 @pytest.mark.parametrize(
     "text, reference, one, two, longest",
     [
-        ("the cat sat", "the cat sat", 1.0, 1.0, 1.0),
-        ("The Cat, sat!", "the cat sat", 1.0, 1.0, 1.0),
-        # words: 3 common of 3 and 6; pairs: (the cat) of 2 and 5; subsequence: the cat sat
-        ("the cat sat", "the cat has never sat here", 2 * 3 / 9, 2 * 1 / 7, 2 * 3 / 9),
-        # Lin's example: police kill the gunman / police killed the gunman
+        # Lin's example (2004), by hand; a word counts as often as both have it; texts without words
         ("police kill the gunman", "police killed the gunman", 3 / 4, 1 / 3, 3 / 4),
         ("the gunman kill police", "police killed the gunman", 3 / 4, 1 / 3, 2 / 4),
-        # a word counts as often as both have it
         ("the the the", "the cat", 2 * 1 / 5, 0.0, 2 * 1 / 5),
         ("", "the cat", 0.0, 0.0, 0.0),
         ("cat", "", 0.0, 0.0, 0.0),
-        ("dog", "cat", 0.0, 0.0, 0.0),
-    ],
-)
-def test_rouge_is_that_of_its_paper(text, reference, one, two, longest):
-    found = (rouge_n(text, reference, 1), rouge_n(text, reference, 2), rouge_l(text, reference))
-    assert found == pytest.approx((one, two, longest))
-
-
-@pytest.mark.parametrize(
-    "text, reference, one, two, longest",
-    [
+        # recorded of rouge_score
         ("the cat sat on the mat", "the cat was on the mat", 0.833333333333, 0.6, 0.833333333333),
         ("The quick, brown fox!", "a quick brown dog", 0.5, 0.333333333333, 0.5),
-        ("a a a a", "a a", 0.666666666667, 0.5, 0.666666666667),
-        ("12 + 30 = 42", "42 = 30 + 12", 1.0, 0.0, 0.333333333333),
         ("Don't stop; can't stop.", "don t stop", 0.666666666667, 0.571428571429, 0.666666666667),
         ("naïve café 東京", "naive cafe tokyo", 0.0, 0.0, 0.0),
         ("one two three four five six seven", "seven six five four three two one", 1.0, 0.0, 0.142857142857),
-        ("x_y z-1", "x y z 1", 1.0, 1.0, 1.0),
         ("a b c d e f", "a c b d f e g", 0.923076923077, 0.0, 0.615384615385),
-        ("ÄÖÜ abc", "abc äöü", 1.0, 0.0, 1.0),
     ],
 )
-def test_rouge_is_that_of_rouge_score(text, reference, one, two, longest):
+def test_rouge_is_that_of_its_paper_and_of_rouge_score(text, reference, one, two, longest):
     """Recorded of rouge_score 0.1.2, use_stemmer=False. Of 2,000 random pairs none was off by more than 2e-16."""
-    found = (rouge_n(text, reference, 1), rouge_n(text, reference, 2), rouge_l(text, reference))
-    assert found == pytest.approx((one, two, longest), abs=1e-11)
+    found = [float(score[0]) for score in rouge_scores([text], [reference]).values()]
+    assert found == pytest.approx([one, two, longest], abs=1e-11)

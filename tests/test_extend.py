@@ -8,7 +8,7 @@ from conftest import ragged_prompts, random_params, set_mesh
 
 from tunix_lite.models import attention, decoder
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls, empty_queue
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig
 
 WIDTH = 10
@@ -24,7 +24,7 @@ class OnDevices:
     """Four slots with four prompts, driven program by program."""
 
     def __init__(self, cfg, params, **changes):
-        self.programs = make_programs(spec_of(cfg, **changes))
+        self.programs = Programs(spec_of(cfg, **changes))
         self.weights = decoder.per_layer_params(params, cfg, jnp.float32)
         self.tokens = ragged_prompts(4, width=WIDTH)
         padded = np.zeros((4, WIDTH), np.int32)

@@ -8,18 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import random_params
 from test_docs import EXAMPLE, ROOT, blocks, commands
 
 from tunix_lite.config import RunConfig
-from tunix_lite.models import attention, decoder, hf, source
+from tunix_lite.models import decoder, hf, source
 from tunix_lite.models.families import KEYS, LLAMA, config_json, find_family, read_config
 from tunix_lite.models.source import BUNDLED
-from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
@@ -33,7 +30,6 @@ QUICK = [
     "tracking.tensorboard=false",
     "model.mesh_shape=[[1,1],[fsdp,tp]]",
 ]
-VOCAB, PROMPT, NEW = 97, 24, 8
 
 
 @pytest.fixture(autouse=True)
@@ -140,70 +136,6 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     theirs = defaults.to_dict() | defaults.rope_parameters
     absent = find_family("mistral.MISTRAL").absent
     assert absent == {key: theirs[key] for key in absent}
-
-
-# ---- a family against transformers
-
-
-def random_mistral(window: int | None):
-    """A tiny model with opinions, of transformers' own class."""
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=40,
-        intermediate_size=56,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        sliding_window=window,
-    )
-    model = transformers.MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.15) + ("norm" in name))
-    model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False)
-    return model
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("window", [5, None])
-def test_a_mistral_equals_that_of_transformers(window, tmp_path):
-    model = random_mistral(window)
-    import torch  # it is there: else the line above skips
-
-    model.save_pretrained(tmp_path / "theirs")
-    cfg, family = read_config(tmp_path / "theirs", find_family("mistral.MISTRAL"))
-    assert (cfg.window, cfg.kinds) == (window, ("local" if window else "global",) * 3)
-    params = hf.load_params(tmp_path / "theirs", cfg, family)
-    tokens = np.random.default_rng(0).integers(1, VOCAB, (2, PROMPT))
-    asked, mask = torch.tensor(tokens), np.ones_like(tokens, bool)
-    with torch.no_grad():
-        theirs = model(asked).logits.numpy()
-    ours = jax.jit(
-        lambda params: decoder.logits(
-            params, cfg, decoder.forward(params, cfg, jnp.asarray(tokens), attention.one_sequence_per_row(mask))
-        )
-    )
-    assert np.abs(theirs).max() > 1
-    np.testing.assert_allclose(ours(params), theirs, atol=1e-4)
-
-    generate = make_generate(cfg, GenerationConfig(PROMPT, NEW), (-1,), 0)
-    greedy = generate(params, tokens.tolist(), jax.random.key(0), temperature=0.0).tokens
-    continued = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=NEW, min_new_tokens=NEW)
-    np.testing.assert_array_equal(np.asarray(greedy), continued.numpy())
-
-    (tmp_path / "ours").mkdir()
-    hf.save_params(params, cfg, family, tmp_path / "ours", hf.stored_dtypes(tmp_path / "theirs", family))
-    (tmp_path / "ours" / "config.json").write_text(json.dumps(config_json(cfg, family)))
-    again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager", dtype=torch.float32)
-    for (name, before), (_, after) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(before, after), name
-    with torch.no_grad():
-        np.testing.assert_array_equal(again.eval()(asked).logits.numpy(), theirs)
 
 
 # ---- what is refused

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_lite.models import attention, decoder, hf
 from tunix_lite.models.architecture import Architecture, RopeScaling
-from tunix_lite.models.families import GEMMA3, LLAMA, QWEN3, config_json, read_config
+from tunix_lite.models.families import GEMMA3, LLAMA, config_json, read_config
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import num_bytes
 
@@ -93,9 +93,7 @@ def test_several_files_with_an_index_read_as_one(folder):
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     # One file saved over several leaves the index and perhaps the shards, and which of the two is newer nobody says.
-    with pytest.raises(
-        ValueError, match=r"model.safetensors, which .* 2 files of model.safetensors.index.json; delete"
-    ):
+    with pytest.raises(ValueError, match=r"weights twice: delete model.safetensors or model.safetensors.index.json"):
         hf.check_weights(folder, CFG, GEMMA3)
     (folder / "model.safetensors").unlink()
     jax.tree.map(np.testing.assert_array_equal, hf.load_params(folder, CFG, GEMMA3), random_params(CFG))
@@ -110,7 +108,7 @@ def test_several_files_with_an_index_read_as_one(folder):
         ({"a": 5}, "a is said to be in 5, which is not the name of a file beside it"),
         ({"a": "../model.safetensors"}, r"a is said to be in '../model.safetensors', which is not the name of a file"),
         ({"a": "model.safetensors"}, "the index says that a is in model.safetensors, and it is not"),
-        ([1], "is not an index of tensors"),
+        ([1], "weight_map=.*; it is an object"),
     ],
 )
 def test_an_index_that_lies_is_refused(folder, listed, message):
@@ -181,35 +179,23 @@ def test_what_the_decoder_does_not_do_is_refused(tmp_path, change, message):
 
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 ROPE = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6, **LINEAR}}
-WINDOWS = {
-    "use_sliding_window": True,
-    "max_window_layers": 2,
-    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3,
-}
 
 
 @pytest.mark.parametrize(
-    "family, agree, differs, words",
+    "agree, differs, words",
     [
-        (GEMMA3, {"rope_parameters": ROPE, "rope_theta": 1e6}, {"rope_theta": 5e5}, "rope_parameters.rope_theta=1000000.0 and rope_theta=500000.0"),
-        (GEMMA3, {"rope_parameters": ROPE, "rope_local_base_freq": 1e4}, {"rope_local_base_freq": 5e5}, "rope_theta=10000.0 and rope_local_base_freq=500000.0"),
-        (GEMMA3, {"rope_parameters": ROPE, "rope_scaling": LINEAR}, {"rope_scaling": LINEAR | {"factor": 4.0}}, "factor=8.0 and rope_scaling.factor=4.0"),
-        (GEMMA3, {"rope_parameters": ROPE, "rope_scaling": {"type": "linear"}}, {"rope_scaling": {"type": "llama3"}}, "rope_type='linear' and rope_scaling.rope_type='llama3'"),
-        (GEMMA3, {"rope_parameters": None, "rope_scaling": LINEAR | {"type": "linear"}}, {"rope_scaling": LINEAR | {"type": "llama3"}}, "rope_type='linear' and type='llama3'"),
-        (GEMMA3, {"sliding_window_pattern": 2, "_sliding_window_pattern": 2}, {"_sliding_window_pattern": 6}, "pattern=2 and _sliding_window_pattern=6"),
-        (GEMMA3, {"sliding_window_pattern": 2}, {"sliding_window_pattern": 6}, "layer_types and sliding_window_pattern=6"),
-        (QWEN3, WINDOWS, {"max_window_layers": 3}, "layer_types and use_sliding_window=True, max_window_layers=3"),
-        (QWEN3, WINDOWS, {"use_sliding_window": False}, "layer_types and use_sliding_window=False"),
+        ({"rope_theta": 1e6}, {"rope_theta": 5e5}, "rope_parameters.rope_theta=1000000.0 and rope_theta=500000.0"),
+        ({"rope_local_base_freq": 1e4}, {"rope_local_base_freq": 5e5}, "and rope_local_base_freq=500000.0"),
+        ({"rope_scaling": LINEAR}, {"rope_scaling": LINEAR | {"factor": 4.0}}, "factor=8.0 and rope_scaling.factor=4.0"),
+        ({"rope_scaling": {"type": "linear"}}, {"rope_scaling": {"type": "yarn"}}, "and rope_scaling.rope_type='yarn'"),
     ],
 )  # fmt: skip
-def test_of_two_spellings_of_a_setting_none_is_lost(tmp_path, family, agree, differs, words):
+def test_of_two_spellings_of_a_setting_none_is_lost(tmp_path, agree, differs, words):
     """Where they agree, nothing changes; where they do not, neither wins in silence."""
-    flags = QWEN3.flags | {"pattern": ("global",) * 2 + ("local",) * 3, "query_scale": 8, "rope_theta_global": 1e4}
-    both = replace(CFG, **flags if family is QWEN3 else {"rope_scaling": RopeScaling(8.0)})
-    values = config_json(both, family) | agree
+    scaled = replace(CFG, rope_scaling=RopeScaling(8.0))
+    values = config_json(scaled, GEMMA3) | {"rope_parameters": ROPE} | agree
     (tmp_path / "config.json").write_text(json.dumps(values))
-    found = read_config(tmp_path)[0]
-    assert found == both
+    assert read_config(tmp_path)[0] == scaled
     (tmp_path / "config.json").write_text(json.dumps(values | differs))
     with pytest.raises(ValueError, match=f"{re.escape(words)}.* one setting in two spellings"):
         read_config(tmp_path)
@@ -231,34 +217,24 @@ def with_head(folder, change, dtype=np.float32):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
-def test_a_head_that_is_a_copy_of_the_tied_embedding_is_taken(folder, mesh, dtype):
+def test_a_head_that_is_a_copy_of_the_tied_embedding_is_taken(folder, dtype):
     embed, _ = with_head(folder, lambda head: None, dtype)
-    set_mesh(*mesh)
+    set_mesh(2, 2)
     np.testing.assert_array_equal(hf.load_params(folder, CFG, GEMMA3)["embed"], embed)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 1000])
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (4, 1)])
-def test_a_head_that_is_not_the_tied_embedding_is_refused_with_what_differs(folder, monkeypatch, mesh, rows):
+@pytest.mark.parametrize("rows, mesh", [(3, (1, 1)), (1000, (2, 2))])
+def test_a_head_that_is_not_the_tied_embedding_is_refused(folder, monkeypatch, rows, mesh):
     """transformers does not tie such a head: with the embedding in its place, logits were 6.95 off, and no word said."""
 
     def change(head):
-        head[17, 9] += 0.25
         head[30, 1] -= 0.125
 
     with_head(folder, change)
     monkeypatch.setattr(hf, "AT_ONCE", rows * 8 * CFG.embed_dim)
     set_mesh(*mesh)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f'{HEAD} is not {EMBED}; to .* write "tie_word_embeddings": false there'):
         hf.load_params(folder, CFG, GEMMA3)
-    said = str(error.value).splitlines()
-    assert len(said) == 1 and f"{HEAD} is not {EMBED}: they differ from row " in said[0]
-    assert (
-        "row 17 on, by up to 0.25" in said[0] or "row 30 on, by up to 0.12" in said[0]
-    )  # whichever device reads first
-    assert "model.untie_head=true" in said[0]
-    hf.load_params(folder, replace(CFG, tied=False), GEMMA3)
 
 
 def test_an_untied_head_gives_the_scores(folder):

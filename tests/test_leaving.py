@@ -4,7 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.errors import RunFailed
 from tunix_lite.runs import leaving
 from tunix_lite.settings.compose import compose
-from tunix_lite.tasks import check_rows, reward_calls
+from tunix_lite.tasks import check_rows, grading
 from tunix_lite.tasks import task as task_module
 from tunix_lite.tasks.processes import Processes, SharedError
 from tunix_lite.tracking.rundir import RunDir
@@ -131,7 +131,10 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(task_module.Grader, "results", ends)
-        patch.setattr(reward_calls, "_results", waits_for_ever)
+        # a reward that has no answer, once the signal has come
+        patch.setattr(
+            grading, "wait", lambda left, **more: (set(), left) if len(evaluations) == 2 else wait(left, **more)
+        )
         if how == "error":
             with pytest.raises(RunFailed, match="^evaluation: a reward of your own"):
                 train(run, tmp_path)
@@ -148,26 +151,18 @@ def test_an_evaluation_that_is_ended_is_made_when_the_run_goes_on(how, whole, tm
     assert statuses[0]["eval"] == statuses[1]["eval"] and statuses[0]["status"] == "completed"
 
 
-really = reward_calls._results
-
-
-def waits_for_ever(futures, gives_up):
-    """A reward that has no answer, once a signal has come."""
-    return None if gives_up() else really(futures, gives_up)
-
-
 @pytest.mark.parametrize("ours, theirs", [(True, False), (False, True), (False, False)])
 def test_verdicts_are_not_waited_for_once_the_run_is_to_end_and_all_processes_leave(ours, theirs):
     """A reward that takes for ever; of two processes one is asked to stop, and the other has all its verdicts."""
     waiting, done = Future(), Future()
     done.set_result({"reward 'a'": ("", 1.0)})
-    own = [None if theirs else [{"reward 'a'": ["", 1.0]}], None, "digest"]
+    own = [[[{"reward 'a'": ["", 1.0]}], "digest"], None, theirs]
     stopping = Stopping(None, print)
     stopping.may_stop, stopping._signal_name = True, "SIGTERM" if ours else None
     processes = Processes(0, 2, lambda value: [value, own], stopping)
     began = time.monotonic()
     with pytest.raises(StopRun) if ours or theirs else contextlib.nullcontext():
-        found = reward_calls.shared_outcomes((waiting if ours else done, None), "digest", processes)
+        found = grading.shared_outcomes((waiting if ours else done, None), "digest", processes)
         assert [one["reward 'a'"][1] for one in found] == [1.0, 1.0]
     assert time.monotonic() - began < 20, "the reward would take for ever"
 

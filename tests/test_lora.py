@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ragged_prompts, random_params, set_mesh
+from conftest import logits_of, ragged_prompts, random_params, set_mesh
 
 from tunix_lite.learner.optim import OptimizerConfig, init_opt_state, make_optimizer
 from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
-from tunix_lite.models import attention, decoder, weights
+from tunix_lite.models import decoder, weights
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, merge, pairs
+from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, pairs
 from tunix_lite.models.quantize import init_stored, quantize, stored_table
 from tunix_lite.models.weights import Lora, Weight, dense, init_params, nf4_levels, project
 from tunix_lite.parallel.mesh import put
@@ -62,22 +62,14 @@ def adapters_of(lora: LoraConfig = LORA, seed: int = 1, trained: bool = True):
     return jax.tree.map(draw, table, is_leaf=weights.is_weight)
 
 
-def logits(params, tokens, dtype=jnp.float32):
-    @jax.jit
-    def run(params):
-        return decoder.logits(
-            params,
-            CFG,
-            decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(jnp.ones_like(tokens, bool)), dtype),
-        )
-
-    return run(params)
+def logits(params, tokens):
+    return logits_of(params, CFG, tokens)
 
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12))
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8", "nf4"])
+@pytest.mark.parametrize("storage", ["bf16", "nf4"])
 def test_fresh_adapters_change_nothing_bit_for_bit(storage):
     base = base_of(storage)
     with_adapters = attach(base, adapters_of(trained=False), LORA)
@@ -94,17 +86,7 @@ def test_an_adapter_adds_scale_times_a_b():
     np.testing.assert_allclose(dense(leaf, 2), w + 0.5 * np.einsum("ijr,rkl->ijkl", a, b), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "int8", "nf4"])
-def test_merged_equals_adapter(storage):
-    acting = attach(base_of(storage), adapters_of(), LORA)
-    merged = merge(acting, CFG)
-    assert all(
-        isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(merged, is_leaf=lambda x: not isinstance(x, dict))
-    )
-    np.testing.assert_allclose(logits(merged, TOKENS), logits(acting, TOKENS), atol=2e-4)
-
-
-@pytest.mark.parametrize("shape, storage", [((4, 1), "nf4"), ((1, 4), "int8"), ((2, 2), "nf4"), ((2, 2), "fp32")])
+@pytest.mark.parametrize("shape, storage", [((1, 4), "int8"), ((2, 2), "nf4")])
 def test_the_mesh_does_not_change_what_adapters_say(shape, storage):
     expected = np.asarray(logits(attach(base_of(storage), adapters_of(), LORA), TOKENS))
     set_mesh(*shape)
@@ -205,9 +187,8 @@ def one_update(lora: LoraConfig, frozen, micro_batches: int = 1, steps: int = 1,
     return state, losses
 
 
-@pytest.mark.parametrize("storage", [*(pytest.param(name, marks=pytest.mark.wide) for name in ("bf16", "int8")), "nf4"])
-def test_only_adapters_learn_and_the_base_stays(storage):
-    frozen = base_of(storage)
+def test_only_adapters_learn_and_the_base_stays():
+    frozen = base_of("nf4")
     before = jax.tree.map(np.asarray, frozen)
     state, losses = one_update(LORA, frozen, steps=3)
     assert losses[2] < losses[0]
@@ -219,29 +200,21 @@ def test_only_adapters_learn_and_the_base_stays(storage):
     assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(state.params))
 
 
-def test_layers_apart_learn_what_scanned_layers_learn():
-    """With a quantised base, dropout and layers of both kinds."""
-    lora, frozen = dataclasses.replace(LORA, dropout=0.3, base="nf4"), base_of("nf4")
-    scanned, losses = one_update(lora, frozen, steps=2)
-    apart, losses_apart = one_update(lora, frozen, steps=2, scan_layers=False, remat="save_all")
-    np.testing.assert_allclose(losses_apart, losses, rtol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), apart.params, scanned.params)
-
-
 def test_gradients_of_adapters_are_those_of_the_merged_weight():
     """dL/da = scale * dL/dW b^T and dL/db = scale * a^T dL/dW, by the chain rule from the gradient of plain weights."""
-    base, adapters = base_of(), adapters_of()
+    lora = dataclasses.replace(LORA, targets=".*/gate")
+    base, adapters = base_of(), adapters_of(lora)
     mask = np.ones_like(TOKENS, bool)
 
     def loss(params):
         return -jnp.sum(token_logprobs(params, TOKENS, mask, cfg=CFG))
 
-    merged = merge(attach(base, adapters, LORA), CFG)
-    whole = jax.jit(jax.grad(loss))(merged)["layers"]["gate"]
-    ours = jax.jit(jax.grad(lambda p: loss(attach(base, p, LORA))))(adapters)["layers"]["gate"]
     a, b = pairs(adapters)["layers/gate"]
-    np.testing.assert_allclose(ours["a"], LORA.scale * whole @ b.swapaxes(1, 2), rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(ours["b"], LORA.scale * a.swapaxes(1, 2) @ whole, rtol=1e-3, atol=1e-3)
+    merged = base | {"layers": base["layers"] | {"gate": base["layers"]["gate"] + lora.scale * a @ b}}
+    whole = jax.jit(jax.grad(loss))(merged)["layers"]["gate"]
+    ours = jax.jit(jax.grad(lambda p: loss(attach(base, p, lora))))(adapters)["layers"]["gate"]
+    np.testing.assert_allclose(ours["a"], lora.scale * whole @ b.swapaxes(1, 2), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours["b"], lora.scale * a.swapaxes(1, 2) @ whole, rtol=1e-3, atol=1e-3)
 
 
 def test_dropout_does_not_depend_on_micro_batches_and_differs_by_step():

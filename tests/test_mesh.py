@@ -129,7 +129,7 @@ def test_mesh_shapes_resolve(shape, devices, sizes):
         ([[-1, -1], ["fsdp", "tp"]], "at most one -1"),
         ([[0, 1], ["fsdp", "tp"]], "must be 1 or more"),
         ([[2, 2], ["tp", "tp"]], "named twice"),
-        ([["a", 2], ["fsdp", "tp"]], "whole numbers first"),
+        ([["a", 2], ["fsdp", "tp"]], "must be 1 or more"),
     ],
 )
 def test_mesh_shapes_that_cannot_be_read(shape, message):

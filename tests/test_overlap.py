@@ -28,8 +28,8 @@ from tunix_lite.models.lora import LoraConfig, acting_params, adapter_weights
 from tunix_lite.models.weights import init_params
 from tunix_lite.parallel.mesh import make_mesh, put, split_devices
 from tunix_lite.rollout import engine
-from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.partial import OpenCompletion, make_partial_sampler, rollout_of
+from tunix_lite.rollout.generate import make_generate, make_sampler
+from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
 from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
@@ -93,7 +93,7 @@ def test_a_completion_that_goes_on_draws_what_it_would_have_drawn(cfg, mesh, wid
     params = random_params(cfg)
     generate = of_cfg(make_generate, cfg)
     whole = generate(params, ragged_prompts(GROUPS), jax.random.fold_in(KEY, 0), GENERATIONS)
-    first, after, metrics = carried_on(of_cfg(make_partial_sampler, cfg), params, begun(), chunks=3)
+    first, after, metrics = carried_on(PartialSampler(of_cfg(make_sampler, cfg)), params, begun(), chunks=3)
     found = rollout_of(after, ragged_prompts(GROUPS), GenerationConfig(PROMPT, NEW), 0, {})
     np.testing.assert_array_equal(found.tokens, whole.tokens)
     np.testing.assert_array_equal(found.finish, whole.finish)
@@ -188,7 +188,9 @@ def session_of(overlap, staleness, prompts=3):
 
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
-    return PartialRollouts(session, session.run, sampler or of_cfg(make_partial_sampler, cfg), start or InFlight([], 0))
+    return PartialRollouts(
+        session, session.run, sampler or PartialSampler(of_cfg(make_sampler, cfg)), start or InFlight([], 0)
+    )
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
@@ -232,7 +234,7 @@ KINDS = {"carry": (carry_of, 2), "one_step": (one_step_of, 1)}
 def test_tokens_are_of_the_version_that_they_name_and_a_resumed_run_draws_the_same(cfg, kind):
     make, staleness = KINDS[kind]
     generate = of_cfg(make_generate, cfg)
-    sampler = of_cfg(make_partial_sampler, cfg)
+    sampler = PartialSampler(of_cfg(make_sampler, cfg))
     overlap = make(cfg, staleness, sampler=sampler)
     found = []
     kept = {}

@@ -32,12 +32,14 @@ from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.mesh import put
-from tunix_lite.planning import at_start, estimate, plan, report, speed
+from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
+from tunix_lite.planning.estimate import Estimate
 from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
+from tunix_lite.planning.speed import Speed
 from tunix_lite.resolved.parts import abstract, scored_batch_shapes
 from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import generate as sampler
@@ -83,8 +85,8 @@ def test_what_save_all_keeps_of_tokens_is_near_what_jax_keeps(precision, off):
     residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(cfg)).jaxpr.outvars}
     floats = [x for x in residuals.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     of_tokens = [x.size * x.dtype.itemsize for x in floats if x.size % (rows * width) == 0]
-    matrices = cfg.num_layers * estimate.layer_elements(case) * jnp.dtype(case.dtype).itemsize
-    assert estimate.kept_layers(case, rows, width) - matrices == pytest.approx(sum(of_tokens), rel=off)
+    matrices = cfg.num_layers * Estimate(case).layer_elements() * jnp.dtype(case.dtype).itemsize
+    assert Estimate(case).kept_layers(rows, width) - matrices == pytest.approx(sum(of_tokens), rel=off)
 
 
 def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
@@ -107,12 +109,13 @@ def measured(run, fsdp: int, tp: int, monkeypatch) -> dict:
         return call
 
     def noted(*args):
-        programs = make_programs(*args)
-        changed = {name: noting(name, getattr(programs, name)) for name in ("prefill", "decode")}
-        return replace(programs, **changed)
+        programs = make(*args)
+        for name in ("prefill", "decode"):
+            setattr(programs, name, noting(name, getattr(programs, name)))
+        return programs
 
-    make_programs = sampler.make_programs
-    monkeypatch.setattr(sampler, "make_programs", noted)
+    make = sampler.Programs
+    monkeypatch.setattr(sampler, "Programs", noted)
     set_mesh(fsdp, tp)
     case = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
     run = case.run
@@ -203,14 +206,14 @@ MATRICES, SCALES = 3 * LAYER + EMBED, 3 * NORMS + 16
 
 def test_what_is_resident_is_what_the_shards_hold(cfg):
     held = MATRICES + SCALES
-    assert estimate.resident(case_of(cfg)) == {"parameters": 4 * held, "optimizer": 8 * held}
+    assert Estimate(case_of(cfg)).resident() == {"parameters": 4 * held, "optimizer": 8 * held}
     half = case_of(cfg, ["training.mixed_precision=bf16_params"])
-    assert estimate.resident(half) == {"parameters": 2 * held, "optimizer": 4 * held}
+    assert Estimate(half).resident() == {"parameters": 2 * held, "optimizer": 4 * held}
     with_reference = case_of(cfg, ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1"])
-    assert estimate.resident(with_reference)["reference"] == 2 * MATRICES + 4 * SCALES
+    assert Estimate(with_reference).resident()["reference"] == 2 * MATRICES + 4 * SCALES
     mean = ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "algorithm.reference_every=20"]
     with_mean = case_of(cfg, [*mean, "algorithm.reference_mix=0.5"])
-    assert estimate.resident(with_mean)["reference"] == 4 * MATRICES + 4 * SCALES
+    assert Estimate(with_mean).resident()["reference"] == 4 * MATRICES + 4 * SCALES
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
@@ -218,31 +221,33 @@ def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
     adapters = 3 * ((32 + 64) + 2 * (32 + 32) + (64 + 32) + 2 * (32 + 48) + (48 + 32))
     case = case_of(cfg, ["model.lora.rank=4", "algorithm.kl_coef=0.1"])
     held = {"parameters": 4 * adapters, "optimizer": 8 * adapters, "frozen base": 2 * (MATRICES + SCALES)}
-    assert estimate.resident(case) == held
+    assert Estimate(case).resident() == held
     from_adapters = replace(
         case, run=replace(case.run, model=replace(case.run.model, lora=replace(case.run.model.lora, adapter="/my/sft")))
     )
-    assert estimate.resident(from_adapters) == held | {"reference": 4 * adapters}
+    assert Estimate(from_adapters).resident() == held | {"reference": 4 * adapters}
     # int8: a byte an element, and float32 scales: one for blocks of up to 128 inputs of an output, powers of two that
     # divide them: 16 of D, 8 of H (o) and 8 of F (down). Per layer q 32, k, v 16, gate, up 24 each /2 (tp; one block of D
     # is not divided over fsdp); o: 4 * 1 * 16 / 4; down: 24 / 8 = 3 blocks, which tp does not divide, * 16 / 2 (fsdp)
     scales = 3 * (32 // 2 + 2 * 16 // 2 + 2 * 24 // 2 + 4 * 16 // 4 + 3 * 16 // 2)
     int8 = case_of(cfg, ["model.lora.rank=4", "model.lora.base=int8"])
-    assert estimate.resident(int8)["frozen base"] == 3 * LAYER + 4 * scales + 2 * (EMBED + SCALES)
+    assert Estimate(int8).resident()["frozen base"] == 3 * LAYER + 4 * scales + 2 * (EMBED + SCALES)
 
 
 def test_the_cache_holds_windows_and_whole_lengths(cfg):
     # 8 slots / 2, one of 2 heads, 8 elements; layers local, global, local: 5 + 22 + 5 columns; keys and values
-    assert estimate.rollout(case_of(cfg))["cache"] == 2 * 4 * 1 * 8 * (5 + 22 + 5) * 4
+    assert Estimate(case_of(cfg)).rollout()["cache"] == 2 * 4 * 1 * 8 * (5 + 22 + 5) * 4
     int8 = case_of(cfg, ["rollout.cache=int8"])
-    assert estimate.rollout(int8)["cache"] == 2 * 4 * 1 * (8 + 4) * (5 + 22 + 5)
+    assert Estimate(int8).rollout()["cache"] == 2 * 4 * 1 * (8 + 4) * (5 + 22 + 5)
 
 
 def test_sampling_has_a_copy_of_the_weights_whole_over_fsdp(cfg):
     case = case_of(cfg, ["training.mixed_precision=bf16"])
     whole = 2 * MATRICES  # of a tp shard
-    assert estimate.rollout(case)["weights to sample"] == 2 * whole + 4 * SCALES
-    assert estimate.rollout(replace(case, sampling_weights="sharded"))["weights to sample"] == 2 * MATRICES + 4 * SCALES
+    assert Estimate(case).rollout()["weights to sample"] == 2 * whole + 4 * SCALES
+    assert (
+        Estimate(replace(case, sampling_weights="sharded")).rollout()["weights to sample"] == 2 * MATRICES + 4 * SCALES
+    )
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.lora.rank=4", "model.lora.base=int8"]], ids=["full", "int8 base"])
@@ -251,15 +256,15 @@ def test_the_declared_weights_to_sample_with_are_the_arrays_at_hand(cfg, overrid
     set_mesh(2, 2)
     case = case_of(cfg, ["training.mixed_precision=bf16", *overrides])
     acting = abstract(case).acting(case)
-    assert memory.gathered_bytes(acting, cfg, case.dtype) == estimate.sampling_copy(case, is_gathered=True)
+    assert memory.gathered_bytes(acting, cfg, case.dtype) == Estimate(case).sampling_copy(is_gathered=True)
 
 
 def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
     held = MATRICES + SCALES
-    assert estimate.gradient_bytes(case_of(cfg)) == 4 * held
+    assert Estimate(case_of(cfg)).gradient_bytes() == 4 * held
     case = case_of(cfg, ["training.mixed_precision=bf16_params", "training.micro_batch_size=1"])
     assert case.rows.num_parts == 4
-    assert estimate.gradient_bytes(case) == (2 + 4) * held
+    assert Estimate(case).gradient_bytes() == (2 + 4) * held
 
 
 # ---- rollouts that overlap with learning
@@ -302,11 +307,11 @@ def test_the_plan_counts_the_program_that_reads_again(cfg, fsdp, tp):
     case = case_of(cfg, ["rollout.overlap=carry", "rollout.num_slots=16"], fsdp, tp)
     found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
     reread = found.programs["reread"]
-    assert 1 / 3 < estimate.appending(case) / reread.temp_bytes < 3
+    assert 1 / 3 < Estimate(case).appending() / reread.temp_bytes < 3
     most = max(program.added_bytes - program.code_bytes for name, program in found.programs.items() if name != "update")
     rollout = next(phase for phase in found.phases if phase.name == "rollout")
     assert rollout.adds["temporary"] == most == reread.added_bytes - reread.code_bytes
-    assert estimate.appending(case_of(cfg)) == 0
+    assert Estimate(case_of(cfg)).appending() == 0
 
 
 # ---- conversations
@@ -330,11 +335,14 @@ def measured_conversations(case, monkeypatch) -> dict:
 
         return call
 
-    def noting(make, names):
-        return lambda *args: (made := make(*args)) and replace(made, **{name: noted(made, name) for name in names})
+    def noting(*args):
+        made = make(*args)
+        for name in ("decode", "append", "read_slot", "write_slot"):
+            setattr(made, name, noted(made, name))
+        return made
 
-    make = noting(sampler.make_programs, ["decode", "append", "read_slot", "write_slot"])
-    monkeypatch.setattr(sampler, "make_programs", make)
+    make = sampler.Programs
+    monkeypatch.setattr(sampler, "Programs", noting)
     rollout = replace(run.rollout, num_slots=case.slots)
     converse = sampler.make_generate(case.cfg, run.generation, EOS, 0, case.dtype, rollout)
     prompts, generations = ragged_prompts(case.batch.prompts), run.algorithm.num_generations
@@ -358,9 +366,9 @@ def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, mo
         assert program.output_bytes == pytest.approx(sizes.output_size_in_bytes, rel=0.01), name
         peak = program.argument_bytes + program.temp_bytes
         assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
-    # what a host holds of a parked slot, by formula
-    assert case.sampling_memory.parked_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
-    assert 1 / 3 < estimate.appending(case) / found.programs["extend"].temp_bytes < 3
+    # what a host holds of an offloaded slot, by formula
+    assert case.sampling_memory.offloaded_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
+    assert 1 / 3 < Estimate(case).appending() / found.programs["extend"].temp_bytes < 3
 
 
 @pytest.mark.wide
@@ -374,7 +382,7 @@ def test_the_plan_counts_what_a_stop_text_may_bring_back(cfg):
     assert done["rewind"].argument_bytes > done["save"].argument_bytes + 4 * columns
 
 
-def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
+def test_the_plan_says_whether_slots_are_held_or_offloaded(cfg):
     """Of 8 conversations 6 have no slot; a quarter of the host's free memory may be taken."""
 
     def of(waiting, host_bytes, num_slots=2):
@@ -382,28 +390,28 @@ def test_the_plan_says_whether_slots_are_held_or_parked(cfg):
         here = replace(machine(GiB), host_bytes=host_bytes)
         return plan.assemble_plan(here, case_of(cfg, settings, 1, 1), {})
 
-    one = of("park", None).parking.slot_bytes
+    one = of("park", None).offloading.slot_bytes
     shape = case_of(cfg, [], 1, 1)
     columns = sum(min(22, cfg.window) if kind == "local" else 22 for kind in cfg.kinds)
     # keys and values in float32, and the hidden state of the newest token
     assert one == 4 * (2 * columns * cfg.num_kv_heads * cfg.head_dim + cfg.embed_dim)
-    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).parking is None
+    assert shape.converses is False and plan.assemble_plan(machine(GiB), shape, {}).offloading is None
     cases = {
-        ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are parked"),
-        ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are parked"),
+        ("auto", 4 * 3 * one): (3, 3, "up to 3 that wait are offloaded"),
+        ("auto", 4 * 100 * one): (6, 100, "up to 6 that wait are offloaded"),
         ("auto", 4 * one - 4): (0, 0, "those that wait hold their slots"),
-        ("auto", None): (None, None, "up to 6 that wait are parked"),
-        ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are parked"),
+        ("auto", None): (None, None, "up to 6 that wait are offloaded"),
+        ("park", 4 * 3 * one): (6, 3, "up to 6 that wait are offloaded"),
         ("hold", 4 * 3 * one): (0, 3, "those that wait hold their slots"),
     }
     for (waiting, host_bytes), (most, fit, said) in cases.items():
         found = of(waiting, host_bytes)
-        assert (found.parking.most, found.parking.num_that_fit) == (most, fit)
+        assert (found.offloading.most, found.offloading.num_that_fit) == (most, fit)
         assert said in report.as_markdown(found)
         described = report.as_dict(found)["plans"][0]
         assert (described["conversations"], described["parking"]["most"]) == (8, most)
-        assert found.resolved.may_park == (waiting != "hold")
-    assert of("park", None, num_slots=8).parking.most == 0
+        assert found.resolved.may_offload == (waiting != "hold")
+    assert of("park", None, num_slots=8).offloading.most == 0
 
 
 # ---- verdicts
@@ -481,9 +489,9 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
     # in float32 forward, as the rounding comes after the sum, and in bfloat16 backward
     once, gradients = 2 * 2 * MATRICES + 4 * SCALES, 4 * (2 * MATRICES + SCALES)
     assert update.sent_bytes == (2 * once + gradients) / 2 + 2 * 3 * (88 * 16) * (4 + 2)
-    assert speed.reduced_gradient_bytes(case_of(cfg, ["training.mixed_precision=bf16_params"])) == gradients
+    assert Speed(case_of(cfg, ["training.mixed_precision=bf16_params"])).reduced_gradient_bytes() == gradients
     narrow = case_of(cfg, ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16"])
-    assert speed.reduced_gradient_bytes(narrow) == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
+    assert Speed(narrow).reduced_gradient_bytes() == gradients - 2 * (3 * 2 * LAYER)  # two bytes less, of a tp shard
     rounded = case_of(cfg, ["training.mixed_precision=bf16", "training.tp_reduce_dtype=bfloat16"])
     rounded = (
         plan.assemble_plan(machine(GiB, 4, hardware), replace(rounded, sampling_weights="gathered"), {})

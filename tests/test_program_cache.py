@@ -9,12 +9,17 @@ from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.settings.compose import compose
 
+KEPT = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
     """As if the environment said nothing; jax's settings come back afterwards."""
-    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir",)}
-    before["jax_persistent_cache_min_compile_time_secs"] = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = {name: getattr(jax.config, name) for name in KEPT}
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -34,12 +39,12 @@ def test_programs_go_to_the_folder_and_come_from_there(nothing_kept, monkeypatch
     folder = keep_programs(str(tmp_path))
     assert folder.parent == tmp_path and jax.config.jax_compilation_cache_dir == str(folder)
     compile_something()
-    [written] = folder.iterdir()
+    [written] = folder.glob("*-cache")
     # what is read back is what was written: nothing is written again
     at = written.stat().st_mtime_ns
     jax.clear_caches()
     found = compile_something()
-    assert [file.stat().st_mtime_ns for file in folder.iterdir()] == [at]
+    assert [file.stat().st_mtime_ns for file in folder.glob("*-cache")] == [at]
     assert found.memory_analysis().argument_size_in_bytes == 3 * 7 * 4
 
 

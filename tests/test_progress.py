@@ -1,16 +1,12 @@
 """What a program says while it works: how far it is, how long it still takes, on a terminal and on a pipe."""
 
-import fcntl
 import os
-import pty
 import re
-import select
-import struct
 import subprocess
 import sys
-import termios
 
-from tunix_lite.commands.generate import PartialFile
+from pseudo_terminal import seen_on_terminal
+
 from tunix_lite.rollout.requests import Request
 from tunix_lite.runs.sampling_progress import SamplingClock
 
@@ -49,61 +45,18 @@ with progress.Progress(progress.StandardError(), doing, lambda s: "sampled 9 com
 """
 
 
-def run_script(script: str, on_terminal: bool) -> tuple[str, str]:
-    """Standard output and standard error; on a terminal of 80 columns both are what it got."""
-    call = [sys.executable, "-c", script]
-    environment = os.environ | {"TERM": "xterm-256color", "JAX_PLATFORMS": "cpu"}
-    if not on_terminal:
-        done = subprocess.run(call, capture_output=True, text=True, env=environment, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
-    run = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
-    os.close(theirs)
-    seen = b""
-    try:
-        while select.select([ours], [], [], 120)[0]:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:
-                break
-            seen += part
-    finally:
-        run.kill()
-        run.wait()
-        os.close(ours)
-    return seen.decode(), seen.decode()
-
-
 def test_a_pipe_gets_whole_lines_at_the_start_now_and_then_and_at_the_end():
-    out, err = run_script(SCRIPT, on_terminal=False)
-    lines = err.splitlines()
-    assert out == "a result\n"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=120)
+    err, lines = done.stderr, done.stderr.splitlines()
+    assert done.returncode == 0 and done.stdout == "a result\n", err
     assert lines[0] == "sampled 0 of 9\\x1b[2J" and lines[-1] == "sampled 9 completions"
     assert 3 <= len(lines) <= 6 and all(re.fullmatch(r"sampled \d of 9.*", line) for line in lines[:-1])
     assert "\x1b" not in err and "\r" not in err and "short" not in err
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten_and_makes_room_for_results():
-    seen, _ = run_script(SCRIPT, on_terminal=True)
+    seen = seen_on_terminal("-c", SCRIPT)
     assert len(re.findall(r"\r\x1b\[2Ksampled \d of 9", seen)) >= 8
     assert "\r\x1b[2Ka result\r\n" in seen and seen.endswith("\r\x1b[2Ksampled 9 completions\r\n")
     assert seen.count("\n") == 2 and "\x1b[2J" not in seen
-
-
-# ---- results so far
-
-
-def test_completions_are_on_the_disk_as_they_end(tmp_path):
-    path = tmp_path / "said.jsonl.partial"
-    path.write_text("of an earlier start\n")
-    with PartialFile(path) as file:
-        file.write("")
-        assert path.read_text() == "of an earlier start\n"
-        for text in ("one", "two"):
-            file.write(f"{text}\n")
-        assert path.read_text() == "one\ntwo\n"
-    with PartialFile(None) as file:
-        file.write("three\n")
-    assert list(tmp_path.iterdir()) == [path]

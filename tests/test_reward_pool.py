@@ -181,7 +181,7 @@ def test_a_child_that_comes_back_in_the_process_that_trains_ends_there():
     folders = Path(faulty_rewards.__file__).parent, Path(faulty_rewards.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.stdout == "{'r': ('', 2.0)}\n" and done.returncode == 0, done.stderr
+    assert "value=2.0" in done.stdout and done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -14,8 +14,8 @@ from tunix_lite.errors import ConfigError
 from tunix_lite.rewards.schedules import Linear
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.settings.compose import compose
+from tunix_lite.tasks.grading import shared_outcomes, values_of
 from tunix_lite.tasks.processes import Processes
-from tunix_lite.tasks.reward_calls import shared_outcomes, values_of
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import RewardsConfig
@@ -136,20 +136,6 @@ def test_a_reward_that_skips_leaves_the_score_to_the_others():
 def test_what_none_means_is_one_of_three():
     with pytest.raises(ConfigError, match=r"rewards: on_none='zero'; it is error, unscorable or skip"):
         compose(["rewards.on_none=zero"])
-
-
-# ---- tokens
-
-
-def test_the_limit_of_tokens_is_taken_from_generation():
-    run = compose(
-        [
-            "+task.rewards.overlong={fn: {_target_: tunix_lite.rewards.text.SoftOverlong, "
-            "max_tokens: '${generation.max_new_tokens}', buffer_tokens: 4}}",
-            "generation.max_new_tokens=20",
-        ]
-    )
-    assert run.task.rewards["overlong"].fn.max_tokens == 20
 
 
 # ---- weights

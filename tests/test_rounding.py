@@ -13,13 +13,13 @@ import pytest
 from tests.conftest import ragged_prompts, random_params
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import batch_scores, scoring_program
-from tunix_lite.learner.rows import PACKING, RowLayout
+from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, rounding, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh, sharding
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
 from tunix_lite.rollout.generate import make_generate
-from tunix_lite.rollout.programs import SamplerSpec, make_programs
+from tunix_lite.rollout.programs import Programs, SamplerSpec
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Batch, RowBatch
 
@@ -32,11 +32,7 @@ SHAPES = {
     "qwen25": Architecture(128, 3, 64, 4, 2, 16, 96, qk_norm=False, qkv_bias=True, **PLAIN),
     "llama": Architecture(128, 3, 64, 4, 4, 16, 96, qk_norm=False, tied=False, **PLAIN),
 }
-CASES = [
-    *(("bundled", packing, slots) for packing in PACKING for slots in (1, 4, 16)),
-    *((name, packing, slots) for name in SHAPES for packing in PACKING for slots in (1, 4, 16)),
-]
-CHEAP = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
+CASES = [("bundled", "prefix", 4), ("qwen3", "none", 1), ("llama", "sequences", 4)]
 
 
 def rows_for(packing: str, width: int) -> RowLayout:
@@ -72,10 +68,7 @@ def gap_of(name: str, packing: str, slots: int) -> np.ndarray:
     return np.abs(layout.back(scoring_program(scores, rows)(params, batch))[here] - said)
 
 
-@pytest.mark.parametrize(
-    "name, packing, slots",
-    [pytest.param(*case, marks=() if case in CHEAP else pytest.mark.wide) for case in CASES],
-)
+@pytest.mark.parametrize("name, packing, slots", CASES)
 def test_in_bfloat16_the_trainer_says_what_the_sampler_said(name, packing, slots):
     """To less than half a percent on average: what is left are roundings that sums of another order flip. On a Xeon one
     token of the bundled model is 0.14 off."""
@@ -117,7 +110,7 @@ def lowered(cfg: Architecture, dtype, kept=jnp.float32) -> dict:
     ints = {name: rows((8, 24), jnp.int32) for name in ("tokens", "segment_ids", "positions")}
     batch = RowBatch(**floats, **ints, token_mask=rows((8, 24), jnp.bool_), is_scored=rows((8, 14), jnp.bool_))
     scores = partial(batch_scores, cfg=cfg, temperature=1.0, dtype=dtype)
-    programs = make_programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
+    programs = Programs(SamplerSpec(cfg, GenerationConfig(10, 14), (1,), 0, dtype, 4))
     per_layer_params = jax.eval_shape(partial(decoder.per_layer_params, cfg=cfg, dtype=dtype), params)
     slots, prompt_cache = (
         jax.eval_shape(lambda make=make: make(4)) for make in (programs.make_slots, programs.make_prompt_cache)
@@ -177,13 +170,10 @@ def check_roundings(name: str) -> None:
     assert all(left >= written for written, left in found.values()), found
 
 
-def test_a_layer_rounds_in_the_same_places_in_every_program():
-    check_roundings("qwen3")
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", sorted(set(SHAPES) - {"qwen3"}))
-def test_a_layer_of_every_family_rounds_in_the_same_places_in_every_program(name):
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.wide) for name in ("gemma3", "qwen25"))]
+)
+def test_a_layer_rounds_in_the_same_places_in_every_program(name):
     check_roundings(name)
 
 

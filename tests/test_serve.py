@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -70,16 +71,16 @@ def sampled(engine, prompts: list[list[int]], draws: list[DrawSettings], limit: 
 # ---- the engine
 
 
-@pytest.mark.parametrize("how", [{"temperature": 1.5, "top_p": 0.8}])
-def test_the_engine_draws_what_generate_draws(model, engine, how):
+def test_the_engine_draws_what_generate_draws(model, engine):
     """More sequences than slots; each alone by `generate`, so nothing that another client asks for can matter."""
-    prompts = [model.tokenizer.prompt(question) for question in QUESTIONS]
+    prompts = [model.tokenizer.prompt(question) for question in QUESTIONS[:3]]
+    how = {"temperature": 1.5, "top_p": 0.8}
     # Others with other settings stand in the slots beside them.
     draws = [DrawSettings(seed=7, **how) for _ in prompts]
     others = [DrawSettings(seed=i, temperature=1.3, top_k=5, min_p=0.01, top_logprobs=2) for i in range(4)]
-    both = sampled(engine, [*prompts, *prompts[:4]], [*draws, *others])
+    both = sampled(engine, [*prompts, *prompts, prompts[0]], [*draws, *others])
     settings = GenerationConfig(64, 48, **how)
-    for question, found in zip(QUESTIONS, both):
+    for question, found in zip(QUESTIONS[:3], both):
         [alone] = model.generate(question, settings, seed=7)
         assert found.tokens == alone.tokens
         np.testing.assert_allclose(found.full_logprobs, alone.full_logprobs, atol=1e-5)
@@ -88,24 +89,20 @@ def test_the_engine_draws_what_generate_draws(model, engine, how):
 
 def test_completions_of_one_prompt_are_those_of_generate(model, engine):
     prompt = model.tokenizer.prompt(QUESTIONS[0])
-    found = sampled(engine, [prompt] * 6, [DrawSettings(seed=5, generation=i) for i in range(6)])
-    alone = model.generate(QUESTIONS[0], GenerationConfig(64, 48), num_generations=6, seed=5)
+    found = sampled(engine, [prompt] * 3, [DrawSettings(seed=5, generation=i) for i in range(3)])
+    alone = model.generate(QUESTIONS[0], GenerationConfig(64, 48), num_generations=3, seed=5)
     assert [one.tokens for one in found] == [one.tokens for one in alone]
 
 
 def test_after_the_warm_up_a_request_compiles_nothing(model):
-    """The first client of a real model waited for 80 s. What still compiles later is told."""
+    """The first client of a real model waited for 80 s."""
     engine = live_engine(model, GENERATION, RolloutConfig(num_slots=2, chunk=4))
-    told = []
     try:
         engine.warm_up()
         compiled = dict(engine.programs.compiles)
-        engine.on_compile = lambda names, seconds: told.append(names)
         prompt = model.tokenizer.prompt(QUESTIONS[0])
         sampled(engine, [prompt], [DrawSettings()])
-        assert engine.programs.compiles == compiled and not told
-        sampled(engine, [prompt], [DrawSettings(top_p=0.5)])
-        assert told == ["decode_each"]
+        assert engine.programs.compiles == compiled
         engine.failure = RuntimeError("out of memory")
         with pytest.raises(EngineFailed):
             engine.warm_up()
@@ -183,15 +180,15 @@ def test_text_that_may_become_a_stop_text_is_held_back(model):
     choice = ApiChoice(0, model.tokenizer, stop=("1 + 1",))
     sent = []
     for token in model.tokenizer.encode("so 1 + 2 or 1 + 1 is"):
-        if choice.finish_reason is None:
+        if choice.whole.finish_reason is None:
             sent.append(choice.add(NewTokens([token], [0.0], [0.0])).text)
-    assert "".join(sent) == choice.text == "so 1 + 2 or "
-    assert choice.finish_reason == "stop"
+    assert "".join(sent) == choice.whole.text == "so 1 + 2 or "
+    assert choice.whole.finish_reason == "stop"
     # A text that only begins like it comes whole in the end.
     other = ApiChoice(0, model.tokenizer, stop=("1 + 1",))
     tokens = model.tokenizer.encode("so 1 + ")
     other.add(NewTokens(tokens, [0.0] * len(tokens), [0.0] * len(tokens), reason="length"))
-    assert (other.text, other.finish_reason) == ("so 1 + ", "length")
+    assert (other.whole.text, other.whole.finish_reason) == ("so 1 + ", "length")
 
 
 # ---- over HTTP
@@ -298,8 +295,6 @@ def test_errors_are_those_that_clients_know(client):
 
 def raw(address: str, data: bytes) -> bytes:
     """What the server answers to these bytes; the connection closes after it."""
-    import socket
-
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(data)
@@ -323,8 +318,6 @@ def test_clients_that_send_garbage_or_vanish_harm_nobody(model, engine):
         assert b"404" in raw(address, post(b"{}", "/v1/images")).split(b"\r\n")[0]
 
         # Clients that ask for a stream and go away: their slots are free again.
-        import socket
-
         host, port = address.removeprefix("http://").split(":")
         body = json.dumps(ASK | {"stream": True, "n": 8}).encode()
         for _ in range(3):
@@ -386,8 +379,6 @@ def test_serve_says_what_it_cannot_do(model):
     with pytest.raises(ConfigError, match="api_key_variable=NO_SUCH_KEY"):
         serve_model(None, ServeConfig(api_key_variable="NO_SUCH_KEY"))
     # A port that is taken is told before a model is loaded: there is no run to load one of.
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port={port}: .*address already in use"):

@@ -199,7 +199,7 @@ def test_a_stream_whose_client_has_left_frees_its_slots_and_leaves_one_line(toke
     assert "Traceback" not in said + caplog.text
     [left, answered] = said.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d POST /v1/chat/completions 499 0\.\d\d s .* tokens", left)
-    tokens = [len(engine.asked[-1].prompt), len(tokenizer.encode("1 2 3 4 5 6 7 8 9")) + 1]
+    tokens = [len(engine.asked[-1].ids), len(tokenizer.encode("1 2 3 4 5 6 7 8 9")) + 1]
     assert re.fullmatch(rf".* 200 0\.\d\d s {tokens[0]} \+ {tokens[1]} tokens", answered)
 
 

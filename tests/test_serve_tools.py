@@ -83,7 +83,7 @@ def test_a_call_and_its_result_go_round(tokenizers_of, family, said):
         assert (choice.message.content, choice.finish_reason) == ("It is 3.", "stop")
         assert choice.message.tool_calls is None
         # What the model reads of its own call is what it said, arguments as an object.
-        read = tokenizer.decode(engine.asked[-1].prompt, skip_special=False)
+        read = tokenizer.decode(engine.asked[-1].ids, skip_special=False)
         name = '{"name": "add", "' + ("parameters" if family == "llama3" else "arguments")
         assert f'{name}": {{"a": 1, "b": 2}}}}' in read or family == "qwen3"
 

@@ -97,29 +97,6 @@ def test_a_mesh_is_refused_exactly_where_it_does_not_divide_and_the_dim_is_named
         weights.check_divisible(table, mesh)
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_size_has_as_many_parameters_as_transformers_gives_it(name):
-    torch = pytest.importorskip("torch", reason="needs the parity extra")
-    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
-    cfg, family = model(name).architecture, model(name).family
-    settings = {"gemma3": "Gemma3TextConfig"}.get(family, f"{family.capitalize()}Config")
-    config = getattr(transformers, settings)(
-        vocab_size=cfg.vocab_size,
-        num_hidden_layers=cfg.num_layers,
-        hidden_size=cfg.embed_dim,
-        num_attention_heads=cfg.num_heads,
-        num_key_value_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
-        intermediate_size=cfg.mlp_dim,
-        tie_word_embeddings=cfg.tied,
-    )
-    with torch.device("meta"):
-        theirs = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
-    ours = weights.num_params(decoder.weights(cfg))
-    assert sum(parameter.numel() for parameter in theirs.parameters()) == ours
-
-
 GEMMA3_4B_TEXT = {
     "hidden_size": 2560,
     "intermediate_size": 10240,
@@ -130,13 +107,6 @@ GEMMA3_4B_TEXT = {
 }
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 AS_PUBLISHED = {  # what the hub's config.json says that the decoder reads, in the spelling of the day
-    "gemma2_2b": {
-        "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8,
-        "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
-    },
     "gemma3_1b": {
         "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
         "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
@@ -151,13 +121,6 @@ AS_PUBLISHED = {  # what the hub's config.json says that the decoder reads, in t
         "max_position_embeddings": 32768, "max_window_layers": 21, "num_attention_heads": 14, "num_hidden_layers": 24,
         "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
         "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
-    },
-    "qwen3_0.6b": {
-        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
-        "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
-        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-        "use_sliding_window": False, "vocab_size": 151936,
     },
     "llama3.2_1b": {
         "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,

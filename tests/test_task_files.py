@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +11,9 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
 from tunix_lite.settings.compose import compose
-from tunix_lite.tasks import row_files
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
 from tunix_lite.tasks.files import FileRows
-from tunix_lite.tasks.row_files import Rows, RowStream
-from tunix_lite.tasks.sources import digest_of_data
+from tunix_lite.tasks.row_files import Rows
 from tunix_lite.tasks.task import Task
 from tunix_lite.tracking.rundir import RunDir
 
@@ -81,80 +78,6 @@ def test_without_a_held_out_file_every_tenth_row_is_held_out(tmp_path, tokenizer
     assert held_out_in_training(task) == 0
 
 
-def stream_of(train: str, held_out: Path, *more: str, tokenizer=None, **settings) -> Task:
-    given = ["task=jsonl", f"task.train='{train}'", f"task.held_out={held_out}", REWARD, *more]
-    return words(given, tokenizer, **settings)
-
-
-def test_files_read_in_order_give_each_row_once_an_epoch_and_go_on_from_any_step(tmp_path, tokenizer):
-    """23 rows in three files, 5 shuffled at a time: by hand, rows 0 to 4 come first, 20 to 22 last."""
-    for i, places in enumerate((range(9), range(9, 10), range(10, 23))):
-        json_lines(tmp_path / f"part{i}.jsonl", [{"prompt": "p", "answer": str(n)} for n in places])
-    held_out = json_lines(tmp_path / "held_out.jsonl", [{"prompt": "q", "answer": "1"}])
-    task = stream_of(str(tmp_path / "part*.jsonl"), held_out, "task.shuffle_buffer=5", tokenizer=tokenizer)
-    batches = [[int(row["answer"]) for row in task.batch(4, 7, step)[0]] for step in range(18)]
-    order = [n for batch in batches for n in batch]
-    epochs = [order[i : i + 23] for i in (0, 23, 46)]
-    assert all(sorted(epoch) == list(range(23)) for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 3
-    blocks = [{*epochs[1][i : i + 5]} for i in range(0, 23, 5)]
-    assert blocks == [{*range(i, min(i + 5, 23))} for i in range(0, 23, 5)]
-    assert order != sorted(order)
-    for step in (17, 3, 6, 0, 11):
-        again = RowStream(str(tmp_path / "part*.jsonl"), 5)
-        assert [int(row["answer"]) for row in again.batch(4, 7, step)] == batches[step]
-        assert [int(row["answer"]) for row in task.batch(4, 7, step)[0]] == batches[step], "asked again, too"
-    assert [int(row["answer"]) for row in task.batch(4, 8, 0)[0]] != batches[0]
-    assert check_all_rows(task, False, 1) == "3 files to train on, read in order, 5 rows shuffled at a time, 1 held out"
-    with pytest.raises(
-        ValueError, match="long_prompts=drop takes other rows, and task.shuffle_buffer reads them in order"
-    ):
-        replace(task, long_prompts="drop").batch(4, 7, 0)
-
-
-def test_pairs_are_read_in_order_too(tmp_path, tokenizer):
-    pairs = [{"prompt": str(n), "chosen": f"{n}a", "rejected": f"{n}b"} for n in range(7)]
-    train = json_lines(tmp_path / "train.jsonl", pairs)
-    task = stream_of(train, train, "task=preferences", "task.shuffle_buffer=3", tokenizer=tokenizer)
-    rows = [row for step in range(2) for row in task.batch(4, 0, step)[0]][:7]
-    assert sorted(row["completion"] for row in rows) == [pair["chosen"] for pair in pairs]
-    assert check_all_rows(task, True, 1).startswith("1 files to train on, read in order")
-
-
-def test_a_malformed_row_of_a_stream_is_named_or_left_out_and_counted(tmp_path, tokenizer):
-    rows = [{"prompt": str(n)} for n in range(8)]
-    train = json_lines(tmp_path / "train.jsonl", [*rows[:5], "{oops", *rows[5:]])
-    held_out = json_lines(tmp_path / "held_out.jsonl", rows[:1])
-    task = stream_of(train, held_out, "task.shuffle_buffer=2")
-    assert [row["prompt"] for row in task.batch(4, 0, 0)[0]]
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"train.jsonl, line 6: not JSON"):
-            task.batch(4, 0, 1)
-    said = []
-    given = "task.shuffle_buffer=2", "task.on_error=skip"
-    skipping = stream_of(train, held_out, *given, tokenizer=tokenizer, say=said.append)
-    found = [row["prompt"] for step in range(4) for row in skipping.batch(4, 0, step)[0]]
-    assert sorted(found[:8]) == sorted(found[8:]) == list("01234567")
-    assert (
-        len(said) == 1 and said[0].startswith("1 malformed rows left out so far, the first: ") and "line 6" in said[0]
-    )
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (["task.shuffle_buffer=0"], "shuffle_buffer=0 must be at least 1"),
-        (
-            ["task.shuffle_buffer=5", "task.held_out=null"],
-            "shuffle_buffer takes the held-out rows from a file of their own",
-        ),
-    ],
-)
-def test_a_stream_that_cannot_be_is_named(tmp_path, settings, message):
-    train = json_lines(tmp_path / "train.jsonl", [{"prompt": "1"}])
-    with pytest.raises(ConfigError, match=message):
-        stream_of(train, train, *settings)
-
-
 def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
     file = tmp_path / "rows.csv"
     file.write_bytes('\ufeffquestion,answer\r\n"1 + 1, said\nhe",2\r\n\r\n3 + 4,7\r\n'.encode())
@@ -166,7 +89,7 @@ def test_csv_has_named_columns_and_rows_over_several_lines(tmp_path, tokenizer):
     )
     assert task.text.ask(rows[1]) == "3 + 4?"
     for content, says in (
-        (b"a,a\n1,2\n", r"line 1: the columns are \['a', 'a'\]; each needs a name of its own"),
+        (b"a,a\n1,2\n", r"line 1: the columns are \['a', 'a'\]; .* each needs a name of its own"),
         (b"a,b\n1,2\n1,2,3\n", "line 3: 3 values for 2 columns"),
         (b"a,b\n1,\xff\n", "line 2: not UTF-8"),
         (b'a,b\n1,"x"y\n', "line 2: not CSV"),
@@ -244,10 +167,8 @@ def test_a_wrong_task_of_files_is_named(overrides, says):
 @pytest.mark.parametrize(
     "settings, says",
     [
-        (["task=jsonl", REWARD, "task.train='{}/r*.jsonl'"], r"r\*.jsonl: only files that are read in order may be"),
         (["task=jsonl", REWARD, "task.train={}/no.jsonl"], "no.jsonl is not a file"),
-        (["task=jsonl", REWARD, "task.shuffle_buffer=5", "task.train='{}/no*.jsonl'"], r"no\*.jsonl: no file has such"),
-        (["task=csv", REWARD, "task.train={}/empty.csv"], "line 1: there are no columns; the first line names them"),
+        (["task=csv", REWARD, "task.train={}/empty.csv"], r"line 1: the columns are \[\]; the first line names them"),
     ],
 )
 def test_files_that_are_not_there_or_empty_are_named(tmp_path, settings, says):
@@ -256,23 +177,6 @@ def test_files_that_are_not_there_or_empty_are_named(tmp_path, settings, says):
     source = words([text.format(tmp_path) for text in [*settings, "task.held_out={}/rows.jsonl"]]).config.source
     with pytest.raises(ValueError, match=says):
         _ = source.train
-
-
-def test_a_change_anywhere_in_a_file_that_is_not_in_memory_changes_the_digest(tmp_path, monkeypatch):
-    def of(rows: list, file: Path = tmp_path / "train.jsonl") -> str:
-        json_lines(file, rows)
-        return digest_of_data(SimpleNamespace(train=RowStream(str(file), 5), held_out=[]))["train"]
-
-    rows = [{"prompt": f"{n:05}"} for n in range(2000)]
-    changed = [[*rows[:n], {"prompt": "other"}, *rows[n + 1 :]] for n in (0, 1000, 1899, 1999)]
-    found = [of(rows), *map(of, changed)]
-    assert len({*found}) == 5 and all(digest.startswith("bytes ") for digest in found)
-    assert of(rows, tmp_path / "copy.jsonl") == found[0], "of the bytes, not of the name or the time"
-    # of more bytes than are read as a whole, blocks: here four of twenty bytes
-    for name, value in (("READ_WHOLE", 100), ("READ_BLOCKS", 4), ("BLOCK", 20)):
-        monkeypatch.setattr(row_files, name, value)
-    in_blocks = [of(part, tmp_path / f"{i}.jsonl") for i, part in enumerate([rows, *changed])]
-    assert in_blocks[1] != in_blocks[0] == in_blocks[2] and in_blocks[4] != in_blocks[0] == in_blocks[3]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +207,6 @@ def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "marked.jsonl").write_bytes(b"\xef\xbb\xbf" + plain)
     file = str(tmp_path / "marked.jsonl")
     assert list(Rows(file)) == [{"q": "1"}, {"q": "2"}]
-    assert RowStream(file, 1).first(2) == [{"q": "1"}, {"q": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -314,14 +217,14 @@ def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
             "rewards.t: field=no, and an example has prompt",
         ),
         (
-            "{_target_: tunix_lite.rewards.groups.Diversity}",
+            "{_target_: tunix_lite.rewards.ported.OfTRL, fn: {_target_: faulty_rewards.ranked}}",
             "compares the completions of a group; set task.rewards.t.g",
         ),
         (
             "{_target_: tunix_lite.rewards.text.Tags}, group: true",
             "takes one completion; set task.rewards.t.group=false",
         ),
-        ("{_target_: tunix_lite.rewards.groups.Diversity}, group: true", None),
+        ("{_target_: tunix_lite.rewards.ported.OfTRL, fn: {_target_: faulty_rewards.ranked}}, group: true", None),
         ("{_target_: tunix_lite.rewards.similarity.RougeL, field: answer}", None),
     ],
 )

@@ -1,19 +1,11 @@
 """The terminal: a live region where one can be drawn, plain lines elsewhere, and the same files either way."""
 
-import fcntl
 import io
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
-import time
 
 import pytest
 import rich.console
+from pseudo_terminal import seen_on_terminal
 
 from tunix_lite.tracking.console import Console, lines_of_sample
 from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst
@@ -57,10 +49,9 @@ def board_after(steps: int) -> Dashboard:
 def test_the_region_holds_every_number_within_the_columns(width):
     text = text_of(board_after(12).drawn(width, 60), width)
     for part in ("step 12/20 60% | eta", "reward", "1.200", "kl", "0.0010", "groups agree", "50%", "cut", "25%",
-                 "grad norm", "1.0e-05", "1,234", "31.0%", "1.50 GB", "rollout", "0.50 s", "update", "1.25 s"):  # fmt: skip
+                 "grad", "lr", "1.0e-05", "1,234", "31.0%", "1.50 GB", "rollout", "0.50 s", "update", "1.25 s"):  # fmt: skip
         assert part in text, f"{part} at {width}"
     assert max(map(len, text.splitlines())) <= width
-    assert ("best 1.200 at 12" in text) == (width >= 60)
 
 
 def test_the_time_left_counts_the_evaluations_that_are_still_to_come():
@@ -103,38 +94,14 @@ console.close()
 
 
 def on_a_terminal(tmp_path, mode="auto", term="xterm-256color", pause=0.0, resize=None) -> tuple[str, str]:
-    """What reaches a terminal of 80 columns, and train.log without its clock."""
+    """What reaches the terminal, and train.log without its clock."""
     log = tmp_path / f"train-{mode}-{term}.log"
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
-    environment = os.environ | {"TERM": term}
-    call = [sys.executable, "-c", SCRIPT, str(log), mode, str(pause)]
-    run = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
-    os.close(theirs)
-    seen = b""
-    began = time.monotonic()
-    try:
-        while time.monotonic() - began < 60 and select.select([ours], [], [], 60)[0]:
-            if resize and b"compiling" in seen:
-                fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, resize, 0, 0))
-                resize = None
-            try:
-                part = os.read(ours, 65536)
-            except OSError:
-                break
-            if not part:
-                break
-            seen += part
-    finally:
-        run.kill()
-        run.wait()
-        os.close(ours)
-    lines = log.read_text().splitlines()
-    return seen.decode(), "\n".join(line.split(" ", 1)[1] if line[:1].isdigit() else line for line in lines)
+    seen = seen_on_terminal("-c", SCRIPT, str(log), mode, str(pause), term=term, resize=resize)
+    return seen, re.sub(r"(?m)^\d\S* ", "", log.read_text())
 
 
 def test_a_terminal_gets_a_live_region(tmp_path):
-    seen, _ = on_a_terminal(tmp_path, pause=0.5, resize=140)
+    seen, _ = on_a_terminal(tmp_path, pause=0.3, resize=(b"compiling", 140))
     assert "╭─ step " in seen and "reward" in seen and "compiling… 0 s" in seen
     assert "to standard error" in seen and "a hint" in seen
     columns = {len(line) for line in re.findall(r"╭─ step [^╮]*╮", seen)}

@@ -101,7 +101,7 @@ def test_sessions_take_turns_and_a_models_requests_keep_their_order():
     came = [("a:train:0", n) for n in (3, 2, 4, 1)] + [("b:train:0", 1)]
     waiting = [TinkerRequest(i, f"{owner}:{seq}", owner, seq, "optim_step") for i, (owner, seq) in enumerate(came)]
     turns, done = {}, []
-    while taken := next_turn(waiting, turns, numbers.get):
+    while taken := next_turn(waiting, turns, numbers):
         [request] = taken
         waiting.remove(request)
         numbers[request.owner] += 1
@@ -109,7 +109,7 @@ def test_sessions_take_turns_and_a_models_requests_keep_their_order():
     assert done == ["a:train:0:1", "b:train:0:1", "a:train:0:2", "a:train:0:3", "a:train:0:4"]
     assert not waiting
     waiting = [TinkerRequest(9, "a:train:0:9", "a:train:0", 9, "optim_step")]
-    assert next_turn(waiting, turns, numbers.get) == [], "the requests before it have not come"
+    assert next_turn(waiting, turns, numbers) == [], "the requests before it have not come"
 
 
 # ---- the server, over a trainer that only counts: a model is one number, and its loss is their product
@@ -360,39 +360,20 @@ def left_behind(tmp_path_factory):
     return folder / "killed"
 
 
-@pytest.mark.parametrize("how", ["gone", "emptied", "no records"])
-def test_an_empty_journal_beside_weights_is_refused(left_behind, tmp_path, how):
-    shutil.copytree(left_behind, tmp_path / "a")
-    for file in (tmp_path / "a").glob("journal*"):
-        if how == "no records" and file.name == "journal.sqlite":
-            continue
-        file.write_bytes(b"") if how == "emptied" else file.unlink()
-    if how == "no records":
-        with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
-            db.execute("DELETE FROM records")
-        db.close()
-    with pytest.raises(StoreDamaged, match="is empty, and 1 models and 0 samplers and 1 saved checkpoints lie beside"):
-        Store(tmp_path / "a")
-    # and a second try is no other
-    with pytest.raises(StoreDamaged):
-        Store(tmp_path / "a")
-
-
 @pytest.mark.parametrize(
-    "change, wrong",
+    "change",
     [
-        ("UPDATE records SET value = 'x' WHERE kind = 'model'", "it is no JSON"),
-        ("UPDATE records SET value = json_set(value, '$.newer', 1) WHERE kind = 'model'", "newer"),
-        ("UPDATE records SET kind = 'dataset' WHERE kind = 'session'", "of no kind that this server knows"),
-        ("ALTER TABLE requests RENAME COLUMN attempts TO tries", "no such column: attempts"),
+        "UPDATE records SET value = 'x' WHERE kind = 'model'",
+        "UPDATE records SET value = json_set(value, '$.newer', 1) WHERE kind = 'model'",
+        "UPDATE records SET kind = 'dataset' WHERE kind = 'session'",
     ],
 )
-def test_a_record_of_another_version_is_one_line(left_behind, tmp_path, change, wrong):
+def test_a_record_of_another_version_is_one_line(left_behind, tmp_path, change):
     shutil.copytree(left_behind, tmp_path / "a")
     with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
         db.execute(change)
     db.close()
-    with pytest.raises(StoreDamaged, match=f"{wrong}.*another version of this server") as raised:
+    with pytest.raises(StoreDamaged, match="is not as expected; .*another version of this server") as raised:
         Store(tmp_path / "a")
     assert "\n" not in str(raised.value)
 
@@ -439,22 +420,15 @@ def test_a_full_disk_is_said_in_words_and_loses_nothing(tmp_path, capfd):
 # ---- bodies wider than float and UTF-8
 
 
-def test_what_a_session_holds_is_bounded(tmp_path):
-    pytest.importorskip("aiohttp")
-    with listening(tmp_path) as (client, _):
-        assert client.call("create_session", {"user_metadata": {"a": "b" * 65536}})[0] == 400
-
-
 POSTS = {
     "client/config": {},
-    "create_session": {"user_metadata": {"a": "b"}},
+    "create_session": {},
     "session_heartbeat": {"session_id": "?"},
     "create_sampling_session": {"session_id": "?", "sampling_session_seq_id": 0, "base_model": "bundled"},
-    "join_sampling_session": {"sampling_session_id": "?"},
     "create_model": {"session_id": "?", "model_seq_id": 1, "base_model": "bundled", "lora_config": {"rank": 2}},
     "get_info": {"model_id": "?"},
     "optim_step": {"model_id": "?", "seq_id": 1, "adam_params": {"learning_rate": 1.0}},
-    "save_weights": {"model_id": "?", "seq_id": 1, "path": "a", "user_metadata": {}},
+    "save_weights": {"model_id": "?", "seq_id": 1, "path": "a"},
     "save_weights_for_sampler": {"model_id": "?", "seq_id": 1, "sampling_session_seq_id": 1},
     "load_weights": {"model_id": "?", "seq_id": 1, "path": "tinker://a"},
     "weights_info": {"tinker_path": "tinker://a"},
@@ -465,7 +439,6 @@ POSTS = {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]},
         "sampling_params": {"max_tokens": 4, "stop": ["a"], "seed": 1, "temperature": 1.0},
     },
-    "cancel_future": {"request_id": "?"},
     "retrieve_future": {"request_id": "?"},
 }
 ODD = [None, True, -1, 2**70, 1e400, float("nan"), "", "\ud800", "x" * 70_000, [], [[]], [None], {}, {"": []}, "../a"]

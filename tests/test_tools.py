@@ -90,8 +90,8 @@ def unknown_type(x: "Nowhere") -> int:  # noqa: F821
         (no_docstring, "the tool no_docstring has no docstring"),
         (no_hint, "the tool no_hint has no type hint for x; write, for example, x: str"),
         (a_set, "the tool a_set: x has the type set"),
-        (many, "the tool many takes *x"),
-        (unnamed, "the tool unnamed takes x without its name"),
+        (many, "the tool many takes `*x: int`; a call gives each argument by its name"),
+        (unnamed, "the tool unnamed takes `x: int`"),
         (unknown_type, "the types of the tool unknown_type cannot be read"),
         (lambda x: x, "a tool is called '<lambda>'"),
     ],
@@ -119,7 +119,7 @@ def test_a_tool_without_a_schema_is_named_when_the_environment_is_made(tool, mes
     ],
 )
 def test_arguments_are_checked_against_the_types(arguments, message):
-    found = misfit(weather, arguments)
+    found = misfit(schema_of(weather), arguments)
     assert found == "" if not message else message in found
 
 

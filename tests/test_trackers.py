@@ -1,4 +1,4 @@
-"""Trackers beside the files: TensorBoard's text read back, and the calls that other libraries get.
+"""Trackers beside the files: the calls that other libraries get.
 
 wandb, mlflow and trackio are not needed here: a stand-in of each records its calls. The tests at the end use the real
 ones where they are installed.
@@ -6,19 +6,16 @@ ones where they are installed.
 
 import json
 import re
-import struct
 import sys
 import time
 import types
 from pathlib import Path
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from tunix_lite.settings import compose as composing
 from tunix_lite.tracking import plugs
 from tunix_lite.tracking.plugs import Guarded, TrackedRun, columns_of
-from tunix_lite.tracking.tracker import TensorBoard
 
 ROW = {"prompt": "2 + 2?", "completion": "# 4 <b>\nyes", "expected": "4", "extracted": "4", "correct": True}
 ROWS = [
@@ -30,34 +27,6 @@ SETTINGS = {"seed": 0, "algorithm": {"_target_": "a.B", "clip": [0.2]}}
 
 def tracked(folder, **more) -> TrackedRun:
     return TrackedRun(folder, "today/noon", "tunix_lite", SETTINGS, **{"resume_at": None, **more})
-
-
-# ---- TensorBoard
-
-
-def events(folder) -> list[Event]:
-    """The records of the one event file: length, its checksum, the event, its checksum."""
-    (file,) = folder.glob("events*")
-    data, found = file.read_bytes(), []
-    while data:
-        (size,) = struct.unpack("<Q", data[:8])
-        found.append(Event.FromString(data[12 : 12 + size]))
-        data = data[16 + size :]
-    return found
-
-
-def test_tensorboard_gets_samples_as_text_that_is_no_markup(tmp_path):
-    board = TensorBoard(tmp_path)
-    board.log_samples(10, ROWS)
-    board.close()
-    (value,) = [value for event in events(tmp_path) for value in event.summary.value]
-    (text,) = value.tensor.string_val
-    assert value.metadata.plugin_data.plugin_name == "text" and value.tag.startswith("samples")
-    lines = text.decode().splitlines()
-    assert all(line.startswith("    ") or not line for line in lines), "a line of code, whatever it holds"
-    assert (
-        "    [right, reward 1, right 1, short 0.5]" in lines and "    # 4 <b>" in lines and "\x1b" not in text.decode()
-    )
 
 
 # ---- stand-ins of three libraries: an attribute is a function that records its call

@@ -45,7 +45,8 @@ from tunix_lite.train import train
 
 ROOT = Path(__file__).parents[1]
 # On one device, because programs of several are compiled again by each test: see distributed.join.
-SHORT = [
+TINY = ["model=random", "model.architecture.num_layers=2", "model.architecture.vocab_size=512"]
+OF_A_RUN = [
     "training.max_steps=4",
     "training.prompts_per_step=4",
     "algorithm.num_generations=4",
@@ -62,6 +63,7 @@ SHORT = [
     "optimizer.warmup_steps=0",
     "rewards.workers=0",
 ]
+SHORT = [*TINY, *OF_A_RUN]
 
 
 LATEST = []  # its folder, and the checkpoints in it, each time that outputs/latest was pointed there
@@ -110,7 +112,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert "prompts x" in log
     before = log.partition("| held-out accuracy")[0]
     said = [
-        r"loaded \S+, \d+ MB, in \d+ s",
+        r"loaded random, in \d+ s",
         "compiled the update in",
         r"sampled \d+ completions in .*, accuracy [\d.]+%",
     ]
@@ -123,7 +125,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert status["eval"]["first"]["accuracy"] == lines(folder)[0]["eval/accuracy"]
     assert status["eval"]["last"]["accuracy"] == lines(folder)[-1]["eval/accuracy"]
     (events,) = folder.glob("events.out.tfevents.*")
-    assert b"samples/text_summary" in events.read_bytes()
+    assert b"train/loss" in events.read_bytes()
     report = (folder / "report.html").read_text()
     assert ">completed</span>" in report
     accuracies = [f"{100 * status['eval'][which]['accuracy']:.1f} %" for which in ("first", "last")]
@@ -178,7 +180,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_did_and_compared(finished, tmp_pat
         f"evaluate.against={folder}",
         "evaluate.against_step=2",
     ]
-    words = [*SHORT[1:], *asked, "evaluate.tasks=[arithmetic]", "evaluate.reference=completion"]
+    words = [*OF_A_RUN[1:], *asked, "evaluate.reference=completion"]
     monkeypatch.setattr(sys, "argv", ["evaluate", f"checkpoint={folder}", f"out={tmp_path}", *words])
     evaluating.main()
     found = json.loads((tmp_path / "results.json").read_text())
@@ -653,8 +655,6 @@ def test_secrets_of_the_settings_stand_in_no_file_of_the_run(tmp_path):
     words = [
         *SHORT,
         *SECRETS,
-        "model=random",
-        "model.architecture.num_layers=1",
         "project_name=mine",
         "training.max_steps=1",
         "hydra.run.dir=run",
@@ -684,7 +684,7 @@ def test_a_run_goes_on_with_the_same_secrets_and_with_no_others(tmp_path, monkey
 
     def made(token: str) -> dict:
         monkeypatch.setenv("MY_TOKEN", token)
-        run = compose([*SHORT, *SECRETS, "model=random"])
+        run = compose([*SHORT, *SECRETS])
         return fingerprint(run, prepare(run, RunDir(tmp_path)).model, 4)
 
     ours = made("a-token-of-mine")
@@ -739,7 +739,8 @@ def test_a_sampler_whose_weights_are_not_the_trainers_stops_the_run(tmp_path, mo
         return jax.tree.map(lambda x: x[..., ::-1], params) if int(state.step) == 1 else params
 
     monkeypatch.setattr(Learner, "policy_params", stale)
-    run = compose([*SHORT, "training.save_interval_steps=1", "evaluation.num_examples=0", "training.max_steps=2"])
+    # the bundled model: a random one says nearly the same, whatever its weights
+    run = compose([*OF_A_RUN, "training.save_interval_steps=1", "evaluation.num_examples=0", "training.max_steps=2"])
     with pytest.raises(RunFailed, match=r"step 2: .* differ by [\d.]+ nats a token .* training.max_sampler_gap=0.5 is"):
         train(run, tmp_path)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [1], "what was learned from it is not kept"

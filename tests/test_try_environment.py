@@ -47,7 +47,7 @@ def test_an_environment_that_fails_is_named_before_the_run(name, message):
     [
         (f"{HERE}.NoStep", "environment is a NoStep, which has no method `step`"),
         (f"{HERE}.NeedsLevel", "task.environment: missing level"),
-        (f"{HERE}.needs_more", "environment is a function that makes one, called with its settings alone"),
+        (f"{HERE}.needs_more", "environment is a function that makes one, and is called with () and its settings"),
         (f"{HERE}.Nobody", "Nobody"),
         (TOOLS.format("no_hint"), "task.environment: the tool no_hint has no type hint for city"),
         (TOOLS.format("silent"), "task.environment: the tool silent has no docstring"),

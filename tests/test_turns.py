@@ -10,7 +10,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import PLACEHOLDER, TurnTokens
 
 # Gemma's template wants user and model in turns; the others take what tools answer, too.
-TAKES_TOOLS = {"bundled": True, "gemma": False, "qwen2.5": True, "qwen3": True, "llama3": True, "chatml": True}
+TAKES_TOOLS = {"bundled": True, "gemma": False, "qwen3": True, "llama3": True, "chatml": True}
 TEXTS = [
     "Higher.",
     "",
@@ -33,7 +33,7 @@ COMPLETIONS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
-    found = {name: FAMILIES[name] for name in ("gemma", "qwen2.5", "qwen3", "llama3")} | {"chatml": (qwen, CHATML)}
+    found = {name: FAMILIES[name] for name in ("gemma", "qwen3", "llama3")} | {"chatml": (qwen, CHATML)}
     loaded = {name: Tokenizer.load(make(folder / name, template)) for name, (make, template) in found.items()}
     return loaded | {"bundled": Tokenizer.load(BUNDLED)}
 

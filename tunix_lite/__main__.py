@@ -1,6 +1,7 @@
 """`python -m tunix_lite COMMAND ...`, the same as the console script `tunix-lite`."""
 
 import importlib
+import shlex
 import sys
 
 from tunix_lite.commands import help as help_pages
@@ -8,31 +9,33 @@ from tunix_lite.commands.closed_pipe import as_long_as_read
 from tunix_lite.commands.help import COMMANDS
 from tunix_lite.hints import near_word
 
-# Commands of other projects, and what they are here.
-ELSEWHERE = {
-    "sft": "tunix-lite train algorithm=sft",
-    "grpo": "tunix-lite train algorithm=grpo",
-    "dpo": "tunix-lite train algorithm=dpo",
-    "rloo": "tunix-lite train algorithm=rloo",
-    "run": "tunix-lite train",
-    "fit": "tunix-lite train",
-    "finetune": "tunix-lite train algorithm=sft",
-    "resume": "tunix-lite train hydra.run.dir=FOLDER",
-    "eval": "tunix-lite evaluate",
-    "test": "tunix-lite evaluate",
-    "validate": "tunix-lite evaluate",
-    "infer": "tunix-lite generate",
-    "inference": "tunix-lite generate",
-    "sample": "tunix-lite generate",
-    "merge": "tunix-lite export kind=merged",
-    "convert": "tunix-lite export",
-    "env": "tunix-lite check",
-    "test_distributed_setup": "tunix-lite check",
-    "gpu-info": "tunix-lite check",
-    "memory-check": "tunix-lite plan",
-    "estimate-memory": "tunix-lite plan",
-    "sweep": "tunix-lite train --multirun seed=0,1",
-    "multirun": "tunix-lite train --multirun seed=0,1",
+# Commands that were here, and those of other projects, and what they are now.
+_ELSEWHERE = {
+    "chat": "generate",
+    "report": "doctor",
+    "sft": "train algorithm=sft",
+    "grpo": "train algorithm=grpo",
+    "dpo": "train algorithm=dpo",
+    "rloo": "train algorithm=rloo",
+    "run": "train",
+    "fit": "train",
+    "finetune": "train algorithm=sft",
+    "resume": "train hydra.run.dir=FOLDER",
+    "eval": "evaluate",
+    "test": "evaluate",
+    "validate": "evaluate",
+    "infer": "generate",
+    "inference": "generate",
+    "sample": "generate",
+    "merge": "export kind=merged",
+    "convert": "export",
+    "env": "check",
+    "test_distributed_setup": "check",
+    "gpu-info": "check",
+    "memory-check": "plan",
+    "estimate-memory": "plan",
+    "sweep": "train --multirun seed=0,1",
+    "multirun": "train --multirun seed=0,1",
 }
 
 
@@ -40,32 +43,32 @@ ELSEWHERE = {
 def main() -> None:
     argv = sys.argv[1:]
     command = argv[0] if argv else ""
-    # What shows something, and needs nothing that takes long to import.
-    if command == "--version":
-        print(help_pages.versions())
-    elif command == "help" or command.partition("=")[0] in help_pages.HELP:
-        help_pages.show_help(["--help", *argv[1:]] if command == "help" else argv)
-    elif command == "train" and help_pages.topic(argv) is not None:
-        help_pages.show_help(argv[1:])
-    elif command in COMMANDS:
+    # Help needs nothing that takes long to import. Other commands have one of their own.
+    words = ["--help", *argv[1:]] if command == "help" else argv
+    is_of_all = command in ("help", "train") or command.startswith("-")
+    if is_of_all and help_pages.answered(words):
+        return
+    if command in COMMANDS:
         sys.argv.pop(1)
-        importlib.import_module(f"tunix_lite.commands.{command}").main()
+        place = "tunix_lite" if command == "launch" else "tunix_lite.commands"
+        importlib.import_module(f"{place}.{command}").main()
     else:
-        print(f"error: {_no_command(command)}", file=sys.stderr)
+        print(f"error: {_no_command(command, argv[1:])}", file=sys.stderr)
         sys.exit(2)
 
 
-def _no_command(word: str) -> str:
+def _no_command(word: str, others: list[str]) -> str:
     """Explains a first word that is no command."""
     there = f"there is {', '.join(COMMANDS)}"
     if not word:
         return f"which command? {there}; tunix-lite --help says what they do"
     if "=" in word or word.startswith("-"):
         return f"{word}: the command comes first: tunix-lite train {word}; {there}"
-    meant = ELSEWHERE.get(word.lower()) or near_word(word, COMMANDS)
-    if meant in COMMANDS:
-        meant = f"tunix-lite {meant}"
-    return f"there is no command {word}; {f'did you mean {meant}?' if meant else there}"
+    meant = _ELSEWHERE.get(word.lower()) or near_word(word, COMMANDS)
+    if meant is None:
+        return f"there is no command {word}; {there}"
+    line = " ".join(["tunix-lite", meant, *map(shlex.quote, others)])
+    return f"there is no command {word}; did you mean {line}?"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,24 +32,21 @@ Tree = TrainState | dict[str, Params]
 
 
 # Most arrays that a message names.
-SHOWN = 4
+_SHOWN = 4
 # A file of ours in the folder of a checkpoint, and its key for the updates skipped in a row.
-ABOUT = "about.json"
-SKIPPED = "skipped_in_a_row"
+_ABOUT = "about.json"
+_SKIPPED = "skipped_in_a_row"
 # Another one, of runs with a curriculum: its state. And its most bytes, 20 million prompts.
-CURRICULUM = "curriculum.json"
-MOST_CURRICULUM = 2**30
+_CURRICULUM = "curriculum.json"
+_MOST_CURRICULUM = 2**30
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
-IN_FLIGHT = "in_flight.npz"
+_IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
-LATER = {
-    "_CHECKPOINT_METADATA",
-    "commit_success.txt",
-}
+_LATER = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 # The gigabytes that a process reads at a time: host memory beside the arrays on its devices.
-HOST_GB = 4
+_HOST_GB = 4
 # Most seconds of a save. All processes wait for the first, which makes the digests of all files.
-SAVE_SECONDS = 3600
+_SAVE_SECONDS = 3600
 
 
 class Checkpoints:
@@ -77,10 +75,8 @@ class Checkpoints:
         self._opened: ocp.CheckpointManager | None = None
         self._when_whole = when_whole
         self._is_saved = False
-        # of the step that is being saved: the contents of ABOUT, CURRICULUM and IN_FLIGHT
-        self._saving: dict = {}
-        self._curriculum: dict | None = None
-        self._in_flight: dict[str, np.ndarray] | None = None
+        # what is being saved beside the state: ABOUT, a curriculum, completions in flight
+        self._saving: tuple[dict, dict | None, dict[str, np.ndarray] | None] = ({}, None, None)
         # which folders these are, to notice one that was deleted and made again
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
         self._own = _identity(self.folder) if self.folder.is_dir() else None
@@ -102,7 +98,7 @@ class Checkpoints:
                 ),
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=SAVE_SECONDS,
+                    timeout_secs=_SAVE_SECONDS,
                     post_finalization_callback=self._before_it_gets_its_name,
                 ),
                 # Remove what a run left that was killed while it saved.
@@ -113,17 +109,18 @@ class Checkpoints:
         return self._opened
 
     def _before_it_gets_its_name(self) -> None:
-        """Adds digests and ABOUT to a checkpoint, when orbax has written all files of its own: on
+        """Adds digests and files of ours to a checkpoint, when orbax has written all of its own: on
         process 0, in a thread, before it renames the folder to the step. If the run's folder was
         deleted meanwhile, and made anew by orbax, the checkpoint never gets its name."""
         self._check_there()
-        for half in self.folder.glob(f"{self._saving['step']}.*tmp*"):
-            (half / ABOUT).write_text(json.dumps(self._saving) + "\n")
-            if self._curriculum is not None:
-                (half / CURRICULUM).write_text(json.dumps(self._curriculum) + "\n")
-            if self._in_flight is not None:
-                np.savez_compressed(half / IN_FLIGHT, **self._in_flight)
-            digests.write_digests(half, LATER)
+        about, curriculum, in_flight = self._saving
+        for half in self.folder.glob(f"{about['step']}.*tmp*"):
+            (half / _ABOUT).write_text(json.dumps(about) + "\n")
+            if curriculum is not None:
+                (half / _CURRICULUM).write_text(json.dumps(curriculum) + "\n")
+            if in_flight is not None:
+                np.savez_compressed(half / _IN_FLIGHT, **in_flight)
+            digests.write_digests(half, _LATER)
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, in order; [] if there is no folder. Raises OSError."""
@@ -190,9 +187,7 @@ class Checkpoints:
             # The save before still reads what is set here.
             self._manager.wait_until_finished()
             self._check_there()
-            self._saving = {"step": step, SKIPPED: skipped}
-            self._curriculum = curriculum
-            self._in_flight = in_flight
+            self._saving = ({"step": step, _SKIPPED: skipped}, curriculum, in_flight)
             saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
@@ -205,93 +200,77 @@ class Checkpoints:
         before. Raises ValueError if there is no checkpoint, if it cannot be read, has changed since
         it was written, or does not match `like`.
         """
-        step = self.latest_step() if step is None else step
-        if step is None:
-            raise ValueError(f"{self.folder} holds no checkpoint")
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=_host_gb(abstract))
-        return self._read(step, handler, ocp.args.StandardRestore(abstract), abstract)
+        return self._read(self._chosen(step), abstract)
+
+    def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
+        """Reads only the parameters of a checkpoint: (its step, params). Arguments and errors are
+        those of `restore`.
+
+        All files are compared with their digests, because only orbax knows which of them hold the
+        parameters.
+        """
+        step = self._chosen(step)
+        return step, self._read(step, {"params": like}, is_part=True)["params"]
+
+    def _chosen(self, step: int | None) -> int:
+        """This step, or the newest. Raises ValueError if there is no such checkpoint."""
+        steps = self.steps()
+        if not steps or step not in (None, *steps):
+            of_step = "" if step is None else f" of step {step}"
+            there = f"; there is {', '.join(map(str, steps))}" if steps else ""
+            raise ValueError(f"{self.folder} holds no checkpoint{of_step}{there}")
+        return steps[-1] if step is None else step
 
     def skipped_in_a_row(self, step: int) -> int:
         """Returns how many updates in a row were skipped up to this step, as `save` was given it.
         Raises ValueError if the checkpoint is damaged."""
-        file = self.folder / str(step) / ABOUT
-        # a copy may have lost it
-        if not os.path.lexists(file):
-            return 0
-        try:
-            count = read_object(file).get(SKIPPED)
+
+        def read(file: Path) -> int:
+            count = read_object(file).get(_SKIPPED)
             if type(count) is not int or count < 0:
-                raise ValueError(f"{SKIPPED} is {shown(count)}, and not a count")
-        except (OSError, ValueError) as error:
-            raise ValueError(self._damaged(step, _reason(error))) from error
-        return count
+                raise ValueError(f"{_SKIPPED} is {shown(count)}, and not a count")
+            return count
+
+        # a copy may have lost it
+        return self._beside(step, _ABOUT, read) or 0
 
     def curriculum(self, step: int) -> dict | None:
         """The state of the curriculum at this step, as `save` was given it; None: there is none.
         Raises ValueError if the checkpoint is damaged."""
-        file = self.folder / str(step) / CURRICULUM
-        if not os.path.lexists(file):
-            return None
-        try:
-            return read_object(file, MOST_CURRICULUM)
-        except ValueError as error:
-            raise ValueError(self._damaged(step, str(error))) from error
+        return self._beside(step, _CURRICULUM, lambda file: read_object(file, _MOST_CURRICULUM))
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
         """The completions in flight at this step, as `save` was given them; None: there are none.
         Raises ValueError if the checkpoint is damaged."""
-        file = self.folder / str(step) / IN_FLIGHT
-        if not os.path.lexists(file):
-            return None
-        try:
+
+        def read(file: Path) -> dict[str, np.ndarray]:
             check_only_files(file.parent)
             # no pickles: numpy refuses them unless it is asked for them
             with np.load(file) as arrays:
                 return {name: arrays[name] for name in arrays}
+
+        return self._beside(step, _IN_FLIGHT, read)
+
+    def _beside(self, step: int, name: str, read: Callable[[Path], Any]) -> Any:
+        """Reads a file of ours in a checkpoint; None if it is not there."""
+        file = self.folder / str(step) / name
+        if not os.path.lexists(file):
+            return None
+        try:
+            return read(file)
         # numpy and zipfile raise what they like
         except Exception as error:
-            raise ValueError(self._damaged(step, f"{IN_FLIGHT}: {_reason(error)}")) from error
+            raise ValueError(self._damaged(step, f"{name}: {_reason(error)}")) from error
 
-    def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
-        """Reads only the parameters of a checkpoint: (its step, params).
+    def _read(self, step: int, wanted: Tree, is_part: bool = False) -> Tree:
+        """Restores arrays of these shapes, dtypes and shardings, after comparing all files with
+        their digests. Raises ValueError that says what is wrong.
 
-        like: ShapeDtypeStructs with shardings. step: None means the newest. All files are compared
-        with their digests, because only orbax knows which of them hold the parameters. Raises
-        ValueError if there is no such checkpoint, if it cannot be read, has changed since it was
-        written, or does not match `like`.
-        """
-        steps = self.steps()
-        if not steps or step not in (None, *steps):
-            there = f"; there is {', '.join(map(str, steps))}" if steps else ""
-            raise ValueError(
-                f"{self.folder} holds no "
-                f"checkpoint{'' if step is None else f' of step {step}'}{there}"
-            )
-        step = max(steps) if step is None else step
-        wanted = {"params": like}
-        restore = jax.tree.map(
-            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape), wanted
-        )
-        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore, partial_restore=True)
-        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_host_gb(wanted))
-        return step, self._read(step, handler, args, wanted, whole=False)["params"]
-
-    def _read(
-        self,
-        step: int,
-        handler: ocp.CheckpointHandler,
-        args: ocp.args.CheckpointArgs,
-        wanted: Tree,
-        whole: bool = True,
-    ) -> Tree:
-        """Restores the arrays of `args`, after comparing all files with their digests. Raises
-        ValueError that says what is wrong.
-
-        wanted: the shapes that the checkpoint should hold. whole: whether it may hold nothing else.
-        Each process checks a part of the files, so all processes must call it.
+        is_part: whether the checkpoint may hold more. Each process checks a part of the files, so
+        all processes must call it.
         """
         folder = self.folder / str(step)
         try:
@@ -307,6 +286,22 @@ class Checkpoints:
             more = f", and {len(damage) - 1} more files" if len(damage) > 1 else ""
             raise ValueError(self._damaged(step, damage[0] + more))
         _silence_orbax_errors()
+
+        # A saved chunk is read as a whole, so twice the largest array must fit.
+        leaves = jax.tree.leaves(wanted)
+        largest = max(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        host_gb = max(_HOST_GB, 1 + math.ceil(2 * largest / 1e9))
+        if is_part:
+            handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=host_gb)
+            restore = jax.tree.map(
+                lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape), wanted
+            )
+            args = ocp.args.PyTreeRestore(
+                item=wanted, restore_args=restore, partial_restore=True
+            )
+        else:
+            handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=host_gb)
+            args = ocp.args.StandardRestore(wanted)
         options = ocp.CheckpointManagerOptions(create=False)
         try:
             with ocp.CheckpointManager(
@@ -320,9 +315,9 @@ class Checkpoints:
         except Exception as error:
             if is_of_a_peer(error):
                 raise
-            raise ValueError(self._why_not(step, wanted, whole, error)) from error
+            raise ValueError(self._why_not(step, wanted, is_part, error)) from error
 
-    def _why_not(self, step: int, wanted: Tree, whole: bool, error: Exception) -> str:
+    def _why_not(self, step: int, wanted: Tree, is_part: bool, error: Exception) -> str:
         """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
             tree = (
@@ -332,26 +327,30 @@ class Checkpoints:
             there = _shapes(tree)
         except Exception as unreadable:
             return self._damaged(step, _reason(unreadable))
-        there = there if whole else {name: there[name] for name in here if name in there}
+        if is_part:
+            there = {name: there[name] for name in here if name in there}
         other = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if not other:
             return self._damaged(step, _reason(error))
         shapes = [
             f"{name}: {here.get(name)!r} here, {there.get(name)!r} there" for name in other
         ]
-        more = f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else ""
+        more = f"; and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
         return (
             f"step {step} of {self.folder} does not fit this model or optimizer: "
-            f"{'; '.join(shapes[:SHOWN])}{more}"
+            f"{'; '.join(shapes[:_SHOWN])}{more}"
         )
 
     def _damaged(self, step: int, why: str) -> str:
         """Returns the message that a step cannot be used, with the folder to remove: after that the
         checkpoint before it is the newest."""
         earlier = [s for s in self.steps() if s < step]
-        then = "to begin anew: there is no earlier one"
-        if earlier:
-            then = f"to go on from step {earlier[-1]}"
+        then = (
+            f"go on from step {earlier[-1]}"
+            if earlier
+            else "begin anew: there is no earlier one"
+        )
+        then = f"to {then}"
         return f"step {step} cannot be read ({why}); remove {self.folder / str(step)} {then}"
 
     def check(self) -> None:
@@ -417,13 +416,6 @@ def is_step(name: str) -> bool:
     return name.isascii() and name.isdecimal() and (name == "0" or name[0] != "0")
 
 
-def _host_gb(wanted: Tree) -> int:
-    """The gigabytes that orbax may read at a time: HOST_GB, or twice the largest array, because a
-    saved chunk is read as a whole."""
-    largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(wanted))
-    return max(HOST_GB, 1 + math.ceil(2 * largest / 1e9))
-
-
 def _reason(error: BaseException) -> str:
     """The first line of the error that caused this one, without the details of tensorstore."""
     while error.__cause__ is not None:
@@ -435,11 +427,9 @@ def _reason(error: BaseException) -> str:
 
 def _shapes(tree: Tree) -> dict[str, tuple | str]:
     """The shape of every array by its path, `params/layers/w`; lists count as tuples."""
-
-    def is_empty(x: Tree | None) -> bool:
-        return x is None or (isinstance(x, tuple | list | dict) and not x)
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_empty)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: x is None or (isinstance(x, tuple | list | dict) and not x)
+    )
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape)
         if hasattr(x, "shape")

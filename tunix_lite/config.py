@@ -47,20 +47,14 @@ CHOICES = {
 }
 
 
-# settings of Training that are at least 1, or derived; and those that always are
-SIZES_OF_BATCH = (
-    "prompts_per_step",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "micro_batch_tokens",
-)
-COUNTS = (
-    "max_steps",
-    "log_interval_steps",
-    "keep_checkpoints",
-    "sync_gradients_every",
-    "max_skipped_in_a_row",
-)
+def _check_numbers(
+    settings: object, names: str, is_right: Callable[[Any], bool], rule: str
+) -> None:
+    """Raises ValueError, with the rule, for the first of these settings that breaks it."""
+    for name in names.split():
+        value = getattr(settings, name)
+        if value not in (None, "auto") and not is_right(value):
+            raise ValueError(f"{name}={value} {rule}")
 
 
 @dataclass(frozen=True)
@@ -130,18 +124,27 @@ class TrainingConfig:
                     f"{name}={getattr(self, name)!r}; it is {', '.join(choices[:-1])} or "
                     f"{choices[-1]}"
                 )
-
-        # Sizes of a batch that cannot be, alone or together: rows are filled by sequences, or by
-        # tokens.
         if isinstance(self.micro_batch_size, str) and self.micro_batch_size != "auto":
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size!r}; it is a number, auto, or null to "
                 "derive it"
             )
-        for name in SIZES_OF_BATCH:
-            value = getattr(self, name)
-            if value not in (None, "auto") and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or null to derive it")
+        sizes = (
+            "prompts_per_step micro_batch_size gradient_accumulation_steps micro_batch_tokens"
+        )
+        rule = "must be at least 1, or null to derive it"
+        _check_numbers(self, sizes, lambda x: x >= 1, rule)
+        counts = "max_steps log_interval_steps keep_checkpoints sync_gradients_every"
+        rule = "must be at least 1"
+        _check_numbers(self, f"{counts} max_skipped_in_a_row", lambda x: x >= 1, rule)
+        rule = "must be above 0, or null for no limit"
+        _check_numbers(self, "max_minutes max_sampler_gap", lambda x: x > 0, rule)
+        rule = "must be above 0; most clusters give 30"
+        _check_numbers(self, "grace_seconds", lambda x: 0 < x < math.inf, rule)
+        counts = "save_interval_steps keep_best_checkpoints"
+        _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+
+        # Sizes of a batch that cannot be together: rows are filled by sequences, or by tokens.
         if self.packing == "none" and self.micro_batch_tokens is not None:
             raise ValueError(
                 f"micro_batch_tokens={self.micro_batch_tokens} is for packed rows, and packing is "
@@ -166,22 +169,6 @@ class TrainingConfig:
                 "shard sends its float32 sum over the mesh; leave out one of the two"
             )
 
-        # Counts and times.
-        for name in COUNTS:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_minutes", "max_sampler_gap"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be above 0, or null for no limit")
-        if not 0 < self.grace_seconds < math.inf:
-            raise ValueError(
-                f"grace_seconds={self.grace_seconds} must be above 0; most clusters give 30"
-            )
-        for name in ("save_interval_steps", "keep_best_checkpoints"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-
     @property
     def is_packed(self) -> bool:
         """Returns whether rows are packed, and packing is not still to be chosen."""
@@ -204,16 +191,13 @@ class EvaluationConfig:
     temperature: float = 0.7
 
     def __post_init__(self):
-        if min(self.num_examples, self.interval_steps, self.num_samples) < 0:
-            raise ValueError("num_examples, interval_steps and num_samples must not be negative")
+        counts = "num_examples interval_steps num_samples"
+        _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature={self.temperature} must be above 0: at 0 every sample is the greedy "
                 "completion, which an evaluation has anyway"
             )
-
-
-CONSOLES = ("auto", "rich", "plain", "quiet")
 
 
 @dataclass(frozen=True)
@@ -238,11 +222,10 @@ class TrackingConfig:
     observers: dict[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("samples_interval_steps", "samples_shown"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.console not in CONSOLES:
-            raise ValueError(f"console={self.console!r} is one of {', '.join(CONSOLES)}")
+        counts = "samples_interval_steps samples_shown"
+        _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
+        if self.console not in ("auto", "rich", "plain", "quiet"):
+            raise ValueError(f"console={self.console!r} is one of auto, rich, plain, quiet")
 
 
 @dataclass(frozen=True)
@@ -259,10 +242,6 @@ class ResumeConfig:
         check_on_disk("folder", self.folder)
 
 
-# What people write for a folder that they do not want.
-NO_FOLDER = ("", "none", "off", "no", "false", "true")
-
-
 @dataclass(frozen=True)
 class RuntimeConfig:
     """Settings of the program itself."""
@@ -275,7 +254,9 @@ class RuntimeConfig:
 
     def __post_init__(self):
         check_on_disk("program_cache", self.program_cache)
-        if self.program_cache is not None and self.program_cache.strip().lower() in NO_FOLDER:
+        # What people write for a folder that they do not want.
+        no_folder = ("", "none", "off", "no", "false", "true")
+        if self.program_cache is not None and self.program_cache.strip().lower() in no_folder:
             raise ValueError(
                 f"program_cache={self.program_cache!r} is no folder; null keeps no programs, auto "
                 "takes ~/.cache/tunix_lite"
@@ -312,9 +293,9 @@ class RunConfig:
 
     def __post_init__(self):
         check_seed(self.seed)
-        check_algorithm(self)
-        check_task_settings(self)
-        check_overlap(self)
+        _check_algorithm(self.algorithm, self.training, self.model.lora.dropout)
+        _check_task(self)
+        _check_overlap(self)
 
         # A run stops, saves and resumes between two rollouts, and beside a moved reference.
         training = self.training
@@ -353,7 +334,8 @@ class RunConfig:
         return 1.0 if self.algorithm.needs.demonstrations else self.generation.temperature
 
 
-LOSS_REDUCTIONS = {
+# loss_reduction of an algorithm -> what its loss sums over
+_LOSS_REDUCTIONS = {
     "tokens": "a loss that is a plain sum over tokens",
     "sequences": "one that sums within a completion by "
     "tunix_lite.algorithms.sequences.sequence_sum or sequence_mean",
@@ -361,11 +343,9 @@ LOSS_REDUCTIONS = {
 
 
 def reduction_of(algorithm: Algorithm) -> str | None:
-    """Returns what the algorithm declares that its loss sums over, a name of LOSS_REDUCTIONS; None:
-    it does not declare it.
-
-    A subclass with a loss of its own declares it itself: what it inherits is about another loss.
-    """
+    """Returns what the algorithm declares that its loss sums over, tokens or sequences; None: it
+    does not declare it."""
+    # A subclass with a loss of its own declares it itself: what it inherits is about another loss.
     for kind in type(algorithm).__mro__:
         if "loss_reduction" in vars(kind):
             break
@@ -374,38 +354,35 @@ def reduction_of(algorithm: Algorithm) -> str | None:
     return getattr(algorithm, "loss_reduction", None)
 
 
-def check_algorithm(run: RunConfig) -> None:
-    """Raises ValueError for an algorithm whose needs are malformed, or whose loss does not go with
-    packed rows."""
-    algorithm = run.algorithm
+def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -> None:
+    """Raises ValueError for malformed needs, or a loss that does not go with packed rows."""
     name = type(algorithm).__name__
     if not isinstance(getattr(algorithm, "needs", None), Needs):
         raise ValueError(
             f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for completions that "
             "are sampled, write into the class: needs = Needs()"
         )
-    packing = run.training.packing
     choices = ", ".join(
-        f'loss_reduction = "{key}" for {LOSS_REDUCTIONS[key]}' for key in LOSS_REDUCTIONS
+        f'loss_reduction = "{key}" for {text}' for key, text in _LOSS_REDUCTIONS.items()
     )
     declared = reduction_of(algorithm)
-    if declared not in (None, *LOSS_REDUCTIONS):
+    if declared not in (None, *_LOSS_REDUCTIONS):
         raise ValueError(f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}")
-    if declared is None and run.training.is_packed:
+    packing = f"training.packing={training.packing}"
+    if declared is None and training.is_packed:
         raise ValueError(
-            f"training.packing={packing}: a row then holds several completions, and {name} does "
-            f"not say that its loss may be computed so; write into the class {choices}; or give "
+            f"{packing}: a row then holds several completions, and {name} does not say that its "
+            f"loss may be computed so; write into the class {choices}; or give "
             "training.packing=none"
         )
-    if run.training.is_packed and run.model.lora.dropout:
+    if training.is_packed and dropout:
         raise ValueError(
-            f"training.packing={packing} and model.lora.dropout={run.model.lora.dropout}: what is "
-            "dropped belongs to one sequence, and a packed row has several; leave out one of the "
-            "two"
+            f"{packing} and model.lora.dropout={dropout}: what is dropped belongs to one sequence, "
+            "and a packed row has several; leave out one of the two"
         )
 
 
-def check_task_settings(run: RunConfig) -> None:
+def _check_task(run: RunConfig) -> None:
     """Raises ValueError for rewards, environments and prompts that do not go with the rest."""
     needs = run.algorithm.needs
     with error_context("task"):
@@ -422,8 +399,7 @@ def check_task_settings(run: RunConfig) -> None:
     if run.curriculum.is_on and needs.demonstrations:
         raise ValueError(
             "curriculum: pass rates are of completions, and this algorithm learns from "
-            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]' "
-            "'curriculum.levels=[]'"
+            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]'"
         )
 
     # Conversations.
@@ -451,7 +427,7 @@ def _multiple(wanted: int, step: int) -> int:
     return -(-wanted // step) * step
 
 
-def check_overlap(run: RunConfig) -> None:
+def _check_overlap(run: RunConfig) -> None:
     """Raises ValueError for settings that do not go together with rollouts that overlap with
     learning."""
     overlap = run.rollout.overlap
@@ -475,9 +451,7 @@ def check_overlap(run: RunConfig) -> None:
         "agreeing_groups=replace draws more prompts within one rollout; set "
         "algorithm.agreeing_groups=drop": algorithm.needs.rounds > 1,
         "a curriculum asks the prompts of a step by the grades of the step before; set "
-        "curriculum.drop_at=null 'curriculum.band=[]' 'curriculum.levels=[]'": (
-            run.curriculum.is_on
-        ),
+        "curriculum.drop_at=null 'curriculum.band=[]'": run.curriculum.is_on,
         "a conversation is not carried over an update; set rollout.overlap=one_step": (
             overlap == "carry" and getattr(run.task, "environment", None) is not None
         ),
@@ -525,27 +499,25 @@ def build(kind: Kind, value: object, where: str = "") -> Any:
             return None
         kinds = [kind for kind in args if kind is not type(None)]
         return build(type(value) if type(value) in kinds else kinds[0], value, where)
-    if (origin is Callable or kind is Callable) and isinstance(value, str):
+    is_callable = Callable in (kind, origin)
+    if is_callable and isinstance(value, str):
         return _build_target(kind, {TARGET: value}, where)
-    if kind is Any or origin is Callable or kind is Callable:
+    if kind is Any or is_callable:
         raise ConfigError(
             f"{where}: expected a group of settings with a _target_, got {value!r}"
         )
 
     # Dicts and tuples of them.
     if origin is dict:
-        return {
-            key: build(args[1], item, f"{where}.{key}")
-            for key, item in _expect_type(dict, value, where).items()
-        }
+        items = _expect_type(dict, value, where).items()
+        return {key: build(args[1], item, f"{where}.{key}") for key, item in items}
     if origin is tuple:
         items = _expect_type(list, value, where)
         kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
         if len(kinds) != len(items):
             raise ConfigError(f"{where}: expected {len(kinds)} entries, got {value!r}")
-        return tuple(
-            build(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, items))
-        )
+        pairs = enumerate(zip(kinds, items))
+        return tuple(build(kind, item, f"{where}[{i}]") for i, (kind, item) in pairs)
 
     # Plain values.
     if kind is float and type(value) is int:
@@ -630,40 +602,35 @@ def _build_target(kind: Kind, values: dict, where: str) -> Any:
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
     parameters = inspect.signature(target).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not takes_any:
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         _refuse_unknown(settings, [p.name for p in parameters], where)
     if not isinstance(target, type):
         return partial(target, **settings) if settings else target
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
-    missing = ", ".join(name for name in required if name not in settings)
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in settings
+    ]
     if missing:
-        raise ConfigError(f"{where}: missing {missing}")
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
     with error_context(where):
         return target(**settings)
-
-
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _find_target(kind: Kind, path: object, where: str) -> Any:
     """The class or function of this dotted path. Raises ConfigError if it may not stand where
     `kind` is expected."""
     path = _expect_type(str, path, f"{where}.{TARGET}")
-
-    # What may stand here.
     kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
-    takes_any = any(
-        kind is Any or kind is Callable or get_origin(kind) is Callable for kind in kinds
-    )
+    takes_any = any(kind is Any or Callable in (kind, get_origin(kind)) for kind in kinds)
     classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
     if not takes_any and not classes:
         raise ConfigError(
             f"{_join(where, TARGET)}: no class or function stands here, only a plain value; remove "
             "it"
         )
-
-    # What was named.
     with error_context(f"{where}._target_"):
         target = import_named(path)
     if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):

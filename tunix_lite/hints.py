@@ -19,8 +19,7 @@ from tunix_lite.distributed.command_line import conf_dir
 
 # Sections that other projects do not have: a word of theirs does not stand in one of these, unless
 # what it means here does, too.
-STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding", "resume"}
-BOOLEANS = {"true", "false"}
+_STRICT = {"optimizer", "evaluation", "tracking", "rewards", "launch", "sharding", "resume"}
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,14 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
     if near:
         return f"{key}: there is no such setting; did you mean {' or '.join(map(repr, near))}?"
 
-    # The settings of the section that the key names; without one, the sections.
+    # The settings of the section that the key names, of a group inside it only its own name;
+    # without a section, all sections.
     section = key.lstrip("+~").rpartition(".")[0]
-    if section and (here := [name for name in known if name.startswith(f"{section}.")]):
-        # of a group inside the section only its own name
-        parts = section.count(".") + 2
-        names = dict.fromkeys(".".join(name.split(".")[:parts]) for name in here)
-    else:
-        names = dict.fromkeys(
-            f"{name.partition('.')[0]}.*" if "." in name else name for name in known
-        )
+    here = [name for name in known if section and name.startswith(f"{section}.")]
+    parts = section.count(".") + 2
+    names = dict.fromkeys(".".join(name.split(".")[:parts]) for name in here)
+    sections = (f"{name.partition('.')[0]}.*" if "." in name else name for name in known)
+    names = names or dict.fromkeys(sections)
     return f"{key}: there is no such setting; known here: {', '.join(names)}"
 
 
@@ -164,7 +161,7 @@ def _fitting(
     if (chosen := each.values.get(text.lower())) is not None:
         overrides = tuple(chosen.split())
     elif each.ours and each.ours[0].startswith("<"):
-        overrides = MADE_OF_VALUES[each.ours[0]](text, known)
+        overrides = _MADE_OF_VALUES[each.ours[0]](text, known)
     elif known is not None or len(each.ours) == 1:
         # The first template whose settings exist, with the value in it; the parts first, for a
         # value may hold spaces.
@@ -176,7 +173,7 @@ def _fitting(
     # optimizer.beta is not the KL's: whoever names a section of ours means it.
     section = sections[0] if sections else ""
     in_place = all(text.lstrip("+~").startswith(f"{section}.") for text in overrides)
-    is_elsewhere = section in STRICT and overrides and not in_place
+    is_elsewhere = section in _STRICT and overrides and not in_place
     if is_elsewhere or not (overrides or each.note):
         return None
     return Hint(overrides, each.note)
@@ -205,13 +202,13 @@ def _text(value: object) -> str:
     text = str(value).strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
-    return text.lower() if text.lower() in BOOLEANS else text
+    return text.lower() if text.lower() in ("true", "false") else text
 
 
 # ---- overrides that are made of the value
 
 
-def model_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def _model_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
     """A folder or a hub name as model.weights, a size as the option of that name."""
     if "/" in value:
         return (f"model.weights={value}",)
@@ -219,7 +216,7 @@ def model_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, 
     return (f"model={option}",) if option else ("model.weights=...",) if not value else ()
 
 
-def data_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def _data_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
     """A file as the task of its format; a name on the hub is nothing that we load."""
     return _file_setting(value) if re.search(r"\.(jsonl|parquet|csv)$", value) else ()
 
@@ -231,11 +228,10 @@ def _file_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, 
     return (f"task={task}", f"task.train={value.strip('[]') or '...'}")
 
 
-def reward_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def _reward_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
     """A function by its dotted path, as the reward of the task."""
     is_path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value)
-    is_own = is_path and not value.startswith("trl.") and not value.endswith(".py")
-    if not is_own:
+    if not is_path or value.startswith("trl.") or value.endswith(".py"):
         return ()
     if known is not None and "task.reward" not in known:
         return (f"+task.rewards.mine={{fn: {value}, weight: 1.0}}",)
@@ -243,40 +239,30 @@ def reward_setting(value: str, known: Iterable[str] | None = None) -> tuple[str,
 
 
 # What other projects call the two axes.
-AXIS_NAMES = {
-    "fsdp": "fsdp",
-    "data": "fsdp",
-    "dp": "fsdp",
-    "tp": "tp",
-    "tensor": "tp",
-    "model": "tp",
-    "mp": "tp",
-}
+_AXIS_NAMES = dict.fromkeys(("fsdp", "data", "dp"), "fsdp")
+_AXIS_NAMES |= dict.fromkeys(("tp", "tensor", "model", "mp"), "tp")
 
 
 def mesh_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape."""
+    """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape; ():
+    something else."""
     # 4x1 is two sizes.
     value = re.sub(r"(?<=\d) *[x*] *(?=-?\d)", ",", value.lower())
     sizes = re.findall(r"-?\d+", value)
     names = re.findall(r"[a-z_]+", value)
-    axes = [AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
-    fits = (
-        1 <= len(sizes) <= 2 and len(axes) == len(sizes) == len(set(axes)) and None not in axes
-    )
-    if not fits:
+    axes = [_AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
+    if axes == ["fsdp"] and len(sizes) == 1:
+        sizes, axes = [*sizes, "1"], ["fsdp", "tp"]
+    if sorted(map(str, axes)) not in (["fsdp", "tp"], ["tp"]) or len(axes) != len(sizes):
         return ()
-    if axes == ["fsdp"]:
-        sizes = [*sizes, "1"]
-        axes = ["fsdp", "tp"]
     return (f"model.mesh_shape=[[{','.join(sizes)}],[{','.join(axes)}]]",)
 
 
-MADE_OF_VALUES: dict[str, Callable[..., tuple[str, ...]]] = {
-    "<model>": model_setting,
-    "<data>": data_setting,
+_MADE_OF_VALUES: dict[str, Callable[..., tuple[str, ...]]] = {
+    "<model>": _model_setting,
+    "<data>": _data_setting,
     "<file>": _file_setting,
-    "<reward>": reward_setting,
+    "<reward>": _reward_setting,
     "<mesh>": mesh_setting,
 }
 
@@ -293,15 +279,13 @@ def options_of(group: str, folders: Iterable[Path] = ()) -> list[str]:
 def near_option(group: str, value: str, folders: Iterable[Path] = ()) -> str | None:
     """The option that is meant by `value`: gemma-3-1b-it is gemma3_1b. None: not exactly one."""
     options = options_of(group, folders)
-    value = KNOWN_OPTIONS.get((group, _plain(value)), value)
-    same = [option for option in options if _plain(option) == _plain(value)]
-    if same:
-        return same[0]
-    return near_word(value, options)
+    value = _KNOWN_OPTIONS.get((group, _plain(value)), value)
+    same = (option for option in options if _plain(option) == _plain(value))
+    return next(same, None) or near_word(value, options)
 
 
 # What other projects call an option: (group, name without separators before digits) -> ours.
-KNOWN_OPTIONS = {
+_KNOWN_OPTIONS = {
     ("algorithm", "drgrpo"): "dr_grpo",
     ("algorithm", "reinforce++"): "reinforce_pp",
     ("algorithm", "reinforce_plus_plus"): "reinforce_pp",
@@ -333,7 +317,7 @@ def nearest_settings(key: str, known: Iterable[str]) -> list[str]:
     # Names of `sharding` are words of everybody: they are meant in their own section only.
     offered = [k for k in known if top == "sharding" or not k.startswith("sharding.")]
     same = [k for k in offered if k.rpartition(".")[2] == name and not name.startswith("_")]
-    if same and top not in STRICT:
+    if same and top not in _STRICT:
         return same if len(same) <= 2 else []
 
     # In the same section, or in any if it names none.

@@ -24,7 +24,7 @@ from tunix_lite.types import TrainState
 
 
 def train_agent(
-    agent: Agent | None,
+    agent: Agent,
     *settings: str | RunConfig,
     folder: str | Path,
     config: AgentConfig | None = None,
@@ -33,11 +33,11 @@ def train_agent(
     """Trains an agent as run_training.py trains on prompts; returns the last state.
 
     agent: (client, example) -> the reward; or a text, which `reward` grades (None: the rewards of
-    the task); or None, if a program sends it to /episodes/ID/reward. settings: as on the command
-    line of run_training.py, or one RunConfig. folder: checkpoints, metrics.jsonl, samples and all
-    else of a run; a second call with the same folder goes on where the first stopped. config: how
-    the agent is run. Raises ConfigError for settings that agents do not follow, RunFailed where an
-    agent fails and on_error=raise, and what `train` raises.
+    the task). settings: as on the command line of run_training.py, or one RunConfig. folder:
+    checkpoints, metrics.jsonl, samples and all else of a run; a second call with the same folder
+    goes on where the first stopped. config: how the agent is run. Raises ConfigError for settings
+    that agents do not follow, RunFailed where an agent fails and on_error=raise, and what `train`
+    raises.
 
     Example: train_agent(agent, "task=arithmetic", "training.max_steps=40", folder="outputs/mine").
     """

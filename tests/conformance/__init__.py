@@ -3,7 +3,7 @@
 The same name means different mathematics in different frameworks. A variant, such as `cispo@trl`,
 is a formula, a loss in float64 numpy, and settings of ours that give the same numbers, if there are
 any. `fixtures.py` holds the batches, `formulas.py` the pieces, `variants.py` the table, `ours.py`
-runs our algorithms, `adapters.py` the other frameworks' own functions where they are installed.
+runs our algorithms.
 
     make conformance               prints the table
     make conformance ARGS=cispo    its variants, with their formulas

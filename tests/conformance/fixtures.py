@@ -42,13 +42,7 @@ class Fixture:
 
 
 def _fixture(
-    name: str,
-    about: str,
-    rewards: list,
-    lengths: np.ndarray,
-    width: int,
-    seed: int,
-    far: float = 0.0,
+    name: str, about: str, rewards: list, lengths: np.ndarray, width: int, seed: int, far: float = 0.0
 ) -> Fixture:
     """far: a log-ratio, of either sign, that some tokens have between two of the policies."""
     # Rewards and masks are given, the rest is drawn.

@@ -176,8 +176,7 @@ def each_reward(eps: float, batch_eps: float) -> Callable:
         total = np.zeros(kept.shape)
         for values in fixture.components:
             total += _in_groups(
-                values,
-                lambda r: _centred(r) / (np.sqrt((_centred(r) ** 2).sum() / (len(r) - 1)) + eps),
+                values, lambda r: _centred(r) / (np.sqrt((_centred(r) ** 2).sum() / (len(r) - 1)) + eps)
             )
         # and their sum on one of the batch
         found = np.zeros(kept.shape)
@@ -298,11 +297,7 @@ def soft_gate(positive: float, negative: float) -> Callable:
 
 
 def tv_masked(
-    delta: float,
-    anchor: str = "sampler",
-    cap: float | None = None,
-    log_square: float = 0.0,
-    drops_zero: bool = False,
+    delta: float, anchor: str = "sampler", cap: float | None = None, log_square: float = 0.0, drops_zero: bool = False
 ) -> Callable:
     """rho A, but 0 for a token whose probability has moved by more than delta along A (DPPO)."""
 

@@ -148,12 +148,7 @@ def differs(variant: Variant) -> dict[str, str]:
     except (ConfigError, ValueError) as error:
         return dict.fromkeys(fixtures, str(error))
     return {
-        name: difference(
-            fixture,
-            found[name],
-            value_and_gradient(variant.loss, fixture),
-            variant.gradient_only,
-        )
+        name: difference(fixture, found[name], value_and_gradient(variant.loss, fixture), variant.gradient_only)
         for name, fixture in fixtures.items()
     }
 
@@ -233,10 +228,7 @@ def _divergence(comparison: TeacherComparison, here: jax.Array, ref: jax.Array) 
 
 
 def difference(
-    fixture: Fixture,
-    ours: tuple[float, np.ndarray],
-    theirs: tuple[float, np.ndarray],
-    gradient_only: bool = False,
+    fixture: Fixture, ours: tuple[float, np.ndarray], theirs: tuple[float, np.ndarray], gradient_only: bool = False
 ) -> str:
     """In words, "" where value and gradient are equal within TOLERANCE."""
     # a ratio of 1e8 times what cancels to nothing leaves its rounding

@@ -56,11 +56,7 @@ class Variant:
 
 def grpo(**settings: Any) -> dict[str, Any]:
     """Settings of our GRPO, from the plainest: token mean, centred advantages, nothing clipped."""
-    plain = {
-        "_target_": GRPO,
-        "advantages": advantage("centre"),
-        "weighting": weighting("per_token"),
-    }
+    plain = {"_target_": GRPO, "advantages": advantage("centre"), "weighting": weighting("per_token")}
     return plain | settings
 
 

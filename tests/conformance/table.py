@@ -1,66 +1,45 @@
-"""The table of variants as text and as a page: green, red or grey for each."""
+"""The table of variants as text and as a page: green or red for each."""
 
 import textwrap
 from dataclasses import dataclass
 
-from conformance import adapters
+from conformance import ours
 from conformance.fixtures import FIXTURES
 from conformance.rows import READ, Variant
 from conformance.variants import VARIANTS
 
 GREEN = "🟩"
 RED = "🟥"
-GREY = "⬜"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A variant, whether our settings give its numbers, and whether the framework's own function
-    does.
+    """A variant, and by fixture where our settings should give its numbers and do not.
 
     Example: `make conformance ARGS=cispo` prints a cell for each framework's CISPO.
     """
 
     variant: Variant
-    ours: str  # GREEN, RED or GREY
-    differs: str  # by fixture, where they should be equal and are not
-    own: str  # "": there is no adapter
-    own_says: str
+    differs: str
+
+    @property
+    def ours(self) -> str:
+        return RED if self.variant.ours is None or self.differs else GREEN
 
 
 def cells(names: list[str] | None = None) -> list[Cell]:
     """All of them, or those whose name contains one of `names`. Runs our algorithms."""
     chosen = [variant for name, variant in VARIANTS.items() if not names or any(part in name for part in names)]
-    return [_cell(variant) for variant in chosen]
+    return [Cell(variant, _differs(variant)) for variant in chosen]
 
 
-def _cell(variant: Variant) -> Cell:
-    own, own_says = _own(variant)
-    if variant.ours is None:
-        return Cell(variant, RED, "", own, own_says)
-    # jax is only imported where it is used
-    from conformance import ours
-
-    found = ours.differs(variant)
+def _differs(variant: Variant) -> str:
     # one reason may hold for several fixtures
     wheres: dict[str, list[str]] = {}
-    for fixture, words in found.items():
+    for fixture, words in (ours.differs(variant) if variant.ours else {}).items():
         if words:
             wheres.setdefault(words, []).append(fixture)
-    differs = "; ".join(f"{words} ({', '.join(names)})" for words, names in wheres.items())
-    return Cell(variant, RED if differs else GREEN, differs, own, own_says)
-
-
-def _own(variant: Variant) -> tuple[str, str]:
-    """What the framework's own function gave when it was last run, and of which version."""
-    if variant.name not in adapters.ADAPTERS:
-        return "", ""
-    # as they were when somebody had the framework
-    known = adapters.recorded().get(variant.by, {})
-    if variant.name not in known.get("cells", {}):
-        return GREY, f"not run; {adapters.INSTALL[variant.by][2]}"
-    away = known["cells"][variant.name]
-    return (RED, f"departs on {away}") if away else (GREEN, known["version"])
+    return "; ".join(f"{words} ({', '.join(names)})" for words, names in wheres.items())
 
 
 def settings_text(settings: dict) -> str:
@@ -84,10 +63,9 @@ def for_terminal(found: list[Cell], with_formulas: bool = False) -> str:
     for cell in found:
         # why it is not green, if it is not
         variant = cell.variant
-        word = {GREEN: "green", RED: "red", GREY: "grey"}[cell.ours]
+        word = "green" if cell.ours == GREEN else "red"
         reason = cell.differs or (variant.why if cell.ours == RED else "")
-        own = f"; own function {cell.own_says}" if cell.own else ""
-        lines.append(f"{variant.name:<28} {word:<6} {reason}{own}".rstrip())
+        lines.append(f"{variant.name:<28} {word:<6} {reason}".rstrip())
         if with_formulas:
             lines.append(f"    {variant.formula}")
             if variant.ours is not None:
@@ -101,8 +79,7 @@ HEAD = """\
 The same name means different mathematics in different frameworks. `tests/conformance` writes this page, and a test
 compares them. An entry is an objective as one framework defines it. 🟩 means that settings of ours give the same
 numbers on every fixture: the loss, and its gradient by every token's log-probability. They are compared with a float64
-numpy version of the formula, within 1e-4. 🟥 means that no settings do, and the entry says why. ⬜ was not checked. A
-second square is for the framework's own code, where it was run: 🟩 gives the formula.
+numpy version of the formula, within 1e-4. 🟥 means that no settings do, and the entry says why.
 
 `lp` is the log-probability of a token now. `old` is that of the trainer when it was sampled, `sampler` that of the
 sampler, and `ref` that of the reference. `rho` is exp(lp - old), and `w` is exp(old - sampler). A is the advantage, and
@@ -136,14 +113,9 @@ def _summary(found: list[Cell]) -> str:
     green = sum(cell.ours == GREEN for cell in found)
     frameworks = sorted({cell.variant.by for cell in found} - {"paper"})
     objectives = len({cell.variant.objective for cell in found})
-    own = [cell for cell in found if cell.own in (GREEN, RED)]
-    versions = ", ".join(
-        f"{adapters.INSTALL[name][1]} {known['version']}" for name, known in adapters.recorded().items()
-    )
     words = (
         f"{len(found)} variants of {objectives} names in {len(frameworks)} frameworks; "
-        f"{green} of them are settings of ours. Own functions were run for {len(own)} "
-        f"({versions}): {sum(cell.own == GREEN for cell in own)} give their formula."
+        f"{green} of them are settings of ours."
     )
     lines = [*_wrapped(words), "", "Read in:", ""]
     return "\n".join(lines + [f"- `{name}`: {READ[name]}" for name in READ])
@@ -155,17 +127,14 @@ def _fixtures() -> str:
 
 
 def _rows(rows: list[Cell]) -> list[str]:
-    """A line for each: the colour, the formula, our settings, why not, and what its own code gave."""
+    """A line for each: the colour, the formula, our settings, and why not."""
     lines = []
     for cell in rows:
         variant = cell.variant
         settings = "" if variant.ours is None else f"`{_briefly(settings_text(variant.ours))}`"
         remark = "; ".join(part for part in (settings, _escaped(cell.differs), _escaped(variant.why)) if part)
-        entry = f"{cell.ours}{cell.own} **{variant.by}**: {_escaped(variant.formula)}." + (
-            f" {remark}." if remark else ""
-        )
-        own = f" Own code {cell.own_says}." if cell.own in (RED, GREY) else ""
-        lines += _wrapped(f"- {entry}{own}", "  ")
+        entry = f"{cell.ours} **{variant.by}**: {_escaped(variant.formula)}." + (f" {remark}." if remark else "")
+        lines += _wrapped(f"- {entry}", "  ")
     return lines
 
 

@@ -269,24 +269,6 @@ def test_in_bfloat16_gradients_that_cross_the_mesh_less_often_are_the_same():
         assert difference(grads, jax.tree.map(np.asarray, every_time)) < 1e-5
 
 
-def test_the_ways_hold_every_value_twice():
-    """What the list above promises."""
-    ways = [way | {"model": name} | cuts for name, way, cuts in WAYS + WIDE]
-    for key, values in {
-        "packing": ("sequences", "prefix"),
-        "remat": ("block", "dots", "save_qkv_out", "save_all"),
-        "scan_layers": (False,),
-        "sync_every": (2, 4),
-        "parts": (2, 4, 8),
-        "rules": (SEQ, REPLICATED),
-        "model": MODELS,
-    }.items():
-        for value in values:
-            assert len([way for way in ways if way.get(key) == value]) >= 2, (key, value)
-    meshes = [(way.get("fsdp", 1), way.get("tp", 1)) for way in ways]
-    assert all(meshes.count(mesh) >= 2 for mesh in [(1, 1), (8, 1), (4, 2), (2, 4), (1, 8)])
-
-
 @pytest.mark.parametrize("packing", ["none", "sequences", "prefix"])
 def test_the_reference_thinks_the_same_however_sequences_are_packed(packing):
     set_mesh(2, 2)
@@ -364,13 +346,11 @@ def test_rounding_by_chance_gives_a_neighbour_and_the_value_on_average():
     gap = np.abs(far.astype(np.float64) - near)
     assert (np.abs(rounded.mean(axis=0) - VALUES) < 5 * gap / 2 / math.sqrt(4096)).all()
     assert set(rounded[:, 0]) == {near[0], far[0]}
-
-
-def test_what_is_exact_in_bfloat16_stays():
-    exact = jnp.array([0.0, -0.0, 1.0, -2.5, 1.0078125, 2.0**-126, 3.3895314e38, jnp.inf, -jnp.inf, jnp.nan])
-    for seed in range(20):
-        rounded = round_by_chance(exact, jnp.bfloat16, jax.random.key(seed))
-        np.testing.assert_array_equal(np.asarray(rounded, np.float32), exact)
+    # What is exact in bfloat16 stays.
+    exact = jnp.array([0.0, -0.0, 1.0, -2.5, 2.0**-126, 3.3895314e38, jnp.inf, -jnp.inf, jnp.nan])
+    for key in keys[:20]:
+        kept = round_by_chance(exact, jnp.bfloat16, key)
+        np.testing.assert_array_equal(np.asarray(kept, np.float32), exact)
 
 
 def test_rounding_by_chance_is_the_same_on_every_mesh():

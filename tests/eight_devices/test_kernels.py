@@ -32,12 +32,9 @@ def model_of(name: str) -> Model:
 @pytest.mark.parametrize(
     "name, way",
     [
-        ("one", Way(4, 2, parts=2, sync_every=2)),
         ("one", Way(2, 4, parts=2, packing="prefix", remat="save_qkv_out")),
         ("two", Way(2, 4, parts=4, sync_every=2, remat="block")),
-        ("two", Way(4, 2, parts=2, packing="sequences", remat="dots", sync_every=2)),
         ("four", Way(1, 8)),
-        ("four", Way(2, 4, parts=4, packing="prefix", sync_every=4, remat="save_qkv_out")),
         ("six", Way(2, 4, parts=2)),  # neither divides the other
     ],
     ids=str,

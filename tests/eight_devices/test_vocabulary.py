@@ -36,7 +36,6 @@ CASES = [
         (2, 4), B * M * 11 // 2 // 5 + 1, 5, softcap=2.0, temperature=0.7
     ),  # 5 of size 3 for 11: the last is only padding
     Case((2, 4), B * M * 11 // 2 // 2, 2),  # 2 of size 6 for 11: padding at the end of the last
-    Case((8, 1), M * V // 2, 2, temperature=1.3),
 ]
 
 

@@ -4,8 +4,9 @@ The advantage of an episode is that of its reward in its group, the episodes of 
 counts for each token that the model sampled in the episode, whichever of its sequences holds it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -79,8 +80,7 @@ class EpisodeGroups:
         lengths_B = np.array([one.num_tokens for one in self.episodes])
         whole = WholeBatch(lengths_B.reshape(rewards_PG.shape), {"agent": rewards_PG})
         how = (algorithm.advantages, rewards_PG, self.kept_PG, lambda: whole)
-        limit = algorithm.advantage_clip
-        limit = np.inf if limit is None else limit
+        limit = np.inf if algorithm.advantage_clip is None else algorithm.advantage_clip
         return np.clip(advantages_of_kept(*how), -limit, limit)
 
     def batch(self, algorithm: GRPO) -> Batch:
@@ -98,31 +98,36 @@ class EpisodeGroups:
             for one in episode.sequences
             if learned_B[place]
         ]
-        longest = max((len(one.tokens) for one, *_ in rows), default=2)
-        shape = (max(1, len(rows)), longest)
-        mask, sampled = np.zeros(shape, bool), np.zeros(shape, bool)
-        tokens = np.zeros(shape, np.int32)
-        advantages, old_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        for row, (one, advantage, _) in enumerate(rows):
-            length = len(one.tokens)
-            mask[row, :length] = True
-            sampled[row, :length] = one.is_sampled
-            tokens[row, :length] = one.tokens
-            advantages[row, :length] = advantage
-            old_logprobs[row, :length] = one.logprobs
+        lengths = [len(one.tokens) for one, *_ in rows]
+        shape = (max(1, len(rows)), max(lengths, default=2))
+
+        def filled(values: Iterable, dtype: type) -> np.ndarray:
+            array = np.zeros(shape, dtype)
+            for row, (value, length) in enumerate(zip(values, lengths)):
+                array[row, :length] = value
+            return array
+
+        sampled = filled((one.is_sampled for one, *_ in rows), bool)
         weights = np.zeros(shape, np.float32)
         if rows:
             # What each token counts is made where all sequences are in view.
             prompts = np.array([prompt for *_, prompt in rows])
             all_B = np.ones(len(rows), bool)
             weights = weights_of_learned(algorithm.weighting, sampled, all_B, prompts, 1)
-        return Batch(tokens, mask, weights, advantages, old_logprobs)
+        return Batch(
+            tokens=filled((one.tokens for one, *_ in rows), np.int32),
+            token_mask=filled((True for _ in rows), bool),
+            loss_weight=weights,
+            advantages=filled((advantage for _, advantage, _ in rows), np.float32),
+            old_logprobs=filled((one.logprobs for one, *_ in rows), np.float32),
+        )
 
 
 def settings_for_agents(run: RunConfig) -> RunConfig:
-    """Returns the run with an agent's settings: its sequences stand side by side in rows, and it
-    grades itself, so that no workers grade. Raises ConfigError for settings that agents do not
-    follow."""
+    """Returns the run as agents train: its sequences stand side by side in rows, and no workers
+    grade. Raises ConfigError for settings that agents do not follow, and missing packages."""
+    if find_spec("aiohttp") is None or find_spec("openai") is None:
+        raise ConfigError("agents need aiohttp and openai: pip install -e '.[agents]'")
     algorithm = run.algorithm
     if not isinstance(algorithm, GRPO):
         raise ConfigError(

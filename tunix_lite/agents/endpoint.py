@@ -25,12 +25,6 @@ class Endpoint:
     def __init__(
         self, engine: LiveEngine, tokenizer: Tokenizer, limits: Limits, episodes: OpenEpisodes
     ):
-        try:
-            import aiohttp  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                "agents need aiohttp and openai: pip install -e '.[agents]'"
-            ) from error
         settings = ServerSettings(port=0, max_body=2**24, stop_seconds=0.0)
         self._server = Server(engine, tokenizer, limits, settings, episodes)
         self._loop = asyncio.new_event_loop()

@@ -1,8 +1,7 @@
 """Episodes: runs of an agent on an example, whose calls the server records as sequences of tokens.
 
 Tokens are learned from as they were sampled. A call whose prompt begins with all the tokens of an
-earlier sequence goes on with it, so that a conversation is one sequence. Any other call begins a
-sequence of its own, and what it read counts for nothing there.
+earlier sequence goes on with it, so that a conversation is one sequence.
 """
 
 import contextlib
@@ -67,12 +66,9 @@ def add_choice(
 def with_tokens_as_sampled(
     prompt: Sequence[int], sequences: Sequence[TokenSequence], tokenizer: Tokenizer
 ) -> list[int]:
-    """Returns the tokens of a prompt, where the model's own words keep the tokens that it sampled.
-
-    A client sends texts, and a tokenizer may cut the text of a completion into other tokens than
-    were sampled. Where the text of the prompt begins with that of an earlier sequence, it gets the
-    tokens of that sequence. Its text stays the same, character by character.
-    """
+    """Returns the tokens of a prompt. Where its text begins with that of an earlier sequence, it
+    gets the tokens of that sequence; its text stays the same, character by character."""
+    # A client sends texts, and a tokenizer may cut a completion into others than were sampled.
     prompt = list(prompt)
     if not sequences or any(one.is_start_of(prompt) for one in sequences):
         return prompt
@@ -102,8 +98,6 @@ class Episode:
     draw: DrawSettings | None = None
     # sequences in the order in which calls ended
     sequences: list[TokenSequence] = field(default_factory=list)
-    # the last value sent to /episodes/ID/reward
-    reward: float | None = None
     num_calls: int = 0
     is_over: bool = False
 
@@ -130,7 +124,7 @@ class OpenEpisodes:
     def open(
         self, example: dict[str, Any], seed: int, draw: DrawSettings | None = None
     ) -> Episode:
-        """A new episode. draw: how tokens are drawn in it; None: as the agent asks."""
+        """Begins an episode. draw: how tokens are drawn in it; None: as the agent asks."""
         episode = Episode(secrets.token_hex(12), example, seed, draw)
         with self._lock:
             self._open[episode.id] = episode
@@ -146,8 +140,10 @@ class OpenEpisodes:
 
     def begin(self, episode: str, call: Call) -> Call:
         """See Recorder.begin."""
-        opened = self._found(episode)
         with self._lock:
+            opened = self._open.get(episode)
+            if opened is None:
+                raise BadCall(IS_OVER, code="episode_is_over")
             if opened.num_calls >= self.max_calls:
                 raise BadCall(
                     f"this episode has made {self.max_calls} calls, and it may make no more",
@@ -160,19 +156,18 @@ class OpenEpisodes:
         how = call.draw if opened.draw is None else opened.draw
         seed = seed_of_call(opened.seed, number, 0)
         draw = replace(how, seed=seed, top_logprobs=call.draw.top_logprobs)
-        prompts = call.prompts
-        if call.is_text:
-            sampled = [
-                with_tokens_as_sampled(prompt, earlier, self.tokenizer) for prompt in prompts
-            ]
-            fits = [len(prompt) <= self.max_prompt_length for prompt in sampled]
-            prompts = [new if fit else old for new, old, fit in zip(sampled, prompts, fits)]
+        prompts = []
+        for prompt in call.prompts:
+            sampled = prompt
+            if call.is_text:
+                sampled = with_tokens_as_sampled(prompt, earlier, self.tokenizer)
+            prompts.append(sampled if len(sampled) <= self.max_prompt_length else prompt)
         return replace(call, draw=draw, prompts=prompts)
 
     @contextlib.contextmanager
     def submitting(self, episode: str) -> Iterator[None]:
-        """See Recorder.submitting. What is sampled after the end of an episode would be sampled
-        while its weights are updated."""
+        """See Recorder.submitting."""
+        # What is sampled after the end of an episode would be sampled while its weights change.
         with self._lock:
             if episode not in self._open:
                 raise BadCall(IS_OVER, code="episode_is_over")
@@ -185,16 +180,5 @@ class OpenEpisodes:
             if opened is None:
                 return
             for index, choice in enumerate(choices):
-                prompt = call.prompts[index // call.choices]
+                prompt = call.prompts[index // call.body.n]
                 add_choice(opened.sequences, prompt, choice.tokens, choice.logprobs)
-
-    def reward(self, episode: str, value: float) -> None:
-        """See Recorder.reward."""
-        self._found(episode).reward = value
-
-    def _found(self, episode: str) -> Episode:
-        with self._lock:
-            opened = self._open.get(episode)
-        if opened is None:
-            raise BadCall(IS_OVER, code="episode_is_over")
-        return opened

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunix_lite.agents.episodes import Episode, OpenEpisodes
-from tunix_lite.errors import ConfigError
 from tunix_lite.files.plain_text import message_of, shown
-from tunix_lite.serving.app import MOST_REWARD
 
-# (client, example) -> the reward, a text that is graded, or None: the reward comes by HTTP
+# (client, example) -> the reward, or a text that is graded
 Agent = Callable[[Any, dict], Any]
+# A reward is nearer to 0 than this, as rewards.scores.MOST_REWARD.
+MOST_REWARD = 1e18
 ON_ERROR = ("raise", "zero", "drop")
 # between two looks at whether the run is asked to stop
 LOOK_SECONDS = 1.0
@@ -40,9 +40,6 @@ class AgentConfig:
     parallel: int = 32
     # Calls of an episode, at most. One more is refused.
     max_calls: int = 64
-    # Whether calls draw as generation.* says, whatever the agent asks for. Without it an agent that
-    # asks for temperature 0 would say the same in each episode. Evaluations draw as the agent asks.
-    own_sampling: bool = True
 
     def __post_init__(self):
         if not self.timeout > 0:
@@ -68,10 +65,6 @@ class Ended:
     message: str = ""
 
 
-class _NoReward(Exception):
-    """Says in words why the value that an agent returned is no reward."""
-
-
 class Runner:
     """Runs an agent on examples, one episode each.
 
@@ -87,12 +80,8 @@ class Runner:
         config: AgentConfig,
     ):
         """reward: (completion, example) -> number, for agents that return a text."""
-        try:
-            import openai
-        except ImportError as error:
-            raise ConfigError(
-                "agents need aiohttp and openai: pip install -e '.[agents]'"
-            ) from error
+        import openai
+
         self.agent = agent
         self.reward = reward
         self.episodes = episodes
@@ -104,8 +93,7 @@ class Runner:
 
         class SharedConnections(openai.DefaultHttpxClient):
             def close(self) -> None:
-                """Does nothing: an agent that closes its client would close those of all the
-                others."""
+                """Does nothing: an agent that closes its client would close those of all."""
 
         # Clients of one address share their connections. It needs no certificates, which take long
         # to load, and no proxy, which HTTP_PROXY may name.
@@ -125,11 +113,9 @@ class Runner:
         self, opened: Sequence[Episode], between: Callable[[], None] = lambda: None
     ) -> list[Ended]:
         """Runs the agent once for each episode, and closes it. How each ended, in their order.
-        between: called once a second or more often; it may raise to end them all.
-
-        A thread cannot be ended from outside: one that takes too long goes on, but its calls are
-        refused, and what it returns is not used.
-        """
+        between: called once a second or more often; it may raise to end them all."""
+        # A thread cannot be ended from outside: one that takes too long goes on, but its calls are
+        # refused, and what it returns is not used.
         waiting = deque(enumerate(opened))
         began: dict[int, float] = {}
         results: dict[int, Ended] = {}
@@ -183,9 +169,9 @@ class Runner:
                 returned = asyncio.run(finish())
             else:
                 returned = self.agent(self._client.with_options(**names), episode.example)
-            how = Ended(self._reward_of(returned, episode), time.monotonic() - start)
-        except _NoReward as error:
-            how = Ended(None, time.monotonic() - start, "no_reward", str(error))
+            reward, message = self._reward_of(returned, episode)
+            failure = "no_reward" if reward is None else ""
+            how = Ended(reward, time.monotonic() - start, failure, message)
         except BaseException as error:
             # the line of the agent's file where it failed; the first frames are those of this file
             frames = traceback.extract_tb(error.__traceback__)
@@ -195,26 +181,18 @@ class Runner:
             how = Ended(None, time.monotonic() - start, "error", message)
         ended.put((place, how))
 
-    def _reward_of(self, returned: object, episode: Episode) -> float:
-        """The reward that an agent returned, or that was sent for it. Raises NoReward."""
+    def _reward_of(self, returned: object, episode: Episode) -> tuple[float | None, str]:
+        """The reward that an agent returned; or None, and why that is none."""
         if isinstance(returned, str):
             if self.reward is None:
-                raise _NoReward("the agent returned a text, and there is no reward for texts")
+                return None, "the agent returned a text, and there is no reward for texts"
             returned = self.reward(returned, episode.example)
-        if returned is None:
-            if episode.reward is None:
-                raise _NoReward(
-                    "the agent returned None, and nobody sent a reward to /episodes/ID/reward"
-                )
-            return episode.reward
         # Numbers of numpy and jax are not all numbers.Real: numpy.bool_ is none.
         try:
             reward = float(returned) if hasattr(returned, "__float__") else math.nan
         except (OverflowError, TypeError, ValueError):
             reward = math.nan
-        if not abs(reward) <= MOST_REWARD:
-            raise _NoReward(
-                f"the agent returned {shown(returned)}; it is a finite number, {MOST_REWARD:g} at "
-                "most, a text, or None"
-            )
-        return reward
+        if abs(reward) <= MOST_REWARD:
+            return reward, ""
+        right = f"it is a finite number, {MOST_REWARD:g} at most, or a text"
+        return None, f"the agent returned {shown(returned)}; {right}"

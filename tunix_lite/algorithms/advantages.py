@@ -15,11 +15,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Facts about P groups of G completions beside the sum of their rewards.
-
-    Example: one prompt, two completions -> lengths [[3, 5]], each {"correct": [[1, 0]]}, weights
-    {"correct": 1.0}.
-    """
+    """Facts about P groups of G completions beside the sum of their rewards. Example: lengths [[3,
+    5]], each {"correct": [[1, 0]]}, weights {"correct": 1.0}."""
 
     lengths: np.ndarray  # [P, G] tokens of each completion
     # each reward by name, [P, G], without its weight; nan where it failed
@@ -28,12 +25,8 @@ class WholeBatch:
 
 
 def standardise(rewards_PG: np.ndarray, eps: float = 1e-4) -> np.ndarray:
-    """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator (GRPO,
-    arXiv:2402.03300).
-
-    The std comes from the centred rewards (two passes). A group of equal rewards has advantage
-    exactly 0.
-    """
+    """(r - mean) / (std + eps) within the group, std with G - 1 in the denominator and exactly 0
+    where all agree (GRPO, arXiv:2402.03300)."""
     centred_PG = centre(rewards_PG)
     std_P1 = np.sqrt((centred_PG**2).sum(axis=1, keepdims=True) / (centred_PG.shape[1] - 1))
     return centred_PG / (std_P1 + eps)
@@ -56,12 +49,8 @@ def leave_one_out(rewards_PG: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out_std(rewards_PG: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """(r - mean of the others) / (std of the others + eps), undivided where that std is 0
-    (NeMo-RL's GRPO).
-
-    The one that differs from equal others is therefore not divided. Their variance is of one pass,
-    this one of two: a std of equal numbers is exactly 0.
-    """
+    """(r - mean of the others) / (std of the others + eps), undivided where that std is 0: for the
+    one that differs from equal others (NeMo-RL's GRPO)."""
     gaps_PG = leave_one_out(rewards_PG)
     spreads_PG = np.zeros_like(gaps_PG)
     for g in range(gaps_PG.shape[1]):
@@ -73,8 +62,7 @@ def leave_one_out_std(rewards_PG: np.ndarray, eps: float = 1e-6) -> np.ndarray:
 def max_likelihood(rewards_PG: np.ndarray, eps: float = 0.0) -> np.ndarray:
     """(r - mean) / (mean of the group + eps), 0 where the mean is 0 (MaxRL, arXiv:2602.02710).
 
-    For rewards of 0 and 1 only, where the mean is a success rate. Raises ValueError for others.
-    """
+    For rewards of 0 and 1 only, where the mean is a success rate. Raises ValueError for others."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     others = rewards_PG[(rewards_PG != 0) & (rewards_PG != 1)]
     if others.size:
@@ -100,8 +88,7 @@ def batch_scaled(
     prompts are scaled alike (`scale_rewards=batch` of TRL, arXiv:2508.08221).
 
     mean: batch: r is less the mean of the batch (AReaL's GRPO); an easy prompt then has advantages
-    for being easy.
-    """
+    for being easy."""
     if mean not in ("group", "batch"):
         raise ValueError(f"advantages.mean={mean!r}; it is group or batch")
     is_kept_PG = ~np.isnan(rewards_PG)
@@ -110,9 +97,7 @@ def batch_scaled(
     std = np.sqrt((centred**2).sum() / max(len(all_rewards) - 1, 1))
     if mean == "group":
         return _centred_groups(rewards_PG) / (std + eps)
-    result_PG = np.zeros(rewards_PG.shape)
-    result_PG[is_kept_PG] = centred / (std + eps)
-    return result_PG
+    return _placed(is_kept_PG, centred / (std + eps))
 
 
 def whiten(
@@ -126,32 +111,26 @@ def whiten(
     a baseline, arXiv:2501.03262).
 
     over: tokens: a completion counts in both as often as it has tokens (verl); samples: once.
-    group_baseline: False: a = r. The variance has one less than the count in its denominator.
-    """
+    group_baseline: False: a = r. The variance has one less than the count in its denominator."""
     if over not in ("tokens", "samples"):
         raise ValueError(f"advantages.over={over!r}; it is tokens or samples")
     is_kept_PG = ~np.isnan(rewards_PG)
     values_PG = _centred_groups(rewards_PG) if group_baseline else rewards_PG
     values = values_PG[is_kept_PG]
     counts = np.ones(len(values)) if over == "samples" else whole.lengths[is_kept_PG]
-    result_PG = np.zeros(rewards_PG.shape)
     total = counts.sum()
     if total < 2 or values.min() == values.max():
-        return result_PG
+        return np.zeros(rewards_PG.shape)
     centred = values - (counts * values).sum() / total
     variance = (counts * centred**2).sum() / (total - 1)
-    result_PG[is_kept_PG] = centred / np.sqrt(variance + eps)
-    return result_PG
+    return _placed(is_kept_PG, centred / np.sqrt(variance + eps))
 
 
 def per_reward(
     rewards_PG: np.ndarray, whole: WholeBatch | None = None, eps: float = 1e-4
 ) -> np.ndarray:
     """Each reward is standardised in its group by itself; then their weighted sum is standardised
-    over the batch (GDPO, arXiv:2601.05242).
-
-    So a reward that varies little is not drowned by one that varies much.
-    """
+    over the batch (GDPO, arXiv:2601.05242)."""
     is_kept_PG = ~np.isnan(rewards_PG)
     total_PG = np.zeros(rewards_PG.shape)
     for name, values_PG in whole.each.items():
@@ -163,8 +142,13 @@ def per_reward(
         total_PG += whole.weights.get(name, 1.0) * centred_PG / (std_P1 + eps)
     centred = _centred_all(total_PG[is_kept_PG])
     std = np.sqrt((centred**2).sum() / max(len(centred) - 1, 1))
-    result_PG = np.zeros(rewards_PG.shape)
-    result_PG[is_kept_PG] = centred / (std + eps)
+    return _placed(is_kept_PG, centred / (std + eps))
+
+
+def _placed(is_kept_PG: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[P, G]: the values of kept completions, and 0 for the others."""
+    result_PG = np.zeros(is_kept_PG.shape)
+    result_PG[is_kept_PG] = values
     return result_PG
 
 
@@ -199,12 +183,10 @@ def advantages_of_kept(
     kept_PG: np.ndarray,
     whole: Callable[[], WholeBatch],
 ) -> np.ndarray:
-    """[P, G]; 0 for a dropped completion, and for one that is alone in its group and has nothing to
-    be compared with.
+    """[P, G]; 0 for a dropped completion, and for one that is alone in its group.
 
-    Whole groups are passed to `advantages` together, groups with a dropped completion one by one.
-    One with a parameter `whole` gets everything at once, nan where dropped.
-    """
+    `advantages` gets whole groups together, groups with a dropped completion one by one; if it has
+    a parameter `whole`, everything at once, nan where dropped."""
     if takes_whole(advantages):
         is_compared_PG = kept_PG & (kept_PG.sum(axis=1, keepdims=True) >= 2)
         found_PG = advantages(np.where(is_compared_PG, rewards_PG, np.nan), whole=whole())

@@ -1,7 +1,7 @@
 """Interface of an algorithm, and of the policy and the task that it uses.
 
 An algorithm is any object with the fields of `Algorithm`: usually a frozen dataclass, whose fields
-are its settings, named in YAML by its dotted path. It subclasses nothing.
+are its settings. YAML names it by its dotted path.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,25 +36,22 @@ class Generate(Protocol):
         temperature: float = ...,
         on_finished: Callable[[int, Any], None] | None = None,
     ) -> Rollout:
-        """Returns P * G rows: row p * G + g is generation g of prompt p.
-
-        It may call on_finished(row, tokens) when a completion has ended. A completion that it makes
-        no such call for is graded at the end.
-        """
+        """Returns P * G rows: row p * G + g is generation g of prompt p. It may call
+        on_finished(row, tokens) when a completion has ended; others are graded at the end."""
 
 
 class Scorer(Protocol):
     """Log-probabilities of a batch under frozen weights, such as those of the reference: [B, T]
-    float32, an array of the host; 0 where no token counts."""
+    float32, an array of the host; 0 where no token counts. compiled: its program for rows, or for
+    their shapes."""
 
     def __call__(self, batch: Batch) -> np.ndarray: ...
 
-    def compiled(self, batch: RowBatch) -> Any:
-        """Returns the compiled program for this batch in rows, or for its shapes."""
+    def compiled(self, batch: RowBatch) -> Any: ...
 
 
 class Rescorer(Protocol):
-    """The same under weights that are given with the batch, such as today's."""
+    """The same under weights that come with the batch, such as today's."""
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray: ...
 
@@ -64,9 +61,7 @@ class Rescorer(Protocol):
 @dataclass(frozen=True)
 class TeacherComparison:
     """Comparison of the policy with one of the algorithm's frozen models, token by token.
-
-    Example: TeacherComparison("teacher", "reverse", top_k=100).
-    """
+    Example: TeacherComparison("teacher", "reverse", top_k=100)."""
 
     model: str  # the name of the frozen model
     divergence: str  # forward, reverse or jensen_shannon (models/divergence.py)
@@ -87,12 +82,9 @@ class Comparer(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """All that an algorithm may ask of a model. Tests and other engines supply their own.
-
-    `params` are its current weights; under LoRA, the frozen base with its adapters attached.
-
-    Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term.
-    """
+    """All that an algorithm may ask of a model. `params` are its current weights; under LoRA, the
+    frozen base with its adapters attached.
+    Example: Policy(make_generate(...), scores, {"reference": scorer}) for a loss with a KL term."""
 
     # None: the policy only scores
     generate: Generate | None
@@ -117,7 +109,9 @@ class GroupGrader(Protocol):
 
 
 class TaskInterface(Protocol):
-    """All that an algorithm may ask of a task; tasks/task.py has the one that is used."""
+    """All that an algorithm may ask of a task (tasks/task.py). One with an environment also has
+    `conversation`, its settings, and partner(examples), an object that answers the turns of one
+    conversation per example: policy.generate takes it."""
 
     long_prompts: str  # treatment of prompts that are too long: error, truncate or drop
 
@@ -125,11 +119,8 @@ class TaskInterface(Protocol):
         """The tokens of each example's prompt."""
 
     def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
-        """The tokens of each example's prompt with another message; {names} are its fields.
-        max_length: tokens of it; None: as many as of any prompt."""
-
-    # A task with an environment also has `conversation`, its settings, and partner(examples), an
-    # object that answers the turns of one conversation per example. policy.generate takes it.
+        """The same with another message; {names} are fields of the example. max_length: tokens of
+        it; None: as many as of any prompt."""
 
     def grader(self, examples: list[dict], num_generations: int = 1) -> GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions.
@@ -155,13 +146,9 @@ TAKEN = ("reference", "rollout", "scoring", "update", "prefill", "decode")
 @dataclass(frozen=True)
 class Needs:
     """Properties of an algorithm that a run must know before it starts, to plan memory and to load
-    models.
-
+    models. Raises ValueError for a frozen model with the name of something else.
     Example: Needs() samples completions and learns from their advantages;
-    Needs(demonstrations=("completion",)) samples nothing.
-
-    Raises ValueError for a frozen model with the name of something else.
-    """
+    Needs(demonstrations=("completion",)) samples nothing."""
 
     # whether the run makes policy.scorers["reference"], the policy that training starts from
     reference: bool = False
@@ -205,10 +192,8 @@ class Needs:
 
 
 class Algorithm(Protocol):
-    """Two functions and what a run must know of them before it starts.
-
-    Example: algorithms/grpo.py (with completions), algorithms/sft.py (without).
-    """
+    """Two functions, and what a run must know of them before it starts: algorithms/grpo.py samples,
+    algorithms/sft.py does not."""
 
     num_generations: int  # completions per prompt
     updates_per_rollout: int  # optimizer updates made from one batch
@@ -225,21 +210,18 @@ class Algorithm(Protocol):
         examples: list[dict],
         key: jax.Array,
     ) -> tuple[Batch, Metrics, Graded | None]:
-        """Returns the batch to learn from ([B, T], arrays of the host), metrics, and the graded
-        completions for the samples files (None: there are none).
+        """Returns the batch to learn from ([B, T], arrays of the host), metrics, to which the
+        caller may add, and the graded completions for the samples files (None: there are none).
 
-        The metrics are a dict of its own, to which the caller may add. params: the current weights
-        of the policy, adapters attached. examples: P rows of data; with `needs.rounds`, P of each
-        round. key: the random key of this step's sampling.
-        """
+        examples: P rows of data; with `needs.rounds`, P of each round. key: of this step's
+        sampling."""
 
     def loss(self, scores: TokenScores, batch: RowBatch) -> tuple[jax.Array, Metrics]:
-        """Returns the loss, a number, and its metrics, numbers or types.Max.
+        """Returns the loss, a number, and its metrics, inside of jit. scores and batch are in rows,
+        [R, W].
 
         Numbers are sums weighted by batch.loss_weight, so that micro-batches and shards may add
-        them; of a Max they take the largest. scores and batch are [R, W]: the batch in rows. It
-        runs inside of jit.
-        """
+        them; of a types.Max they take the largest."""
 
 
 def who_answers(task: TaskInterface, examples: list[dict]) -> dict[str, Any]:

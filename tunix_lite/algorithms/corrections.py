@@ -46,8 +46,7 @@ def mask_sequences(
     (arXiv:2512.23075).
 
     A mean, since a product over tokens would grow with the length, and a fixed bound on it would
-    leave out long completions.
-    """
+    leave out long completions."""
     _check_above("high", high, low)
     lengths_B1 = np.maximum(mask_BT.sum(axis=1, keepdims=True), 1)
     sums_B1 = np.where(mask_BT, log_weight_BT, 0.0).sum(axis=1, keepdims=True)

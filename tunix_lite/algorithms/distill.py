@@ -1,5 +1,5 @@
-"""On-policy distillation: the policy samples, and learns from what a frozen teacher finds of each
-of its tokens (arXiv:2306.13649).
+"""On-policy distillation: the policy samples, and a frozen teacher scores each of its tokens
+(arXiv:2306.13649).
 
 divergence=token: the gap of the sampled token is its advantage,
 
@@ -43,20 +43,12 @@ from tunix_lite.types import (
 
 # comparisons: of the sampled token alone, or of two distributions
 DIVERGENCES = ("token", "reverse", "forward", "jensen_shannon")
-# formula of each, for the policy p and the teacher q
-FORMULAS = {
-    "reverse": "KL(p || q)",
-    "forward": "KL(q || p)",
-    "jensen_shannon": "{mix:g} KL(q || m) + {rest:g} KL(p || m), m = {mix:g} q + {rest:g} p",
-}
 
 
 @dataclass(frozen=True)
 class Distill:
-    """Learns from what a teacher finds of its own completions.
-
-    Example: Distill(teacher=TeacherConfig("google/gemma-3-4b-it"), num_generations=4).
-    """
+    """Learns from a teacher's scores of its own completions.
+    Example: Distill(teacher=TeacherConfig("google/gemma-3-4b-it"), num_generations=4)."""
 
     # a tunix_lite.models.source.TeacherConfig, which the run loads
     teacher: Any = None
@@ -78,40 +70,34 @@ class Distill:
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
 
     def __post_init__(self):
-        if self.teacher is None:
-            raise ValueError(
-                "teacher is not given: name its weights with algorithm.teacher.weights=FOLDER"
-            )
-        if self.divergence not in DIVERGENCES:
-            raise ValueError(f"divergence={self.divergence!r}; it is {', '.join(DIVERGENCES)}")
-        if self.divergence != "jensen_shannon" and self.mix != 0.5:
-            raise ValueError(
-                f"mix={self.mix} changes nothing with divergence={self.divergence}; it belongs to "
-                "divergence=jensen_shannon"
-            )
-        if not 0 < self.mix < 1:
-            raise ValueError(
-                f"mix={self.mix} must be between 0 and 1; 0 would be divergence=forward, and 1 "
-                "divergence=reverse"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must not be negative; 0: all tokens")
-        if self.top_k and self.divergence == "token":
-            raise ValueError(
-                f"top_k={self.top_k} changes nothing with divergence=token, which compares the "
-                "sampled token; give divergence=reverse or forward"
-            )
-        if self.teacher_coef <= 0:
-            raise ValueError(f"teacher_coef={self.teacher_coef} must be above 0")
-        if self.reward_coef < 0:
-            raise ValueError(f"reward_coef={self.reward_coef} must not be negative")
-        least, why = (
-            (2, ": rewards are compared within a group") if self.reward_coef else (1, "")
-        )
-        if self.num_generations < least:
-            raise ValueError(
-                f"num_generations={self.num_generations} must be at least {least}{why}"
-            )
+        problems = {
+            "teacher is not given: name its weights with algorithm.teacher.weights=FOLDER": (
+                self.teacher is None
+            ),
+            f"divergence={self.divergence!r}; it is {', '.join(DIVERGENCES)}": (
+                self.divergence not in DIVERGENCES
+            ),
+            f"mix={self.mix} changes nothing with divergence={self.divergence}; it belongs to "
+            "divergence=jensen_shannon": (
+                self.divergence != "jensen_shannon" and self.mix != 0.5
+            ),
+            f"mix={self.mix} must be between 0 and 1; 0 would be divergence=forward, and 1 "
+            "divergence=reverse": not 0 < self.mix < 1,
+            f"top_k={self.top_k} must not be negative; 0: all tokens": self.top_k < 0,
+            f"top_k={self.top_k} changes nothing with divergence=token, which compares the sampled "
+            "token; give divergence=reverse or forward": (
+                self.top_k > 0 and self.divergence == "token"
+            ),
+            f"teacher_coef={self.teacher_coef} must be above 0": self.teacher_coef <= 0,
+            f"reward_coef={self.reward_coef} must not be negative": self.reward_coef < 0,
+            f"num_generations={self.num_generations} must be at least 1": self.num_generations
+            < 1,
+            f"num_generations={self.num_generations} must be at least 2: rewards are compared "
+            "within a group": self.reward_coef > 0 and self.num_generations < 2,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ValueError(problem)
 
     # advantages are those of the policy that sampled, and nothing bounds a ratio
     updates_per_rollout = 1
@@ -140,19 +126,14 @@ class Distill:
     @property
     def formula(self) -> list[str]:
         """Writes the loss that is minimised, in lines for the panel of a run."""
-        rewards = f"{self.reward_coef:g} A of the rewards" if self.reward_coef else ""
+        rewards = f"{self.reward_coef:g} A of the rewards" if self.reward_coef else "0"
         if self.comparison is None:
             gap = f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"
-            more = f" + {rewards}" if rewards else ""
-            return ["loss = - sum_t w_t rho_t A_t", f"A_t = {gap}{more}"]
-        text = FORMULAS[self.divergence].format(mix=self.mix, rest=1 - self.mix)
-        over = "all tokens"
-        if self.top_k:
-            over = f"the {self.top_k} likeliest tokens of the teacher and one bin for all others"
-        more = f" - rho_t {rewards}" if rewards else ""
+            return ["loss = - sum_t w_t rho_t A_t", f"A_t = {gap} + {rewards}"]
         return [
-            f"loss = sum_t w_t ({self.teacher_coef:g} D_t{more})",
-            f"D_t = {text} over {over}; p: the policy, q: the teacher",
+            f"loss = sum_t w_t ({self.teacher_coef:g} D_t - rho_t {rewards})",
+            f"D_t = {self.divergence} divergence of policy and teacher, mix={self.mix:g}, over "
+            + (f"the teacher's {self.top_k} likeliest tokens" if self.top_k else "all tokens"),
         ]
 
     def collect(
@@ -218,17 +199,13 @@ def after_prompts(batch: Batch, first: int, prompts: Prompts) -> Batch:
 
     first: the column in which completions begin. prompts: as token ids; L of them are in the
     longest. Only tokens, their mask and their weights are in the batch.
-
-    Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights.
-    """
+    Example: 5 6 | 7 8 after the prompt 9 -> 9 | 7 8, of the same weights."""
     longest = max(map(len, prompts))
-    shape = (len(prompts), longest)
-    tokens = np.zeros(shape, np.int32)
-    mask = np.zeros(shape, bool)
-    for b, prompt in enumerate(prompts):
-        tokens[b, longest - len(prompt) :] = prompt
-        mask[b, longest - len(prompt) :] = True
-    weight = np.zeros(shape, np.float32)
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    lengths_B1 = np.array([len(prompt) for prompt in prompts])[:, None]
+    mask = np.arange(longest) >= longest - lengths_B1
+    tokens[mask] = np.concatenate(prompts)
+    weight = np.zeros(tokens.shape, np.float32)
 
     def joined(before: np.ndarray, values: np.ndarray) -> np.ndarray:
         return np.concatenate([before, np.asarray(values)[:, first:]], axis=1)

@@ -32,9 +32,7 @@ STREAMS = ("pair_loss", "pair_margin", "pair_is_right")
 @dataclass(frozen=True)
 class DPO:
     """Learns from pairs of completions: of the data, or made of sampled groups by their rewards.
-
-    Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4.
-    """
+    Example: DPO(pairs="sampled", num_generations=4) compares the best and the worst of 4."""
 
     # Source of pairs: data (`chosen` and `rejected` of each example) or sampled (best and worst of
     # a group).
@@ -46,17 +44,20 @@ class DPO:
     beta: float = 0.1
 
     def __post_init__(self):
-        if self.pairs not in PAIRS:
-            raise ValueError(f"pairs={self.pairs!r}; it is data or sampled")
-        if self.beta <= 0:
-            raise ValueError(f"beta={self.beta} must be above 0")
-        if self.num_generations < 2:
-            raise ValueError(f"num_generations={self.num_generations}: a pair takes at least 2")
-        if self.pairs == "data" and self.num_generations != 2:
-            raise ValueError(
-                f"num_generations={self.num_generations} with pairs=data: an example has 2 "
-                "completions, `chosen` and `rejected`; leave it at 2, or give pairs=sampled"
-            )
+        problems = {
+            f"pairs={self.pairs!r}; it is data or sampled": self.pairs not in PAIRS,
+            f"beta={self.beta} must be above 0": self.beta <= 0,
+            f"num_generations={self.num_generations}: a pair takes at least 2": (
+                self.num_generations < 2
+            ),
+            f"num_generations={self.num_generations} with pairs=data: an example has 2 "
+            "completions, `chosen` and `rejected`; leave it at 2, or give pairs=sampled": (
+                self.pairs == "data" and self.num_generations != 2
+            ),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ValueError(problem)
 
     # the coefficients are those of today's weights, so they serve one update
     updates_per_rollout = 1
@@ -177,12 +178,13 @@ def best_and_worst(groups: Groups) -> tuple[np.ndarray, np.ndarray]:
     G = groups.rewards_PG.shape[1]
     lengths = np.asarray(groups.rollout.completion_mask).sum(axis=1)
     # a dropped completion is neither best nor worst
-    pairs = []
-    for p, (rewards, valid) in enumerate(zip(groups.rewards_PG, groups.kept_PG)):
-        best = p * G + int(np.where(valid, rewards, -np.inf).argmax())
-        worst = p * G + int(np.where(valid, rewards, np.inf).argmin())
-        differ = valid.sum() >= 2 and rewards[best - p * G] > rewards[worst - p * G]
-        if differ and lengths[best] + lengths[worst]:
-            pairs.append((best, worst))
-    rows = np.array(pairs, np.int64).reshape(-1, 2)
-    return rows[:, 0], rows[:, 1]
+    highest_PG = np.where(groups.kept_PG, groups.rewards_PG, -np.inf)
+    lowest_PG = np.where(groups.kept_PG, groups.rewards_PG, np.inf)
+    differ_P = (groups.kept_PG.sum(axis=1) >= 2) & (
+        highest_PG.max(axis=1) > lowest_PG.min(axis=1)
+    )
+    first_P = np.arange(len(differ_P)) * G
+    best_P = first_P + highest_PG.argmax(axis=1)
+    worst_P = first_P + lowest_PG.argmin(axis=1)
+    is_pair_P = differ_P & (lengths[best_P] + lengths[worst_P] > 0)
+    return best_P[is_pair_P], worst_P[is_pair_P]

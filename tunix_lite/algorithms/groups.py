@@ -40,9 +40,7 @@ Weighting = Callable[..., np.ndarray]
 @dataclass(frozen=True)
 class TurnCredit:
     """Assigns the rewards of a conversation to its turns.
-
-    Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0].
-    """
+    Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0]."""
 
     kind: str = "end"  # end, turn or discount
     # factor of `discount` for each turn between a turn and a reward
@@ -50,32 +48,25 @@ class TurnCredit:
 
     def values(self, rewards: Sequence[float]) -> np.ndarray:
         """Returns the value of each turn of a conversation, float64."""
-        rewards = np.asarray(rewards, np.float64)
+        values = np.array(rewards, np.float64)
         if self.kind == "end":
-            return np.full(len(rewards), rewards.sum())
-        if self.kind == "turn":
-            return rewards
-        values = rewards.copy()
+            return np.full(len(values), values.sum())
+        discount = 0.0 if self.kind == "turn" else self.discount
         for k in range(len(values) - 2, -1, -1):
-            values[k] += self.discount * values[k + 1]
+            values[k] += discount * values[k + 1]
         return values
 
 
 @dataclass(frozen=True)
 class Groups:
     """The graded completions of P prompts, G of each: row p * G + g of the rollout is completion g
-    of prompt p.
-
-    Example: two prompts, two completions each -> rewards_PG [[1, 0], [1, 1]], kept_PG [[T, T], [T,
-    T]].
-    """
+    of prompt p. Example: two prompts, two completions each -> rewards_PG [[1, 0], [1, 1]]."""
 
     rollout: Rollout
     graded: Graded
     rewards_PG: np.ndarray  # float64; nan where dropped
     kept_PG: np.ndarray  # bool: False where a reward failed and rewards.on_error=drop
-    # bool: of those that are kept, False where nothing is learned from one; it is compared all the
-    # same
+    # bool: of those that are kept, False where one is compared, but not learned from
     learned_PG: np.ndarray
     # metrics of all completions that were sampled; None: the groups hold all of them
     of_all: Metrics | None = None
@@ -94,23 +85,21 @@ class Groups:
         """The batch to learn from; `old_logprobs` are of the policy with nothing cut off.
 
         advantages, advantage_clip: as in `token_advantages`. weighting: completion mask [B, T] ->
-        weights [B, T], of each mini-batch by itself; it gets those that are learned from.
-        """
+        weights [B, T], of each mini-batch by itself; it gets those that are learned from."""
+        P, G = self.learned_PG.shape
         return Batch(
             tokens=self.rollout.tokens,
             token_mask=self.rollout.token_mask,
-            loss_weight=self.token_weights(weighting, num_mini_batches),
+            loss_weight=weights_of_learned(
+                weighting,
+                np.asarray(self.rollout.completion_mask),
+                self.learned_PG.reshape(-1),
+                np.repeat(np.arange(P), G),
+                num_mini_batches,
+            ),
             advantages=self.token_advantages(advantages, advantage_clip),
             old_logprobs=self.rollout.full_logprobs,
         )
-
-    def token_weights(self, weighting: Weighting, num_mini_batches: int = 1) -> np.ndarray:
-        """[B, T] float32: the weight of each token in the loss; 0 where nothing is learned."""
-        mask_BT = np.asarray(self.rollout.completion_mask)
-        P, G = self.learned_PG.shape
-        prompt_B = np.repeat(np.arange(P), G)
-        learned_B = self.learned_PG.reshape(-1)
-        return weights_of_learned(weighting, mask_BT, learned_B, prompt_B, num_mini_batches)
 
     def token_advantages(self, function: Advantages, limit: float | None = None) -> np.ndarray:
         """[B, T] float32: the advantage of a completion at each of its tokens, within +- limit; 0
@@ -118,9 +107,9 @@ class Groups:
         limit = np.inf if limit is None else limit
         shape = self.rollout.tokens.shape
         if self.credit is None or self.credit.kind == "end":
-            how = (function, self.rewards_PG, self.kept_PG, self.whole)
-            advantages_PG = np.clip(advantages_of_kept(*how), -limit, limit)
-            return np.broadcast_to(advantages_PG.reshape(-1, 1), shape).astype(np.float32)
+            of_kept = advantages_of_kept(function, self.rewards_PG, self.kept_PG, self.whole)
+            advantages_B1 = np.clip(of_kept, -limit, limit).reshape(-1, 1)
+            return np.broadcast_to(advantages_B1, shape).astype(np.float32)
 
         # What is in the rewards beside those of the environment belongs to the last turn: the
         # rewards of the turns then sum to the reward of the conversation.
@@ -129,12 +118,10 @@ class Groups:
             [*of_turns[:-1], of_turns[-1] + (total - sum(of_turns))]
             for of_turns, total in zip(self.graded.turn_rewards, totals_B)
         ]
-        kept_B = self.kept_PG.reshape(-1)
-        G = self.rewards_PG.shape[1]
+        of_rows = turn_advantages(function, self.credit, rewards, self.kept_PG)
         advantages_BT = np.zeros(shape, np.float32)
-        row_advantages = turn_advantages(function, self.credit, rewards, G, kept_B)
-        for row, (one, values) in enumerate(zip(self.rollout.conversations, row_advantages)):
-            for turn, value in zip(one.turns, values):
+        for row, conversation in enumerate(self.rollout.conversations):
+            for turn, value in zip(conversation.turns, of_rows[row]):
                 advantages_BT[row, turn.begin : turn.end] = value
         return np.clip(advantages_BT, -limit, limit)
 
@@ -189,8 +176,7 @@ def sample_groups(
     """Samples `num_generations` completions for each example and grades them.
 
     A completion is graded as soon as it ends, while others are still sampled. Raises what sampling
-    raises, and ValueError where a reward fails and rewards.on_error=raise.
-    """
+    raises, and ValueError where a reward fails and rewards.on_error=raise."""
     repeated = [example for example in examples for _ in range(num_generations)]
     grader = task.grader(repeated, num_generations)
     prompts = task.prompts(examples)
@@ -207,39 +193,35 @@ def sample_groups(
         return groups
     settings = task.conversation
     groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
-    if settings.on_limit != "mask":
-        return groups
-    is_whole_B = np.array([not one.reached_limit for one in rollout.conversations])
-    return groups.learning_from(is_whole_B.reshape(rewards_PG.shape))
+    if settings.on_limit == "mask":
+        is_whole_B = np.array([not one.reached_limit for one in rollout.conversations])
+        groups = groups.learning_from(is_whole_B.reshape(rewards_PG.shape))
+    return groups
 
 
 def turn_advantages(
     function: Advantages,
     credit: TurnCredit,
     turn_rewards: Sequence[Sequence[float]],
-    num_generations: int,
-    kept_B: np.ndarray,
+    kept_PG: np.ndarray,
 ) -> list[np.ndarray]:
     """The advantage of each turn of each conversation; 0 where dropped, and in a group that has one
     turn in all.
 
-    function: as in algorithms/advantages.py; a group is one row of the values of all its turns.
-    turn_rewards: of each row, those of a group side by side. Raises ValueError for a function that
-    looks at the whole batch, as it compares completions and not turns.
-    """
+    function: gets the values of all turns of a group as one row. turn_rewards: of each row, those
+    of a group side by side. Raises ValueError for one that compares whole completions."""
     if takes_whole(function):
         raise ValueError(
             f"conversation.credit={credit.kind} compares turns, and the advantages of this "
             "algorithm compare whole completions; set conversation.credit=end"
         )
     row_advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
-    for first in range(0, len(turn_rewards), num_generations):
-        rows = [row for row in range(first, first + num_generations) if kept_B[row]]
+    for p, kept_G in enumerate(kept_PG):
+        rows = p * len(kept_G) + np.flatnonzero(kept_G)
         values = [credit.values(turn_rewards[row]) for row in rows]
-        together = np.concatenate(values) if values else np.zeros(0)
-        if len(together) < 2:
+        if sum(map(len, values)) < 2:
             continue
-        advantages = function(together[None])[0]
+        advantages = function(np.concatenate(values)[None])[0]
         ends = np.cumsum([len(one) for one in values])
         for row, of_turns in zip(rows, np.split(advantages, ends[:-1])):
             row_advantages[row] = of_turns
@@ -255,14 +237,12 @@ def sample_mixed_groups(
     num_generations: int,
     max_rounds: int,
 ) -> Groups:
-    """P mixed groups. A group whose completions all have one reward teaches nothing; one of another
-    prompt replaces it (dynamic sampling, DAPO, arXiv:2503.14476). Metrics are of all completions
-    that were sampled. What a round draws depends on seed and step alone.
+    """P groups whose rewards differ: one that agrees teaches nothing, and one of another prompt
+    replaces it (dynamic sampling, DAPO, arXiv:2503.14476). Metrics are of all that were sampled.
 
     examples: P for each of `max_rounds` rounds, one after the other. If they hold too few mixed
-    groups, the first others fill the batch, and nothing is learned from them. A group is mixed by
-    the rewards of the task, with nothing added.
-    """
+    groups, the first others fill the batch, and nothing is learned from them. A group is judged by
+    the rewards of the task, with nothing added."""
     num_prompts = len(examples) // max_rounds
     began = time.perf_counter()
     seconds = []
@@ -281,9 +261,10 @@ def sample_mixed_groups(
     fillers = np.flatnonzero(~is_mixed)[: num_prompts - len(first_mixed)]
     chosen = np.sort(np.concatenate([first_mixed, fillers]))
     rows = (chosen[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
-    rewards_PG = np.concatenate([groups.rewards_PG for groups in rounds])
-    kept_PG = np.concatenate([groups.kept_PG for groups in rounds])
-    learned_PG = np.concatenate([groups.learned_PG for groups in rounds])
+    rewards_PG, kept_PG, learned_PG = (
+        np.concatenate([getattr(groups, name) for groups in rounds])
+        for name in ("rewards_PG", "kept_PG", "learned_PG")
+    )
 
     # Every round has as many completions, so the mean of a metric is the mean of its means; seconds
     # and counts are summed.
@@ -326,8 +307,8 @@ def _chosen_rows(parts: Sequence[Rollout], rows: np.ndarray) -> Rollout:
 
 
 def chosen_completions(parts: Sequence[Graded], rows: np.ndarray) -> Graded:
-    """Selects completions number `rows` of all parts together. Metrics and weights, which are no
-    values of single completions, are those of the first part."""
+    """Selects completions number `rows` of all parts together. Metrics and weights are those of the
+    first part."""
 
     def chosen(values: list) -> Rollout | np.ndarray | list | dict | None:
         first = values[0]

@@ -28,10 +28,8 @@ from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TokenScor
 @dataclass(frozen=True)
 class GRPO(Objective):
     """The two functions `collect` and `loss`; Objective has the settings.
-
     Example: GRPO(num_generations=16, clip_high=0.2, kl_coef=0.01): groups of 16, and a KL term to
-    the reference.
-    """
+    the reference."""
 
     # some of its pieces sum over a completion, all of those by algorithms/sequences.py
     loss_reduction = "sequences"

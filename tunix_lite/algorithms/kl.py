@@ -18,8 +18,7 @@ def k3_exact(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
 
     Its value is k3, exp(d) - d - 1, never negative; its gradient is that of k2, d^2 / 2, which in
     expectation is the gradient of the KL (k3's own is not, and k1's is zero). The ratio makes both
-    right off-policy as well.
-    """
+    right off-policy as well."""
     weight_RW = jax.lax.stop_gradient(ratio_RW)
     d_RW = jnp.clip(jax.lax.stop_gradient(ref_gap_RW), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value_RW = weight_RW * (jnp.exp(d_RW) - d_RW - 1)

@@ -1,10 +1,4 @@
-"""The settings of GRPO and its family: their checks, the variants of other frameworks, and the
-formula that they come to.
-
-`algorithm.variant=verl` changes one of our objectives to the default of the same name in that
-framework, as far as losses, advantages and weights go. VARIANTS was read in the frameworks' code of
-2026-07 and 2026-08 (docs/guide/objectives.md).
-"""
+"""The settings of GRPO and its family: their checks, and the formula of the loss."""
 
 import dataclasses
 import inspect
@@ -16,98 +10,8 @@ from typing import Any
 import numpy as np
 
 from tunix_lite.algorithms import advantages as adv
-from tunix_lite.algorithms import corrections, kl, ratios, shaping, surrogates, weighting
+from tunix_lite.algorithms import corrections, kl, ratios, surrogates, weighting
 
-Changes = dict[str, tuple[Any, Any]]
-
-EPS_OF_VERL = {"advantages": (adv.standardise, partial(adv.standardise, eps=1e-6))}
-OF_NEMO_RL = {"advantages": (adv.standardise, adv.leave_one_out_std)}
-EPS_OF_OPENRLHF = {"advantages": (adv.standardise, partial(adv.standardise, eps=1e-9))}
-OF_AREAL = {
-    "advantages": (adv.standardise, partial(adv.batch_scaled, mean="batch", eps=1e-9)),
-}
-AROUND_ONE = {"clip_low": (None, 0.2), "clip_high": (4.0, 0.2)}
-DUAL_OF_VERL = {"surrogate": (surrogates.clip, partial(surrogates.clip, dual=3.0))}
-SYMMETRIC = {"clip_high": (0.28, 0.2)}
-# objective -> framework -> what changes
-VARIANTS: dict[str, dict[str, Changes]] = {
-    "grpo": {
-        "paper": SYMMETRIC | {"weighting": (weighting.per_token, weighting.per_sequence)},
-        "trl": SYMMETRIC,
-        "verl": SYMMETRIC | EPS_OF_VERL | DUAL_OF_VERL,
-        "nemo_rl": SYMMETRIC | OF_NEMO_RL,
-        "openrlhf": SYMMETRIC | EPS_OF_OPENRLHF,
-        "areal": SYMMETRIC | OF_AREAL,
-        "prime_rl": {
-            "advantages": (adv.standardise, adv.centre),
-            "surrogate": (surrogates.clip, partial(surrogates.binary_tv, log_square=1e-3)),
-            "clip_low": (0.2, None),
-            "clip_high": (0.28, None),
-        },
-    },
-    "dapo": {"verl": EPS_OF_VERL | DUAL_OF_VERL},
-    "gspo": {
-        "trl": {"weighting": (weighting.per_sequence, weighting.per_token)},
-        "verl": EPS_OF_VERL,
-        "nemo_rl": OF_NEMO_RL,
-    },
-    "cispo": {
-        "trl": {},
-        "verl": EPS_OF_VERL | AROUND_ONE,
-        "slime": EPS_OF_VERL | AROUND_ONE,
-        "nemo_rl": OF_NEMO_RL | AROUND_ONE,
-        "skyrl": EPS_OF_VERL | AROUND_ONE,
-    },
-    "dppo": {
-        "prime_rl": {
-            "advantages": (adv.standardise, adv.centre),
-            "surrogate": (surrogates.binary_tv, partial(surrogates.binary_tv, log_square=1e-3)),
-        },
-        "verl": EPS_OF_VERL
-        | {
-            "surrogate": (surrogates.binary_tv, partial(surrogates.binary_tv, cap=3.0)),
-            "old_logprobs": ("whole", "rescored"),
-        },
-    },
-    "sapo": {"trl": {}, "verl": EPS_OF_VERL},
-    "rloo": {
-        "verl": {
-            "ratio": (ratios.no_ratio, ratios.token_ratio),
-            "surrogate": (surrogates.policy_gradient, partial(surrogates.clip, dual=3.0)),
-            "clip_low": (None, 0.2),
-            "clip_high": (None, 0.2),
-            "weighting": (weighting.constant_length, weighting.per_token),
-        },
-    },
-    "reinforce_pp": {"verl": DUAL_OF_VERL},
-    "maxrl": {
-        "prime_rl": {},
-        "skyrl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-6))},
-        "trl": {"advantages": (adv.max_likelihood, partial(adv.max_likelihood, eps=1e-4))},
-    },
-}
-# variants of the KL term, in every objective that has one
-KL_VARIANTS = {
-    "trl": {"kl_estimator": ("k3_exact", "k3")},
-    "verl": {"kl_estimator": ("k3_exact", "k3")},
-}
-
-# the settings that decide which objective it is
-DECIDING = ("surrogate", "advantages", "ratio", "agreeing_groups")
-BY_SURROGATE = {
-    surrogates.cispo: "cispo",
-    surrogates.sapo: "sapo",
-    surrogates.binary_tv: "dppo",
-    surrogates.geometric_mean: "gmpo",
-}
-BY_ADVANTAGES = {
-    adv.leave_one_out: "rloo",
-    adv.whiten: "reinforce_pp",
-    adv.max_likelihood: "maxrl",
-    adv.centre: "dr_grpo",
-    adv.batch_scaled: "scalerl",
-    adv.per_reward: "gdpo",
-}
 CHOICES = {
     "old_logprobs": ("whole", "sampled", "rescored"),
     "agreeing_groups": ("keep", "drop", "replace"),
@@ -118,13 +22,10 @@ LEAST = {
     **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "entropy_coef"), 0),
     **dict.fromkeys(("off_policy_delta", "reference_every"), 0),
 }
+# settings of surrogates that must be above a number
+ABOVE = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}
 # functions of the ratio alone, which is 1 under no_ratio
 OF_THE_RATIO = (surrogates.clip, surrogates.cispo, surrogates.sapo, surrogates.geometric_mean)
-OLD_LOGPROBS = {
-    "whole": "of the sampler, nothing cut off",
-    "sampled": "of the sampler, as drawn from",
-    "rescored": "of the trainer, before the first update",
-}
 # formulas of pieces, with their settings; {rho} is the ratio within its bounds
 PIECES = {
     adv.standardise: "(r - mean_group) / (std_group + {eps:g})",
@@ -134,7 +35,8 @@ PIECES = {
     "undivided where that is 0",
     adv.max_likelihood: "(r - mean_group) / (mean_group + {eps:g}), 0 where mean_group = 0",
     adv.batch_scaled: "(r - mean_{mean}) / (std_batch + {eps:g})",
-    adv.whiten: "(a - mean_batch(a)) / sqrt(var_batch(a) + {eps:g}) over {over}, a = {baseline}",
+    adv.whiten: "(a - mean_batch(a)) / sqrt(var_batch(a) + {eps:g}) over {over}, a = r - "
+    "mean_group, or r without group_baseline",
     adv.per_reward: "sum_k weight_k (r_k - mean_group) / (std_group + {eps:g}), standardised over "
     "the batch",
     weighting.per_token: "1 / tokens of the update",
@@ -144,84 +46,59 @@ PIECES = {
     ratios.token_ratio: "exp(lp - lp_old)",
     ratios.sequence_ratio: "exp(mean over the completion of lp - lp_old)",
     ratios.no_ratio: "exp(lp - sg[lp]) = 1",
-    surrogates.cispo: "sg[{clipped}] A lp",
-    surrogates.sapo: "(4 / tau) sigmoid(tau (rho - 1)) A, tau = {tau_positive:g} where A > 0, else "
-    "{tau_negative:g}",
-    surrogates.geometric_mean: "exp(mean over the completion of log rho, at most {log_clip:g} "
-    "where A > 0, at least -{log_clip:g} where A < 0) A",
-    surrogates.policy_gradient: "rho A",
-    shaping.overlong: "- {factor:g} clip((tokens - {free:g}) / {over:g}, 0, 1)",
-    corrections.truncate_tokens: "min(v, {cap:g})",
-    corrections.mask_tokens: "v where {low:g} <= v <= {high:g}, else 0",
-    corrections.mask_sequences: "1 where {low:g} <= exp(mean over the completion of log v) <= "
-    "{high:g}, else 0",
+    surrogates.clip: "min(rho A, {clipped} A)",
+    surrogates.cispo: "(sg[{clipped}] A lp)",
+    surrogates.sapo: "((4 / tau) sigmoid(tau (rho - 1)) A), tau = {tau_positive:g} where A > 0, "
+    "else {tau_negative:g}",
+    surrogates.binary_tv: "(rho A, 0 where A > 0 and p - p_old > {delta_high:g} or A < 0 and "
+    "p - p_old < -{delta_low:g})",
+    surrogates.geometric_mean: "(exp(mean over the completion of log rho, at most {log_clip:g} "
+    "where A > 0, at least -{log_clip:g} where A < 0) A)",
+    surrogates.policy_gradient: "(rho A)",
 }
-KL_VALUES = {
-    "k3_exact": "rho (exp(d) - d - 1) with the gradient of rho d^2 / 2",
-    "k3": "exp(d) - d - 1",
-    "k3_ratio": "rho (exp(d) - d - 1)",
-    "k2": "d^2 / 2",
-}
+# settings of surrogates that stand behind the formula
+MORE = ("dual", "cap", "log_square")
+# settings that a formula shows by itself
+SHOWN = {"num_generations", "advantages", "weighting", "ratio", "surrogate", "entropy_coef"}
+SHOWN |= {"clip_low", "clip_high"}
 
 
-def _function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, without the settings that are bound to it."""
+def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function itself, without the settings that are bound to it."""
     return piece.func if isinstance(piece, partial) else piece
 
 
 def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
-    """Every setting of a function that has a value, bound or by default."""
-    parameters = inspect.signature(_function_of(piece)).parameters.values()
+    """Returns every setting of a function that has a value, bound or by default."""
+    parameters = inspect.signature(function_of(piece)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | (piece.keywords if isinstance(piece, partial) else {})
 
 
-def same(one: object, other: object) -> bool:
-    """True if two values are equal; of functions, their settings too."""
+def _same(one: object, other: object) -> bool:
+    """Compares two values; of functions, their settings too."""
     if callable(one) and callable(other):
-        is_same_function = _function_of(one) is _function_of(other)
+        is_same_function = function_of(one) is function_of(other)
         return is_same_function and settings_of(one) == settings_of(other)
     return type(one) is type(other) and one == other
 
 
-def name_of(piece: object) -> str:
+def _name_of(piece: object) -> str:
     """`clip` or `clip(dual=3)` of a function, the value itself of anything else."""
     if not callable(piece):
         return str(piece)
-    function = _function_of(piece)
+    function = function_of(piece)
     name = getattr(function, "__name__", type(function).__name__)
     bound = piece.keywords if isinstance(piece, partial) else {}
     settings = ", ".join(f"{key}={value}" for key, value in bound.items())
     return f"{name}({settings})" if settings else name
 
 
-def _objective_of(
-    surrogate: Callable[..., Any],
-    advantages: Callable[..., Any],
-    ratio: Callable[..., Any],
-    agreeing_groups: str,
-) -> str:
-    """Names the preset of these settings, by the values that only it has."""
-    surrogate = _function_of(surrogate)
-    advantages = _function_of(advantages)
-    if advantages is adv.batch_scaled and surrogate is surrogates.cispo:
-        return "scalerl"
-    if surrogate in BY_SURROGATE:
-        return BY_SURROGATE[surrogate]
-    if _function_of(ratio) is ratios.sequence_ratio:
-        return "gspo"
-    if advantages in BY_ADVANTAGES:
-        return BY_ADVANTAGES[advantages]
-    return "dapo" if agreeing_groups == "replace" else "grpo"
-
-
 @dataclass(frozen=True)
 class Objective:
     """The settings of algorithms.grpo.GRPO. Raises ValueError, in one line, for settings that are
     wrong by themselves, do not go together, or would change nothing.
-
-    Example: GRPO(clip_high=0.3, surrogate=sapo) is refused, as sapo clips no ratio.
-    """
+    Example: GRPO(clip_high=0.3, surrogate=sapo) is refused, as sapo clips no ratio."""
 
     # Completions sampled for each prompt, called its group. At least 2.
     num_generations: int = 8
@@ -269,95 +146,76 @@ class Objective:
     shaping: Callable | None = None
     # true gives no weight to completions that reached max_new_tokens without an end.
     mask_truncated: bool = False
-    # Framework whose form of the objective is used, such as trl, verl or prime_rl. null uses ours.
-    variant: str | None = None
 
     def __post_init__(self):
-        self._apply_variant()
-        self._check_values()
+        for problem, is_there in self._problems().items():
+            if is_there:
+                raise ValueError(problem)
         self._check_functions()
-        self._check_together()
-
-    @property
-    def objective(self) -> str:
-        """The preset that has these settings, such as dapo."""
-        return _objective_of(*(getattr(self, name) for name in DECIDING))
+        self._check_idle()
 
     @property
     def is_kl_reward(self) -> bool:
         """Whether the KL is a part of the reward, and not of the loss."""
         return self.kl_coef > 0 and self.kl_estimator == kl.IN_REWARD
 
-    def _apply_variant(self) -> None:
-        """Changes the settings to those of the variant. Raises ValueError if the framework defines
-        no such objective, or no other one, or if a setting that it changes was changed already."""
-        if self.variant is None:
-            return
-        name = self.objective
-        offered = VARIANTS.get(name, {})
-        changes = offered.get(self.variant)
-        # A copy of settings that a variant has changed: its pieces may be of another objective. All
-        # of the changes must be there, and what they replaced must have made the objective: dr_grpo
-        # has the upper clip of grpo's trl by itself.
-        for other, variants in VARIANTS.items() if changes is None else ():
-            theirs = variants.get(self.variant, {})
-            is_changed = all(same(getattr(self, k), new) for k, (_, new) in theirs.items())
-            before = [theirs[k][0] if k in theirs else getattr(self, k) for k in DECIDING]
-            if theirs and is_changed and _objective_of(*before) == other:
-                name = other
-                changes = theirs
-        if changes is None:
-            listed = ", ".join(offered) or "none"
-            raise ValueError(
-                f"variant={self.variant!r}: there is no such definition of {name}; there is "
-                f"{listed}"
-            )
-        if self.kl_coef:
-            changes = changes | KL_VARIANTS.get(self.variant, {})
-        if not changes:
-            raise ValueError(
-                f"variant={self.variant} would change nothing: {self.variant} defines {name} as it "
-                "is here; leave it out"
-            )
-        for setting, (ours, theirs) in changes.items():
-            value = getattr(self, setting)
-            # constant_length has a setting without a default
-            is_any_length = ours is weighting.constant_length and _function_of(value) is ours
-            if not (same(value, ours) or is_any_length or same(value, theirs)):
-                raise ValueError(
-                    f"variant={self.variant} sets {setting}={name_of(theirs)}, and "
-                    f"{setting}={name_of(value)} is given; leave out one of the two"
-                )
-            object.__setattr__(self, setting, theirs)
-
-    def _check_values(self) -> None:
-        if self.num_generations < 2:
-            raise ValueError(
-                f"num_generations={self.num_generations}: a completion is compared with the "
-                "others of its group, so it takes at least 2 (8 is usual)"
-            )
+    def _problems(self) -> dict[str, bool]:
+        """Says what may be wrong with single settings and with several together, and whether it
+        is."""
+        surrogate = _name_of(self.surrogate)
+        has_no_ratio = function_of(self.ratio) is ratios.no_ratio
+        is_shaped = self.shaping is not None or self.is_kl_reward
+        updates = f"updates_per_rollout={self.updates_per_rollout}"
+        problems = {
+            f"num_generations={self.num_generations}: a completion is compared with the others of "
+            "its group, so it takes at least 2 (8 is usual)": self.num_generations < 2,
+            f"clip_low={self.clip_low} would change nothing: no ratio is below 0; give a number "
+            "below 1, or null": (self.clip_low or 0) >= 1,
+            f"reference_mix={self.reference_mix} is above 0 and at most 1": not (
+                0 < self.reference_mix <= 1
+            ),
+            f"advantage_clip={self.advantage_clip} must be above 0": (
+                self.advantage_clip is not None and self.advantage_clip <= 0
+            ),
+        }
         for name, least in LEAST.items():
+            limit = f"be at least {least}" if least else "not be negative"
             value = getattr(self, name)
-            if value is not None and value < least:
-                limit = f"be at least {least}" if least else "not be negative"
-                raise ValueError(f"{name}={value} must {limit}")
-        if self.clip_low is not None and self.clip_low >= 1:
-            raise ValueError(
-                f"clip_low={self.clip_low} would change nothing: no ratio is below 0; give a "
-                "number below 1, or null"
-            )
-        if not 0 < self.reference_mix <= 1:
-            raise ValueError(f"reference_mix={self.reference_mix} is above 0 and at most 1")
-        if self.advantage_clip is not None and self.advantage_clip <= 0:
-            raise ValueError(f"advantage_clip={self.advantage_clip} must be above 0")
+            problems[f"{name}={value} must {limit}"] = value is not None and value < least
         for name, value in settings_of(self.surrogate).items():
-            least = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}.get(name)
-            if least is not None and value is not None and value <= least:
-                raise ValueError(f"surrogate.{name}={value} must be above {least:g}")
+            if name in ABOVE and value is not None:
+                problem = f"surrogate.{name}={value} must be above {ABOVE[name]:g}"
+                problems[problem] = value <= ABOVE[name]
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-                raise ValueError(f"{name}={getattr(self, name)!r}; it is {listed}")
+            listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            problem = f"{name}={getattr(self, name)!r}; it is {listed}"
+            problems[problem] = getattr(self, name) not in choices
+        return problems | {
+            f"mini_batches={self.mini_batches} must divide {updates}: every update learns from the "
+            "next mini-batch, and each is learned from equally often": (
+                self.updates_per_rollout % max(self.mini_batches, 1) > 0
+            ),
+            f"reference_every={self.reference_every} must be a multiple of {updates}: a rollout is "
+            "scored once": self.reference_every % max(self.updates_per_rollout, 1) > 0,
+            f"ratio=no_ratio with {updates}: only the first update of a rollout uses the policy "
+            "that sampled; use token_ratio": has_no_ratio and self.updates_per_rollout > 1,
+            f"surrogate={surrogate} is a function of the ratio, which is 1 with ratio=no_ratio; "
+            "take surrogate=policy_gradient": (
+                has_no_ratio and function_of(self.surrogate) in OF_THE_RATIO
+            ),
+            "correction compares the trainer with the sampler, so it needs the trainer's own "
+            "log-probabilities: set old_logprobs=rescored": (
+                self.correction is not None and self.old_logprobs != "rescored"
+            ),
+            "agreeing_groups=replace with max_rounds=1 replaces no group; raise max_rounds (3 is "
+            "usual), or set agreeing_groups=drop": (
+                self.agreeing_groups == "replace" and self.max_rounds < 2
+            ),
+            "advantages=max_likelihood takes rewards of 0 and 1 only: leave out shaping and "
+            "kl_estimator=k1_reward": (
+                is_shaped and function_of(self.advantages) is adv.max_likelihood
+            ),
+        }
 
     def _check_functions(self) -> None:
         """Checks that functions take their arguments. Ours raise ValueError for wrong settings."""
@@ -376,78 +234,36 @@ class Objective:
             function = getattr(self, name)
             if function is None:
                 continue
-            known = (
-                {"whole": whole} if name == "advantages" and adv.takes_whole(function) else {}
-            )
+            takes_whole = name == "advantages" and adv.takes_whole(function)
+            known = {"whole": whole} if takes_whole else {}
             try:
                 inspect.signature(function).bind(*values, **known)
             except TypeError as error:
                 raise ValueError(
                     f"{name} is called with {len(values)} arguments and its settings: {error}"
                 ) from error
-            is_ours = _function_of(function).__module__.startswith("tunix_lite.algorithms.")
+            is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
             if is_ours and name not in ("ratio", "surrogate"):
                 function(*values, **known)
 
-    def _check_together(self) -> None:
-        if self.updates_per_rollout % self.mini_batches:
-            raise ValueError(
-                f"mini_batches={self.mini_batches} must divide "
-                f"updates_per_rollout={self.updates_per_rollout}: every update learns from the "
-                "next mini-batch, and each is learned from equally often"
-            )
-        if self.reference_every % self.updates_per_rollout:
-            raise ValueError(
-                f"reference_every={self.reference_every} must be a multiple of "
-                f"updates_per_rollout={self.updates_per_rollout}: a rollout is scored once"
-            )
-        surrogate = name_of(self.surrogate)
-        if _function_of(self.ratio) is ratios.no_ratio:
-            if self.updates_per_rollout > 1:
-                raise ValueError(
-                    f"ratio=no_ratio with updates_per_rollout={self.updates_per_rollout}: only the "
-                    "first update of a rollout uses the policy that sampled; use token_ratio"
-                )
-            if _function_of(self.surrogate) in OF_THE_RATIO:
-                raise ValueError(
-                    f"surrogate={surrogate} is a function of the ratio, which is 1 with "
-                    "ratio=no_ratio; take surrogate=policy_gradient"
-                )
-        if self.correction is not None and self.old_logprobs != "rescored":
-            raise ValueError(
-                "correction compares the trainer with the sampler, so it needs the trainer's own "
-                "log-probabilities: set old_logprobs=rescored"
-            )
-        if self.agreeing_groups == "replace" and self.max_rounds < 2:
-            raise ValueError(
-                "agreeing_groups=replace with max_rounds=1 replaces no group; raise "
-                "max_rounds (3 is usual), or set agreeing_groups=drop"
-            )
-        is_shaped = self.shaping is not None or self.is_kl_reward
-        if is_shaped and _function_of(self.advantages) is adv.max_likelihood:
-            raise ValueError(
-                "advantages=max_likelihood takes rewards of 0 and 1 only: leave out shaping and "
-                "kl_estimator=k1_reward"
-            )
-
-        # A setting that changes nothing is a mistake, too.
+    def _check_idle(self) -> None:
+        """Refuses a setting that changes nothing: it is a mistake, too."""
         idle: dict[str, str] = {}
         if not surrogates.takes_bounds(self.surrogate):
-            idle |= dict.fromkeys(
-                ("clip_low", "clip_high"), f"surrogate={surrogate} clips no ratio"
-            )
+            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
+            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
         if not self.reference_every:
             idle["reference_mix"] = "reference_every=0, so the reference stays as it is"
         if not self.kl_coef:
-            no_kl = "kl_coef=0, so there is no KL term"
-            idle |= dict.fromkeys(("kl_estimator", "reference_every"), no_kl)
+            why = "kl_coef=0, so there is no KL term"
+            idle |= dict.fromkeys(("kl_estimator", "reference_every"), why)
         if self.agreeing_groups != "replace":
             idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in idle and value is not None and not same(value, field.default):
+            if field.name in idle and value is not None and not _same(value, field.default):
                 raise ValueError(
-                    f"{field.name}={name_of(value)} would change nothing: {idle[field.name]}; "
+                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
                     "leave it out"
                 )
 
@@ -455,7 +271,7 @@ class Objective:
         """Explains why these settings cannot learn from tokens that earlier weights drew, and what
         to set. None: they can, since all that they compute of such a token has its importance
         weight."""
-        if _function_of(self.ratio) is ratios.no_ratio:
+        if function_of(self.ratio) is ratios.no_ratio:
             return (
                 "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
                 "algorithm.ratio._target_=tunix_lite.algorithms.ratios.token_ratio"
@@ -465,120 +281,59 @@ class Objective:
                 f"algorithm.kl_estimator={self.kl_estimator} is right only for tokens of the "
                 "current weights; set algorithm.kl_estimator=k3_exact"
             )
-        if self.old_logprobs != "rescored":
-            return None
-
         # The trainer's own are of the weights of now. Only a correction has the weight of such a
         # token, and only the gain is multiplied by it.
-        masks = _function_of(self.correction) is corrections.mask_sequences
+        masks = function_of(self.correction) is corrections.mask_sequences
         without = {
             "without algorithm.correction": self.correction is None,
             "with algorithm.correction=mask_sequences": masks,
             "with algorithm.kl_coef": self.kl_coef > 0,
             "with algorithm.off_policy_delta": self.off_policy_delta is not None,
         }
-        reasons = [reason for reason, holds in without.items() if holds]
-        if not reasons:
+        reason = next((reason for reason, holds in without.items() if holds), None)
+        if self.old_logprobs != "rescored" or reason is None:
             return None
         remedy = "algorithm.old_logprobs=whole"
         if self.correction is not None:
             remedy += " algorithm.correction=null"
-        if "old_logprobs" in VARIANTS.get(self.objective, {}).get(self.variant, {}):
-            remedy += " algorithm.variant=null"
         return (
-            f"algorithm.old_logprobs=rescored {reasons[0]} takes a token of earlier weights for "
-            f"one of the current weights; set {remedy}"
+            f"algorithm.old_logprobs=rescored {reason} takes a token of earlier weights for one of "
+            f"the current weights; set {remedy}"
         )
 
     @property
     def formula(self) -> list[str]:
-        """The loss that is minimised, with its constants, in lines for the panel of a run.
+        """The loss that is minimised, with its constants, in lines for the panel of a run; the
+        last line has the settings that are no part of it.
+        Example: "loss = - sum_t w min(rho A, clip(rho, 0.8, 1.28) A)", "rho = exp(lp - lp_old)"."""
+        bounds = (
+            0 if self.clip_low is None else 1 - self.clip_low,
+            np.inf if self.clip_high is None else 1 + self.clip_high,
+        )
+        clipped = "clip(rho, {:g}, {:g})".format(*bounds)
 
-        Example: "loss = - sum_t w min(rho A, clip(rho, 0.8, 1.28) A)", "rho = exp(lp - lp_old)".
-        """
-        in_loss = self.kl_coef and not self.is_kl_reward
-        loss = f"loss = - sum_t w {'c ' if self.correction else ''}{self._gain()}"
-        loss += f" + {self.kl_coef:g} sum_t w KL" if in_loss else ""
+        def text(piece: Callable[..., Any]) -> str:
+            # of a piece that is not ours, its name
+            template = PIECES.get(function_of(piece), f"{_name_of(piece)}(...)")
+            return template.format(**settings_of(piece), clipped=clipped)
+
+        gain = text(self.surrogate)
+        more = {k: v for k, v in settings_of(self.surrogate).items() if k in MORE and v}
+        if more:
+            gain += " with " + ", ".join(f"{name}={value:g}" for name, value in more.items())
+        loss = f"loss = - sum_t w {gain}"
+        in_loss = self.kl_coef > 0 and not self.is_kl_reward
+        loss += f" + {self.kl_coef:g} sum_t w KL, {self.kl_estimator}" if in_loss else ""
         loss += f" - {self.entropy_coef:g} sum_t w H" if self.entropy_coef else ""
-        has_baseline = settings_of(self.advantages).get("group_baseline")
-        advantage = _text(self.advantages, baseline="r - mean_group" if has_baseline else "r")
-        if self.advantage_clip is not None:
-            advantage += f", within +-{self.advantage_clip:g}"
         lines = [
             loss,
-            f"rho = {_text(self.ratio)}; lp_old: {OLD_LOGPROBS[self.old_logprobs]}",
-            f"A = {advantage}; w = {_text(self.weighting)}",
+            f"rho = {text(self.ratio)}",
+            f"A = {text(self.advantages)}; w = {text(self.weighting)}",
         ]
-        if in_loss:
-            lines.append(f"KL = {KL_VALUES[self.kl_estimator]}, d = lp_ref - lp")
-        if self.reference_every:
-            mix = self.reference_mix
-            rest = f" + {1 - mix:g} reference" if mix < 1 else ""
-            lines.append(f"every {self.reference_every} steps: reference = {mix:g} policy{rest}")
-
-        # what the reward has beside that of the task
-        if self.is_kl_reward or self.shaping is not None:
-            terms = "r = reward of the task"
-            if self.is_kl_reward:
-                terms += f" - {self.kl_coef:g} sum over the completion of lp_old - lp_ref"
-            if self.shaping is not None:
-                settings = settings_of(self.shaping)
-                over = settings.get("buffer", 0) * settings.get("length", 0)
-                free = settings.get("length", 0) - over
-                terms += f" {_text(self.shaping, free=free, over=over)}"
-            lines.append(terms)
-        if self.correction:
-            lines.append(f"c = {_text(self.correction)}, v = exp(lp_old - lp of the sampler)")
-        if self.off_policy_delta is not None:
-            delta = self.off_policy_delta
-            lines.append(f"gain 0 where A < 0 and mean of lp_old - lp > {delta:g}")
-        if self.agreeing_groups == "drop":
-            lines.append("groups of equal rewards have no weight")
-        if self.agreeing_groups == "replace":
-            rounds = f"with at most {self.max_rounds} rounds of prompts"
-            lines.append(f"groups of equal rewards are replaced, {rounds}")
-        if self.mask_truncated:
-            lines.append("completions that ran out of length have no weight")
-        if self.mini_batches > 1:
-            times = self.updates_per_rollout // self.mini_batches
-            lines.append(
-                f"{self.mini_batches} mini-batches of a rollout, learned from {times} times"
-            )
-        if self.variant:
-            lines.append(f"{self.objective} as {self.variant} defines it")
-        return lines
-
-    def _gain(self) -> str:
-        match self.clip_low, self.clip_high:
-            case None, None:
-                clipped = "rho"
-            case None, high:
-                clipped = f"min(rho, {1 + high:g})"
-            case low, None:
-                clipped = f"max(rho, {1 - low:g})"
-            case low, high:
-                clipped = f"clip(rho, {1 - low:g}, {1 + high:g})"
-        settings = settings_of(self.surrogate)
-        function = _function_of(self.surrogate)
-        if function is surrogates.clip:
-            text = f"min(rho A, {clipped} A)"
-            dual = settings["dual"]
-            return text if dual is None else f"max({text}, {dual:g} A where A < 0)"
-        if function is not surrogates.binary_tv:
-            return f"({_text(self.surrogate, clipped=clipped)})"
-        cap = settings["cap"]
-        factor = "rho A" if cap is None else f"sg[min(rho, {cap:g})] A lp"
-        text = (
-            f"{factor}, 0 where A > 0 and p - p_old > {settings['delta_high']:g} or A < 0 and "
-            f"p - p_old < -{settings['delta_low']:g}"
-        )
-        square = settings["log_square"]
-        return f"({text}; - {square:g} (lp - lp_old)^2)" if square else f"({text})"
-
-
-def _text(piece: Callable[..., Any], **known: str | float) -> str:
-    """The formula of a piece; of one that is not ours, its name."""
-    template = PIECES.get(_function_of(piece))
-    if template is None:
-        return f"{name_of(piece)}(...)"
-    return template.format(**(settings_of(piece) | known))
+        shown = SHOWN | {"kl_coef", "kl_estimator"} if in_loss else SHOWN
+        others = [
+            f"{field.name}={_name_of(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if field.name not in shown and not _same(getattr(self, field.name), field.default)
+        ]
+        return [*lines, "and " + ", ".join(others)] if others else lines

@@ -37,9 +37,7 @@ def no_ratio(log_ratio_RW: jax.Array, batch: RowBatch) -> jax.Array:
 
 class TokenTerms(NamedTuple):
     """Inputs of a surrogate, [R, W] each; `batch` for sums over a completion.
-
-    Example: on the first update from a rollout every log_ratio is 0 and every ratio 1.
-    """
+    Example: on the first update from a rollout every log_ratio is 0 and every ratio 1."""
 
     ratio: jax.Array  # exp of log_ratio, which is kept within MAX_LOG_RATIO
     log_ratio: jax.Array  # log of the chosen ratio

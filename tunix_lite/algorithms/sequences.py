@@ -18,10 +18,8 @@ def sequence_sum(x_RW: jax.Array, batch: RowBatch) -> jax.Array:
     completion; 0 at all other tokens.
 
     The values of x at other tokens do not matter.
-
     Example: two completions in one row, x = [1, 2, 5], segment_ids = [1, 1, 2], all tokens
-    scored -> [3, 3, 5].
-    """
+    scored -> [3, 3, 5]."""
     counts_RW = batch.loss_weight != 0
     x_RW = jnp.where(counts_RW, x_RW, 0)
     if batch.scored is None:
@@ -48,8 +46,7 @@ def _of_runs(x_RW, starts_RW):
     """Sums each run of columns, at each of its columns; `starts` marks the first of each.
 
     Two passes of additions in a fixed order: what a scatter-add gives on a GPU is another number
-    each time.
-    """
+    each time."""
 
     def add(earlier, later):
         (sum_before, starts_before), (x, starts) = earlier, later

@@ -16,9 +16,7 @@ from tunix_lite.types import Batch, Metrics, Params, RowBatch, TokenScores
 @dataclass(frozen=True)
 class SFT:
     """Learns from the task's demonstrations; nothing is sampled.
-
-    Example: SFT(weighting=per_sequence): every demonstration counts the same, however long.
-    """
+    Example: SFT(weighting=per_sequence): every demonstration counts the same, however long."""
 
     weighting: Callable = per_token  # completion mask [B, T] -> loss weights [B, T]
 

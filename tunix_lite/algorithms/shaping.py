@@ -12,9 +12,7 @@ def overlong(
 ) -> np.ndarray:
     """0 for a completion shorter than (1 - buffer) length tokens; from there on the penalty rises
     to `factor` at `length` tokens (DAPO, arXiv:2503.14476).
-
-    Example: length 100, buffer 0.2 -> of 80, 90 and 100 tokens 0, -0.5 and -1.
-    """
+    Example: length 100, buffer 0.2 -> of 80, 90 and 100 tokens 0, -0.5 and -1."""
     if length < 1 or not 0 < buffer <= 1:
         raise ValueError(
             f"shaping: length={length} must be at least 1 token, and buffer={buffer} a share of it "

@@ -20,9 +20,7 @@ from tunix_lite.types import Max, Metrics, smallest
 
 class Bounds(NamedTuple):
     """A ratio is kept within [1 - low, 1 + high]; None: no bound on that side.
-
-    Example: Bounds(0.2, 0.28).clip(ratios [0.5, 1, 2]) -> [0.8, 1, 1.28].
-    """
+    Example: Bounds(0.2, 0.28).clip(ratios [0.5, 1, 2]) -> [0.8, 1, 1.28]."""
 
     low: float | None
     high: float | None
@@ -35,9 +33,7 @@ class Bounds(NamedTuple):
 
 class Gain(NamedTuple):
     """Result of a surrogate, [R, W] each.
-
-    Example: of a ratio 2 with advantage 1 and Bounds(0.2, 0.28), `clip` gives the gain 1.28.
-    """
+    Example: of a ratio 2 with advantage 1 and Bounds(0.2, 0.28), `clip` gives the gain 1.28."""
 
     gain: jax.Array
     # bool: where the surrogate took the gradient away, or bounded its factor; None: it never does
@@ -48,8 +44,7 @@ def clip(terms: TokenTerms, bounds: Bounds, dual: float | None = None) -> Gain:
     """min(rho A, clip(rho) A), the surrogate of PPO and GRPO.
 
     dual: where A < 0 the gain is not below dual A, so that a ratio above `dual` has no gradient
-    (dual clip, arXiv:1912.09729; the `delta` of TRL). None: it grows without end.
-    """
+    (dual clip, arXiv:1912.09729; the `delta` of TRL). None: it grows without end."""
     clipped_RW = bounds.clip(terms.ratio)
     plain_RW = terms.ratio * terms.advantages
     bounded_RW = clipped_RW * terms.advantages
@@ -73,8 +68,7 @@ def sapo(terms: TokenTerms, tau_positive: float = 1.0, tau_negative: float = 1.0
     """(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of a clip (SAPO, arXiv:2511.20347).
 
     tau_positive is for A > 0, tau_negative for the others. At rho = 1 the gradient is that of rho
-    A.
-    """
+    A."""
     tau_RW = jnp.where(terms.advantages > 0, tau_positive, tau_negative)
     gate_RW = 4 / tau_RW * jax.nn.sigmoid(tau_RW * (terms.ratio - 1))
     return Gain(gate_RW * terms.advantages)
@@ -92,8 +86,7 @@ def binary_tv(
 
     A token is left out if A > 0 and p - p_old > delta_high, or A < 0 and p - p_old < -delta_low.
     cap: None, or the gain is sg[min(rho, cap)] A lp, as in verl. log_square: weight of - (lp -
-    old)^2, on all tokens, as in prime-rl.
-    """
+    old)^2, on all tokens, as in prime-rl."""
     moved_RW = jnp.exp(terms.logprobs) - jnp.exp(terms.old_logprobs)
     moved_RW = jax.lax.stop_gradient(moved_RW)
     is_up_RW = (terms.advantages > 0) & (moved_RW > delta_high)
@@ -113,8 +106,7 @@ def geometric_mean(terms: TokenTerms, log_clip: float = 0.4) -> Gain:
     """exp(mean_t of the clipped log rho_t) A: the ratio of a completion is the geometric mean of
     its clipped token ratios (GMPO, arXiv:2507.20673).
 
-    log rho_t is at most log_clip where A > 0, and at least -log_clip where A < 0.
-    """
+    log rho_t is at most log_clip where A > 0, and at least -log_clip where A < 0."""
     log_RW = jnp.clip(terms.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     limited_RW = jnp.where(terms.advantages > 0, log_RW > log_clip, log_RW < -log_clip)
     bound_RW = jnp.where(terms.advantages > 0, log_clip, -log_clip)

@@ -27,8 +27,7 @@ def per_prompt(completion_mask_BT: np.ndarray, prompt_B: np.ndarray) -> np.ndarr
     """Every prompt counts the same: the mean over prompts of the token means of their completions
     (arXiv:2510.13786).
 
-    prompt_B: the number of the prompt of each completion.
-    """
+    prompt_B: the number of the prompt of each completion."""
     lengths_B = completion_mask_BT.sum(axis=1)
     prompts, place_B = np.unique(prompt_B, return_inverse=True)
     tokens_P = np.bincount(place_B, weights=lengths_B)
@@ -60,8 +59,7 @@ def weights_of_learned(
 
     prompt_B: the number of each completion's prompt, which a weighting with such a parameter gets.
     num_parts: the sequences are so many mini-batches, one after the other, and each has weights of
-    its own.
-    """
+    its own."""
     weights_BT = np.zeros(completion_mask_BT.shape, np.float32)
     for rows in np.split(np.arange(len(learned_B)), num_parts):
         learned = rows[learned_B[rows]]

@@ -10,23 +10,24 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def as_long_as_read() -> Iterator[None]:
-    """Takes a closed standard output for success: `| head` has read all that it wants.
-
-    A pipe of something else that breaks, such as one to a worker, is an error as before.
-    """
+    """Takes a closed standard output for success: `| head` has read all that it wants."""
     open_closed_streams()
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
-        if not _is_closed():
+    except (BrokenPipeError, SystemExit) as error:
+        # A pipe of something else that breaks, such as one to a worker, is an error as before.
+        watched = select.poll()
+        # ValueError, OSError: standard output is no file, as in a notebook
+        with contextlib.suppress(OSError, ValueError):
+            watched.register(sys.stdout.fileno(), 0)
+        gone = select.POLLERR | select.POLLHUP
+        if not any(event & gone for _, event in watched.poll(0)):
             raise
-        _drop_the_rest()
-    except SystemExit:
-        # The exit code stays; what is left to be written must not fail at the exit.
-        if _is_closed():
-            _drop_the_rest()
-        raise
+        # What is left to be written must not fail at the exit, whose code stays.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, SystemExit):
+            raise
 
 
 def open_closed_streams() -> None:
@@ -40,21 +41,4 @@ def open_closed_streams() -> None:
 def end_when_unread() -> None:
     """Makes the process end without a word when its output has no reader any more, as `cat` does.
     For what only shows something: Hydra would print a traceback."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
-def _is_closed() -> bool:
-    """Returns whether the reader of standard output has gone."""
-    try:
-        watched = select.poll()
-        watched.register(sys.stdout.fileno(), 0)
-        events = watched.poll(0)
-    # standard output is no file, as in a notebook
-    except (OSError, ValueError):
-        return False
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in events)
-
-
-def _drop_the_rest() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,15 +1,19 @@
-"""`tunix-lite doctor RUN`: find in the files of a run why it does not learn."""
+"""`tunix-lite doctor RUN [RUN ...]`: find in the files of a run why it does not learn, and write a
+page on its results, or on those of several runs."""
 
 import json
 from dataclasses import asdict, dataclass
 
 from tunix_lite.commands import program
-from tunix_lite.config import RunConfig
-from tunix_lite.errors import ConfigError
-from tunix_lite.files.plain_text import escaped
+from tunix_lite.distributed.folder_lock import is_held
+from tunix_lite.errors import RunFailed, error_context
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path
+from tunix_lite.report.comparison import comparison_page, runs_in
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose
+from tunix_lite.report.page import write_page
+from tunix_lite.report.run_page import run_page
 
 
 @dataclass(frozen=True)
@@ -21,40 +25,66 @@ class DoctorOptions:
 
     # true prints one JSON object instead of lines.
     json: bool = False
+    # Folder for report.html, such as that of the run. null writes it for several runs only: into
+    # the sweep's folder, else here.
+    report: str | None = None
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Which run is looked at.
+    """Which runs are looked at.
 
-    Example: `tunix-lite doctor outputs/latest` is Doctor(folder="outputs/latest").
+    Example: `tunix-lite doctor outputs/latest` is Doctor(folders=("outputs/latest",)).
     """
 
-    # Folder of the run. `tunix-lite doctor FOLDER` is the short form.
-    folder: str | None = None
+    # Run folders, or one sweep folder. `tunix-lite doctor FOLDER [FOLDER ...]` is the short form.
+    folders: tuple[str, ...] = ()
     doctor: DoctorOptions = DoctorOptions()
 
     def __post_init__(self):
-        if self.folder is None:
+        if not self.folders:
             raise ValueError("give the folder of a run: tunix-lite doctor outputs/latest")
 
 
 def main() -> None:
-    program.run_command("doctor", Doctor, doctor, positional="folder")
+    program.run_command(
+        "doctor", Doctor, doctor, positional="folders", is_list=True, takes_run=False
+    )
 
 
-def doctor(run: RunConfig, settings: Doctor) -> None:
-    """Prints what is wrong with the run in a folder, the heaviest finding first."""
-    try:
-        evidence = read_evidence(as_path(settings.folder))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    findings = diagnose(evidence)
-    if settings.doctor.json:
-        print(json.dumps(as_object(evidence, findings), indent=2))
+def doctor(settings: Doctor) -> None:
+    """Prints what is wrong with a run, the heaviest finding first; of several, what each came to.
+    Writes their page. The folders may be somebody else's."""
+    options = settings.doctor
+    place = options.report
+    page = None
+    with error_context(""):
+        folders = [as_path(folder) for folder in settings.folders]
+        of_sweep = [] if (folders[0] / "metrics.jsonl").is_file() else runs_in(folders[0])
+        if len(folders) == 1 and of_sweep:
+            place = place or settings.folders[0]
+            folders = of_sweep
+        if len(folders) > 1:
+            place = place or "."
+            page = comparison_page(folders, lambda line: print(escaped(line, 1000)))
+        else:
+            evidence = read_evidence(folders[0])
+            findings = diagnose(evidence)
+            if options.json:
+                print(json.dumps(as_object(evidence, findings), indent=2))
+            else:
+                print("\n".join(escaped(x, 1000) for x in finding_lines(evidence, findings)))
+            page = run_page(folders[0], is_held(folders[0])) if place else None
+    if page is None:
         return
-    for line in finding_lines(evidence, findings):
-        print(escaped(line, 1000))
+    try:
+        file = write_page(page, as_path(place))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise RunFailed(
+            f"{shown(place)} cannot be written to ({why}); give doctor.report=FOLDER"
+        ) from error
+    print(escaped(str(file), 1000))
 
 
 def as_object(run: Evidence, findings: list[Finding]) -> dict:

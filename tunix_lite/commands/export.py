@@ -31,19 +31,17 @@ class ExportConfig(WhichWeights):
 
 
 def main() -> None:
-    program.run_command("export", ExportConfig, export_chosen_model, positional="checkpoint")
+    program.run_command("export", ExportConfig, _export_chosen_model, positional="checkpoint")
 
 
-def export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
+def _export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
     """Loads the model, writes and compares it, and prints the command that serves it.
 
     Raises ConfigError for what cannot be exported, as far as possible before the model is loaded.
     """
-    lora = run.model.lora
-    has_adapters = bool(lora.rank or lora.adapter)
-    name = settings.kind
-    if name == "auto":
-        name = "adapter" if has_adapters else "full"
+    has_adapters = bool(run.model.lora.rank or run.model.lora.adapter)
+    name = "adapter" if has_adapters else "full"
+    name = name if settings.kind == "auto" else settings.kind
     out = Path(settings.out or Path(settings.checkpoint) / "export" / name).expanduser()
 
     # Adapters are trained in float32; the exported dtype is chosen when they are written.

@@ -1,11 +1,11 @@
-"""`tunix-lite generate prompt="..."` or `prompts=FILE`: completions of one prompt, or many."""
+"""`tunix-lite generate outputs/latest`: a conversation on the terminal, the completion of a prompt,
+or those of a file of prompts."""
 
 import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 from tunix_lite.commands import program
 from tunix_lite.commands.which_weights import WhichWeights, open_chosen_model
@@ -27,6 +27,8 @@ class GenerateConfig(WhichWeights):
     # File of prompts: .jsonl with `prompt` or `messages` in each line, or text with one prompt a
     # line.
     prompts: str | None = None
+    # Text of the system message, where neither is given and every line that you type is a message.
+    system: str | None = None
     # Completions sampled for each prompt. A single one is the likeliest.
     num_generations: int = 1
     # Sequences sampled together. It changes memory and speed, not the completions.
@@ -37,13 +39,13 @@ class GenerateConfig(WhichWeights):
     overwrite: bool = False
 
     def __post_init__(self):
-        if (self.prompt is None) == (self.prompts is None):
+        num_given = sum(x is not None for x in (self.prompt, self.prompts, self.system))
+        if num_given > 1 or (not num_given and self.out is not None):
             raise ValueError("give prompt='...' or prompts=FILE, one of the two")
         if self.num_generations < 1 or self.batch_size < self.num_generations:
             raise ValueError(
                 f"num_generations={self.num_generations} must be at least 1, and "
-                f"batch_size={self.batch_size} at "
-                "least that"
+                f"batch_size={self.batch_size} at least that"
             )
         super().__post_init__()
 
@@ -57,46 +59,47 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
 
     Raises ConfigError for prompts or an `out` that cannot be used, before the model is loaded.
     """
+    if settings.prompt is None and settings.prompts is None:
+        _talk(run, settings)
+        return
     limits = None
-    if settings.prompt is not None:
-        prompts = [settings.prompt]
-    else:
+    prompts: list[Prompt] = [settings.prompt]
+    if settings.prompts is not None:
         file = Path(settings.prompts).expanduser()
         prompts, limits = read_prompts(file, run.generation.max_new_tokens)
     out = None if settings.out is None else Path(settings.out).expanduser()
-    if out is not None:
-        if out.is_dir():
-            file = f"{out}/completions.jsonl"
-            raise ConfigError(f"out={out} is a folder; give a file, such as {file}")
-        if out.exists() and not settings.overwrite:
-            more = "give another file, or overwrite=true to replace it"
-            raise ConfigError(f"out={out} exists; {more}")
-        if not out.absolute().parent.is_dir():
-            raise ConfigError(f"out={out}: there is no folder {out.absolute().parent}")
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"out={out}: give a file in a folder that is there")
+    if out is not None and out.exists() and not settings.overwrite:
+        more = "give another file, or overwrite=true to replace it"
+        raise ConfigError(f"out={out} exists; {more}")
     model = open_chosen_model(run, settings)
 
     with error_context("generate"):
         # A single completion appears on the terminal while it is sampled.
         if settings.prompt is not None and settings.num_generations == 1 and out is None:
-            print_while_sampled(model, settings.prompt, run, run.seed)
+            _print_while_sampled(model, settings.prompt, run, run.seed)
             return
         count = len(prompts) * settings.num_generations
         progress = SamplingProgress(StandardError(), [count], patience=SHORT_SECONDS)
-        # Beside a pipe, such as /dev/stdout, there is no place for a file.
-        is_file = out is not None and (out.is_file() or not out.exists())
-        with PartialFile(_partial_file(out) if is_file else None) as ended, progress:
-            progress.begin()
+        with contextlib.ExitStack() as opened:
+            if out is not None:
+                # A kill leaves those that have ended.
+                partial = out.with_name(f"{out.name}.partial")
+                ended = opened.enter_context(partial.open("w", encoding="utf-8", buffering=1))
+            opened.enter_context(progress).begin()
 
             def on_chunk(requests: list, completions: list[Completion]) -> None:
                 progress.on_chunk(requests, {})
-                rows = [_row(each, prompts) for each in completions]
-                ended.write(_lines(rows))
-                with progress.line.hidden() if out is None else contextlib.nullcontext():
-                    for row in rows if out is None else ():
-                        prompt = row["prompt"]
+                if out is not None:
+                    ended.write(_lines(completions, prompts))
+                    return
+                with progress.line.hidden():
+                    for completion in completions:
+                        prompt = prompts[completion.prompt]
                         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-                        cut = " [cut]" if row["finish_reason"] == "length" else ""
-                        text = f"> {question}\n{row['text']}{cut}\n"
+                        cut = " [cut]" if completion.finish_reason == "length" else ""
+                        text = f"> {question}\n{completion.text}{cut}\n"
                         print(escape_for_terminal(text), flush=True)
 
             completions = model.generate(
@@ -114,14 +117,57 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     if dropped:
         print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
     if out is not None:
-        rows = [_row(completion, prompts) for completion in completions]
-        out.write_text(_lines(rows), encoding="utf-8")
-        _partial_file(out).unlink(missing_ok=True)
-        answered = len(prompts) - dropped
-        print(f"{len(rows)} completions of {answered} prompts are in {out}", file=sys.stderr)
+        out.write_text(_lines(completions, prompts), encoding="utf-8")
+        partial.unlink()
+        answered = f"{len(completions)} completions of {len(prompts) - dropped} prompts"
+        print(f"{answered} are in {out}", file=sys.stderr)
 
 
-def print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int) -> str:
+def _talk(run: RunConfig, settings: GenerateConfig) -> None:
+    """A conversation: reads lines from standard input, and prints the model's answer to each.
+
+    Raises ConfigError if the model has no chat template.
+    """
+    model = open_chosen_model(run, settings)
+    if not model.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"{model.source.name} has no chat template; model.chat_template=FILE.jinja gives it "
+            "one, and prompt='...' continues a text"
+        )
+    hints = ["every line is a message; /reset begins anew, exit or Ctrl-D ends"]
+    if settings.checkpoint is not None:
+        hints.insert(0, f"the model of {Path(settings.checkpoint).resolve()}")
+    if model.source.name == "bundled":
+        hints.append("the bundled model does sums of three or four numbers, one at a time")
+    print(visible("\n".join(hints)), file=sys.stderr)
+    start = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+    messages = list(start)
+    turn = 0
+    # Standard input is None where the process was started without one.
+    while sys.stdin is not None:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        read = sys.stdin.readline()
+        line = read.strip()
+        if not read or line in ("/exit", "/quit", "exit", "quit"):
+            return
+        if line == "/reset":
+            messages = list(start)
+        elif line:
+            conversation = [*messages, {"role": "user", "content": line}]
+            try:
+                # Each turn has a seed of its own, or a repeated question would get the same answer.
+                seed = (run.seed + turn) % 2**32
+                answer = _print_while_sampled(model, conversation, run, seed)
+            except ValueError as error:
+                # Too long, or not what the template allows: the conversation stays as it was.
+                print(f"{visible(str(error))}. /reset begins anew", file=sys.stderr)
+                continue
+            messages = [*conversation, {"role": "assistant", "content": answer}]
+            turn += 1
+
+
+def _print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int) -> str:
     """Prints a completion while it is sampled, and returns it. Until its first piece comes,
     standard error says that programs compile."""
     pieces = model.stream(prompt, run.generation, seed, run.rollout)
@@ -140,50 +186,10 @@ def print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, se
     return "".join(texts)
 
 
-class PartialFile:
-    """Lines that are written as they come, so that a kill leaves them on the disk.
-
-    Example: `with PartialFile(out.with_name("out.jsonl.partial")) as file:`, then
-    `file.write('{"text": "4"}\\n')`.
-    """
-
-    def __init__(self, path: Path | None):
-        """path: None: nothing is written. What is there is replaced, once there is a line."""
-        self.path = path
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> "PartialFile":
-        return self
-
-    def __exit__(self, *_) -> None:
-        """Closes the file; it stays until all results are written."""
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, lines: str) -> None:
-        """Adds the lines. Raises OSError."""
-        if self.path is None or not lines:
-            return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.unlink(missing_ok=True)
-            self._file = self.path.open("x", encoding="utf-8")
-        self._file.write(lines)
-        self._file.flush()
-
-
-def _partial_file(out: Path) -> Path:
-    """Returns the file of the completions until all of them have ended."""
-    return out.with_name(f"{out.name}.partial")
-
-
-def _lines(rows: list[dict]) -> str:
+def _lines(completions: list[Completion], prompts: list[Prompt]) -> str:
+    """Lines of the file: the fields of each completion, with its prompt in place of its index."""
+    rows = (asdict(each) | {"prompt": prompts[each.prompt]} for each in completions)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _row(completion: Completion, prompts: list[Prompt]) -> dict:
-    """A line of the file: the fields of a completion, its prompt instead of the prompt's index."""
-    return asdict(completion) | {"prompt": prompts[completion.prompt]}
 
 
 def escape_for_terminal(text: str) -> str:
@@ -218,9 +224,9 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
 def _read_prompt(where: str, line: str, most: int) -> tuple[Prompt, int]:
     """The prompt in a line of a .jsonl file, and the most tokens of its completions."""
     try:
-        row = json_of(line, where)
+        row = json_of(line)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{where}: {error}") from error
     row = row if isinstance(row, dict) else {"prompt": row}
     prompt = row.get("prompt", row.get("messages"))
     is_messages = isinstance(prompt, list) and all(
@@ -229,10 +235,7 @@ def _read_prompt(where: str, line: str, most: int) -> tuple[Prompt, int]:
     if not prompt or not (isinstance(prompt, str) or is_messages):
         raise ConfigError(f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
     if row.get("tools") is not None:
-        raise ConfigError(
-            f"{where}: has `tools`, which this command does not give to the chat template; leave "
-            "them out, or serve the model and send them with the messages"
-        )
+        raise ConfigError(f"{where}: has `tools`: serve the model, and send them to it")
     limit = row.get("max_new_tokens", most)
     if type(limit) is not int or not 1 <= limit <= most:
         raise ConfigError(

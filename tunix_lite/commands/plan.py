@@ -11,7 +11,7 @@ import jax
 from tunix_lite.commands import program
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.host_memory import prepare_gpu
-from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning import forecast, report
 from tunix_lite.planning import plan as planning
@@ -22,6 +22,9 @@ from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
 from tunix_lite.report.evidence import read_overrides
 from tunix_lite.resolved.run import find_model
+
+# Most meshes that are compiled with mesh=all: each may take minutes.
+_COMPILED = 4
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,7 @@ class PlanConfig:
     mesh: str = "run"
     # true estimates by formulas within seconds. false compiles the program for the devices.
     analytic: bool = False
-    # Most meshes to compile with mesh=all. The others are estimated.
-    compile_most: int = 4
-    # Mean length of prompts, as a share of generation.max_prompt_length, for the prediction.
-    prompt_share: float = 0.5
-    # Mean length of completions, as a share of generation.max_new_tokens, for the prediction.
-    completion_share: float = 0.5
-    # Folder of a run whose recorded lengths are taken instead.
+    # Folder of a run whose recorded lengths are taken. null: half of the longest on average.
     lengths_of: str | None = None
     # Folder of a run made with the same settings: prints predicted against measured, and no plan.
     verify: str | None = None
@@ -51,14 +48,6 @@ class PlanConfig:
     def __post_init__(self):
         if self.mesh not in ("run", "all"):
             raise ValueError(f"mesh={self.mesh!r}; it is run, for model.mesh_shape, or all")
-        if self.compile_most < 1:
-            raise ValueError(
-                f"compile_most={self.compile_most} must be at least 1; analytic=true compiles "
-                "nothing"
-            )
-        for name in ("prompt_share", "completion_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is a share, above 0 and up to 1")
         if self.analytic and self.verify is not None:
             raise ValueError(
                 "analytic=true compiles nothing, and time is predicted from compiled programs; "
@@ -84,25 +73,20 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     if settings.verify is not None:
         print("\n".join(verified(run, settings)))
         return
+    # A wrong folder is refused before minutes of compiling.
+    lengths = Lengths()
     if settings.lengths_of is not None:
-        # A wrong folder is refused before minutes of compiling.
-        recorded_lengths(settings.lengths_of)
-    # So is a folder that cannot be written.
-    folder = Path(
-        settings.out or Path("outputs") / run.project_name / f"plan-{settings.target}"
-    ).expanduser()
+        lengths = recorded_lengths(settings.lengths_of)
+    target = f"plan-{settings.target}"
+    folder = Path(settings.out or Path("outputs") / run.project_name / target).expanduser()
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
     found = make_plans(run, settings, sys.argv[1:])
-    lengths = Lengths(settings.prompt_share, settings.completion_share)
-    if settings.lengths_of is not None:
-        lengths = recorded_lengths(settings.lengths_of)
     found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
-    print(
-        "\n".join([*report.short_form(found), "", f"written to {folder}/plan.md and plan.json"])
-    )
+    print("\n".join([*report.short_form(found), ""]))
+    print(f"written to {folder}/plan.md and plan.json")
     if all(plan.fits is False for plan in found.plans):
         # The last line is then the command that fits.
         if found.command is not None:
@@ -129,16 +113,16 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     cfg, lora = find_model(run.model)
     count = machine.num_devices
     meshes = planning.meshes(count) if settings.mesh == "all" else []
-    with error_context("model.mesh_shape"):
-        try:
-            meshes = meshes or [resolve_mesh_shape(run.model.mesh_shape, count)]
-        except ValueError as error:
-            # The message is about the devices that jax sees; a target has others.
-            text = str(error)
-            if machine.name != "attached":
-                of_target = f"target {machine.name} has {count} devices"
-                text = text.replace(f"jax sees {count}", of_target)
-            raise ValueError(text) from error
+    try:
+        meshes = meshes or [resolve_mesh_shape(run.model.mesh_shape, count)]
+    except ValueError as error:
+        # The message is about the devices that jax sees; a target has others.
+        text = str(error)
+        if machine.name != "attached":
+            text = text.replace(
+                f"jax sees {count}", f"target {machine.name} has {count} devices"
+            )
+        raise ConfigError(f"model.mesh_shape: {text}") from error
 
     # A mesh may take only some of the devices.
     machine = replace(machine, num_devices=meshes[0]["fsdp"] * meshes[0]["tp"])
@@ -154,20 +138,18 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
                 raise
             refused.append((sizes, str(error)))
     if not plans:
-        reasons = "; ".join(
-            f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused
-        )
+        reasons = (f"fsdp={sizes['fsdp']} tp={sizes['tp']}: {why}" for sizes, why in refused)
         raise ConfigError(
             f"mesh=all: no mesh of {machine.num_devices} devices divides the model and the batch: "
-            f"{reasons}"
+            f"{'; '.join(reasons)}"
         )
 
     # The best ones are compiled, which may change their order.
     plans.sort(key=lambda plan: plan.rank)
     if not settings.analytic:
         devices = devices_of(machine)
-        most = settings.compile_most
-        plans[:most] = [planning.with_compiled(plan, devices, _say) for plan in plans[:most]]
+        best = [planning.with_compiled(plan, devices, _say) for plan in plans[:_COMPILED]]
+        plans[:_COMPILED] = best
         plans.sort(key=lambda plan: plan.rank)
     return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
@@ -195,16 +177,20 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
     if found.fits:
         change = f"would fit, with {peak}:"
         if found.is_near_the_limit:
-            change = (
-                f"may fit, with {peak}, which may be wrong by {planning.ESTIMATE_MARGIN:.0%}:"
-            )
-        return replace(plans, command=command_that_fits(words, overrides), change=change)
+            margin = f"{planning.ESTIMATE_MARGIN:.0%}"
+            change = f"may fit, with {peak}, which may be wrong by {margin}:"
+        # the same command line with these overrides in it
+        new = {text.partition("=")[0] for text in overrides}
+        kept = [word for word in words if word.partition("=")[0] not in new]
+        if "model.mesh_shape" in new:
+            kept = [word for word in kept if word != "mesh=all"]
+        command = shlex.join(["tunix-lite", "plan", *kept, *overrides])
+        return replace(plans, command=command, change=change)
     least = "nothing makes it smaller"
     if overrides:
         least = f"the least is {peak}, with {' '.join(overrides)}"
-    return replace(
-        plans, change=f"nothing that was tried fits, and a larger target is needed: {least}"
-    )
+    change = f"nothing that was tried fits, and a larger target is needed: {least}"
+    return replace(plans, change=change)
 
 
 def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
@@ -221,10 +207,7 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     ConfigError if the run was started with others, or does not fit."""
     took = forecast.measured(settings.verify)
     check_same_overrides(settings.verify, sys.argv[1:])
-    if settings.lengths_of is None:
-        lengths = recorded_lengths(settings.verify, "verify")
-    else:
-        lengths = recorded_lengths(settings.lengths_of)
+    lengths = recorded_lengths(settings.verify, "verify")
     best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
     found = _with_forecast(best, lengths).forecast
     if found is None:
@@ -238,8 +221,8 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
 
 
 # Settings that change no time of a step.
-NO_MATTER = ("project_name", "hydra.", "seed", "resume", "evaluation.", "tracking.", "runtime.")
-NO_MATTER += tuple(f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_"))
+_NO_MATTER = ("project_name", "hydra.", "seed", "resume", "evaluation.", "tracking.", "runtime.")
+_NO_MATTER += tuple(f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_"))
 
 
 def check_same_overrides(folder: str, words: list[str]) -> None:
@@ -250,18 +233,9 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
         return
     of_plan = tuple(f"{field.name}=" for field in fields(PlanConfig))
     asked = [one for one in words if "=" in one and not one.startswith(("-", *of_plan))]
-    missing = [one for one in started if one not in words and not one.startswith(NO_MATTER)]
-    added = [one for one in asked if one not in started and not one.startswith(NO_MATTER)]
+    missing = [one for one in started if one not in words and not one.startswith(_NO_MATTER)]
+    added = [one for one in asked if one not in started and not one.startswith(_NO_MATTER)]
     if missing or added:
         kept = [one for one in words if one not in added]
         command = shlex.join(["tunix-lite", "plan", *kept, *missing])
         raise ConfigError(f"verify={folder}: the run was started with other settings: {command}")
-
-
-def command_that_fits(words: list[str], overrides: tuple[str, ...]) -> str:
-    """The same command line with these overrides in it."""
-    new = {text.partition("=")[0]: text for text in overrides}
-    kept = [word for word in words if word.partition("=")[0] not in new]
-    if any(text.startswith("model.mesh_shape=") for text in overrides):
-        kept = [word for word in kept if word != "mesh=all"]
-    return shlex.join(["tunix-lite", "plan", *kept, *overrides])

@@ -1,8 +1,7 @@
 """The command line: programs get a built `RunConfig` of it.
 
-Settings are checked before Hydra makes a folder, so a mistake leaves nothing behind. For that the
-settings of a run are composed here first, and once more by `hydra.main`, which takes no composed
-ones; they are built only once.
+Settings are checked before Hydra makes a folder, so a mistake leaves nothing behind. For that they
+are composed here first, and once more by `hydra.main`, which takes no composed ones.
 """
 
 import argparse
@@ -36,7 +35,6 @@ from tunix_lite.errors import ConfigError, RunFailed, error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.plain_text import visible, without_secrets
 from tunix_lite.files.untrusted import as_path
-from tunix_lite.hints import unknown_key
 from tunix_lite.inference.language_model import run_settings
 from tunix_lite.report.evidence import read_overrides
 from tunix_lite.settings.compose import (
@@ -55,7 +53,7 @@ from tunix_lite.tracking.disk import ANYWHERE, DiskError
 
 EXIT_FAILED = 1
 # A launcher does not start the run again after this one.
-EXIT_WRONG_SETTINGS = 2
+_EXIT_WRONG_SETTINGS = 2
 # 128 + SIGINT, as shells have it.
 EXIT_INTERRUPTED = 130
 
@@ -66,13 +64,12 @@ def main(
     """Runs `task(run, folder)` with the settings on the command line, after `check(run, folder)`.
 
     The folder that `check` gets is the one that Hydra will make, as far as it is known. `task` gets
-    the same `run` object as `check`. Hydra's own flags (--help, --cfg job, --multirun ...) work as
-    in every Hydra program. All runs of a sweep are checked before the first one starts. Errors end
-    the process with a message and an exit code.
+    the same `run` object as `check`. Hydra's own flags work as in every Hydra program. All runs of
+    a sweep are checked before the first one starts. Errors end the process with a message and an
+    exit code.
     """
     keep_freed_memory()
     open_closed_streams()
-    _or_exit(_check_working_folder)
     if SHOWS_ONLY & set(sys.argv[1:]):
         end_when_unread()
     if help_pages.answered(sys.argv[1:]):
@@ -82,7 +79,7 @@ def main(
 
     def check_all() -> None:
         refuse_foreign(argv, setting_names((), argv), HYDRA)
-        sys.argv[1:] = flags_first(argv, HYDRA)
+        sys.argv[1:] = flags_first(argv)
         _check_on_disk({folder_key(argv): folder_given(argv)})
         with error_context(""):
             check_config_dir(config_dir(argv))
@@ -133,14 +130,12 @@ def main(
 
         # None was checked where a value depends on the clock, or is nan, which equals nothing.
         found = next((i for i, (known, _) in enumerate(checked) if known == values), None)
-        results: list[object] = []
 
-        def start() -> None:
+        def start() -> object:
             run = build(RunConfig, values) if found is None else checked.pop(found)[1]
-            results.append(task(run, folder))
+            return task(run, folder)
 
-        _or_exit(start, folder)
-        return results[0] if results else None
+        return _or_exit(start, folder)
 
     hydra_job(job)
 
@@ -149,11 +144,9 @@ def run_command(
     name: str,
     kind: type,
     action: Callable[..., None],
-    composes_again: bool = False,
     positional: str | None = None,
     is_list: bool = False,
-    change_settings: Callable[[dict, list[str]], dict] | None = None,
-    without_run: Callable[..., None] | None = None,
+    takes_run: bool = True,
 ) -> None:
     """Runs a command beside training, `action(run, settings)`, with the settings of its command
     line.
@@ -162,15 +155,11 @@ def run_command(
     settings. A command has all settings of a run, too, but makes no folder as a run does. With
     checkpoint=FOLDER the settings of `model` are those of the run in that folder.
 
-    composes_again: `action` gets a third argument, a function from overrides that come last,
-    ["task=gsm8k"], to the RunConfig that the command line makes with them. positional: the setting
-    that a first word is short for: one without `=`, or the name of a folder that is there; is_list:
-    all such words are, as a list. change_settings: (values, keys that the command line gives) ->
-    the values to build from, all plain. without_run: (settings, error) is called where the settings
-    of a run are wrong, in place of ending. Errors end the process with a message and an exit code.
+    positional: the setting that a first word is short for: one without `=`, or the name of a folder
+    that is there; is_list: all such words are, as a list. takes_run: False for `action(settings)`.
+    Errors end the process with a message and an exit code.
     """
     keep_freed_memory()
-    _or_exit(_check_working_folder)
     foreign = setting_names((f"+command={name}",))
     # Flags that it does not have end the process, with what to write instead.
     _or_exit(lambda: refuse_foreign(sys.argv[1:], foreign, OF_COMMANDS))
@@ -191,22 +180,10 @@ def run_command(
     first = known.overrides if is_list else known.overrides[:1]
     folders = [word for word in first if "=" not in word or os.path.isdir(word)]
     folders = folders if positional else []
-    for word in folders:
-        known.overrides.remove(word)
-    own = [f.name for f in dataclasses.fields(kind)]
-    of = (f"+command={name}",)
+    overrides = expand_short_forms([word for word in known.overrides if word not in folders])
 
     def act() -> None:
-        # Hydra reads all but the texts for the model, which are taken as they are.
-        overrides = [text for text in known.overrides if text.partition("=")[0] not in LITERAL]
-        values = compose_values(overrides, known.config_dir, of)
-        for key, _, text in (word.partition("=") for word in known.overrides):
-            if key in LITERAL and key not in values:
-                raise ConfigError(unknown_key(key, list(values)))
-            if key in LITERAL:
-                # a shell may have left quotes around it
-                is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-                values[key] = text[1:-1] if is_quoted else None if text == "null" else text
+        values = compose_values(overrides, known.config_dir, (f"+command={name}",))
         if folders:
             values[positional] = folders if is_list else folders[0]
         _check_on_disk({name: values.get(name) for name in ("checkpoint", "out", "prompts")})
@@ -218,31 +195,17 @@ def run_command(
                     f"checkpoint={values['checkpoint']!r} is not the folder of a run"
                 )
             values["model"] = _of_run(values, overrides)
-        if change_settings is not None:
-            values = change_settings(values, [key_of(text) for text in overrides])
-
         if known.cfg:
             print(as_yaml(values), end="")
             return
-        settings = build(kind, {key: values.pop(key) for key in own})
+        own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
+        settings = build(kind, own)
+        if takes_run:
+            action(build(RunConfig, values), settings)
+        else:
+            action(settings)
 
-        def composed_again(more: list[str]) -> RunConfig:
-            everything = compose_values([*overrides, *more], known.config_dir, of)
-            others = {key: item for key, item in everything.items() if key not in own}
-            return build(RunConfig, others | {"model": values["model"]})
-
-        run = build(RunConfig, values)
-        action(run, settings, *([composed_again] if composes_again else []))
-
-    def act_without_run() -> None:
-        try:
-            act()
-        except ConfigError as error:
-            overrides = [text for text in known.overrides if text.partition("=")[0] in own]
-            values = compose_values(overrides, None, of)
-            without_run(build(kind, {key: values[key] for key in own}), error)
-
-    _or_exit(as_long_as_read()(act_without_run if without_run else act), interrupted="")
+    _or_exit(as_long_as_read()(act), interrupted="")
 
 
 def missing_overrides(
@@ -259,23 +222,21 @@ def missing_overrides(
     return missing
 
 
-# Settings whose value is text for the model: Hydra does not parse it.
-LITERAL = {"prompt", "system"}
 # Settings of `model` that may stand beside checkpoint=: where the base is, and the machine's own.
-BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}
+_BESIDE_A_RUN = {"weights", "tokenizer", "family", "mesh_shape"}
 
 
 def _of_run(values: dict, overrides: list[str]) -> dict:
     """The `model` settings of the run in values["checkpoint"], with the command line's on top; the
-    mesh belongs to the machine. Raises ConfigError for a setting not in BESIDE_A_RUN."""
+    mesh belongs to the machine. Raises ConfigError for a setting not in _BESIDE_A_RUN."""
     own = {}
     for text in overrides:
         key = key_of(text)
         group, _, name = key.partition(".")
         if group.lstrip("+~") != "model":
             continue
-        if group != "model" or name not in BESIDE_A_RUN:
-            allowed = ", ".join(f"model.{n}" for n in sorted(BESIDE_A_RUN))
+        if group != "model" or name not in _BESIDE_A_RUN:
+            allowed = ", ".join(f"model.{n}" for n in sorted(_BESIDE_A_RUN))
             raise ConfigError(
                 f"{key}: the run in checkpoint= determines the model; beside it you can give "
                 f"{allowed}"
@@ -295,18 +256,7 @@ def _check_on_disk(folders: dict) -> None:
                 as_path(folder)
 
 
-def _check_working_folder() -> None:
-    """Raises ConfigError if it was deleted: neither Hydra nor Python's paths work there."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        gone = os.environ.get("PWD", "")
-        raise ConfigError(
-            f"the working folder {gone} is gone: cd to one that is there"
-        ) from error
-
-
-RESUME_HINT = (
+_RESUME_HINT = (
     "; if a checkpoint was saved, the same command with hydra.run.dir=FOLDER goes on from it"
 )
 
@@ -314,15 +264,15 @@ RESUME_HINT = (
 def _or_exit(
     action: Callable[[], object],
     made_by_hydra: Path | None = None,
-    interrupted: str = RESUME_HINT,
-) -> None:
-    """Runs `action`; errors that a user can cause become one line of text and an exit code.
+    interrupted: str = _RESUME_HINT,
+) -> object:
+    """Returns action(); errors that a user can cause become one line of text and an exit code.
 
     made_by_hydra: the folder that Hydra made for this run, which is removed if wrong settings are
     found and nothing else is in it. interrupted: what follows "interrupted" after Ctrl-C.
     """
     try:
-        action()
+        return action()
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -347,4 +297,4 @@ def _or_exit(
         if is_ours and {path.name for path in made_by_hydra.iterdir()} <= {".hydra", LOCK}:
             shutil.rmtree(made_by_hydra)
         print(f"error: {visible(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_WRONG_SETTINGS if is_wrong else EXIT_FAILED)
+        sys.exit(_EXIT_WRONG_SETTINGS if is_wrong else EXIT_FAILED)

@@ -25,8 +25,7 @@ from tunix_lite.serving.tinker.app import TinkerServer
 from tunix_lite.serving.tinker.bodies import TinkerLimits
 from tunix_lite.serving.tinker.store import Store, StoreDamaged
 from tunix_lite.serving.tinker.work import WorkerFailed
-
-APIS = ("openai", "tinker")
+from tunix_lite.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class ServeConfig(WhichWeights):
     max_models: int = 16
 
     def __post_init__(self):
-        if self.api not in APIS:
-            raise ValueError(f"api={self.api}; there is {' and '.join(APIS)}")
+        if self.api not in ("openai", "tinker"):
+            raise ValueError(f"api={self.api}; there is openai and tinker")
         if self.api == "tinker" and self.checkpoint is not None:
             raise ValueError(
                 "checkpoint= is for api=openai; api=tinker starts from model.weights"
@@ -136,8 +135,6 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
         began = time.monotonic()
         engine.warm_up()
         _tell(f"compiled in {time.monotonic() - began:.0f} s")
-        # Longer prompts, and the first request that cuts tokens off, need programs of their own.
-        engine.on_compile = lambda names, seconds: _tell(f"compiled {names} in {seconds:.0f} s")
         asyncio.run(server.run(partial(_say, limits.model_name, how, lines, "/v1")))
     finally:
         engine.close()
@@ -152,14 +149,9 @@ def _serve_tinker(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     folder = Path(settings.state_folder).expanduser()
     try:
         store = Store(folder)
-    except (OSError, sqlite3.Error) as error:
-        message = f"{error}; it is damaged, cannot be written, or another server uses it"
-        raise ConfigError(f"state_folder={folder}: {message}") from error
-    except StoreDamaged as error:
-        raise ConfigError(f"state_folder={folder}: {error}") from error
-
-    # The trainer composes settings by a room of commands, which this module is part of.
-    from tunix_lite.trainer.trainer import Trainer
+    except (OSError, sqlite3.Error, StoreDamaged) as error:
+        why = "" if isinstance(error, StoreDamaged) else "; or another server uses it"
+        raise ConfigError(f"state_folder={folder}: {error}{why}") from error
 
     trainer = Trainer(
         run,

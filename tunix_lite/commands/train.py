@@ -53,9 +53,7 @@ from tunix_lite.train import train
 
 # What `check` has found about the run that it checked last. Not of all runs of a sweep: each holds
 # its data, and hours may lie between the check and the start of a run.
-FOUND: list[tuple[RunConfig, Parts]] = []
-
-
+_FOUND: list[tuple[RunConfig, Parts]] = []
 # The folder of the sweep whose runs are made here, if a report of it is asked for.
 SWEEPS: list[Path] = []
 
@@ -74,10 +72,8 @@ def main() -> None:
 
 
 def check(run: RunConfig, folder: Path) -> None:
-    """Everything that can be checked before Hydra makes a folder, on all processes alike.
-
-    What it finds is kept for `start`. Raises ConfigError, on all processes, and RunFailed.
-    """
+    """Everything that can be checked before Hydra makes a folder, on all processes alike. What it
+    finds is kept for `start`. Raises ConfigError, on all processes, and RunFailed."""
     if not run.runtime.dry_run:
         keep_programs(run.runtime.program_cache)
     join(run)
@@ -87,11 +83,18 @@ def check(run: RunConfig, folder: Path) -> None:
         # A problem may be of this machine alone, and the others must hear of it.
         try:
             if run.runtime.dry_run:
-                parts = look_at(run, folder)
+                parts = _look_at(run, folder)
             else:
                 parts = prepare(run, RunDir(folder))
-                FOUND[:] = [(run, parts)]
-            seen = seen_of(run, parts) if len(hosts()) > 1 else {}
+                _FOUND[:] = [(run, parts)]
+            if len(hosts()) > 1:
+                # files and code that the settings name: all hosts must have the same
+                first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
+                examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
+                seen = user_code_digests(run) | {
+                    "weights": weights_digest(parts.model),
+                    "data or tokenizer": parts.task.digest(examples),
+                }
         except ConfigError as problem:
             error = str(problem)
         with error_context(""):
@@ -103,7 +106,7 @@ def check(run: RunConfig, folder: Path) -> None:
                 pass
 
 
-def look_at(run: RunConfig, folder: Path) -> Parts:
+def _look_at(run: RunConfig, folder: Path) -> Parts:
     """Checks a run as its start would, prints its summary and its plan, and leaves nothing behind.
 
     Weights of a hub model are not downloaded. Raises ConfigError for what would stop the run.
@@ -132,19 +135,9 @@ def look_at(run: RunConfig, folder: Path) -> Parts:
     return parts
 
 
-def seen_of(run: RunConfig, parts: Parts) -> dict[str, str]:
-    """Digests the files and the code that the settings name; all hosts must have the same."""
-    first, _ = parts.task.batch(parts.batch.prompts, run.seed, 0)
-    examples = [*parts.task.held_out(run.evaluation.num_examples), *first]
-    by_name = {
-        "weights": weights_digest(parts.model),
-        "data or tokenizer": parts.task.digest(examples),
-    }
-    return by_name | user_code_digests(run)
-
-
 def start(run: RunConfig, folder: Path) -> float | None:
-    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest."""
+    """Trains. Returns the last held-out accuracy, which a sweeper such as optuna makes highest;
+    None without an evaluation."""
     # where a flag of Hydra's left no check to make
     join(run)
     sweep = composing.sweep_folder()
@@ -155,9 +148,9 @@ def start(run: RunConfig, folder: Path) -> float | None:
 
         # program.main hands over the very object that was checked; a run of a sweep looks again.
         parts = None
-        if sweep is None and FOUND and FOUND[0][0] is run:
-            parts = FOUND[0][1]
-        FOUND.clear()
+        if sweep is None and _FOUND and _FOUND[0][0] is run:
+            parts = _FOUND[0][1]
+        _FOUND.clear()
         if sweep is not None and run.tracking.report and is_first():
             SWEEPS[:] = [sweep]
         job = Job(job_start_time(os.environ), resume_hint, parts)
@@ -170,38 +163,24 @@ def start(run: RunConfig, folder: Path) -> float | None:
         print(next_command(folder), end="", flush=True)
     if code := _exit_code_of(job.stopped):
         sys.exit(code)
-    return last_accuracy(folder)
+    status, *_ = read_status(RunDir(folder).status)
+    return status.get("last", {}).get("accuracy")
 
 
 def _exit_code_of(reason: str | None) -> int:
-    """The exit code of a run that ended before its last step for this reason, with a checkpoint.
-
-    A scheduler that ends a job, or the time limit, is part of the plan. A person's Ctrl-C is not: a
-    script must not take the run for a whole one. Of several processes the launcher says it: one
-    that failed would end the others.
-    """
+    """The exit code of a run that ended before its last step for this reason, with a checkpoint."""
+    # A scheduler that ends a job, or the time limit, is part of the plan. A person's Ctrl-C is not:
+    # a script must not take the run for a whole one. Of several processes the launcher says it, for
+    # one that failed would end the others.
     is_alone_here = HEARTBEAT not in os.environ and len(hosts()) <= 1
-    is_interrupted = reason == "SIGINT" and is_alone_here
-    return program.EXIT_INTERRUPTED if is_interrupted else 0
+    return program.EXIT_INTERRUPTED if reason == "SIGINT" and is_alone_here else 0
 
 
 def next_command(folder: Path) -> str:
-    """Returns the line that says how to talk to the trained model; "" where nothing was saved.
-
-    Example: `talk to it: tunix-lite chat outputs/tunix_lite/2026-11-22/18-20-38`.
-    """
+    """Returns the line that says how to talk to the trained model; "" where nothing was saved."""
     if not Checkpoints(RunDir(folder).checkpoints).whole_steps():
         return ""
-    here = Path.cwd()
-    place = folder.absolute()
-    near = place.relative_to(here) if place.is_relative_to(here) else place
-    return f"talk to it: tunix-lite chat {shlex.quote(str(near))}\n"
-
-
-def last_accuracy(folder: Path) -> float | None:
-    """The held-out accuracy that a run ended with, by its files; None: it was not evaluated."""
-    status, *_ = read_status(RunDir(folder).status)
-    return status.get("last", {}).get("accuracy")
+    return f"talk to it: tunix-lite generate {shlex.quote(str(folder))}\n"
 
 
 def join(run: RunConfig) -> None:

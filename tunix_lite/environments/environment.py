@@ -1,8 +1,7 @@
 """An environment: an object that answers the completions of the model in a conversation.
 
-Anything with `reset` and `step` is one. Both may be plain or async. What they return may be a
-`Turn`, or what environments of other projects return: gymnasium's tuple, a plain tuple, a dict, or
-an object with `observation`, `reward` and `done`.
+Anything with `reset` and `step` is one. Both may be plain or async. `step` may return a `Turn`, a
+plain tuple, or gymnasium's tuple of five.
 """
 
 import asyncio
@@ -13,7 +12,6 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,9 +22,6 @@ from tunix_lite.workers.child import KEPT, short_repr
 # Roles of messages in an environment's answer. A message of the assistant continues the model's
 # own text.
 ROLES = ("system", "user", "tool", "environment", "developer", "assistant")
-# names of the parts of a turn, in a dict or as attributes; the first that is there counts
-OBSERVATION = ("observation", "observations", "obs")
-DONE = ("done", "terminated")
 # keys of a message beside its role and content
 MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
 # characters of a name in info, which becomes the name of a metric; longer names are cut
@@ -94,62 +89,51 @@ def call_reset(environment: Environment, example: dict, loop: "Loop") -> str | l
     A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
     example, and the example as its options, as far as it takes them.
     """
-    reset = environment.reset
-    arguments: dict[str, Any] = {}
-    takes_example = True
-    with suppress(TypeError, ValueError):
-        signature = inspect.signature(reset)
-        arguments = {"seed": seed_of(example), "options": dict(example)}
-        arguments = {name: arguments[name] for name in signature.parameters if name in arguments}
-        takes_example = False
-        signature.bind(example)
-        takes_example = next(iter(signature.parameters), "") not in ("seed", "options")
-    value = loop.finish(reset(example) if takes_example else reset(**arguments))
+    parameters = inspect.signature(environment.reset).parameters
+    text = json.dumps(example, sort_keys=True, default=str)
+    known = {"seed": zlib.crc32(text.encode()), "options": dict(example)}
+    first = next(iter(parameters.values()), None)
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    if first is None or first.name in known or first.kind in by_name:
+        arguments = {name: known[name] for name in parameters if name in known}
+        value = loop.finish(environment.reset(**arguments))
+    else:
+        value = loop.finish(environment.reset(example))
     # gymnasium: observation and info
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]
-    if value is None:
-        return None
-    return _read_observation(_part(value, OBSERVATION, value), "reset")
+    return None if value is None else _read_observation(value, "reset")
 
 
 def read_turn(value: object) -> Turn:
     """Reads the return value of `step` as a Turn. Raises NotATurn for anything that is not listed
     above."""
-    # The parts of what `step` returned.
-    truncated = False
-    absent = object()
-    if isinstance(value, tuple) and len(value) == 5:
-        observation, reward, done, truncated, info = value
-    elif isinstance(value, tuple) and len(value) in (3, 4):
-        observation, reward, done, info = (*value, {})[:4]
-    elif isinstance(value, str | tuple) or _part(value, OBSERVATION, absent) is absent:
+    if isinstance(value, Turn):
+        value = (value.observation, value.reward, value.done, value.info)
+    if not isinstance(value, tuple) or len(value) not in (3, 4, 5):
         raise NotATurn(
             f"returned {short_repr(value)} from step; it is Turn(observation, reward, done), a "
-            "tuple (observation, reward, done), gymnasium's tuple of five, or a dict of these names"
+            "tuple (observation, reward, done), or gymnasium's tuple of five"
         )
-    else:
-        observation = _part(value, OBSERVATION, None)
-        reward = _part(value, ("reward",), 0.0)
-        done = _part(value, DONE, False)
-        truncated = _part(value, ("truncated",), False)
-        info = _part(value, ("info",), {})
-    for flag in (done, truncated):
+    observation, reward, done, *rest = value
+    info = rest[-1] if rest else {}
+    for flag in (done, *rest[:-1]):
         if not isinstance(_plain(flag), bool):
             raise NotATurn(f"returned done={short_repr(flag)} from step; it is True or False")
-    done = _plain(done) or _plain(truncated)
+    # gymnasium's `truncated` ends a conversation, too
+    done = any(map(_plain, (done, *rest[:-1])))
 
     # What the model reads, and a finite number. None, which some projects have before the end, is
     # a reward of 0.
     if done and (observation is None or observation == []):
         observation = ""
     observation = _read_observation(observation, "step")
-    try:
-        number = 0.0 if reward is None else math.nan
-        if hasattr(reward, "__float__"):
+    number = 0.0 if reward is None else math.nan
+    if hasattr(reward, "__float__"):
+        try:
             number = float(reward)
-    except (OverflowError, TypeError, ValueError):
-        number = math.nan
+        except (OverflowError, TypeError, ValueError):
+            number = math.nan
     if not abs(number) <= MOST_REWARD:
         raise NotATurn(
             f"returned the reward {short_repr(reward)} from step; it is a finite number, "
@@ -167,37 +151,20 @@ def read_turn(value: object) -> Turn:
     return Turn(observation, number, done, flags)
 
 
-def _part(value: object, names: tuple[str, ...], default: object) -> Any:
-    """The first entry or attribute of one of these names."""
-    for name in names:
-        if isinstance(value, Mapping) and name in value:
-            return value[name]
-        if not isinstance(value, Mapping | str | list) and hasattr(value, name):
-            return getattr(value, name)
-    return default
-
-
 def _read_observation(value: object, where: str) -> str | list[dict]:
     if isinstance(value, str):
-        _check_text(value, where)
-        return str(value)
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, list | tuple):
+        return _checked_text(value, where)
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, list | tuple) or not messages:
         raise NotATurn(
             f"returned the observation {short_repr(value)} from {where}; it is a text, or a list "
             "of messages {role, content}"
         )
-    if not value:
-        raise NotATurn(
-            f"returned an empty list from {where}; it is a text, or a list of messages"
-        )
-    for message in value:
+    for message in messages:
         is_message = (
             isinstance(message, Mapping)
             and message.get("role") in ROLES
-            and isinstance(message.get("content"), str)
-            and set(message) <= set(MESSAGE_KEYS)
+            and {"content"} <= set(message) <= set(MESSAGE_KEYS)
             and all(isinstance(item, str) for item in message.values())
         )
         if not is_message:
@@ -205,11 +172,11 @@ def _read_observation(value: object, where: str) -> str | list[dict]:
                 f"returned {short_repr(message)} as a message from {where}; it has a role "
                 f"({', '.join(ROLES)}) and a content, which is text"
             )
-        _check_text(message["content"], where)
-    return [{key: str(item) for key, item in message.items()} for message in value]
+        _checked_text(message["content"], where)
+    return [{key: str(item) for key, item in message.items()} for message in messages]
 
 
-def _check_text(text: str, where: str) -> None:
+def _checked_text(text: str, where: str) -> str:
     if len(text) > KEPT:
         raise NotATurn(
             f"returned an observation of {len(text):,} characters from {where}; {KEPT:,} is the "
@@ -221,14 +188,12 @@ def _check_text(text: str, where: str) -> None:
         raise NotATurn(
             f"returned {short_repr(text)} from {where}; it must be text in UTF-8: {error.reason}"
         ) from error
+    return str(text)
 
 
 def _plain(value: object) -> Any:
     """A number of numpy, which environments of gymnasium often have, as one of Python."""
     return value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
-
-
-# ---- calls of methods
 
 
 class Loop:
@@ -244,6 +209,7 @@ class Loop:
         """Returns the value, or its result if it is awaitable."""
         if not inspect.isawaitable(value):
             return value
+        # one loop for all calls: what an environment opens in one it uses in the next
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
 
@@ -251,8 +217,3 @@ class Loop:
             return await value
 
         return self._loop.run_until_complete(wait())
-
-
-def seed_of(example: dict) -> int:
-    """A number from 0 to 2^32 - 1 that depends on nothing but the example."""
-    return zlib.crc32(json.dumps(example, sort_keys=True, default=str).encode())

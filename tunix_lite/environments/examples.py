@@ -1,28 +1,20 @@
-"""Examples of games: drawn, not stored. A game has few different ones, so the held-out examples are
-other draws, not other games."""
+"""Examples that are drawn, not stored: a function of the number of the example alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 
-class Game(Protocol):
-    """A kind of game."""
-
-    def make(self, rng: np.random.Generator) -> dict:
-        """Makes one example. It depends on nothing but the settings and the draws from rng."""
-
-
 @dataclass(frozen=True)
-class Draws(Sequence):
-    """The training stream or the held-out set of a game.
+class Split(Sequence):
+    """The training stream or the held-out set of a DrawnSource.
 
-    Example: Draws(Secrets(), held_out=True, count=64)[0]["secret"] is the same on every machine.
+    Example: Split(Secrets(), held_out=True, count=64)[0]["secret"] is the same on every machine.
     """
 
-    game: Game
+    source: Any  # a DrawnSource
     held_out: bool
     count: int
 
@@ -32,15 +24,45 @@ class Draws(Sequence):
     def __getitem__(self, index: int) -> dict:
         if not 0 <= index < self.count:
             raise IndexError(index)
-        return self.game.make(np.random.default_rng((int(self.held_out), int(index))))
+        rng = np.random.default_rng((int(self.held_out), int(index)))
+        return self.source.draw(rng, self.held_out)
 
 
-def check_num_examples(num_train: int, num_held_out: int) -> None:
-    """Raises ValueError for a source that would draw no examples."""
-    if min(num_train, num_held_out) < 1:
-        raise ValueError(
-            f"num_train={num_train}, num_held_out={num_held_out}: both must be at least 1"
-        )
+@dataclass(frozen=True, kw_only=True)
+class DrawnSource:
+    """A source of examples that `make(rng) -> dict` draws: a frozen dataclass with its settings. An
+    example depends on nothing but the settings and what is drawn from rng.
+
+    A game has few different examples, so the held-out ones are other draws, not other games.
+
+    Example: Secrets(num_held_out=16).held_out[0]["question"].
+    """
+
+    # Examples in one pass of the training data.
+    num_train: int = 1_000_000
+    # Held-out examples, for evaluation.
+    num_held_out: int = 64
+
+    def __post_init__(self):
+        if min(self.num_train, self.num_held_out) < 1:
+            raise ValueError(
+                f"num_train={self.num_train}, num_held_out={self.num_held_out}: both must be at "
+                "least 1"
+            )
+
+    @property
+    def train(self) -> Split:
+        """The training stream."""
+        return Split(self, held_out=False, count=self.num_train)
+
+    @property
+    def held_out(self) -> Split:
+        """The held-out set."""
+        return Split(self, held_out=True, count=self.num_held_out)
+
+    def draw(self, rng: np.random.Generator, held_out: bool) -> dict:
+        """One example of a split."""
+        return self.make(rng)
 
 
 def last_integer(text: str) -> int | None:

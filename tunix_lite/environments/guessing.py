@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.examples import Draws, check_num_examples, last_integer
+from tunix_lite.environments.examples import DrawnSource, last_integer
 
 
 @dataclass(frozen=True)
-class Secrets:
+class Secrets(DrawnSource):
     """Numbers to guess. A task's source.
 
     Example: {"secret": 4, "low": 1, "high": 5, "question": "Guess 1 to 5."}.
@@ -19,23 +19,11 @@ class Secrets:
     low: int = 1
     # Largest number that may be the secret.
     high: int = 5
-    # Games in one pass of the training data.
-    num_train: int = 1_000_000
-    # Held-out games, for evaluation.
-    num_held_out: int = 64
 
     def __post_init__(self):
         if self.low >= self.high:
             raise ValueError(f"low={self.low}, high={self.high}: low must be below high")
-        check_num_examples(self.num_train, self.num_held_out)
-
-    @property
-    def train(self) -> Draws:
-        return Draws(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Draws:
-        return Draws(self, held_out=True, count=self.num_held_out)
+        super().__post_init__()
 
     def make(self, rng: np.random.Generator) -> dict:
         """Makes one game."""

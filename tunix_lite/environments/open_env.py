@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tunix_lite.environments.environment import Turn
-from tunix_lite.environments.examples import Draws, check_num_examples
+from tunix_lite.environments.examples import DrawnSource
+from tunix_lite.files.plain_text import message_of
 
 # Imported with this module, which a run imports only for this task: the start of a worker may take
 # the seconds that it needs, a call may not.
@@ -24,29 +25,11 @@ NOT_SHOWN = ("done", "reward", "metadata")
 
 
 @dataclass(frozen=True)
-class Episodes:
+class Episodes(DrawnSource):
     """Episodes of an OpenEnv server, each with a seed of its own. A task's source.
 
     Example: {"seed": 1608637542}.
     """
-
-    # Episodes in one pass of the training data.
-    num_train: int = 1_000_000
-    # Held-out episodes, for evaluation.
-    num_held_out: int = 64
-
-    def __post_init__(self):
-        check_num_examples(self.num_train, self.num_held_out)
-
-    @property
-    def train(self) -> Draws:
-        """The training stream."""
-        return Draws(self, held_out=False, count=self.num_train)
-
-    @property
-    def held_out(self) -> Draws:
-        """The held-out set: other seeds."""
-        return Draws(self, held_out=True, count=self.num_held_out)
 
     def make(self, rng: np.random.Generator) -> dict:
         """Makes one episode."""
@@ -66,8 +49,6 @@ class OpenEnv:
     url: str = "http://127.0.0.1:8000"
     # Field of an action that holds the completion.
     action_field: str = "message"
-    # Other fields of every action.
-    action: dict = field(default_factory=dict)
     # Function (completion) -> action, as a dict, instead of action_field.
     make_action: Callable | None = None
     # Field of an observation that the model reads. null shows all of them, as JSON.
@@ -76,8 +57,6 @@ class OpenEnv:
     show: Callable | None = None
     # Fields of an example that `reset` gets.
     reset_fields: tuple[str, ...] = ("seed",)
-    # Seconds that the server may take to open a session.
-    connect_timeout: float = 3.0
     # Seconds that the server may take to answer. Below conversation.timeout, so that a server that
     # hangs ends one conversation, and not the process with all of them.
     answer_timeout: float = 8.0
@@ -97,26 +76,20 @@ class OpenEnv:
         # It answers the server's pings in a thread of its own: the model may take minutes.
         self._client = GenericEnvClient(
             base_url=self.url,
-            connect_timeout_s=self.connect_timeout,
+            connect_timeout_s=self.answer_timeout / 2,
             message_timeout_s=self.answer_timeout,
         ).sync()
-        try:
-            self._client.connect()
-        except Exception as error:
-            self.close()
-            raise ConnectionError(
-                f"no OpenEnv server answers at task.environment.url={self.url} ({_line(error)})"
-            ) from error
-        result = self._asked("reset", **{name: example[name] for name in self.reset_fields})
+        self._ask("connect")
+        result = self._ask("reset", **{name: example[name] for name in self.reset_fields})
         self._session = self._connection()
         return self._text(result.observation) or None
 
     def step(self, completion: str) -> Turn:
         """Sends an action, and shows what comes back."""
-        action = self.action | {self.action_field: completion}
+        action = {self.action_field: completion}
         if self.make_action is not None:
             action = self.make_action(completion)
-        result = self._asked("step", action)
+        result = self._ask("step", action)
         # The client connects again by itself: to a new session, in which this episode is not.
         if self._connection() is not self._session:
             self.close()
@@ -134,22 +107,24 @@ class OpenEnv:
                 self._client.close()
         self._client = None
 
-    def _asked(self, method: str, *args: Any, **named: Any) -> Any:
+    def _ask(self, method: str, *args: Any, **named: Any) -> Any:
         """Calls a method of the client. A session that failed is closed."""
         if self._client is None:
             raise ValueError("the episode is over: call reset first")
         try:
             return getattr(self._client, method)(*args, **named)
-        except TimeoutError as error:
-            self.close()
-            raise TimeoutError(
-                f"the server at {self.url} did not answer {method} in {self.answer_timeout:g} "
-                "seconds (task.environment.answer_timeout)"
-            ) from error
         except Exception as error:
             self.close()
+            why = f"failed in {method}: {type(error).__name__}: {message_of(error)[:300]}"
+            if isinstance(error, TimeoutError):
+                why = (
+                    f"did not answer {method} in {self.answer_timeout:g} seconds "
+                    "(task.environment.answer_timeout)"
+                )
+            if method == "connect":
+                why = f"does not answer ({type(error).__name__}: {message_of(error)[:300]})"
             raise RuntimeError(
-                f"the server at {self.url} failed in {method}: {_line(error)}"
+                f"the OpenEnv server at task.environment.url={self.url} {' '.join(why.split())}"
             ) from error
 
     def _connection(self) -> Any:
@@ -164,13 +139,13 @@ class OpenEnv:
         if not isinstance(observation, dict):
             return str(observation)
         value = {name: item for name, item in observation.items() if name not in NOT_SHOWN}
-        name = self.observation_field
-        if name is not None and name not in observation:
-            raise ValueError(
-                f"observation_field={name!r}: the observations of {self.url} have "
-                f"{', '.join(value) or 'no fields'}"
-            )
-        value = value if name is None else observation[name]
+        if (name := self.observation_field) is not None:
+            if name not in observation:
+                raise ValueError(
+                    f"observation_field={name!r}: the observations of {self.url} have "
+                    f"{', '.join(value) or 'no fields'}"
+                )
+            value = observation[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -178,9 +153,3 @@ def _check_openenv() -> None:
     """Raises ValueError if OpenEnv is not installed."""
     if GenericEnvClient is None:
         raise ValueError(f"task=openenv needs OpenEnv ({WHY_NOT}): pip install -e '.[openenv]'")
-
-
-def _line(error: BaseException) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -7,11 +7,10 @@ completions in the same way, and its state is nowhere else.
 """
 
 import itertools
-import json
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -30,16 +29,18 @@ from tunix_lite.workers.child import NotANumber, short_repr
 from tunix_lite.workers.pool import Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
 
-# kinds of failures of an environment
-FAILURES = ("error", "timeout", "crash", "not_a_turn")
 # times that one call is made again because its process was lost by other conversations
 MOST_REPLAYS = 100
 NAME = "environment"
+# a made-up completion for a try before a run, and the seconds that a call may take there
+COMPLETION = "The answer is 7."
+TRY_SECONDS = 5.0
 
 
 class Reply(NamedTuple):
     """Result of a call. turn: of a reset, its observation alone, or None for the task's own prompt.
-    failure: "", or one of FAILURES; message: how it failed. seconds: that the call took.
+    failure: "", error, timeout, crash or not_a_turn; message: how it failed. seconds: that the call
+    took.
 
     Example: Reply(Turn("Higher."), seconds=0.001).
     """
@@ -55,10 +56,10 @@ class _NotATurn(NotANumber):
 
 
 class Conversations:
-    """The conversations of a process: what a worker calls. Its answers are JSON.
+    """The conversations of a process: what a worker calls.
 
-    Example: Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is `null` if conversation
-    3 is not in this process, or not at this turn.
+    Example: Conversations(make)("7", {"do": "step", "id": 3, "turn": 0}) is None if conversation 3
+    is not in this process, or not at this turn.
     """
 
     def __init__(self, make: EnvironmentSource):
@@ -70,32 +71,31 @@ class Conversations:
     def __reduce__(self) -> tuple:
         return Conversations, (self.make,)
 
-    def __call__(self, completion: str, call: dict) -> str:
+    def __call__(self, completion: str, call: dict) -> dict | None:
         began = time.perf_counter()
         number = call["id"]
+        turn = Turn("")
         try:
             if call["do"] == "reset":
                 environment = fresh(self.make)
-                prompt = call_reset(environment, call["example"], self._loop)
+                turn = Turn(call_reset(environment, call["example"], self._loop))
                 self._live[number] = (environment, 0)
-                answer = [prompt, 0.0, False, {}]
             elif call["do"] == "close":
                 environment, _ = self._live.pop(number, (None, 0))
                 if callable(close := getattr(environment, "close", None)):
                     self._loop.finish(close())
-                answer = ["", 0.0, True, {}]
             else:
                 environment, turns = self._live.get(number, (None, -1))
                 if turns != call["turn"]:
-                    return "null"
+                    return None
                 # one that fails answers no more, and is still to be closed
                 self._live[number] = (environment, -1)
                 turn = read_turn(self._loop.finish(environment.step(completion)))
                 self._live[number] = (environment, turns + 1)
-                answer = [turn.observation, turn.reward, turn.done, turn.info]
         except NotATurn as error:
             raise _NotATurn(str(error)) from error
-        return json.dumps([*answer, time.perf_counter() - began])
+        seconds = time.perf_counter() - began
+        return {"turn": asdict(turn), "seconds": seconds}
 
 
 @dataclass
@@ -103,7 +103,7 @@ class _Conversation:
     """State of one conversation in the run's process."""
 
     number: int
-    place: int
+    pool: Pool
     example: dict
     # answers so far, that of reset first, and the completions between
     turns: list[Turn | None] = field(default_factory=list)
@@ -143,11 +143,11 @@ class EnvironmentPool:
         """Begins the conversation of a row about an example. The future raises ValueError if the
         environment fails and on_error=raise."""
         self.close(row)
-        place = row % len(self._pools)
+        pool = self._pools[row % len(self._pools)]
         # nobody asks this pool for them, and they would only grow
-        self._pools[place].taken_seconds()
-        self._rows[row] = _Conversation(next(self._numbers), place, example)
-        return _Call(self, self._rows[row], None).submit(0)
+        pool.taken_seconds()
+        self._rows[row] = _Conversation(next(self._numbers), pool, example)
+        return _Call(self.settings, self._rows[row], []).submit(0)
 
     def step(self, row: int, completion: str) -> "Future[Reply]":
         """Gives the environment of a row the next completion. The future raises ValueError if the
@@ -155,38 +155,26 @@ class EnvironmentPool:
         conversation = self._rows.get(row)
         if conversation is None or conversation.failed or not conversation.turns:
             raise ValueError(f"row {row} has no conversation to go on with: call reset first")
-        at = len(conversation.completions) + 1
-        return _Call(self, conversation, completion, last=at).submit(at)
-
-    def replay(self, row: int, example: dict, completions: list[str]) -> "list[Reply]":
-        """Begins a conversation and steps through recorded completions, as a run does that resumes.
-        Returns the replies, that of reset first; the last one may be a failure."""
-        replies = [self.reset(row, example).result()]
-        for completion in completions:
-            if replies[-1].failure:
-                break
-            replies.append(self.step(row, completion).result())
-        return replies
+        completions = [*conversation.completions, completion]
+        return _Call(self.settings, conversation, completions).submit(len(completions))
 
     def close(self, row: int) -> None:
         """Ends the conversation of a row, if there is one, and calls `close` of its environment."""
         conversation = self._rows.pop(row, None)
         if conversation is not None and conversation.turns:
-            call = {"do": "close", "id": conversation.number}
-            self._pools[conversation.place].submit("", call)
+            conversation.pool.submit("", {"do": "close", "id": conversation.number})
 
 
 @dataclass
 class _Call:
     """A call of an environment, on its way, and the calls before it where the process is new.
 
-    Place 0 is the reset, place n the n-th completion; `last` is the place of the call itself.
+    Place 0 is the reset, place n the n-th of `completions`; the last place is the call itself.
     """
 
-    pool: EnvironmentPool
+    settings: ConversationConfig
     conversation: _Conversation
-    completion: str | None
-    last: int = 0
+    completions: list[str]
     reply: Future = field(default_factory=Future)
     replays: int = 0
     # when the last call was made
@@ -199,8 +187,7 @@ class _Call:
         call = {"do": "step", "id": conversation.number, "turn": at - 1}
         if at == 0:
             call = {"do": "reset", "id": conversation.number, "example": conversation.example}
-        text = [*conversation.completions, self.completion or ""][at - 1] if at else ""
-        called = self.pool._pools[conversation.place].submit(text, call)
+        called = conversation.pool.submit(self.completions[at - 1] if at else "", call)
         called.add_done_callback(partial(self._answered, at))
         return self.reply
 
@@ -214,46 +201,43 @@ class _Call:
                 self.reply.set_exception(error)
 
     def _take(self, at: int, outcome: Outcome) -> None:
-        kind, value = outcome
+        kind, answer = outcome
+        conversation = self.conversation
         if kind:
-            return self._fail(kind, value, at)
-        answer = json.loads(value)
-        if answer is None:
+            self._fail(kind, answer, at)
+        elif answer is None:
+            # the process is a new one: the conversation begins there again
             self.replays += 1
             if self.replays > MOST_REPLAYS:
-                return self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
-            self.submit(0)
-            return None
-
-        # a call that is made again must be answered as the first time
-        observation, reward, done, info, seconds = answer
-        turn = None if observation is None else Turn(observation, reward, done, info)
-        conversation = self.conversation
-        if at < self.last:
-            if turn != conversation.turns[at]:
+                self._fail("crash", f"was lost with its process {MOST_REPLAYS} times", at)
+            else:
+                self.submit(0)
+        else:
+            turn = Turn(**answer["turn"])
+            turn = None if turn.observation is None else turn
+            if at == len(self.completions):
+                conversation.turns.append(turn)
+                conversation.completions = self.completions
+                self.reply.set_result(Reply(turn, seconds=answer["seconds"]))
+            elif turn == conversation.turns[at]:
+                self.submit(at + 1)
+            else:
+                # a call that is made again must be answered as the first time
                 before = short_repr(conversation.turns[at])
                 how = (
                     f"answered {short_repr(turn)}, and {before} before its process was lost; what "
                     "it answers must depend on the example and the completions alone,"
                 )
-                return self._fail("error", how, at)
-            self.submit(at + 1)
-            return None
-        conversation.turns.append(turn)
-        if self.completion is not None:
-            conversation.completions.append(self.completion)
-        self.reply.set_result(Reply(turn, seconds=seconds))
-        return None
+                self._fail("error", how, at)
 
     def _fail(self, kind: str, how: str | None, at: int) -> None:
-        settings = self.pool.settings
+        settings = self.settings
         self.conversation.failed = True
         if kind == "timeout":
             how = f"took more than conversation.timeout={settings.timeout:g} seconds"
-        texts = [*self.conversation.completions, self.completion or ""]
-        what = f"the completion {short_repr(texts[at - 1])}"
-        if at == 0:
-            what = f"the example {short_repr(self.conversation.example)}"
+        what = f"the example {short_repr(self.conversation.example)}"
+        if at:
+            what = f"the completion {short_repr(self.completions[at - 1])}"
         # the correct form comes last in the message
         wrong, _, right = how.rpartition("; ") if kind == "not_a_turn" else (how, "", "")
         message = f"the environment {wrong} for {what}" + (f"; {right}" if right else "")
@@ -264,13 +248,6 @@ class _Call:
         # it may have waited behind others, and has not taken longer than it may
         seconds = min(time.monotonic() - self.began, settings.timeout)
         self.reply.set_result(Reply(None, kind, message, seconds))
-
-
-# ---- a try before a run
-
-# a made-up completion, and the seconds that a call may take here
-COMPLETION = "The answer is 7."
-TRY_SECONDS = 5.0
 
 
 class Tried(NamedTuple):
@@ -294,16 +271,14 @@ def try_environment(
     A run does so before it compiles anything: what fails always is found in a second, not after the
     first rollout. A call that takes long is not judged. Raises ValueError if the process cannot
     start.
-
-    Example: Tried("the environment failed with KeyError: 'secret' (my_game.py, line 3) for the
-    example {'question': '2 + 2'}").
     """
     workers = min(settings.workers, 1)
     timeout = min(settings.timeout, TRY_SECONDS)
     own = replace(settings, on_error="zero", workers=workers, timeout=timeout)
     with EnvironmentPool(environment, own) as pool:
-        first, *others = pool.replay(0, example, [COMPLETION])
-    last = others[-1] if others else first
+        first = last = pool.reset(0, example).result()
+        if not first.failure:
+            last = pool.step(0, COMPLETION).result()
     if last.failure:
         return Tried(last.message if last.failure != "timeout" else "")
     prompt = None if first.turn is None else first.turn.observation

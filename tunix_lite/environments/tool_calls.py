@@ -72,27 +72,32 @@ def _of_json(text: str, is_call: bool) -> list[ToolCall]:
 
     is_call: whether what cannot be read is a call with a mistake; else it is no call.
     """
+
+    def mistake(problem: str) -> list[ToolCall]:
+        return [ToolCall("", problem=problem)] if is_call else []
+
     text = text.strip()
     if len(text) > LONGEST or text[:1] not in ("{", "["):
-        problem = f"a call is JSON of a name and arguments; this is {short_repr(text)}"
-        return [ToolCall("", problem=problem)] if is_call else []
+        return mistake(f"a call is JSON of a name and arguments; this is {short_repr(text)}")
     values = []
     try:
-        decoder = json.JSONDecoder()
         while text:
-            value, end = decoder.raw_decode(text)
+            value, end = json.JSONDecoder().raw_decode(text)
             values += value if isinstance(value, list) else [value]
             text = text[end:].lstrip("; \n\t\r,")
     except (ValueError, RecursionError) as error:
-        return [ToolCall("", problem=f"the call is no JSON: {error}")] if is_call else []
-    calls = [_of_object(value) for value in values]
-    if is_call:
-        problem = "a call has a name and arguments; this is "
-        return [
-            call or ToolCall("", problem=f"{problem}{short_repr(value)}")
-            for call, value in zip(calls, values)
-        ]
-    return [call for call in calls if call] if all(calls) else []
+        return mistake(f"the call is no JSON: {error}")
+    calls = []
+    for value in values:
+        call = _of_object(value)
+        if call is None:
+            wrong = mistake(f"a call has a name and arguments; this is {short_repr(value)}")
+            if not wrong:
+                return []
+            calls += wrong
+        else:
+            calls.append(call)
+    return calls
 
 
 def _of_object(value: object) -> ToolCall | None:
@@ -120,33 +125,29 @@ def _with_arguments(name: str, arguments: object) -> ToolCall:
 def _of_python(text: str) -> list[ToolCall]:
     """Calls in the syntax of Python with plain values: add(a=1, b=2), also in a list or in
     print()."""
-    text = text.strip()
-    if not text:
-        return []
     try:
-        statements = ast.parse(text[:LONGEST]).body
+        statements = ast.parse(text.strip()[:LONGEST]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall("", problem=f"the call is no Python: {error}")]
     calls = []
     for statement in statements:
         value = getattr(statement, "value", None)
-        for node in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-            match node:
-                case ast.Call(func=ast.Name(id="print"), args=[inner]):
-                    node = inner
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-                problem = "a call is name(argument=value), with plain values"
-                calls.append(ToolCall("", problem=problem))
-                continue
-            name = node.func.id
-            call = ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
-            if not node.args and all(keyword.arg is not None for keyword in node.keywords):
-                try:
-                    arguments = {
-                        item.arg: ast.literal_eval(item.value) for item in node.keywords
-                    }
-                    call = ToolCall(name, arguments)
-                except (ValueError, TypeError, RecursionError, MemoryError):
-                    call = ToolCall(name, problem=f"{name}: an argument is no plain value")
-            calls.append(call)
+        nodes = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+        calls += map(_of_node, nodes)
     return calls
+
+
+def _of_node(node: ast.AST | None) -> ToolCall:
+    match node:
+        case ast.Call(func=ast.Name(id="print"), args=[inner]):
+            node = inner
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return ToolCall("", problem="a call is name(argument=value), with plain values")
+    name = node.func.id
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return ToolCall(name, problem=f"{name}: give each argument by its name, name=value")
+    try:
+        arguments = {one.arg: ast.literal_eval(one.value) for one in node.keywords}
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return ToolCall(name, problem=f"{name}: an argument is no plain value")
+    return ToolCall(name, arguments)

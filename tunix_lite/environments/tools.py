@@ -19,8 +19,16 @@ from tunix_lite.workers.child import short_repr
 
 ROLES = ("tool", "user", "assistant")
 NO_CALLS_LEFT = "There are no calls left. Give your answer."
-PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
-PLAIN[dict] = "object"
+PLAIN: dict[type, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
+# the types of JSON values that stand for a type of a schema
+TYPES = {kind: (hint,) for hint, kind in PLAIN.items()} | {"number": (int, float)}
 NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 # `name: what it is`, as docstrings have it under `Args:`
 ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
@@ -58,20 +66,19 @@ class ToolEnvironment:
     def __post_init__(self):
         if not self.tools:
             raise ValueError("tools is empty: name at least one function")
-        if self.max_calls < 1:
-            raise ValueError(f"max_calls={self.max_calls} must be at least 1")
-        if self.max_result < 1:
-            raise ValueError(f"max_result={self.max_result} must be at least 1")
+        for name in ("max_calls", "max_result"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.role not in ROLES:
             raise ValueError(f"role={self.role!r}; it is tool, user or assistant")
         if "{result}" not in self.result:
             raise ValueError(
                 f"result={self.result!r} has no {{result}}, where a result would stand"
             )
-        names = [_tool_name(tool) for tool in self.tools]
+        self.schemas = [schema_of(tool) for tool in self.tools]
+        names = [schema["function"]["name"] for schema in self.schemas]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two tools are called {twice[0]}")
-        self.schemas = [schema_of(tool) for tool in self.tools]
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -117,16 +124,18 @@ class ToolEnvironment:
 
     def _make(self, call: ToolCall) -> tuple[str, bool]:
         """Makes a call. Returns its result, as the model reads it, and whether it went well."""
-        tools = {_tool_name(tool): tool for tool in self.tools}
+        places = {schema["function"]["name"]: i for i, schema in enumerate(self.schemas)}
         problem = call.problem
-        if not problem and call.name not in tools:
-            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(tools)}"
-        problem = problem or misfit(tools[call.name], call.arguments)
+        if not problem and call.name not in places:
+            problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(places)}"
+        if not problem:
+            place = places[call.name]
+            problem = misfit(self.schemas[place], call.arguments)
         if problem:
             return f"Error: {problem}", False
         is_right = True
         try:
-            text = str(self.loop.finish(tools[call.name](**call.arguments)))
+            text = str(self.loop.finish(self.tools[place](**call.arguments)))
         except Exception as error:
             text = f"Error: {type(error).__name__}: {message_of(error)}"
             is_right = False
@@ -139,102 +148,60 @@ class ToolEnvironment:
 # ---- schemas, and checks of arguments
 
 
-def _tool_name(tool: Callable[..., object]) -> str:
-    """The name by which a model calls it: its attribute `name`, that of the function, or of the
-    class in lower case."""
+def schema_of(tool: Callable[..., object]) -> dict:
+    """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
+    description, parameters}}. Raises ValueError where it cannot be made.
+
+    It is called by its attribute `name`, that of the function, or of the class in lower case.
+    """
     plain = tool.func if isinstance(tool, partial) else tool
-    named = getattr(plain, "name", None) or getattr(plain, "__name__", None)
-    name = named or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(plain).__name__).lower()
+    name = getattr(plain, "name", None) or getattr(plain, "__name__", None)
+    if name is None:
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(plain).__name__).lower()
     if not NAMES.fullmatch(str(name)):
         raise ValueError(
             f"a tool is called {name!r}; give it a name of letters, digits and _, as `def` does"
         )
-    return name
 
-
-def schema_of(tool: Callable[..., object]) -> dict:
-    """Makes the schema of a tool for a chat template: {"type": "function", "function": {name,
-    description, parameters}}. Raises ValueError where it cannot be made."""
-    name = _tool_name(tool)
-    # The docstring has a first paragraph, and descriptions of arguments.
-    first, _, rest = (inspect.getdoc(_documented(tool)) or "").partition("\n\n")
-    described = " ".join(first.split())
+    # The docstring has a first paragraph, and descriptions of arguments. An object has those of the
+    # method that calls it.
+    documented = plain if inspect.isroutine(plain) else type(plain).__call__
+    first, _, rest = (inspect.getdoc(documented) or "").partition("\n\n")
     matches = [ARGUMENT.fullmatch(line) for line in rest.splitlines()]
-    arguments = {match[1]: match[2].strip() for match in matches if match}
-    if not described:
+    described = {match[1]: match[2].strip() for match in matches if match}
+    if not first.strip():
         raise ValueError(
             f"the tool {name} has no docstring: it is what the model reads; write a line that says "
             "what the tool does"
         )
-    properties = {}
-    required = []
-    for parameter, hint in _parameters_of(tool).items():
-        properties[parameter.name] = _schema_of_type(hint, f"{name}: {parameter.name}")
-        if parameter.name in arguments:
-            properties[parameter.name]["description"] = arguments[parameter.name]
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
-    parameters = {"type": "object", "properties": properties, "required": required}
-    function = {"name": name, "description": described, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def _parameters_of(tool: Callable[..., object]) -> dict[inspect.Parameter, Any]:
-    """The parameters that a call may give, and their types. Raises ValueError for one without a
-    type hint, and for *args and **kwargs."""
-    name = _tool_name(tool)
-    plain = _documented(tool)
-    bound = set(tool.keywords) if isinstance(tool, partial) else set()
     try:
-        hints = get_type_hints(plain)
+        hints = get_type_hints(documented)
         parameters = inspect.signature(tool).parameters.values()
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(f"the types of the tool {name} cannot be read: {error}") from error
-    types_of = {}
+
+    properties = {}
+    required = []
     for parameter in parameters:
-        if parameter.name in bound:
+        key = parameter.name
+        if isinstance(tool, partial) and key in tool.keywords:
             continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"the tool {name} takes *{parameter.name}; name each of its arguments"
+                f"the tool {name} takes `{parameter}`; a call gives each argument by its name"
             )
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ValueError(f"the tool {name} takes {parameter.name} without its name")
-        if parameter.name not in hints:
+        if key not in hints:
             raise ValueError(
-                f"the tool {name} has no type hint for {parameter.name}; write, for example, "
-                f"{parameter.name}: str"
+                f"the tool {name} has no type hint for {key}; write, for example, {key}: str"
             )
-        types_of[parameter] = hints[parameter.name]
-    return types_of
-
-
-def misfit(tool: Callable[..., object], arguments: object) -> str:
-    """Explains why the tool cannot be called with these arguments; "" if it can be."""
-    name = _tool_name(tool)
-    parameters = {key.name: (key, hint) for key, hint in _parameters_of(tool).items()}
-    if not isinstance(arguments, dict):
-        return f"the arguments of {name} are {short_repr(arguments)}; they are a JSON object"
-    unknown = [key for key in arguments if key not in parameters]
-    if unknown:
-        known = ", ".join(parameters) or "none"
-        return f"{name} has no argument {short_repr(unknown[0])}; it has: {known}"
-    for key, (parameter, hint) in parameters.items():
-        if key not in arguments:
-            if parameter.default is parameter.empty:
-                return f"{name} needs the argument {key}"
-        elif not _fits(arguments[key], hint):
-            wanted = _schema_of_type(hint, key)
-            kind = wanted.get("type", wanted.get("enum"))
-            return f"{key} of {name} is {short_repr(arguments[key])}; it is of the type {kind}"
-    return ""
-
-
-def _documented(tool: Callable[..., object]) -> Callable:
-    """Returns the object that has the docstring and the type hints: a function, or the method that
-    calls an object."""
-    plain = tool.func if isinstance(tool, partial) else tool
-    return plain if inspect.isroutine(plain) else type(plain).__call__
+        properties[key] = _schema_of_type(hints[key], f"{name}: {key}")
+        if key in described:
+            properties[key]["description"] = described[key]
+        if parameter.default is parameter.empty:
+            required.append(key)
+    wanted = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": " ".join(first.split()), "parameters": wanted}
+    return {"type": "function", "function": function}
 
 
 def _schema_of_type(hint: object, where: str) -> dict:
@@ -261,17 +228,37 @@ def _schema_of_type(hint: object, where: str) -> dict:
     )
 
 
-def _fits(value: object, hint: object) -> bool:
-    origin = get_origin(hint)
-    inner = get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(item) and value == item for item in inner)
-    if origin in (types.UnionType, Union):
-        return any(value is None if kind is type(None) else _fits(value, kind) for kind in inner)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint
+def misfit(schema: dict, arguments: object) -> str:
+    """Explains why the tool of this schema cannot be called with these arguments; "" if it can."""
+    name = schema["function"]["name"]
+    parameters = schema["function"]["parameters"]
+    properties = parameters["properties"]
+    if not isinstance(arguments, dict):
+        return f"the arguments of {name} are {short_repr(arguments)}; they are a JSON object"
+    for key in arguments:
+        if key not in properties:
+            known = ", ".join(properties) or "none"
+            return f"{name} has no argument {short_repr(key)}; it has: {known}"
+    for key, wanted in properties.items():
+        if key not in arguments:
+            if key in parameters["required"]:
+                return f"{name} needs the argument {key}"
+        elif not _fits(arguments[key], wanted):
+            kind = wanted.get("type", wanted.get("enum"))
+            return f"{key} of {name} is {short_repr(arguments[key])}; it is of the type {kind}"
+    return ""
+
+
+def _fits(value: object, schema: dict) -> bool:
+    if value is None and schema.get("nullable"):
+        return True
+    if "enum" in schema:
+        # True == 1 in Python
+        return any(type(value) is type(item) and value == item for item in schema["enum"])
+    if type(value) not in TYPES[schema["type"]]:
+        return False
+    if "items" in schema:
+        return all(_fits(item, schema["items"]) for item in value)
+    if "additionalProperties" in schema:
+        return all(_fits(item, schema["additionalProperties"]) for item in value.values())
+    return True

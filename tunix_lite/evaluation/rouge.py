@@ -1,32 +1,18 @@
-"""ROUGE: the share of a reference text in another (Lin 2004), as F1 of words.
+"""ROUGE of completions and references (Lin 2004): the numbers of `rouge_score` with
+use_stemmer=False."""
 
-Words are runs of letters and digits, in lower case, without stemming: the numbers of `rouge_score`
-with use_stemmer=False.
-"""
-
-from collections import Counter
 from collections.abc import Sequence
 
-from tunix_lite.rewards.similarity import common_length, units_of
+import numpy as np
+
+from tunix_lite.rewards.similarity import RougeL, rouge_n
 
 
-def rouge_n(text: str, reference: str, n: int = 1) -> float:
-    """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
-    ours = _runs(units_of(text, "rouge"), n)
-    theirs = _runs(units_of(reference, "rouge"), n)
-    return _f1((ours & theirs).total(), ours.total(), theirs.total())
-
-
-def rouge_l(text: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words, from 0 to 1; 0 if one of the two has none."""
-    ours = units_of(text, "rouge")
-    theirs = units_of(reference, "rouge")
-    return _f1(common_length(ours, theirs), len(ours), len(theirs))
-
-
-def _runs(words: Sequence[str], n: int) -> Counter:
-    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
-
-
-def _f1(common: int, ours: int, theirs: int) -> float:
-    return 2 * common / (ours + theirs) if common else 0.0
+def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns rouge_1, rouge_2 and rouge_l of each text, F1 from 0 to 1: [E] float64."""
+    pairs = list(zip(texts, references))
+    return {
+        "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
+        "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
+        "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),
+    }

@@ -6,7 +6,7 @@ what draws random numbers draws them from a seed of its own.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +14,9 @@ import numpy as np
 # of a bootstrap interval, and of a test by exchanging signs
 RESAMPLES = 10_000
 # numbers drawn at a time, so that memory does not grow with the examples
-BLOCK = 2_000_000
+_BLOCK = 2_000_000
 # subsets of samples that a majority is taken of; if there are more, so many are drawn
-MOST_SUBSETS = 512
-# of the random numbers here, unless the caller has another
-SEED = 0
+_MOST_SUBSETS = 512
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,10 @@ def pass_at_k(correct_EN: np.ndarray, k: int) -> np.ndarray:
     With c of N samples right it is 1 - C(N - c, k) / C(N, k): the share of all subsets of k samples
     that hold a right one (arXiv:2107.03374). Raises ValueError unless 1 <= k <= N.
     """
-    correct_EN = _checked(correct_EN, k)
+    correct_EN = np.asarray(correct_EN)
     num_samples = correct_EN.shape[1]
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k={k} of {num_samples} samples; it is 1 to their number")
     wrong_E = num_samples - correct_EN.sum(axis=1)
     all_subsets = math.comb(num_samples, k)
     return np.array([1 - math.comb(int(wrong), k) / all_subsets for wrong in wrong_E])
@@ -77,34 +77,24 @@ def avg_at_k(correct_EN: np.ndarray) -> np.ndarray:
 
 
 def maj_at_k(
-    answers: Sequence[Sequence[str | None]], correct_EN: np.ndarray, k: int, seed: int = SEED
+    answers: Sequence[Sequence[str | None]], correct_EN: np.ndarray, k: int, seed: int = 0
 ) -> np.ndarray:
     """[E] float64: the chance that the most frequent answer of k samples is right.
 
     answers: of each example the answers of its N samples; None: there is none, and it does not
     vote. Of answers that are equally frequent each counts its share; where nobody votes it is 0. It
-    is the mean over all subsets of k samples, or over MOST_SUBSETS that are drawn with `seed`.
-    Raises ValueError unless 1 <= k <= N.
+    is the mean over all subsets of k samples, or over _MOST_SUBSETS that are drawn with `seed`.
     """
-    correct_EN = _checked(correct_EN, k)
+    correct_EN = np.asarray(correct_EN)
     num_samples = correct_EN.shape[1]
-    if math.comb(num_samples, k) <= MOST_SUBSETS:
+    if math.comb(num_samples, k) <= _MOST_SUBSETS:
         subsets_SK = np.array(list(itertools.combinations(range(num_samples), k)))
     else:
-        every = np.tile(np.arange(num_samples), (MOST_SUBSETS, 1))
+        every = np.tile(np.arange(num_samples), (_MOST_SUBSETS, 1))
         subsets_SK = np.random.default_rng(seed).permuted(every, axis=1)[:, :k]
     return np.array(
         [_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)]
     )
-
-
-def _checked(correct_EN: np.ndarray, k: int) -> np.ndarray:
-    correct_EN = np.asarray(correct_EN)
-    if correct_EN.ndim != 2 or not 1 <= k <= correct_EN.shape[1]:
-        raise ValueError(
-            f"k={k} of samples of shape {correct_EN.shape}; give [E, N], and a k from 1 to N"
-        )
-    return correct_EN
 
 
 def _majority(
@@ -127,7 +117,7 @@ def _majority(
 
 
 def estimate(
-    values_E: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = SEED
+    values_E: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
 ) -> Estimate:
     """The mean of one number of each example, with its bootstrap interval (percentiles).
 
@@ -148,11 +138,10 @@ def estimate(
     return Estimate(float(values_E.mean()), float(low), float(high))
 
 
-def wilson(share: float, count: int, z: float = 1.959964) -> Estimate:
-    """The interval of a share of `count` examples, where only the share is known (Wilson's score
-    interval). z: of the level, 1.96 for 95 %. Raises ValueError without examples."""
-    if count < 1:
-        raise ValueError(f"a share of {count} examples has no interval")
+def wilson(share: float, count: int) -> Estimate:
+    """The 95 % interval of a share of `count` examples, at least one, where only the share is known
+    (Wilson's score interval)."""
+    z = 1.959964
     denominator = 1 + z * z / count
     middle = (share + z * z / (2 * count)) / denominator
     variance = share * (1 - share) / count + z * z / (4 * count * count)
@@ -160,11 +149,10 @@ def wilson(share: float, count: int, z: float = 1.959964) -> Estimate:
     return Estimate(share, max(middle - reach, 0.0), min(middle + reach, 1.0))
 
 
-def _blocks(resamples: int, count: int) -> Iterator[int]:
-    """So many resamples of `count` numbers, in parts of at most BLOCK numbers."""
-    most = max(1, BLOCK // count)
-    for begin in range(0, resamples, most):
-        yield min(most, resamples - begin)
+def _blocks(resamples: int, count: int) -> list[int]:
+    """So many resamples of `count` numbers, in parts of at most _BLOCK numbers."""
+    most = max(1, _BLOCK // count)
+    return [min(most, resamples - begin) for begin in range(0, resamples, most)]
 
 
 def compare(
@@ -172,13 +160,13 @@ def compare(
     second_E: np.ndarray,
     level: float = 0.95,
     resamples: int = RESAMPLES,
-    seed: int = SEED,
+    seed: int = 0,
 ) -> Comparison:
     """Two models by one number of each example, the examples being the same.
 
     What is hard for both cancels, so it sees smaller differences than two intervals do. The p-value
-    is that of exchanging the two models' numbers, example by example, at random. Raises ValueError
-    if the examples are not as many.
+    is two-sided: the share of random exchanges of the two models' numbers, example by example,
+    after which the sum is as far from 0. Raises ValueError if the examples are not as many.
     """
     first_E = np.asarray(first_E, np.float64)
     second_E = np.asarray(second_E, np.float64)
@@ -188,25 +176,17 @@ def compare(
             f"{len(second_E)}"
         )
     differences_E = first_E - second_E
+    moved = differences_E[differences_E != 0]
+    rng = np.random.default_rng(seed)
+    extreme = 0
+    for rows in _blocks(resamples, max(1, len(moved))):
+        signs = 1 - 2 * rng.integers(2, size=(rows, len(moved)))
+        # sums of the same numbers in another order differ by rounding
+        extreme += int((np.abs(signs @ moved) >= abs(moved.sum()) * (1 - 1e-12)).sum())
     return Comparison(
         estimate(differences_E, level, resamples, seed),
         better=int((differences_E > 0).sum()),
         worse=int((differences_E < 0).sum()),
         equal=int((differences_E == 0).sum()),
-        p_value=_sign_test(differences_E, resamples, seed),
+        p_value=(1 + extreme) / (1 + resamples),
     )
-
-
-def _sign_test(differences_E: np.ndarray, resamples: int, seed: int) -> float:
-    """The share of random signs whose sum is at least as far from 0; two-sided, never 0."""
-    moved = differences_E[differences_E != 0]
-    if not len(moved):
-        return 1.0
-    rng = np.random.default_rng(seed)
-    seen = abs(moved.sum())
-    extreme = 0
-    for rows in _blocks(resamples, len(moved)):
-        signs = 1 - 2 * rng.integers(2, size=(rows, len(moved)))
-        # sums of the same numbers in another order differ by rounding
-        extreme += int((np.abs(signs @ moved) >= seen * (1 - 1e-12)).sum())
-    return (1 + extreme) / (1 + resamples)

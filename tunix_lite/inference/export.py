@@ -31,7 +31,7 @@ from tunix_lite.types import Params
 KINDS = ("full", "merged", "adapter")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
-PROVENANCE = "tunix_lite.json"
+_PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
 
@@ -89,20 +89,10 @@ def check_export(
                 f"out={out} exists and is not empty; give another folder, or overwrite=true to "
                 "replace it"
             )
-        if not (out / PROVENANCE).is_file():
+        if not (out / _PROVENANCE).is_file():
             raise ConfigError(
-                f"out={out} was not written by export (it has no {PROVENANCE}), so it is not "
+                f"out={out} was not written by export (it has no {_PROVENANCE}), so it is not "
                 "replaced"
-            )
-        with error_context(f"out={out}"):
-            written = read_object(out / PROVENANCE).get("files")
-        if not isinstance(written, list):
-            written = []
-        own = {name for name in written if isinstance(name, str)} | {PROVENANCE}
-        others = sorted({p.name for p in out.iterdir()} - own)
-        if others:
-            raise ConfigError(
-                f"out={out} holds {others[0]}, which export did not write, so it is not replaced"
             )
     if jax.process_count() > 1:
         raise ConfigError(
@@ -193,9 +183,6 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
     original = {} if source.folder is None else read_object(source.folder / "config.json")
     if original.get("model_type") == family.model_type:
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
-        # model.untie_head
-        if (family.absent | original).get("tie_word_embeddings") != cfg.tied:
-            config["tie_word_embeddings"] = cfg.tied
     else:
         # Random weights, or the text part of a model with images or the like.
         ids = {key: original.get(key, value) for key, value in ids.items()}
@@ -299,22 +286,21 @@ def _base_name(model: LanguageModel) -> str:
 def _describe(
     model: LanguageModel, folder: Path, out: Path, kind: str, difference: float
 ) -> str:
-    """Writes the model card and PROVENANCE. Returns the command that serves the model."""
+    """Writes the model card and _PROVENANCE. Returns the command that serves the model."""
     # the run's folder below `outputs`: project, date and time, without the path of a machine
     run = None
     if model.run is not None:
         parts = model.run.resolve().parts
         begin = parts.index("outputs") + 1 if "outputs" in parts else len(parts) - 1
         run = "/".join(parts[begin:])
-    lora = model.source.lora or model.was_lora
-    kind = "merged" if model.was_lora else kind
+    lora = model.source.lora
     about = {
         "kind": kind,
         "base": _base_name(model),
         "run": run,
         "step": model.step,
         "difference_after_reading_back": difference,
-        "metrics": _metrics(model),
+        "accuracy": _accuracies(model),
         "lora": lora
         and {name: getattr(lora, name) for name in ("rank", "alpha", "targets", "base")},
         "versions": {
@@ -325,76 +311,58 @@ def _describe(
     }
     served = f"vllm serve {out}"
     if kind == "adapter":
-        rank = model.source.lora.rank
         served = (
-            f"vllm serve {_base_name(model)} --enable-lora --max-lora-rank {rank} --lora-modules "
+            f"vllm serve {about['base']} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
             f"{out.name}={out}"
         )
     (folder / "README.md").write_text(_card(about, served.replace(str(out), out.name), out.name))
-    about["files"] = sorted(file.name for file in folder.iterdir())
-    (folder / PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
+    (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
 
 
-def _metrics(model: LanguageModel) -> dict:
-    """From the run's status.json: algorithm, seed, steps, parameters, first and last accuracy."""
-    if model.run is None or not (model.run / "status.json").is_file():
-        return {}
+def _accuracies(model: LanguageModel) -> dict[str, float]:
+    """The first and the last accuracy on held-out prompts, of the run's status.json."""
     # A damaged file is no reason to stop: its content is for the model card alone.
     try:
-        status = read_object(model.run / "status.json")
-    except ValueError:
+        evaluated = read_object(model.run / "status.json")["eval"]
+        return {when: float(evaluated[when]["accuracy"]) for when in ("first", "last")}
+    except (AttributeError, LookupError, OSError, TypeError, ValueError):
         return {}
-    kinds = {"algorithm": str, "seed": int, "steps": int, "parameters": int}
-    facts = {key: status[key] for key, kind in kinds.items() if type(status.get(key)) is kind}
-    if not facts.get("algorithm", "").isidentifier():
-        facts.pop("algorithm", None)
-    evaluated = status.get("eval")
-    entries = evaluated if isinstance(evaluated, dict) else {}
-    accuracies = {
-        when: {"accuracy": float(entries[when]["accuracy"])}
-        for when in ("first", "last")
-        if isinstance(entries.get(when), dict)
-        and type(entries[when].get("accuracy")) in (int, float)
-    }
-    return facts | ({"eval": accuracies} if accuracies else {})
 
 
 def _card(about: dict, served: str, name: str) -> str:
-    """The text of README.md, the model card. about: the content of PROVENANCE."""
+    """The text of README.md, the model card. about: the content of _PROVENANCE."""
     # The front matter, which the hub reads; a base that is a folder means nothing there.
-    is_adapter = about["kind"] == "adapter"
-    front = {"library_name": "peft" if is_adapter else "transformers"}
-    if is_hub_name(about["base"]):
-        front = {"base_model": about["base"].partition("@")[0]} | front
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items())]
-    lines += ["tags: [tunix_lite, reinforcement-learning]", "---", "", f"# {name}", ""]
-
-    # What it is, where it comes from, how good it is, and how to serve it.
     what = {
         "full": "All weights",
         "merged": "Adapters merged into their base",
         "adapter": "LoRA adapters",
     }[about["kind"]]
+    front = [f"library_name: {'peft' if about['kind'] == 'adapter' else 'transformers'}"]
+    if is_hub_name(about["base"]):
+        front += [f"base_model: {about['base'].partition('@')[0]}"]
+    lines = [
+        "---",
+        *front,
+        "tags: [tunix_lite, reinforcement-learning]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+    ]
+
+    # What it is, where it comes from, how good it is, and how to serve it.
     trained = "trained with" if about["run"] else "exported, without training, by"
     version = about["versions"]["tunix_lite"]
-    lines += [
-        f"{what} of a model {trained} tunix_lite {version}.",
-        "",
-        f"- base: `{about['base']}`",
-    ]
+    lines += [f"{what} of a model {trained} tunix_lite {version}.", ""]
+    lines += [f"- base: `{about['base']}`"]
     if about["run"]:
-        algorithm = about["metrics"].get("algorithm", "")
-        lines += [
-            f"- run: `{about['run']}`, step {about['step']}{algorithm and f', {algorithm}'}"
-        ]
+        lines += [f"- run: `{about['run']}`, step {about['step']}"]
     if about["lora"]:
-        lines += [
-            "- LoRA: " + ", ".join(f"{key} {value}" for key, value in about["lora"].items())
-        ]
-    evaluated = about["metrics"].get("eval")
-    if evaluated:
-        lines += ["", "| evaluation | accuracy on held-out prompts |", "|---|---|"]
-        lines += [f"| {when} | {entry['accuracy']:.1%} |" for when, entry in evaluated.items()]
-    lines += ["", "```", served, "```", ""]
-    return "\n".join(lines)
+        lora = ", ".join(f"{key} {value}" for key, value in about["lora"].items())
+        lines += [f"- LoRA: {lora}"]
+    lines += [
+        f"- accuracy on held-out prompts, {when} evaluation: {accuracy:.1%}"
+        for when, accuracy in about["accuracy"].items()
+    ]
+    return "\n".join([*lines, "", "```", served, "```", ""])

@@ -1,4 +1,4 @@
-"""A model outside of training: load it, generate, score, merge. Notebooks and the commands use it.
+"""A model outside of training: load it, generate, score. Notebooks and the commands use it.
 
 model = load("outputs/latest")  # or "bundled", a Hugging Face folder, a name on the hub
 print(model.generate("What is 12 + 7?")[0].text)
@@ -23,7 +23,7 @@ from tunix_lite.learner.policy import DTYPES, token_logprobs
 from tunix_lite.models import decoder, source, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import FAMILIES
-from tunix_lite.models.lora import LoraConfig, acting_params, merge
+from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel, ModelConfig
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import MeshShape, make_mesh, put
@@ -40,7 +40,7 @@ from tunix_lite.types import Params
 # Prompts are padded to a multiple of this many tokens, so that few lengths are compiled.
 WIDTH = 64
 # Tokens that are sampled between two pieces of a text that streams.
-STEPS_PER_LOOK = 4
+_STEPS_PER_LOOK = 4
 
 # The same as conf/generation/long.yaml.
 LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
@@ -91,8 +91,6 @@ class LanguageModel:
     # the run that trained it, and the step of the checkpoint
     run: Path | None = None
     step: int | None = None
-    # of a merged model: the adapters that were added to its weights
-    was_lora: LoraConfig | None = None
 
     @property
     def cfg(self) -> Architecture:
@@ -140,12 +138,6 @@ class LanguageModel:
             raise ValueError(
                 f"max_new_tokens has {len(max_new_tokens)} entries for {len(prompts)} prompts"
             )
-        for limit in max_new_tokens or ():
-            if not isinstance(limit, int) or not 1 <= limit <= generation.max_new_tokens:
-                raise ValueError(
-                    f"max_new_tokens={limit!r}; it is 1 to "
-                    f"generation.max_new_tokens={generation.max_new_tokens}"
-                )
 
         # The sampler gives all running requests after each chunk; those that have ended have a
         # reason.
@@ -184,7 +176,7 @@ class LanguageModel:
         The pieces together are the text that `generate` returns. Raises ValueError as `generate`.
         """
         settings = RolloutConfig() if rollout is None else rollout
-        settings = replace(settings, num_slots=1, chunk=STEPS_PER_LOOK)
+        settings = replace(settings, num_slots=1, chunk=_STEPS_PER_LOOK)
         text = self.tokenizer.stream()
         num_read = 0
         for (request,) in self._sample([prompt], generation, 1, seed, settings):
@@ -216,13 +208,11 @@ class LanguageModel:
                 )
             if len(ids) <= most_tokens or generation.long_prompts == "truncate":
                 tokens[i] = ids[-most_tokens:]
-        if not tokens and prompts:
-            raise ValueError(
-                f"all {len(prompts)} prompts are longer than "
-                f"generation.max_prompt_length={most_tokens}: dropped"
-            )
         if not tokens:
-            raise ValueError("there are no prompts to continue")
+            raise ValueError(
+                f"there are no prompts to continue: {len(prompts)} are longer than "
+                f"generation.max_prompt_length={most_tokens}, and dropped"
+            )
 
         # Lengths: prompts are padded to a multiple of WIDTH, completions fill what is left.
         longest = max(map(len, tokens.values()))
@@ -300,20 +290,6 @@ class LanguageModel:
                 logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[0]
                 scores.append(logprobs[padding:][start : start + count])
         return scores
-
-    def merged(self) -> "LanguageModel":
-        """The same model with its adapters added to its weights, in the dtype of the computation.
-
-        It samples faster. A model without adapters is only cast.
-        """
-        with jax.set_mesh(self.mesh):
-            params = merge(self.params, self.cfg, self.dtype)
-        return replace(
-            self,
-            params=params,
-            source=replace(self.source, lora=None),
-            was_lora=self.source.lora,
-        )
 
     def _check_length(self, tokens: int) -> None:
         """Raises ValueError if the model has fewer positions than this number of tokens."""

@@ -3,17 +3,15 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.rollout.generate import check_kernels, make_prepare, sampler_spec
+from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.live import LiveEngine
-from tunix_lite.rollout.programs import make_programs
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
 from tunix_lite.types import Params
 
 # Slots where rollout.num_slots does not say how many.
-SLOTS = 32
+_SLOTS = 32
 
 
 def live_engine(
@@ -37,10 +35,13 @@ def live_engine(
     new = min(generation.max_new_tokens, most)
     width = min(generation.max_prompt_length, most)
     plain = replace(
-        generation.without_cutoffs,
+        generation,
         max_prompt_length=width,
         max_new_tokens=new,
         temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
         stop=(),
         stop_token_ids=(),
     )
@@ -51,19 +52,11 @@ def live_engine(
         )
     tokenizer = model.tokenizer
     with jax.set_mesh(model.mesh):
-        slots = round_up_to_shards(rollout.num_slots or SLOTS, model.mesh.shape["fsdp"])
-        spec, _ = sampler_spec(
-            model.cfg,
-            plain,
-            tokenizer.eos_ids,
-            tokenizer.pad_id,
-            model.dtype,
-            rollout,
-            jnp.float32,
-        )
-        check_kernels(spec, rollout, model.params)
+        slots = round_up_to_shards(rollout.num_slots or _SLOTS, model.mesh.shape["fsdp"])
+        how = (model.cfg, plain, tokenizer.eos_ids, tokenizer.pad_id, model.dtype, rollout)
+        sampler = make_sampler(*how, per_request=True)
         if prepared is None:
-            prepare = make_prepare(model.cfg, model.dtype, rollout.weights != "sharded")
-            prepared = prepare(model.params)
-        programs = make_programs(replace(spec, per_request=True))
-    return LiveEngine(programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids)
+            prepared = sampler.prepare(model.params)
+    return LiveEngine(
+        sampler.programs, prepared, model.mesh, slots, max_waiting, tokenizer.eos_ids
+    )

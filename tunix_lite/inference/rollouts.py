@@ -16,8 +16,8 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_u
 from tunix_lite.types import Params, Prompts, Rollout
 
 # On a CPU: slots of any model, and weights times slots of a small one.
-CPU_SLOTS = 16
-CPU_WORK = 2_000_000_000
+_CPU_SLOTS = 16
+_CPU_WORK = 2_000_000_000
 
 
 def generate_of(
@@ -39,8 +39,8 @@ def generate_of(
         if rollout.num_slots is None and model.mesh.devices.flat[0].platform == "cpu":
             # More slots than keep the cores busy make a step longer and take memory, and all
             # completions end late and together: few would be graded when an evaluation is killed.
-            busy = CPU_WORK // num_params(decoder.weights(model.cfg))
-            busy = round_up_to_shards(max(CPU_SLOTS, busy), model.mesh.shape["fsdp"])
+            busy = _CPU_WORK // num_params(decoder.weights(model.cfg))
+            busy = round_up_to_shards(max(_CPU_SLOTS, busy), model.mesh.shape["fsdp"])
             slots = min(slots, busy)
         weights, _ = memory.choose_weights(
             model.params, model.cfg, model.dtype, generation, rollout, slots, counts

@@ -1,10 +1,9 @@
 """Compares the policy with a teacher at each token: `collect` stores the teacher's outputs, and the
 update computes the divergence from them.
 
-The teacher reads the completions once. For each token its hidden state is stored, or its k
-likeliest tokens with their log-probabilities. They travel with the batch as streams [B, T, K], so
-that packing and micro-batches take them along. models/divergence.py computes the divergence. The
-teacher's output embedding stays where it is, on the mesh, and is a constant of the batch.
+For each token the teacher's hidden state is stored, or its k likeliest tokens with their
+log-probabilities. They travel with the batch as streams [B, T, K]; its output embedding stays on
+the mesh and is a constant of the batch. models/divergence.py computes the divergence.
 """
 
 from collections.abc import Callable
@@ -33,9 +32,7 @@ TABLE = "teacher_table"
 @dataclass(frozen=True)
 class Teacher:
     """Inputs of a comparison beside arrays.
-
-    Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144).
-    """
+    Example: Teacher(TeacherComparison("teacher", "reverse"), None, 2304, 262144)."""
 
     comparison: TeacherComparison
     softcap: float | None  # softcap of the teacher's logits
@@ -54,8 +51,8 @@ class Teacher:
         return table if len(table) == self.vocabulary else table[: self.vocabulary]
 
     def shapes(self, rows: RowBatch, table: jax.ShapeDtypeStruct, dtype: DTypeLike) -> RowBatch:
-        """Returns the shapes of rows with the arrays that a comparison adds to them; table: the
-        shape of the teacher's output embedding."""
+        """Adds the shapes of a comparison's arrays; table: that of the teacher's output
+        embedding."""
 
         def vectors(length: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
             shape = (*rows.tokens.shape, length)
@@ -75,9 +72,7 @@ class Teacher:
 @dataclass(frozen=True)
 class FrozenComparer:
     """Adds to a batch what a teacher finds of each token: an algorithms.algorithm.Comparer.
-
-    Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence.
-    """
+    Example: batch = policy.compare(batch); then policy.scores(params, rows).divergence."""
 
     params: Params  # weights of the teacher, on the mesh, never donated
     table: jax.Array | None  # its output embedding, where the whole vocabulary is compared
@@ -89,8 +84,7 @@ class FrozenComparer:
         """The batch with streams and constants of the comparison.
 
         seen: the same completions as the teacher reads them, after other prompts; None: as they
-        are. Raises ValueError if another number of tokens counts in a sequence of it.
-        """
+        are. Raises ValueError if another number of tokens counts in a sequence of it."""
         # Other fields of a batch would only make another program.
         read = batch if seen is None else seen
         read = Batch(read.tokens, read.token_mask, read.loss_weight)
@@ -128,10 +122,7 @@ def with_divergence(
     scores: Callable[..., TokenScores], teacher: Teacher
 ) -> Callable[..., ComparedScores]:
     """The scores of the policy, and how far it is from the teacher at each token that counts.
-
-    scores: policy.batch_scores with its settings. A batch needs the streams of a comparison.
-    """
-
+    scores: policy.batch_scores with its settings."""
     comparison = teacher.comparison
     kind = Kind(comparison.divergence, comparison.mix)
 

@@ -15,19 +15,12 @@ REAL = 100_000_000
 # Platforms on which bfloat16 is several times as fast as float32.
 ACCELERATORS = ("gpu", "cuda", "rocm", "tpu")
 # Rates of AdamW by what trains, and by what the algorithm learns from.
+LEARNS_FROM = ("rewards", "demonstrations", "preferences")
 RATES = {
-    "all weights of a real model": {
-        "rewards": 1e-6,
-        "demonstrations": 1e-5,
-        "preferences": 1e-6,
-    },
-    "adapters of a real model": {"rewards": 1e-4, "demonstrations": 2e-4, "preferences": 1e-5},
-    "all weights of a small model": {
-        "rewards": 4e-5,
-        "demonstrations": 4e-5,
-        "preferences": 4e-5,
-    },
-    "adapters of a small model": {"rewards": 2e-3, "demonstrations": 2e-3, "preferences": 2e-3},
+    "all weights of a real model": (1e-6, 1e-5, 1e-6),
+    "adapters of a real model": (1e-4, 2e-4, 1e-5),
+    "all weights of a small model": (4e-5, 4e-5, 4e-5),
+    "adapters of a small model": (2e-3, 2e-3, 2e-3),
 }
 # A rate of the user's that is so many times the usual one gets a hint.
 HIGH = 10
@@ -35,16 +28,14 @@ HIGH = 10
 
 def what_trains(has_adapters: bool, num_params: int) -> str:
     """The row of RATES. num_params: of the whole model.
-
-    Example: `what_trains(False, 600_000_000)` is "all weights of a real model".
-    """
+    Example: `what_trains(False, 600_000_000)` is "all weights of a real model"."""
     size = "real" if num_params >= REAL else "small"
     return f"{'adapters' if has_adapters else 'all weights'} of a {size} model"
 
 
 def usual_rate(optimizer: Optimizer, trains: str, learns_from: str) -> float:
-    """The learning rate for what trains. learns_from: a column of RATES."""
-    return RATES[trains][learns_from] * optimizer.TIMES_ADAMW
+    """The learning rate for what trains, a row of RATES. learns_from: one of LEARNS_FROM."""
+    return RATES[trains][LEARNS_FROM.index(learns_from)] * optimizer.TIMES_ADAMW
 
 
 def with_rate(optimizer: Optimizer, trains: str, learns_from: str) -> Optimizer:

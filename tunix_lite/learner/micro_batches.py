@@ -24,11 +24,8 @@ Sums = tuple[Tree, Metrics]
 
 
 def cut(batch: Tree, parts: int) -> Tree:
-    """Arrays of rows [R, ...] as parts [parts, rows, ...]; each part has an equal share of the rows
-    of every shard.
-
-    Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7.
-    """
+    """Arrays of rows [R, ...] as parts [parts, rows, ...] with equal shares of every shard.
+    Example: 8 rows on 2 shards in 2 parts -> rows 0 1 4 5 and rows 2 3 6 7."""
     shards = axis_size("fsdp")
 
     def divide(x: jax.Array) -> jax.Array:
@@ -49,13 +46,12 @@ def accumulate(
     grad_shardings: Tree | None = None,
     sync_every: int = 1,
 ) -> Sums:
-    """The sums of fn over the parts of a batch: (grads, metrics). They are exact, because both are
-    plain sums. A `Max` among the metrics comes out as the largest of the parts' values.
+    """The sums of fn over the parts of a batch: (grads, metrics), exact, as both are plain sums. Of
+    a `Max` among the metrics it is the largest.
 
-    fn(part) -> (grads, metrics). num_used: how many parts hold something, a traced number; None:
-    all. grad_shardings: where each gradient lies; None: wherever the compiler likes. Gradients
-    cross the mesh once in `sync_every` parts.
-    """
+    num_used: how many parts hold something, a traced number; None: all. grad_shardings: where each
+    gradient lies; None: wherever the compiler likes. Gradients cross the mesh once in `sync_every`
+    parts."""
 
     def place(sums: Sums) -> Sums:
         # Gradients lie as the parameters do, so that each device only ever reduces its share.
@@ -103,8 +99,7 @@ def _sum_parts(
     num_parts: int | jax.Array,
     place: Callable[[Sums], Sums],
 ) -> Sums:
-    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other.
-    `place` keeps gradients on the devices where they belong."""
+    """The sums of fn over the first parts of a batch, arrays [parts, ...], one after the other."""
 
     def start_of(x: jax.Array | Max) -> jax.Array | Max:
         if _is_max(x):
@@ -137,10 +132,8 @@ def _is_max(leaf: object) -> bool:
 def _sum_per_shard(
     fn: Callable[[Tree], Sums], sync_every: int, grad_shardings: Tree | None
 ) -> Callable[[Tree], Sums]:
-    """fn over `sync_every` parts, summed on each shard first, and over the shards only then.
-
-    While this lasts, each device holds the sum of its own gradient, not divided over fsdp.
-    """
+    """fn over `sync_every` parts, summed on each shard first, and over the shards only then. While
+    this lasts, each device holds the sum of its own gradient, not divided over fsdp."""
 
     def of_one_shard(part: Tree) -> Sums:
         # all rows of a shard are its own

@@ -6,7 +6,7 @@ Weights are stored as stacks of layers, and an optimizer sees each layer as a we
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +23,15 @@ Matrix = optax.contrib.MuonDimensionNumbers
 DIMS = (Matrix, optax.MaskedNode)
 # the least root mean square of weights that Adafactor multiplies an update by, as optax has it
 LEAST_RMS = 1e-3
+# settings that `describe` has words for
+DESCRIBED = ("learning_rate", "schedule", "scale_lr_with_devices", "max_grad_norm")
+# the least value of settings, of whatever optimizer has them
+LEAST = {
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"), 0),
+    "clip_rms": 0,
+    "min_dim_to_factor": 2,
+    "ns_steps": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -54,33 +63,31 @@ class LearningRateConfig:
         rate = self.learning_rate
         if isinstance(rate, str) and rate != "auto":
             raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")
-        for name in (
-            "learning_rate",
-            "weight_decay",
-            "max_grad_norm",
-            "warmup_steps",
-            "clip_rms",
-        ):
-            value = getattr(self, name, 0)
-            if value != "auto" and value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+        values = {
+            name: value for name, value in vars(self).items() if isinstance(value, float | int)
+        }
+        for name, least in LEAST.items():
+            if values.get(name, least) < least:
+                limit = f"be at least {least}" if least else "not be negative"
+                raise ValueError(f"{name}={values[name]} must {limit}")
         for name in ("eps", "rms"):
-            value = getattr(self, name, None)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be above 0")
+            if values.get(name, 1) <= 0:
+                raise ValueError(f"{name}={values[name]} must be above 0")
         for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name, 0) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+            if not 0 <= values.get(name, 0) < 1:
+                raise ValueError(f"{name}={values[name]} must lie in [0, 1)")
         if not 0 <= self.end_fraction <= 1:
             raise ValueError(f"end_fraction={self.end_fraction} must lie in [0, 1]")
+        if not 0 < values.get("decay_rate", 1) <= 1:
+            raise ValueError(f"decay_rate={values['decay_rate']} must lie in (0, 1]")
+        if values.get("nesterov") and not values["momentum"]:
+            raise ValueError("nesterov=true wants a momentum above 0")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(LearningRateConfig):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). The default.
-
-    Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`.
-    """
+    Example: `OptimizerConfig(learning_rate=1e-6, weight_decay=0.1)`."""
 
     # Decay of the running mean of gradients.
     beta1: float = 0.9
@@ -124,25 +131,18 @@ class AdafactorConfig(LearningRateConfig):
     # Added to squared gradients.
     eps: float = 1e-30
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.min_dim_to_factor < 2:
-            raise ValueError(f"min_dim_to_factor={self.min_dim_to_factor} must be at least 2")
-        if not 0 < self.decay_rate <= 1:
-            raise ValueError(f"decay_rate={self.decay_rate} must lie in (0, 1]")
-
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates. The parts of optax.adafactor, with norms taken layer by layer."""
 
         def rms(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
             return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 
-        def clip(u: jax.Array, p: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-            return u / jnp.maximum(1.0, rms(u, dims) / self.clip_rms)
-
-        def times_weights(u: jax.Array, p: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-            return u * jnp.maximum(rms(p, dims), LEAST_RMS)
-
+        clip = _per_layer(
+            lambda u, p, dims: u / jnp.maximum(1.0, rms(u, dims) / self.clip_rms), table
+        )
+        times_weights = _per_layer(
+            lambda u, p, dims: u * jnp.maximum(rms(p, dims), LEAST_RMS), table
+        )
         parts = [
             optax.scale_by_factored_rms(
                 decay_rate=self.decay_rate,
@@ -151,10 +151,10 @@ class AdafactorConfig(LearningRateConfig):
             )
         ]
         if self.clip_rms:
-            parts.append(_per_layer(clip, table))
+            parts.append(clip)
         parts.append(optax.scale_by_learning_rate(rate, flip_sign=False))
         if self.scale_by_weights:
-            parts.append(_per_layer(times_weights, table))
+            parts.append(times_weights)
         if self.momentum:
             parts.append(optax.ema(self.momentum, debias=False))
         return optax.chain(*parts, optax.scale(-1.0))
@@ -186,11 +186,6 @@ class MuonConfig(LearningRateConfig):
     # Decay of weights per unit of learning rate, for weights of two or more dims. 0 turns it off.
     weight_decay: float = 0.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.ns_steps < 1:
-            raise ValueError(f"ns_steps={self.ns_steps} must be at least 1")
-
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates. table: the weights that train, which says which dims are inputs."""
         if table is None:
@@ -216,10 +211,12 @@ class MuonConfig(LearningRateConfig):
             return math.sqrt(max(inputs, outputs)) * self.rms * u
 
         dims = jax.tree.map(dims_of, table, is_leaf=is_weight)
+
+        def is_dims(x: object) -> bool:
+            return isinstance(x, DIMS)
+
         scale_by_shape = optax.stateless(
-            lambda updates, params: jax.tree.map(
-                sized, dims, updates, is_leaf=lambda x: isinstance(x, DIMS)
-            )
+            lambda updates, params: jax.tree.map(sized, dims, updates, is_leaf=is_dims)
         )
         parts = {
             "matrix": optax.chain(
@@ -235,9 +232,7 @@ class MuonConfig(LearningRateConfig):
             "rest": optax.scale_by_adam(self.beta1, self.beta2, self.eps),
         }
         names = jax.tree.map(
-            lambda d: "matrix" if isinstance(d, Matrix) else "rest",
-            dims,
-            is_leaf=lambda x: isinstance(x, DIMS),
+            lambda d: "matrix" if isinstance(d, Matrix) else "rest", dims, is_leaf=is_dims
         )
         return optax.chain(
             optax.partition(parts, names),
@@ -281,11 +276,6 @@ class SGDConfig(LearningRateConfig):
     # true adds the new gradient to the sum once more. Needs momentum above 0.
     nesterov: bool = False
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov=true wants a momentum above 0")
-
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates."""
         return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
@@ -306,9 +296,7 @@ def _make_schedule(cfg: LearningRateConfig, max_steps: int) -> optax.Schedule:
 
     With w = max(warmup_steps, 1): update w - 1 has the peak, and those before it 1/w, 2/w ... of
     it. A decay begins there and would end at update max_steps, one after the last, as those of
-    transformers and optax do: no update has the rate 0.
-
-    Raises ValueError for learning_rate=auto: learner.defaults.with_rate makes it a number.
+    transformers and optax do: no update has the rate 0. Raises ValueError for learning_rate=auto.
     """
     peak = cfg.learning_rate
     if peak == "auto":
@@ -332,41 +320,28 @@ def make_optimizer(
     table: Table | None = None,
     rate: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
-    """The whole chain; `describe` says it in words.
-
-    table: the declared weights that train, stacked by layer as they are; None: none is stacked.
-    Muon needs it. rate: the learning rate of each update; None: as the settings have it. Raises
-    ValueError.
-
-    Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`.
-    """
+    """The whole chain. table: the declared weights that train; None: none is stacked by layer. Muon
+    needs it. rate: the learning rate of each update; None: as the settings have it.
+    Example: `make_optimizer(OptimizerConfig(learning_rate=4e-5), max_steps=60)`."""
     scale = cfg.scale(_make_schedule(cfg, max_steps) if rate is None else rate, table)
     if not cfg.max_grad_norm:
         return scale
     return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), scale)
 
 
-def describe(cfg: Optimizer, num_shards: int = 1, max_steps: int | None = None) -> str:
-    """The chain as one line for the start of a run; num_shards: of the batch (fsdp). max_steps: of
-    the run; None: it is not known."""
-    rate = f"{cfg.learning_rate:g} {cfg.schedule}"
+def describe(cfg: Optimizer, num_shards: int = 1) -> str:
+    """The chain as one line for the start of a run, with all settings that are not at their
+    default; num_shards: of the batch (fsdp)."""
+    rate = f"{cfg.learning_rate:g}"
     if cfg.scale_lr_with_devices:
-        whole = scaled_for(cfg, num_shards).learning_rate
-        rate = f"{cfg.learning_rate:g} x {num_shards} shards = {whole:g} {cfg.schedule}"
-    if cfg.warmup_steps:
-        rate += f", warm-up {cfg.warmup_steps}"
-        if max_steps is not None and max_steps < cfg.warmup_steps:
-            rate += f" (longer than the run, which ends at {max_steps}/{cfg.warmup_steps} of it)"
-    terms = [rate]
-    if getattr(cfg, "momentum", 0):
-        nesterov = "nesterov " if getattr(cfg, "nesterov", False) else ""
-        terms.append(f"{nesterov}momentum {cfg.momentum:g}")
-    if hasattr(cfg, "beta1"):
-        terms.append(f"betas {cfg.beta1:g} {cfg.beta2:g}")
-    if getattr(cfg, "weight_decay", 0):
-        terms.append(f"decay {cfg.weight_decay:g}")
+        rate += f" x {num_shards} shards = {scaled_for(cfg, num_shards).learning_rate:g}"
+    others = [
+        f"{field.name}={getattr(cfg, field.name)}"
+        for field in fields(cfg)
+        if field.name not in DESCRIBED and getattr(cfg, field.name) != field.default
+    ]
     clip = f"clip {cfg.max_grad_norm:g} → " if cfg.max_grad_norm else ""
-    return f"{clip}{cfg.NAME}({', '.join(terms)})"
+    return f"{clip}{cfg.NAME}({', '.join([f'{rate} {cfg.schedule}', *others])})"
 
 
 def _per_layer(
@@ -398,10 +373,7 @@ def _decay_mask(params: Params) -> Params:
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state, born sharded: its moments lie where their weights lie, its counters
-    everywhere.
-
-    Example: `TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))`.
-    """
+    everywhere."""
     shardings = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
@@ -426,10 +398,8 @@ def opt_state_shapes(optimizer: optax.GradientTransformation, params: Params) ->
 
 @dataclass(frozen=True)
 class StateLeaf:
-    """An array of the optimizer's state, and the weight that it lies with.
-
-    Example: the column of Adafactor's mean for a weight [L, D, F]: dims (0, 1).
-    """
+    """An array of the optimizer's state, and the weight that it lies with. Example: the column of
+    Adafactor's mean for a weight [L, D, F] has dims (0, 1)."""
 
     shape: jax.ShapeDtypeStruct
     # the path of the weight; None: it belongs to none, as a counter does

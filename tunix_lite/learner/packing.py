@@ -29,10 +29,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowShape:
-    """Columns of a packed row: shared prompts in its prefix, then lanes.
-
-    Example: RowShape(3, 2, 3) is the row above, 9 columns wide.
-    """
+    """Columns of a packed row: shared prompts in its prefix, then lanes. Example: RowShape(3, 2, 3)
+    is the row above, 9 columns wide."""
 
     lane_columns: int  # columns of each lane
     num_lanes: int = 1
@@ -47,8 +45,7 @@ class RowShape:
 
     @property
     def scored_sizes(self) -> list[int]:
-        """Possible values of M, the most first. A run compiles a program for each before its first
-        step."""
+        """Possible values of M, the most first: a run compiles a program for each."""
         most = self.num_lanes * self.lane_columns
         return [most, -(-3 * most // 4)] if self.narrows and most > 1 else [most]
 
@@ -60,10 +57,7 @@ class RowShape:
 @dataclass(frozen=True)
 class Packed:
     """Places of the tokens of a [B, T] batch in rows [R, W], and what each may see.
-
-    Example: for the row at the top of this file, `source` is [[1, 2, 12, 3, 4, 13, 8, -1, -1]] if T
-    = 5 and prompts are left-padded to 3 columns.
-    """
+    Example: the row at the top of this file has the `positions` 0 1 0 2 3 1 2 0 0."""
 
     source: np.ndarray  # [R, W] int32, place in the flattened batch; -1: nothing
     # [R, W] int32, 1, 2 ... within a row; 0: nothing. A token sees only its own segment
@@ -79,16 +73,15 @@ class Packed:
     num_parts: int  # micro-batches that hold anything; 1 where the rows are the sequences
 
     def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
-        """[B, T] -> [R, W], `fill` where nothing stands. A shared prompt has the values of its
-        first sequence. Values may be vectors, [B, T, K]."""
+        """[B, T] or [B, T, K] -> [R, W] or [R, W, K], `fill` where nothing stands. A shared prompt
+        has the values of its first sequence."""
         x_BT = np.asarray(x_BT)
         x_RW = x_BT.reshape(-1, *x_BT.shape[2:])[self.source]
         x_RW[self.source < 0] = fill
         return x_RW
 
     def back(self, x_RW: np.ndarray) -> np.ndarray:
-        """[R, W] -> [B, T]: the values at the scored tokens, 0 elsewhere. Values may be vectors,
-        [R, W, K]."""
+        """[R, W] or [R, W, K] -> [B, T] or [B, T, K]: values at the scored tokens, 0 elsewhere."""
         x_RW = np.asarray(x_RW)
         x_BT = np.zeros((*self.shape, *x_RW.shape[2:]), x_RW.dtype)
         rows, nth = np.nonzero(self.is_scored)
@@ -99,12 +92,8 @@ class Packed:
 
 
 def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
-    """The rows are the sequences, unchanged. The real tokens of each must be contiguous, which is
-    not checked here.
-
-    counts_BT: bool, which tokens count. Raises ValueError where a token counts that nothing
-    predicts.
-    """
+    """The rows are the sequences, unchanged, whose real tokens must be contiguous. counts_BT: which
+    tokens count. Raises ValueError where one counts that nothing predicts."""
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
     _check_predicted(token_mask_BT, counts_BT)
@@ -131,15 +120,12 @@ def packed(
     shards: int,
 ) -> Packed:
     """Sequences side by side in shards * num_parts * rows_per_part rows, shard by shard, empty rows
-    last.
+    last. Micro-batch i is the i-th `rows_per_part` rows of every shard.
 
-    Micro-batch i is the i-th `rows_per_part` rows of every shard. Tokens that no counted token can
-    see are dropped: those behind the last counted token of a sequence, and a sequence without any.
-    With a prefix, neighbours with the same prompt share it: the tokens before the last
-    `lane_columns` columns, as far as none of them counts. Raises ValueError where a sequence does
-    not fit into a row, where rows run out (`rows_needed_at_most` and `shared_rows_at_most` say how
-    many it takes), and as `unpacked` does.
-    """
+    Tokens that no counted token can see are dropped: those behind the last counted token of a
+    sequence, and a sequence without any. With a prefix, neighbours share their prompt: the tokens
+    before the last `lane_columns` columns, as far as none of them counts. Raises ValueError where
+    a sequence does not fit into a row, where rows run out, and as `unpacked` does."""
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
 
@@ -171,23 +157,17 @@ def packed(
 
 
 def rows_needed_at_most(num_sequences: int, longest: int, width: int) -> int:
-    """Counts the rows that `packed` takes at most, for sequences of at most `longest` tokens,
-    prompts shared or not.
+    """Counts the rows that `packed` takes at most, for sequences of at most `longest` tokens.
 
     Of two used rows, whatever opened the later did not fit into the earlier, so together they hold
     more than `width`. Summed over every row and the next (after the last, the first): 2 * tokens >
-    rows * width, if there are two rows. Sharing adds no tokens: a unit is never longer than its
-    sequences are together. And no row is without a sequence.
-    """
+    rows * width, if there are two rows. Sharing prompts adds no tokens."""
     return min(num_sequences, max(1, -(-2 * num_sequences * longest // width) - 1))
 
 
 def shared_rows_at_most(num_groups: int, group_size: int, lanes: int) -> int:
-    """Counts the rows that `packed` takes at most, where every `group_size` neighbours have one
-    prompt.
-
-    In a row of its own a completion needs no more than a lane.
-    """
+    """The same where every `group_size` neighbours have one prompt: in a row of its own a
+    completion needs no more than a lane."""
     return num_groups * -(-group_size // lanes)
 
 
@@ -285,10 +265,7 @@ def _first_fit(
     lengths: list[int], room: np.ndarray, new: int | None = None
 ) -> np.ndarray | None:
     """The place of each length: from the longest on, the first place with room for it, or a new one
-    with room for `new`.
-
-    None if there is no room and no new place. `room` is left as it was.
-    """
+    with room for `new`. None: there is no room, and no new place."""
     places = np.zeros(len(lengths), int)
     left = room.tolist()
     for i in np.argsort(-np.asarray(lengths, int), kind="stable").tolist():
@@ -333,11 +310,8 @@ def _spread_rows(
     fills: np.ndarray, rows_per_part: int, num_parts: int, shards: int
 ) -> np.ndarray:
     """Places the used rows: the fullest first, dealt across the shards of a part, then to the next
-    part.
-
-    Every other pass goes the other way round, or the first shard and the first part would always
-    get the fuller row. fills: tokens of each used row.
-    """
+    part. Every other pass goes the other way round, or the first would always get the fuller row.
+    fills: tokens of each used row."""
     # each shard gets as many, its first rows
     slot, shard = np.divmod(np.arange(len(fills)), shards)
     part, nth = np.divmod(slot, rows_per_part)

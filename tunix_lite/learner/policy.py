@@ -22,11 +22,7 @@ from tunix_lite.parallel.mesh import axis_size, constrain
 from tunix_lite.types import Batch, Params, RowBatch, TokenScores
 
 # training.mixed_precision -> the dtype of the computation
-DTYPES = {
-    "fp32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "bf16_params": jnp.bfloat16,
-}
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_params": jnp.bfloat16}
 # training.mixed_precision -> the dtype in which trained weights are kept
 STORED = {"fp32": "fp32", "bf16": "fp32", "bf16_params": "bf16"}
 ROWS = RowLayout()
@@ -34,10 +30,7 @@ ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class Rescore:
-    """Log-probabilities under weights given with the batch: an algorithms.algorithm.Rescorer.
-
-    Example: policy.rescore(params, batch) -> log-probabilities [B, T] under today's weights.
-    """
+    """A Rescorer. Example: policy.rescore(params, batch) -> log-probabilities [B, T]."""
 
     rows: RowLayout  # layout of its batches
     # (params, batch in rows) -> its compiled program, which it keeps
@@ -55,10 +48,7 @@ class Rescore:
 
 @dataclass(frozen=True)
 class _FrozenScorer:
-    """Log-probabilities under frozen weights: an algorithms.algorithm.Scorer.
-
-    Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T].
-    """
+    """A Scorer. Example: policy.scorers["reference"](batch) -> ref_logprobs [B, T]."""
 
     params: Params  # on the mesh, never donated
     rescore: Rescore
@@ -81,9 +71,7 @@ def on_every_device(
     of_part: Callable[[Params, RowBatch], Any], rows: RowLayout
 ) -> jax.stages.Wrapped:
     """(params, batch in rows) -> what of_part gives of each micro-batch, a tree of [R, W, ...].
-
-    Every device has all of it, so that every process can read it.
-    """
+    Every device has all of it, so that every process can read it."""
 
     def score(params: Params, batch: RowBatch) -> Any:
         scores = map_micro_batches(partial(of_part, params), batch, rows.num_parts)
@@ -93,8 +81,8 @@ def on_every_device(
 
 
 def map_micro_batches(fn: Callable[[RowBatch], Any], batch: RowBatch, parts: int) -> Any:
-    """fn(part) -> [rows, ...], or a tree of such arrays, of every micro-batch, as arrays of all
-    rows; zeros for parts that hold nothing."""
+    """fn(part) of every micro-batch, a tree of [rows, ...], as arrays of all rows; zeros for parts
+    that hold nothing."""
     num_used = batch.num_parts
     batch = batch.per_row
     if parts == 1:
@@ -136,12 +124,8 @@ def make_policy(
     """A decoder as a Policy.
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
-    frozen params of the KL term, or None. rows: how a batch is laid out where `collect` asks for
-    scores. scoring: `remat`, `scan_layers`, `attend`, `reduce_dtype` and `tp_reduce_dtype` as
-    decoder.forward takes them.
-
-    Example: `make_policy(model.cfg, generate, temperature=1.0)`.
-    """
+    frozen params of the KL term. rows: the layout where `collect` asks for scores. scoring:
+    settings of decoder.forward, such as `remat`."""
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
     rescore = Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
@@ -159,12 +143,11 @@ def batch_scores(
     head: Callable = token_scores,
     **forward: Any,
 ) -> TokenScores:
-    """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere.
+    """log p(token) and the entropy of the scored tokens, float32 [R, W], 0 elsewhere. Logits
+    [R, W, V] never exist.
 
-    Only they get logits over the vocabulary, and of those [R, W, V] never exist. head: another
-    function of hidden states in place of vocabulary.token_scores; what it gives, a tree of [R, M]
-    or [R, M, K], comes back in rows. forward: settings of decoder.forward.
-    """
+    head: another function of hidden states than vocabulary.token_scores; what it gives, a tree of
+    [R, M] or [R, M, K], comes back in rows. forward: settings of decoder.forward."""
     meta = attention.meta_of_rows(batch)
     hidden_RWD = decoder.forward(params, cfg, batch.tokens, meta, dtype, **forward)
     before_RMD, targets_RM = scored_hidden(hidden_RWD, batch)
@@ -184,8 +167,7 @@ def scored_hidden(hidden_RWD: jax.Array, batch: RowBatch) -> tuple[jax.Array, ja
 
 
 def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
-    """[R, M] -> [R, W]: values back at the columns of their tokens, 0 elsewhere. Values may be
-    vectors, [R, M, K]."""
+    """[R, M] or [R, M, K] -> rows: values back at the columns of their tokens, 0 elsewhere."""
     R, W = batch.tokens.shape
     inner = x_RM.ndim - 2
     # a row may have fewer scored tokens than M; the rest belongs to no token
@@ -200,8 +182,7 @@ def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
 def token_logprobs(
     params: Params, tokens_BT: jax.Array, token_mask_BT: jax.Array, **settings: Any
 ) -> jax.Array:
-    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T]; position 0, which nothing predicts,
-    is 0. Settings are those of `sequence_scores`."""
+    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T], as `sequence_scores`."""
     return sequence_scores(params, tokens_BT, token_mask_BT, **settings).logprobs
 
 

@@ -18,12 +18,9 @@ PACKING = ("none", "sequences", "prefix")
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Lays out the sequences of a batch as rows. Widths and counts are fixed, so that programs
-    compile once.
-
+    """Lays out the sequences of a batch as rows of fixed widths and counts: programs compile once.
     Example: RowLayout("none", 2, 64): a sequence a row, two micro-batches, and the last 64 columns
-    hold all scored tokens.
-    """
+    hold all scored tokens."""
 
     # none: a sequence a row; sequences: side by side; prefix: and a group's prompt once
     packing: str = "none"
@@ -48,12 +45,9 @@ class RowLayout:
         return {"prefix_columns": shape.prefix_columns, "lane_columns": shape.lane_columns}
 
     def lay_out(self, batch: Batch) -> tuple[RowBatch, Packed]:
-        """The batch in rows on the mesh, and where its tokens went: `Packed.back` brings values of
-        rows back to [B, T].
-
-        Raises ValueError where a field has another shape than tokens, where tokens count outside
-        of the last `num_scored` columns, and as packing.packed and packing.unpacked do.
-        """
+        """The batch in rows on the mesh, and where its tokens went. Raises ValueError where a field
+        has another shape than tokens, where tokens count outside of the last `num_scored` columns,
+        and as packing.packed and packing.unpacked do."""
         _check_shapes(batch)
         counts_BT = np.asarray(batch.loss_weight) != 0
         if self.packing == "none":
@@ -100,12 +94,9 @@ def row_shapes(
     values: Sequence[str],
     streams: Sequence[str] = (),
 ) -> RowBatch:
-    """Returns the shapes that `layout.lay_out` makes of [num_sequences, length], as
-    ShapeDtypeStructs placed on the current mesh.
-
-    Packed rows are as many as could ever be needed. Unpacked rows need `num_scored`. values: the
-    fields of float32 that the batch has; streams: the names of its streams.
-    """
+    """Returns the shapes that `layout.lay_out` makes of [num_sequences, length], on the current
+    mesh: packed rows as many as could ever be needed. values: the fields of float32 that the batch
+    has; streams: the names of its streams."""
     is_packed = layout.packing != "none"
     num_rows = axis_size("fsdp") * layout.num_parts * layout.rows_per_part
     R = num_rows if is_packed else num_sequences
@@ -152,9 +143,8 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:
-    """An array of a batch on the mesh: its rows divided over fsdp, or whole on every device where
-    fsdp does not divide their number; a number is on every device. One of jax, which a batch has
-    among its constants, is there already."""
+    """An array of a batch on the mesh: its rows divided over fsdp; whole on every device where fsdp
+    does not divide their number, as a number is. One of jax is there already."""
     if isinstance(x, jax.Array):
         return x
     return put(x, *("batch", "seq", "seq")[: np.ndim(x)]) if np.ndim(x) else put(np.int32(x))

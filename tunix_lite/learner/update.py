@@ -27,26 +27,20 @@ ROUNDING = 0x70D
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """An update, compiled once for arguments of one shape.
+    """An update, compiled once for arguments of one shape: (state, frozen, batch) -> (state,
+    metrics).
 
-    train_step(state, frozen, batch) -> (state, metrics). The old state is donated: do not use it
-    again. `frozen` is the base under adapters (None: all weights train); it stays. An update whose
-    loss, gradient or change is not finite is not made, on all devices alike: train/skipped is 1
-    then.
-
-    Example: state, metrics = train_step(state, None, rows.lay_out(batch)[0]).
-    """
+    The old state is donated. `frozen` is the base under adapters (None: all weights train); it
+    stays. An update whose loss, gradient or change is not finite is not made, on all devices alike:
+    train/skipped is 1 then.
+    Example: state, metrics = train_step(state, None, rows.lay_out(batch)[0])."""
 
     policy: Policy
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
-    # the adapters that train; None: all weights do
-    lora: LoraConfig | None = None
-    # seed of the adapters' dropout and of rounding
-    seed: int = 0
-    # micro-batches after which the gradient crosses the mesh
-    sync_every: int = 1
-    # options of the compiler, by platform
+    lora: LoraConfig | None = None  # the adapters that train; None: all weights do
+    seed: int = 0  # of the adapters' dropout and of rounding
+    sync_every: int = 1  # micro-batches after which the gradient crosses the mesh
     compiler_options: OptionsByPlatform = field(default_factory=dict)
 
     def __call__(
@@ -56,8 +50,7 @@ class TrainStep:
 
     @functools.cached_property
     def compile(self) -> Callable[..., jax.stages.Compiled]:
-        """(state, frozen, batch), arrays or their shapes -> the compiled program, which is kept:
-        its memory and its collectives can be read from it."""
+        """(state, frozen, batch), arrays or their shapes -> the compiled program, which is kept."""
         return compiled_once(lambda *arguments: self.program(*arguments).lower(*arguments))
 
     def program(
@@ -91,11 +84,8 @@ class TrainStep:
         batch: RowBatch,
         grad_shardings: Any,
     ) -> Sums:
-        """The gradient of the whole batch and its metrics, traced inside of jit. Micro-batches are
-        summed. Nothing is divided, because loss_weight is normalised over the whole batch.
-
-        number: of the update, which dropout depends on.
-        """
+        """The gradient of the whole batch and its metrics, inside of jit: sums over micro-batches,
+        as loss_weight is normalised. number: of the update, which dropout depends on."""
         keys_R = None
         if self.lora is not None and self.lora.dropout > 0:
             # One key per sequence of the whole batch: what is dropped does not depend on
@@ -141,11 +131,9 @@ def apply(
     loss: jax.Array,
     seed: int,
 ) -> tuple[TrainState, Metrics]:
-    """The state after an update with these gradients, traced inside of jit. seed: of rounding.
-
-    It is computed in float32. Where the loss, a gradient or the change is not finite nothing moves,
-    not even the optimizer's moments; only the step is counted.
-    """
+    """The state after an update with these gradients, in float32, inside of jit. Where the loss, a
+    gradient or the change is not finite nothing moves, not even the optimizer's moments; only the
+    step is counted. seed: of rounding."""
     norm = optax.tree.norm(widen(grads))
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     old = state.params, state.opt_state
@@ -153,9 +141,8 @@ def apply(
     updates, opt_state = optimizer.update(widen(grads), widen(state.opt_state), params)
     new = optax.apply_updates(params, updates), opt_state
 
-    # What is kept in bfloat16 (training.mixed_precision=bf16_params) is rounded by chance. Rounded
-    # to the nearest, an update of less than half a last digit would never arrive. The random
-    # numbers come from (seed, step), so that they are the same on every mesh.
+    # What is kept in bfloat16 is rounded by chance: to the nearest, an update of less than half a
+    # last digit would never arrive. The numbers come from (seed, step), the same on every mesh.
     old_leaves = jax.tree.leaves(old)
     leaves, form = jax.tree.flatten(new)
     if [x.dtype for x in leaves] != [x.dtype for x in old_leaves]:
@@ -189,8 +176,8 @@ def widen(tree: Any) -> Any:
 
 
 def round_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
-    """x as dtype. From float32 to bfloat16 it is rounded stochastically: bfloat16 is the upper half
-    of float32, and the lower half gives the probability of rounding up."""
+    """x as dtype. bfloat16 is the upper half of float32, and the lower half gives the probability
+    of rounding up."""
     if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -8,7 +8,7 @@ from tunix_lite.models.activations import ACTIVATIONS
 MOST_LAYERS = 1024
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
-MOST_OF_A_DIM = 2**26
+_MOST_OF_A_DIM = 2**26
 
 
 @dataclass(frozen=True)
@@ -106,27 +106,29 @@ class Architecture:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"{field.name}={value} must be above 0")
-            most = MOST_LAYERS if field.name == "num_layers" else MOST_OF_A_DIM
+            most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
             if isinstance(value, int) and value > most:
                 raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}")
-        if "local" in self.pattern and self.window is None:
-            raise ValueError(
-                f"pattern={list(self.pattern)} has local layers, and window is not given"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} is odd; rotary embeddings need an even one"
-            )
-        if not self.pattern or set(self.pattern) - {"local", "global"}:
-            raise ValueError(
-                f"pattern={list(self.pattern)}: its entries are 'local' and 'global'"
-            )
+        mistakes = {
+            f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}": (
+                self.activation not in ACTIVATIONS
+            ),
+            f"pattern={list(self.pattern)} has local layers, and window is not given": (
+                "local" in self.pattern and self.window is None
+            ),
+            f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}": (
+                self.num_heads % self.num_kv_heads
+            ),
+            f"head_dim={self.head_dim} is odd; rotary embeddings need an even one": (
+                self.head_dim % 2
+            ),
+            f"pattern={list(self.pattern)}: its entries are 'local' and 'global'": (
+                not self.pattern or set(self.pattern) - {"local", "global"}
+            ),
+        }
+        for message, is_so in mistakes.items():
+            if is_so:
+                raise ValueError(message)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -20,26 +20,20 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.rounding import (
-    at_least_float32,
-    is_rounded,
-    product,
-    stored,
-    wide,
-)
+from tunix_lite.models.rounding import at_least_float32, is_rounded, product, stored, wide
 from tunix_lite.models.unfused import with_unfused_cotangent
 from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, use_rules
 from tunix_lite.types import RowBatch
 
 # A masked score. It is finite, so that a row that sees nothing stays finite.
-FAR_BELOW = -1e30
+_FAR_BELOW = -1e30
 # Scores on one device at a time, in float32: 64 MiB. Longer rows go in pieces of their queries.
 SCORES_AT_ONCE = 2**24
 MOST_PIECES = 16
 # Splash attention takes lengths and heads in multiples of it.
 LANES = 128
 # Axes of a mask, and of queries, keys and values, by the number of their dims.
-ROW_AXES = {3: ("batch", "seq", "seq"), 4: ("batch", "seq", "heads", "head_dim")}
+_ROW_AXES = {3: ("batch", "seq", "seq"), 4: ("batch", "seq", "heads", "head_dim")}
 
 
 @flax.struct.dataclass
@@ -145,7 +139,7 @@ def attend(
     if cfg.attn_softcap is not None:
         scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
 
-    probs = jax.nn.softmax(jnp.where(mask, scores, FAR_BELOW), axis=-1)
+    probs = jax.nn.softmax(jnp.where(mask, scores, _FAR_BELOW), axis=-1)
     if not is_rounded(dtype):
         # In the backward pass a product makes this cotangent. It is faster in its own kernel
         # than in one with the softmax.
@@ -428,7 +422,7 @@ def _merge_vmapped_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
         with use_rules("train"):
             # q, k, v or an array of their shape, [B, T, heads, H]; or a mask, [B, T, S]
             rows = [x.reshape(-1, *x.shape[2:]) for x in arrays]
-            out = fn(*(constrain(x, *ROW_AXES[x.ndim]) for x in rows))
+            out = fn(*(constrain(x, *_ROW_AXES[x.ndim]) for x in rows))
         out = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
@@ -567,36 +561,31 @@ def obstacle(
     """
     if NATIVE.get(platform) != name:
         return ValueError(f"it does not run on {platform}")
-    if name == "cudnn":
-        if cfg.attn_softcap is not None:
-            return ValueError(
-                f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}"
-            )
-        if jnp.dtype(dtype).itemsize != 2:
-            return ValueError("it computes in bfloat16 only; set training.mixed_precision=bf16")
-        if width % 2:
-            return ValueError(
-                f"it takes rows of even length, and they have {width}; change "
-                "generation.max_prompt_length by 1"
-            )
-        if cfg.head_dim > 256 or cfg.head_dim % 8:
-            return ValueError(
-                f"it takes heads of up to 256 in multiples of 8, and head_dim is {cfg.head_dim}"
-            )
-        error = _cudnn_fails(cfg, dtype)
-        return None if error is None else CannotCompile(error)
-    if shares_prompts:
-        return ValueError(
+    H = cfg.head_dim
+    reasons = {
+        f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}": (
+            cfg.attn_softcap is not None
+        ),
+        "it computes in bfloat16 only; set training.mixed_precision=bf16": (
+            jnp.dtype(dtype).itemsize != 2
+        ),
+        f"it takes rows of even length, and they have {width}; change "
+        "generation.max_prompt_length by 1": width % 2,
+        f"it takes heads of up to 256 in multiples of 8, and head_dim is {H}": H > 256 or H % 8,
+    }
+    if name == "splash":
+        reasons = {
             "it knows no branches, and training.packing=prefix makes some; set "
-            "training.packing=sequences"
-        )
-    if width % LANES:
-        return ValueError(f"it takes rows in multiples of {LANES} tokens, and they have {width}")
-    if cfg.head_dim % LANES:
-        return ValueError(
-            f"it takes heads in multiples of {LANES}, and head_dim is {cfg.head_dim}"
-        )
-    return None
+            "training.packing=sequences": shares_prompts,
+            f"it takes rows in multiples of {LANES} tokens, and they have {width}": width
+            % LANES,
+            f"it takes heads in multiples of {LANES}, and head_dim is {H}": H % LANES,
+        }
+    for reason, is_so in reasons.items():
+        if is_so:
+            return ValueError(reason)
+    error = _cudnn_fails(cfg, dtype) if name == "cudnn" else None
+    return None if error is None else CannotCompile(error)
 
 
 def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:

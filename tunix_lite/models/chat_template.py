@@ -89,12 +89,12 @@ def _in_a_line(error: Exception) -> str:
 
 
 # A type of plain values, and what makes one out of an instance of a subclass.
-PLAIN_TYPES = ((str, str.__str__), (bool, bool), (int, int.__int__), (float, float.__float__))
+_PLAIN_TYPES = ((str, str.__str__), (bool, bool), (int, int.__int__), (float, float.__float__))
 
 
 def to_plain_values(value: object) -> Any:
     """`value` in plain types, which have no methods of their own. Raises ValueError for others."""
-    for kind, make in PLAIN_TYPES:
+    for kind, make in _PLAIN_TYPES:
         if isinstance(value, kind):
             return make(value)
     if value is None:

@@ -33,13 +33,7 @@ from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta
-from tunix_lite.models.rounding import (
-    added,
-    at_least_float32,
-    is_rounded,
-    stored,
-    wide,
-)
+from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
 from tunix_lite.models.unfused import unfused_on_cpu
 from tunix_lite.models.weights import (
     Leaf,
@@ -57,20 +51,20 @@ from tunix_lite.models.weights import (
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
 from tunix_lite.types import Params
 
-EMBED_INIT = jax.nn.initializers.normal(0.02)
+_EMBED_INIT = jax.nn.initializers.normal(0.02)
 # The axes of hidden states between layers.
-RESIDUAL = ("batch", "residual_seq", "act_embed")
+_RESIDUAL = ("batch", "residual_seq", "act_embed")
 # The axes of hidden states that a part of a layer reads.
-LAYER_INPUT = ("batch", "seq", "act_embed")
+_LAYER_INPUT = ("batch", "seq", "act_embed")
 
 # sin and cos of the rotary angles, [B, T, 1, H/2] each
 Angles = tuple[jax.Array, jax.Array]
 # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps, such as its cache)
-AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+_AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 # The axes of the embedding, and of a head of its own.
-TABLE_AXES = ("vocab", "embed")
+_TABLE_AXES = ("vocab", "embed")
 
 
 # ---- the table of weights, and other forms of the parameters
@@ -78,7 +72,7 @@ TABLE_AXES = ("vocab", "embed")
 
 def weights(cfg: Architecture) -> dict:
     """Every parameter of the model, by name: a nested dict of `Weight`."""
-    table = Weight((cfg.vocab_size, cfg.embed_dim), TABLE_AXES, EMBED_INIT, inputs=0)
+    table = Weight((cfg.vocab_size, cfg.embed_dim), _TABLE_AXES, _EMBED_INIT, inputs=0)
     model = {"embed": table, "final_norm": _norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
@@ -258,7 +252,7 @@ def forward(
         x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, Products(tp_reduce_dtype))
         return x_BTD
 
-    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *RESIDUAL)
+    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *_RESIDUAL)
     if scan_layers:
         # Where all layers are of one kind, it is known while compiling.
         all_alike = len(set(are_local)) == 1
@@ -285,7 +279,7 @@ def forward(
         for is_local, of_layer in zip(are_local, of_layers):
             w = structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
             x_BTD = of_kind[is_local](x_BTD, w)
-    return norm(move(x_BTD, RESIDUAL, LAYER_INPUT), params["final_norm"], cfg)
+    return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
@@ -367,7 +361,7 @@ def embed(
     x_BTD = stored(lookup(params["embed"], tokens_BT), dtype)
     if cfg.embed_scale:
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
-    return constrain(x_BTD, *LAYER_INPUT)
+    return constrain(x_BTD, *_LAYER_INPUT)
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -391,7 +385,7 @@ def _lookup_backward(residuals: tuple, cotangent_BTD: jax.Array) -> tuple[jax.Ar
     table_VD, tokens_BT = residuals
     zeros_VD = jnp.zeros(table_VD.shape, at_least_float32(table_VD.dtype))
     gradient_VD = zeros_VD.at[tokens_BT].add(cotangent_BTD.astype(zeros_VD.dtype))
-    return constrain_gradient(gradient_VD, TABLE_AXES).astype(table_VD.dtype), None
+    return constrain_gradient(gradient_VD, _TABLE_AXES).astype(table_VD.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -466,7 +460,7 @@ def block(
     w: dict[str, Any],
     cfg: Architecture,
     angles: Angles,
-    attend_fn: AttendFn,
+    attend_fn: _AttendFn,
     products: Products = PLAIN,
     attend_norms: bool = False,
 ) -> tuple[jax.Array, Any]:
@@ -476,20 +470,20 @@ def block(
     queries and keys itself; it is called with the weights and the angles, too.
     """
     # Attention.
-    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), RESIDUAL, LAYER_INPUT)
+    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
     attended_BTD, extra = attention_part(
         normed_BTD, w, cfg, angles, attend_fn, products, attend_norms
     )
     if cfg.post_norms:
         attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
-    x_BTD = constrain(added(x_BTD, attended_BTD), *RESIDUAL)
+    x_BTD = constrain(added(x_BTD, attended_BTD), *_RESIDUAL)
 
     # Feed-forward.
-    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), RESIDUAL, LAYER_INPUT)
+    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
     fed_BTD = gated_mlp(normed_BTD, w, cfg, products)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
-    x_BTD = constrain(added(x_BTD, fed_BTD), *RESIDUAL)
+    x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
     return products.after_layer(x_BTD), extra
 
 
@@ -498,7 +492,7 @@ def attention_part(
     w: dict[str, Any],
     cfg: Architecture,
     angles: Angles,
-    attend_fn: AttendFn,
+    attend_fn: _AttendFn,
     products: Products = PLAIN,
     attend_norms: bool = False,
 ) -> tuple[jax.Array, Any]:
@@ -518,7 +512,7 @@ def attention_part(
         )
     if attend_norms:
         out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
-        return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
+        return constrain(products.out(out_BTNH, w), *_RESIDUAL), extra
     if cfg.qk_norm:
         q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
@@ -535,19 +529,16 @@ def attention_part(
     out_BTNH = checkpoint_name(
         constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
     )
-    return constrain(products.out(out_BTNH, w), *RESIDUAL), extra
+    return constrain(products.out(out_BTNH, w), *_RESIDUAL), extra
 
 
 def gated_mlp(
-    x_BTD: jax.Array,
-    w: dict[str, Any],
-    cfg: Architecture,
-    products: Products = PLAIN,
+    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, products: Products = PLAIN
 ) -> jax.Array:
     """The feed-forward of one layer, [B, T, D]: down(activation(gate(x)) * up(x))."""
     hidden_BTF = products.gated(x_BTD, w, cfg.activation)
     hidden_BTF = constrain(hidden_BTF, "batch", "seq", "mlp")
-    return constrain(products.down(hidden_BTF, w), *RESIDUAL)
+    return constrain(products.down(hidden_BTF, w), *_RESIDUAL)
 
 
 def norm(

@@ -61,34 +61,23 @@ POST_NORMS = {
 
 
 def _local_by_list(hf: dict) -> list[str]:
-    """The kind of every layer: of `layer_types` if given, else of Qwen's two keys, else global.
-
-    hf: a config.json. Raises ValueError for a list that does not fit.
-    """
+    """The kind of every layer of a config.json: of `layer_types` if given, else of Qwen's two keys,
+    else global. Raises ValueError for a list that does not fit."""
     count = hf["num_hidden_layers"]
     has_windows = hf.get("use_sliding_window")
     first_local = hf.get("max_window_layers", count) if has_windows else count
-    kinds = ["global" if i < first_local else "local" for i in range(count)]
-    is_given = has_windows is False or bool(has_windows and "max_window_layers" in hf)
-    keys = f"use_sliding_window={shown(has_windows)}, max_window_layers={shown(first_local)}"
-    return _listed(hf, kinds, keys if is_given else None)
+    return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
-def _listed(hf: dict, otherwise: list[str], keys: str | None) -> list[str]:
-    """The kinds of `layer_types`; `otherwise` without it. keys: other keys that say it, or None."""
+def _listed(hf: dict) -> list[str] | None:
+    """The kinds of `layer_types`; None without it."""
     count = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if not types:
-        return otherwise
+        return None
     if len(types) != count or set(types) - set(KINDS):
         raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
-    listed = [KINDS[t] for t in types]
-    if keys is not None and listed != otherwise:
-        raise ValueError(
-            f"layer_types and {keys} are one setting in two spellings, and name other layers; "
-            "delete the one that does not hold"
-        )
-    return listed
+    return [KINDS[t] for t in types]
 
 
 def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
@@ -96,16 +85,10 @@ def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
     `sliding_window_pattern`."""
 
     def kinds(hf: dict) -> list[str]:
-        spellings = {
-            key: hf.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")
-        }
-        _check_agree(spellings)
-        pattern = next((value for value in spellings.values() if value), None)
-        every = _number(pattern or n, "sliding_window_pattern", int)
-        kinds = [
-            "local" if (i + 1) % every else "global" for i in range(hf["num_hidden_layers"])
-        ]
-        return _listed(hf, kinds, pattern and f"sliding_window_pattern={every}")
+        pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or n
+        every = _number(pattern, "sliding_window_pattern", int)
+        count = hf["num_hidden_layers"]
+        return _listed(hf) or ["local" if i % every else "global" for i in range(1, count + 1)]
 
     return kinds
 
@@ -427,36 +410,28 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
 def _one_rope(
     config: dict, family: Family, newer: dict, kind: str, theta_key: str, scaling: dict
 ) -> dict:
-    """The rope object of one kind of layer, out of both spellings."""
+    """The rope object of one kind of layer, out of both spellings. Raises ValueError if they
+    differ: programs that read config.json do not agree on which one counts."""
     if "full_attention" in newer:
         newer = _object(newer[kind], "rope_parameters")
-    newer, older = map(
-        _with_rope_type, (newer, {"rope_theta": config.get(theta_key), **scaling})
+    older = {"rope_theta": config.get(theta_key), **scaling}
+    newer, older = (
+        {
+            {"type": "rope_type"}.get(k, k): value
+            for k, value in rope.items()
+            if value is not None
+        }
+        for rope in (newer, older)
     )
-    for key, value in older.items():
-        old_name = theta_key if key == "rope_theta" else f"rope_scaling.{key}"
-        _check_agree({f"rope_parameters.{key}": newer.get(key), old_name: value})
+    for key in newer.keys() & older.keys():
+        if newer[key] != older[key]:
+            old_name = theta_key if key == "rope_theta" else f"rope_scaling.{key}"
+            raise ValueError(
+                f"rope_parameters.{key}={shown(newer[key])} and {old_name}={shown(older[key])} are "
+                "one setting in two spellings; delete the one that does not hold"
+            )
     # A default is for what neither names.
     return ({} if newer else {"rope_theta": family.absent[theta_key]}) | newer | older
-
-
-def _with_rope_type(rope: dict) -> dict:
-    """A rope object without what is null, and with its kind under the newer name."""
-    spellings = {"rope_type": rope.get("rope_type"), "type": rope.get("type")}
-    _check_agree(spellings)
-    rope = {key: value for key, value in rope.items() if value is not None and key != "type"}
-    kind = next((value for value in spellings.values() if value is not None), None)
-    return rope if kind is None else rope | {"rope_type": kind}
-
-
-def _check_agree(spellings: dict[str, Any]) -> None:
-    """Raises ValueError if keys that mean one setting have different values; None is not given."""
-    named = {key: value for key, value in spellings.items() if value is not None}
-    if any(value != next(iter(named.values())) for value in named.values()):
-        both = " and ".join(f"{key}={shown(value)}" for key, value in named.items())
-        raise ValueError(
-            f"{both} are one setting in two spellings; delete the one that does not hold"
-        )
 
 
 def _scaling(rope: dict) -> RopeScaling | None:

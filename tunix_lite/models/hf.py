@@ -45,9 +45,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 # At most, of one file that we write.
-SHARD_BYTES = 5_000_000_000
-# Problems that a message lists.
-SHOWN = 4
+_SHARD_BYTES = 5_000_000_000
+# Problems of each kind that a message lists.
+SHOWN = 2
 # At most, bytes of two tensors that are compared at once.
 AT_ONCE = 2**26
 # Called with the bytes that were read or written so far, and those of all.
@@ -64,8 +64,7 @@ class Tensors:
             indexed = read_object(folder / INDEX).get("weight_map")
             if not isinstance(indexed, dict):
                 raise ValueError(
-                    f"{folder / INDEX} is not an index of tensors: weight_map={shown(indexed)}; it "
-                    "is an object"
+                    f"{folder / INDEX}: weight_map={shown(indexed)}; it is an object"
                 )
             for name, file in indexed.items():
                 if not isinstance(file, str) or "\0" in file or Path(file).name != file:
@@ -77,9 +76,7 @@ class Tensors:
             # Saving one file over several leaves the old index behind; which is newer, nobody says.
             if (folder / SINGLE).is_file() and SINGLE not in files:
                 raise ValueError(
-                    f"{folder} holds weights twice: {SINGLE}, which transformers reads, and the "
-                    f"{len(files)} files of {INDEX}; delete {folder / INDEX} or {folder / SINGLE}, "
-                    "whichever is older"
+                    f"{folder} holds weights twice: delete {SINGLE} or {INDEX}, whichever is older"
                 )
         elif (folder / SINGLE).is_file():
             indexed = {}
@@ -103,13 +100,9 @@ class Tensors:
                 # None: the tensor belongs to another part of the model
                 if plain is not None:
                     self._entries[plain] = _Entry(folder / file, name, shape, dtype)
-                if indexed.pop(name, file) != file:
-                    raise ValueError(
-                        f"{folder}: {escaped(name)} is in {file}, and the index says it is in "
-                        "another file"
-                    )
-        if indexed:
-            name, file = next(iter(indexed.items()))
+                if indexed.get(name) == file:
+                    del indexed[name]
+        for name, file in indexed.items():
             raise ValueError(
                 f"{folder}: the index says that {escaped(name)} is in {file}, and it is not"
             )
@@ -271,7 +264,7 @@ def misfits(
     """Describes on one line the tensors that are missing, unexpected, or of another shape or dtype;
     "" if there are none. wanted: shapes; entries: shapes and dtypes, as `header` reads them.
 
-    It has some of the problems, one of each kind first, and how many more there are.
+    It has the first SHOWN of each kind, and how many more there are.
     """
     problems = {
         "missing": [
@@ -292,14 +285,9 @@ def misfits(
             if dtype not in DTYPES and name in wanted
         ],
     }
-    named = [
-        (place, f"{kind}: {text}")
-        for kind, texts in problems.items()
-        for place, text in enumerate(texts)
-    ]
-    shown_first = [text for _, text in sorted(named, key=lambda one: one[0])]
-    more = [f"and {len(named) - SHOWN} more"] if len(named) > SHOWN else []
-    return "; ".join(shown_first[:SHOWN] + more)
+    more = sum(max(0, len(texts) - SHOWN) for texts in problems.values())
+    named = [f"{kind}: {text}" for kind, texts in problems.items() for text in texts[:SHOWN]]
+    return "; ".join([*named, f"and {more} more"] if more else named)
 
 
 def load_params(
@@ -386,17 +374,11 @@ def _check_copy(
     num_rows = max(1, AT_ONCE // (8 * shape[1]))
     for start in range(first, last, num_rows):
         rows = (slice(start, min(start + num_rows, last)), index[1])
-        one = tensors.read(name, rows).astype(np.float32)
-        two = tensors.read(other, rows).astype(np.float32)
-        different = ~((one == two) | (np.isnan(one) & np.isnan(two)))
-        if different.any():
-            row = start + int(np.argmax(different.any(axis=1)))
-            with np.errstate(invalid="ignore"):
-                most = float(np.nanmax(np.abs(one - two), initial=0.0))
+        one, two = (tensors.read(x, rows).astype(np.float32) for x in (name, other))
+        if not np.array_equal(one, two, equal_nan=True):
             raise ValueError(
-                f"{tensors.folder}: config.json ties the head to the embedding "
-                f"(tie_word_embeddings), and {other} is not {name}: they differ from row {row} on, "
-                f"by up to {most:.2g}. model.untie_head=true takes {other} as the head"
+                f"{tensors.folder}: config.json ties the head to the embedding, and {other} is not "
+                f'{name}; to take {other} as the head, write "tie_word_embeddings": false there'
             )
 
 
@@ -488,7 +470,7 @@ def write_shards(
 
     sizes: bytes by name, in the order to write. on_bytes: is called after each file.
     """
-    limit = SHARD_BYTES if shard_bytes is None else shard_bytes
+    limit = _SHARD_BYTES if shard_bytes is None else shard_bytes
 
     # Which tensors go into which file.
     shards: list[list[str]] = [[]]

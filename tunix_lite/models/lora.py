@@ -1,5 +1,4 @@
-"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, attach them to a base, merge
-them into it.
+"""LoRA (arXiv:2106.09685) as operations on trees: declare adapters, and attach them to a base.
 
 Adapters are a tree of their own, `<path of the weight>/a` and `/b`, and under LoRA they alone
 train. The base beside them is frozen and never copied; it is also the reference of the KL term.
@@ -8,7 +7,7 @@ train. The base beside them is frozen and never copied; it is also the reference
 import math
 import re
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,18 +17,13 @@ from jax.typing import DTypeLike
 
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.plain_text import shown
-from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.decoder import layer_weights
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Initializer,
-    Leaf,
     Lora,
     Table,
     adapter_pair,
-    dense,
     flatten,
-    is_quantized,
     stacked,
     unstacked,
 )
@@ -40,10 +34,10 @@ ADAPTER_SEED = 0x10A
 
 
 # The expressions of targets: they match in no time, so a folder of a stranger may hold one.
-MOST_TARGETS = 200
-MOST_ANY = 3
-PLAIN = re.compile(rf"(?:[\w/|()\[\]^$]|\.\*){{0,{MOST_TARGETS}}}")
-EMPTY = re.compile(r"\(\||\|\||\|\)")
+_MOST_TARGETS = 200
+_MOST_ANY = 3
+PLAIN = re.compile(rf"(?:[\w/|()\[\]^$]|\.\*){{0,{_MOST_TARGETS}}}")
+_EMPTY = re.compile(r"\(\||\|\||\|\)")
 
 
 @dataclass(frozen=True)
@@ -74,11 +68,11 @@ class LoraConfig:
         if self.base not in STORAGE:
             raise ValueError(f"base={self.base!r}; it is one of {', '.join(STORAGE)}")
         check_on_disk("adapter", self.adapter)
-        is_short = PLAIN.fullmatch(self.targets) and self.targets.count(".*") <= MOST_ANY
-        if not is_short or EMPTY.search(self.targets):
+        is_short = PLAIN.fullmatch(self.targets) and self.targets.count(".*") <= _MOST_ANY
+        if not is_short or _EMPTY.search(self.targets):
             raise ValueError(
                 f"targets={shown(self.targets)}: of regular expressions it takes names, | between "
-                f"them, ( ), [ ], ^, $ and up to {MOST_ANY} .*, in {MOST_TARGETS} characters"
+                f"them, ( ), [ ], ^, $ and up to {_MOST_ANY} .*, in {_MOST_TARGETS} characters"
             )
         try:
             re.compile(self.targets)
@@ -94,7 +88,7 @@ class LoraConfig:
 
 
 @cache
-def uniform_fan_in(inputs: int) -> Initializer:
+def _uniform_fan_in(inputs: int) -> Initializer:
     """Uniform within 1 / sqrt(number of inputs), as PEFT initialises a."""
 
     def init(
@@ -128,7 +122,7 @@ def adapter_weights(table: Table, lora: LoraConfig) -> Table:
             raise ValueError(
                 f"targets={lora.targets!r} matches {path}, which is not a projection"
             )
-        a, b = adapter_pair(unstacked(weight), lora.rank, uniform_fan_in(weight.inputs))
+        a, b = adapter_pair(unstacked(weight), lora.rank, _uniform_fan_in(weight.inputs))
         if weight.is_stacked:
             a, b = stacked(a, weight.shape[0]), stacked(b, weight.shape[0])
         adapters |= {f"{path}/a": a, f"{path}/b": b}
@@ -166,28 +160,6 @@ def acting_params(
     """The weights that the model computes with: `params`, if all weights train (frozen is None);
     else the frozen base with its adapters `params`. keys: as of `attach`."""
     return params if frozen is None else attach(frozen, params, lora, keys)
-
-
-def merge(
-    params: Params,
-    cfg: Architecture,
-    dtype: DTypeLike = jnp.float32,
-) -> Params:
-    """The plain weights, in `dtype`, that compute the same as acting parameters."""
-    layer = layer_weights(cfg)
-
-    def merge_leaf(path: str, leaf: Leaf) -> jax.Array:
-        if not (isinstance(leaf, Lora) or is_quantized(leaf)):
-            return leaf.astype(dtype)
-        # Only projections of layers are such leaves, and all layers are stacked.
-        name = path.rsplit("/", 1)[1]
-        return jax.vmap(partial(dense, inputs=layer[name].inputs, dtype=dtype))(leaf)
-
-    @jax.jit
-    def merge_all(leaves: dict[str, Leaf]) -> dict[str, jax.Array]:
-        return {path: merge_leaf(path, leaf) for path, leaf in leaves.items()}
-
-    return traverse_util.unflatten_dict(merge_all(flatten(params)), sep="/")
 
 
 def pairs(adapters: Params) -> dict[str, tuple[Any, Any]]:

@@ -21,15 +21,15 @@ from tunix_lite.types import Params
 # Wider than any matrix that an adapter is for.
 MOST_RANK = 2**16
 # Within float32.
-MOST_ALPHA = 1e30
+_MOST_ALPHA = 1e30
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 # PEFT puts it before the name of a module.
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 # Keys of adapter_config.json that are read, or that change nothing about finished adapters. Any
 # other key with a value that is not empty, or not one of ALLOWED, asks for something that is not
 # supported.
-HARMLESS = set(
+_HARMLESS = set(
     """
     auto_mapping base_model_name_or_path corda_config eva_config exclude_modules inference_mode
     layers_pattern loftq_config lora_alpha lora_dropout megatron_core peft_type peft_version
@@ -125,13 +125,13 @@ def _rank_and_alpha(folder: Path) -> tuple[int, float]:
     if kind != "LORA":
         raise ValueError(f"adapter: {file}: peft_type is {shown(kind)}; supported is 'LORA'")
     for key, value in config.items():
-        if key not in HARMLESS and value and value not in ALLOWED.get(key, ()):
+        if key not in _HARMLESS and value and value not in ALLOWED.get(key, ()):
             raise ValueError(f"adapter: {file}: {escaped(key)}={shown(value)} is not supported")
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
         raise ValueError(
             f"adapter: {file}: r={shown(rank)}; it is a whole number from 1 to {MOST_RANK:,}"
         )
-    if type(alpha) not in (int, float) or not 0 < alpha <= MOST_ALPHA:
+    if type(alpha) not in (int, float) or not 0 < alpha <= _MOST_ALPHA:
         raise ValueError(
             f"adapter: {file}: lora_alpha={shown(alpha)}; it is a finite number above 0"
         )
@@ -220,18 +220,18 @@ def _names(
     """layers/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..."""
     weight, side = path.rsplit("/", 1)
     modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
-    return [f"{PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
+    return [f"{_PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
 
 
 def _module(name: str) -> str:
     """The module that a tensor of an adapter is for."""
-    return name.removeprefix(PREFIX).rsplit(".lora_", 1)[0]
+    return name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0]
 
 
 def _without_wrapper(name: str, family: Family) -> str:
     """The name that a tensor of an adapter has if ours is the whole model."""
-    rest = name.removeprefix(PREFIX)
+    rest = name.removeprefix(_PREFIX)
     for prefix in family.prefixes:
         if rest.startswith(prefix):
-            return f"{PREFIX}model.{rest.removeprefix(prefix)}"
+            return f"{_PREFIX}model.{rest.removeprefix(prefix)}"
     return name

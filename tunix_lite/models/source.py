@@ -27,10 +27,10 @@ from tunix_lite.types import Params
 
 BUNDLED = Path(__file__).parent / "bundled"
 # storage types of weights that do not train
-STORAGES = ("fp32", "bf16", "int8", "nf4")
+_STORAGES = ("fp32", "bf16", "int8", "nf4")
 # Bytes that the digest reads at each end of a file of weights: its header, with names and shapes,
 # and the last tensors.
-SAMPLE = 1 << 16
+_SAMPLE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class ModelConfig:
     # Tokenizer for random weights: bundled, a folder, or a hub name. Other weights bring their own.
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    # true uses lm_head.weight of the folder even if config.json ties the head to the embedding.
-    untie_head: bool = False
     # Jinja file with the chat template. null takes that of the model, if it has one.
     chat_template: str | None = None
 
@@ -68,11 +66,6 @@ class ModelConfig:
         if self.weights == "random" and self.architecture is None:
             raise ValueError(
                 "weights=random needs model.architecture; conf/model/random.yaml is an example"
-            )
-        if self.weights == "random" and self.untie_head:
-            raise ValueError(
-                "untie_head=true is for the weights of a folder; for random ones set "
-                "model.architecture.tied=false"
             )
 
 
@@ -109,8 +102,8 @@ class TeacherConfig:
             raise ValueError(f"max_prompt_length={self.max_prompt_length} must be at least 1")
         if self.weights == "random":
             raise ValueError("weights=random: a teacher needs trained weights; give its folder")
-        if self.storage not in STORAGES:
-            raise ValueError(f"storage={self.storage!r}; it is {', '.join(STORAGES)}")
+        if self.storage not in _STORAGES:
+            raise ValueError(f"storage={self.storage!r}; it is {', '.join(_STORAGES)}")
         check_on_disk("weights", self.weights)
 
     def as_model(self) -> ModelConfig:
@@ -158,14 +151,9 @@ def locate(model: ModelConfig) -> FoundModel:
         with _setting("model.weights"):
             folder = _folder(model.weights)
             cfg, family = families.read_config(folder, family)
-            if model.untie_head:
-                cfg = replace(cfg, tied=False)
             if model.architecture is not None:
-                chosen = model.architecture
-                if model.untie_head:
-                    chosen = replace(chosen, tied=False)
                 differ = families.architecture_differences(
-                    families.as_computed(chosen), families.as_computed(cfg)
+                    families.as_computed(model.architecture), families.as_computed(cfg)
                 )
                 if differ:
                     raise ValueError(
@@ -256,9 +244,9 @@ def weights_digest(located: FoundModel) -> str:
     for file in sorted(located.folder.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as f:
-            digest.update(f"{file.name} {size}".encode() + f.read(SAMPLE))
-            f.seek(max(0, size - SAMPLE))
-            digest.update(f.read(SAMPLE))
+            digest.update(f"{file.name} {size}".encode() + f.read(_SAMPLE))
+            f.seek(max(0, size - _SAMPLE))
+            digest.update(f.read(_SAMPLE))
     return digest.hexdigest()[:16]
 
 

@@ -94,29 +94,6 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=lineno)
 
 
-class _Dict:
-    """Makes dicts, as the class dict does; a template does not get the class itself."""
-
-    __call__ = staticmethod(dict)
-    fromkeys = staticmethod(dict.fromkeys)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Stores values of templates, but none under a name that may mean something to Python."""
-
-    def __setitem__(self, name: str, value: object) -> None:
-        _no_underscore(name)
-        super().__setitem__(name, value)
-
-
-def _no_underscore(*names: object) -> None:
-    for name in names:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(
-                f"a namespace takes no name with an underscore in front: {name!r}"
-            )
-
-
 def _environment() -> jinja2.Environment:
     """The environment that chat templates expect; tests/test_tokenizer.py compares it with that of
     transformers."""
@@ -140,14 +117,9 @@ def _environment() -> jinja2.Environment:
             sort_keys=sort_keys,
         )
 
-    def namespace(*args: object, **values: object) -> _Namespace:
-        _no_underscore(*dict(*args, **values))
-        return _Namespace(*args, **values)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, namespace=namespace)
-    environment.globals["dict"] = _Dict()
+    environment.globals["raise_exception"] = raise_exception
     return environment

@@ -34,13 +34,13 @@ FILES = (
 
 # The replacements of a tokenizer.json may make a text so many times as long. Ten replacements of a
 # letter by ten letters would make it 10^10 times as long.
-MOST_GROWTH = 1000
+_MOST_GROWTH = 1000
 # Name of a tool, or text of a turn, that no template knows, to see whether and where it is written.
-PROBE = "ProbeOfTools"
+_PROBE = "ProbeOfTools"
 # Flags of a token in tokenizer_config.json.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Characters of private use, which no template and no tokenizer knows.
-PRIVATE = range(0xF0000, 0xFFFFE)
+_PRIVATE = range(0xF0000, 0xFFFFE)
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Tokenizer:
         backend = _call_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
         for kind in ("normalizer", "decoder"):
             part = getattr(backend, kind)
-            if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+            if part is not None and _growth(json.loads(part.__getstate__())) > _MOST_GROWTH:
                 raise ValueError(
-                    f"{file}: the replacements of its {kind} can make a text {MOST_GROWTH:,} times "
-                    "as long"
+                    f"{file}: the replacements of its {kind} can make a text "
+                    f"{_MOST_GROWTH:,} times as long"
                 )
         # Some files carry the settings of the training that wrote them.
         backend.no_truncation()
@@ -143,13 +143,13 @@ class Tokenizer:
         # The token with which the chat template ends a turn: Qwen's base models do not name it.
         turns = [
             {"role": "user", "content": "Question"},
-            {"role": "assistant", "content": PROBE},
+            {"role": "assistant", "content": _PROBE},
         ]
         written = ""
         # No template, or one for other conversations.
         with contextlib.suppress(ValueError):
             written = made.chat(turns, add_generation_prompt=False)
-        _, marker, after = written.rpartition(PROBE)
+        _, marker, after = written.rpartition(_PROBE)
         ends = [
             (len(token.content), i)
             for i, token in backend.get_added_tokens_decoder().items()
@@ -184,13 +184,13 @@ class Tokenizer:
         if self.template is None:
             return False
         parameters = {"type": "object", "properties": {}}
-        function = {"name": PROBE, "description": "", "parameters": parameters}
+        function = {"name": _PROBE, "description": "", "parameters": parameters}
         messages = [{"role": "user", "content": "Question"}]
         try:
             written = self.chat(messages, tools=[{"type": "function", "function": function}])
         except ValueError:
             return False
-        return PROBE in written
+        return _PROBE in written
 
     def encode(self, text: str) -> list[int]:
         """Exactly the tokens of `text`: special tokens spelled in it count as such, and none is
@@ -374,7 +374,9 @@ class Tokenizer:
         # To see where the template puts the quoted parts, it writes once more, with a character
         # there that is nowhere else.
         texts_in_use = [written, *(text.text for text in quoted)]
-        cover = next(c for c in map(chr, PRIVATE) if not any(c in text for text in texts_in_use))
+        cover = next(
+            c for c in map(chr, _PRIVATE) if not any(c in text for text in texts_in_use)
+        )
         covered = write(lambda text: text.covered(cover) if isinstance(text, Quoted) else text)
         is_same = len(covered) == len(written)
         if not is_same or any(c not in (w, cover) for w, c in zip(written, covered)):
@@ -414,7 +416,7 @@ class Tokenizer:
     @cached_property
     def _unknown(self) -> set[int]:
         """Returns the ids that the tokenizer gives for a character that it does not know."""
-        return set(self.backend.encode(chr(PRIVATE[0]), add_special_tokens=False).ids)
+        return set(self.backend.encode(chr(_PRIVATE[0]), add_special_tokens=False).ids)
 
     @cached_property
     def _special_tokens(self) -> dict[int, tokenizers.AddedToken]:
@@ -455,7 +457,7 @@ class Tokenizer:
         """
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
-        prefix = "".join(chr(PRIVATE[byte]) for byte in secrets.token_bytes(16))
+        prefix = "".join(chr(_PRIVATE[byte]) for byte in secrets.token_bytes(16))
         names = {}
         ids = {}
         for i, token in self._special_tokens.items():

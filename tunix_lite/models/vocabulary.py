@@ -170,7 +170,10 @@ def pulled_back(
     wide = jnp.promote_types(hidden_BMD.dtype, jnp.float32)
     zeros_PBMD = jnp.zeros((table_NPSD.shape[1], *hidden_BMD.shape), wide)
 
-    def one_block(total: jax.Array, block: tuple) -> tuple[jax.Array, jax.Array | None]:
+    def one_block(
+        total: jax.Array,
+        block: tuple,
+    ) -> tuple[jax.Array, jax.Array | None]:
         used_PSD = gather(stored(block[1], hidden_BMD.dtype), AXES)
         slope = cotangent(block_products(hidden_BMD, used_PSD), block).astype(hidden_BMD.dtype)
 

@@ -23,13 +23,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.models.rounding import added, is_rounded, product, stored, wide
 from tunix_lite.models.unfused import matmul
-from tunix_lite.parallel.mesh import (
-    MeshSizes,
-    constrain_gradient,
-    gather,
-    sharding,
-    spec,
-)
+from tunix_lite.parallel.mesh import MeshSizes, constrain_gradient, gather, sharding, spec
 from tunix_lite.types import Params
 
 # (key, shape, dtype) -> array

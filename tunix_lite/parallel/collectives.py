@@ -1,11 +1,6 @@
 """Lists the communication of a compiled program, from its optimised HLO text
-(`compiled.as_text()`).
-
-The compiler decides what is gathered, reduced and sent, and only its text shows it. `collectives`
-walks the program from its entry through loops, branches, fusions and calls, and lists each
-collective with the mesh axis it goes over, its bytes, and how often it runs. It reads the text that
-XLA writes for CPU, GPU and TPU.
-"""
+(`compiled.as_text()`): the compiler decides what is gathered, reduced and sent, and only its text
+shows it."""
 
 import math
 import re
@@ -80,11 +75,9 @@ class CollectiveTotal:
 
 
 def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
-    """Every collective of the program, in the order of the walk. mesh_shape: size by axis, first
-    axis first.
-
-    Raises ValueError if the program is for another number of devices than the mesh has.
-    """
+    """Every collective of the program, in the order of a walk from its entry through loops,
+    branches, fusions and calls. mesh_shape: size by axis, first axis first. Raises ValueError if
+    the program is for another number of devices than the mesh has."""
     partitions = re.match(r"HloModule .*\bnum_partitions=(\d+)", text)
     if partitions and int(partitions[1]) != math.prod(mesh_shape.values()):
         raise ValueError(
@@ -96,7 +89,8 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     def visit(name: str, site: CallSite) -> None:
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
-                ops.extend(read_collective(instruction, program[name], site, mesh_shape))
+                one = _read_collective(instruction, program[name], site, mesh_shape)
+                ops.extend([] if one is None else [one])
             # These two name again what async-start has called.
             elif instruction.op not in ("async-update", "async-done"):
                 for callee, callee_site in callees_of(instruction, program[name], site, program):
@@ -108,20 +102,13 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
 
 def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
     """Sums by kind and axis, separately where the count is not known; most bytes first."""
-    groups = defaultdict(list)
-    for collective in ops:
-        key = (collective.kind, collective.axis, collective.count_known)
-        groups[key].append(collective)
+    sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
+    for c in ops:
+        numbers = [c.count, c.total_bytes, sent_bytes(c)]
+        sums[c.kind, c.axis, c.count_known] += numbers
     totals = [
-        CollectiveTotal(
-            kind=kind,
-            axis=axis,
-            count=sum(c.count for c in members),
-            total_bytes=sum(c.total_bytes for c in members),
-            sent_bytes=sum(sent_bytes(c) for c in members),
-            count_known=count_known,
-        )
-        for (kind, axis, count_known), members in groups.items()
+        CollectiveTotal(kind, axis, *numbers, count_known)
+        for (kind, axis, count_known), numbers in sums.items()
     ]
     return sorted(totals, key=lambda total: -total.total_bytes)
 
@@ -178,25 +165,25 @@ def callees_of(
         yield callee, replace(site, times=site.times * runs, count_known=known, in_loop=True)
 
 
-def read_collective(
+def _read_collective(
     instruction: Instruction,
     computation: Computation,
     site: CallSite,
     mesh_shape: dict[str, int],
-) -> list[Collective]:
-    """The collective that an instruction is, in a list; an empty list if it goes over a single
-    device, or was read before."""
+) -> Collective | None:
+    """The collective that an instruction is; None if it goes over a single device, or was read
+    before."""
     kind = instruction.op.removesuffix("-start")
-    axis, size = axis_of(instruction.rest, mesh_shape)
+    axis, size = _axis_of(instruction.rest, mesh_shape)
 
     # XLA for TPU spreads a collective over several fusions, to hide it behind their work. Each
     # of them shows it, with the id of the chain.
     chain = re.search(r'chain_id="[^"]*"', instruction.rest)
     if size == 1 or (chain and chain[0] in site.chains):
-        return []
+        return None
     if chain:
         site.chains.add(chain[0])
-    if kind == "all-reduce" and site.fused and is_sliced(instruction, computation):
+    if kind == "all-reduce" and site.fused and _is_sliced(instruction, computation):
         # So XLA for TPU writes it: no device ever holds the whole sum.
         kind = "reduce-scatter"
 
@@ -212,7 +199,7 @@ def read_collective(
     names = (op_name(instruction) or site.source).split("/")
     inner = names[1:] if len(names) > 1 else names
     source = "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
-    collective = Collective(
+    return Collective(
         kind=kind,
         axis=axis,
         count=site.times,
@@ -223,10 +210,9 @@ def read_collective(
         group_size=size,
         count_known=site.count_known,
     )
-    return [collective]
 
 
-def is_sliced(reduced: Instruction, computation: Computation) -> bool:
+def _is_sliced(reduced: Instruction, computation: Computation) -> bool:
     """Returns whether each device uses only a slice of the result."""
     names = {reduced.name}
     for instruction in computation.instructions.values():
@@ -241,15 +227,14 @@ def is_sliced(reduced: Instruction, computation: Computation) -> bool:
 # ---- groups: which devices communicate. Ids count the devices of the mesh, last axis fastest
 
 
-def axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
-    """The axis of the mesh that a collective goes over, and how many devices are along it.
-
-    rest: the line of the instruction, from its operands on.
-    """
+def _axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
+    """The axis of the mesh that a collective goes over, and how many devices are along it. rest: of
+    the Instruction."""
     sizes = tuple(mesh_shape.values())
-    coords = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
+    ids = np.arange(math.prod(sizes))
+    coords = np.stack(np.unravel_index(ids, sizes), -1)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
-    groups = _id_lists(pairs[1]) if pairs else replica_groups(rest, len(coords))
+    groups = _id_lists(pairs[1]) if pairs else _replica_groups(rest, len(coords))
 
     # Along which axes each group extends. Of pairs, an axis counts if any pair goes along it.
     crossed = [tuple(np.ptp(coords[group], axis=0) > 0) for group in groups]
@@ -257,16 +242,17 @@ def axis_of(rest: str, mesh_shape: dict[str, int]) -> tuple[str, int]:
         crossed = [tuple(np.any(crossed, axis=0))]
     size = math.prod(n for n, is_crossed in zip(sizes, crossed[0]) if is_crossed)
     axis = "+".join(name for name, is_crossed in zip(mesh_shape, crossed[0]) if is_crossed)
-    if len(set(crossed)) == 1 and (pairs or {len(group) for group in groups} == {size}):
+    group_sizes = [len(group) for group in groups]
+    if len(set(crossed)) == 1 and (pairs or set(group_sizes) == {size}):
         return axis, size
-    return "other", max(len(group) for group in groups)
+    return "other", max(group_sizes)
 
 
-def replica_groups(rest: str, num_devices: int) -> list[list[int]]:
+def _replica_groups(rest: str, num_devices: int) -> list[list[int]]:
     """The ids of the devices of each group, in any of the three forms that XLA writes."""
     if match := GROUP_MESH.search(rest):
         sizes = [int(n) for n in re.findall(r"=(\d+)", match[1])]
-        ids = permuted(match[2]) if match[2] else list(range(num_devices))
+        ids = _permuted(match[2]) if match[2] else list(range(num_devices))
         names = re.findall(r"([^,=]+)=", match[1])
         keys = np.stack(np.unravel_index(np.arange(len(ids)), sizes), -1)
         for name, before, part in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", match[3]):
@@ -279,17 +265,20 @@ def replica_groups(rest: str, num_devices: int) -> list[list[int]]:
             groups[tuple(key)].append(device)
         return list(groups.values())
     if match := GROUP_IOTA.search(rest):
-        return np.reshape(permuted(match[2]), [int(n) for n in match[1].split(",")]).tolist()
+        shape = [int(n) for n in match[1].split(",")]
+        return np.reshape(_permuted(match[2]), shape).tolist()
     match = GROUP_LIST.search(rest)
     return _id_lists(match[1] if match else "") or [list(range(num_devices))]
 
 
-def permuted(text: str) -> list[int]:
+def _permuted(text: str) -> list[int]:
     """[2,2]T(1,0) is 0,2,1,3: device ids counted up, laid out in that shape and transposed."""
-    shape, *order = ([int(n) for n in part.split(",")] for part in re.findall(r"[\d,]+", text))
+    parts = re.findall(r"[\d,]+", text)
+    shape, *order = ([int(n) for n in part.split(",")] for part in parts)
     if not text.startswith("["):
         return shape
-    return np.arange(math.prod(shape)).reshape(shape).transpose(*order).ravel().tolist()
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(*order).ravel().tolist()
 
 
 def _id_lists(text: str) -> list[list[int]]:

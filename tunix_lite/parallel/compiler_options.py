@@ -1,12 +1,12 @@
 """Compiler options for single programs, by platform: XLA for one refuses those of another."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_lite.parallel.mesh import current_platform
 
@@ -33,55 +33,24 @@ def update_options(scan_layers: bool) -> OptionsByPlatform:
     return {} if scan_layers else FOR_UNROLLED_UPDATES
 
 
-class JitByPlatform:
-    """A function under jit, compiled with the options of the platform of the current mesh; without
-    a mesh, of JAX's default platform. It takes positional arguments. It cannot be called inside
-    another jit.
-
-    Example: JitByPlatform(f, FOR_DECODING, donate_argnums=0)(x).
-    """
-
-    def __init__(self, function: Callable, options: OptionsByPlatform, **jit_options: Any):
-        self.function = function
-        self.options = options
-        self.jit_options = jit_options
-        self._by_platform: dict[str, Callable] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        return self._of_mesh()(*args)
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function like `lower` of a function under jit."""
-        return self._of_mesh().lower(*args)
-
-    def _of_mesh(self) -> Callable:
-        platform = current_platform()
-        if platform not in self._by_platform:
-            options = options_of_mesh(self.options)
-            jitted = jax.jit(self.function, compiler_options=options, **self.jit_options)
-            self._by_platform[platform] = jitted
-        return self._by_platform[platform]
-
-
 def options_of_mesh(options: OptionsByPlatform) -> dict[str, str | bool] | None:
     """The options of the current mesh's platform that its compiler knows, as jax.jit takes them;
     None: there are none."""
     platform = current_platform()
-    of_platform = options.get(platform, {})
-    return known_options(platform, tuple(of_platform.items())) or None if of_platform else None
+    return _known_options(platform, tuple(options.get(platform, {}).items())) or None
 
 
 @cache
-def known_options(
+def _known_options(
     platform: str,
     options: tuple[tuple[str, str | bool], ...],
 ) -> dict[str, str | bool]:
     """The options, if the compiler of the current mesh's devices knows all of them. If not, {} and
     a warning."""
+    if not options:
+        return {}
     mesh = jax.sharding.get_mesh()
-    place = (
-        None if mesh.empty else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    )
+    place = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()

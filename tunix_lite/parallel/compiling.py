@@ -1,6 +1,5 @@
-"""Compiles programs before they run, so that their memory is known and the time of compiling does
-not count as time of running. Has a clock of compiling, and the folder in which programs are kept
-for the next start."""
+"""Compiles programs before they run, keeps a clock of compiling, and keeps programs in a folder for
+the next start."""
 
 import contextlib
 import functools
@@ -30,18 +29,15 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 # Programs that compile faster are not worth a file.
 LEAST_SECONDS = 0.1
-# The oldest programs are removed when the folder holds more bytes.
+# Programs that were not used for the longest time are removed when the folder holds more bytes.
 MOST_BYTES = 4 << 30
 
 
 def compiled_once(
     lower: Callable[..., jax.stages.Lowered],
 ) -> Callable[..., jax.stages.Compiled]:
-    """compiled(*args) -> the executable of lower(*args).
-
-    It compiles once for arguments (arrays or ShapeDtypeStructs) of one structure with the same
-    shapes, dtypes and shardings.
-    """
+    """compiled(*args) -> the executable of lower(*args), compiled once for arguments (arrays or
+    ShapeDtypeStructs) of one structure with the same shapes, dtypes and shardings."""
     executables = {}
 
     def compiled(*args: Any) -> jax.stages.Compiled:
@@ -60,11 +56,8 @@ class _Abandoned(Exception):
 
 def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
     """The results of calls that compile programs, each in a thread of its own if there are cores
-    for it; jax compiles a program once that two of them need. The time until the last one ends
-    counts as waiting for the compiler, as if this thread had called them.
-
-    After an error, or a signal whose handler raises, no thread begins another program.
-    """
+    for it; jax compiles a program once that two of them need. All counts as waiting for the
+    compiler. After an error, or a signal whose handler raises, no thread begins another program."""
     if len(calls) < 2 or (os.cpu_count() or 1) < FEWEST_CORES:
         return [call() for call in calls]
     mesh = jax.sharding.get_mesh()  # the current mesh is a thread's own
@@ -100,8 +93,8 @@ def compiled_together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def check_wanted() -> None:
-    """Call it before a program compiles. Raises Abandoned in a thread of `compiled_together` whose
-    programs are no longer waited for."""
+    """Ends a thread of `compiled_together` whose programs are no longer waited for. Call it before
+    a program compiles."""
     if _compiling.abandoned is not None and _compiling.abandoned.is_set():
         raise _Abandoned
 
@@ -179,8 +172,7 @@ def keep_programs(where: str | None) -> Path | None:
 
     where: the folder; auto: one in the user's cache folder; None: programs are not kept. What the
     user told jax itself stays. Returns our folder; None: there is none. A folder that cannot be
-    written is one line to stderr, and programs are not kept. For a mesh of several CPU devices
-    make_mesh turns this off again.
+    written is one line to stderr. For a mesh of several CPU devices make_mesh turns this off again.
     """
     if where is None or jax.config.jax_compilation_cache_dir:
         return None
@@ -196,26 +188,11 @@ def keep_programs(where: str | None) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written")
-        _remove_oldest(folder, MOST_BYTES)
     except OSError as error:
         print(f"compiled programs are not kept: {error}", file=sys.stderr)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     if not os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     return folder
-
-
-def _remove_oldest(folder: Path, most_bytes: int) -> None:
-    """Removes the programs that were written first, until the others have at most so many bytes."""
-    files = []
-    for file in folder.iterdir():
-        # another process may remove it, too
-        with contextlib.suppress(FileNotFoundError):
-            status = file.stat()
-            files.append((status.st_mtime, status.st_size, file))
-    total = 0
-    for _, size, file in sorted(files, reverse=True):
-        total += size
-        if total > most_bytes:
-            file.unlink(missing_ok=True)

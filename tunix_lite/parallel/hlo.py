@@ -1,9 +1,6 @@
-"""The optimised HLO text of a compiled program (`compiled.as_text()`) as Python objects.
-
-`parse` gives the computations of a program and their instructions; `count_turns` how often a loop
-runs. It reads the text that XLA writes for CPU, GPU and TPU. What the programs communicate is read
-from them in `collectives`, what they compute and move in `planning.kernels`.
-"""
+"""The optimised HLO text of a compiled program (`compiled.as_text()`) as Python objects, as XLA
+writes it for CPU, GPU and TPU. What the programs communicate is read from them in `collectives`,
+what they compute and move in `planning.kernels`."""
 
 import math
 import operator
@@ -30,8 +27,7 @@ ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 class Instruction:
     """One line of a computation.
 
-    Example: `%add.1 = f32[8]{0} add(%a, %b)` -> name add.1, type f32[8]{0}, op add, operands [a,
-    b].
+    Example: `%add.1 = f32[8]{0} add(%a, %b)`: name add.1, type f32[8]{0}, op add, operands [a, b].
     """
 
     name: str
@@ -74,8 +70,7 @@ def parse(text: str) -> tuple[Program, str]:
 
 
 def called(instruction: Instruction) -> list[tuple[str, str]]:
-    """Lists the computations that an instruction calls: (role, name), such as ("body",
-    "region_1")."""
+    """Lists the computations that an instruction calls, such as ("body", "region_1")."""
     return [
         (key, name)
         for key, names in CALLS.findall(instruction.rest)
@@ -104,8 +99,7 @@ def array_bytes(bits: str, dims: str) -> int:
 
 
 def op_name(instruction: Instruction) -> str:
-    """Returns the path of JAX's name scopes, jit(main)/while/body/dot_general; empty without
-    one."""
+    """Returns the path of JAX's name scopes, jit(main)/while/body/dot_general, if there is one."""
     match = re.search(r'op_name="([^"]*)"', instruction.rest)
     return match[1] if match else ""
 
@@ -119,30 +113,24 @@ def count_turns(
     caller: Computation,
     program: Program,
 ) -> int | None:
-    """Counts how often the body runs; None if the text does not show it, as when the data
-    decides."""
+    """Counts how often the body runs; None if the text does not show it."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
-    state = value(loop.operands[0], caller, program, [])
+    state = _value(loop.operands[0], caller, program, [])
     condition = program[callees["condition"]]
     body = program[callees["body"]]
     for turn in range(MAX_TURNS):
-        continues = value(condition.root, condition, program, [state])
+        continues = _value(condition.root, condition, program, [state])
         if not continues:
             return None if continues is None else turn
-        state = value(body.root, body, program, [state])
+        state = _value(body.root, body, program, [state])
     return None
 
 
-def value(
-    name: str,
-    computation: Computation,
-    program: Program,
-    args: list,
-) -> Any:
-    """The integer that an instruction computes, or a list of them if it is a tuple; None for
-    everything that the text does not show. args: values of the computation's parameters."""
+def _value(name: str, computation: Computation, program: Program, args: list) -> Any:
+    """The integer that an instruction computes, or a list of them if it is a tuple; None: the text
+    does not show it. args: values of the computation's parameters."""
     known: dict[str, Any] = {}
 
     def of(name: str) -> Any:
@@ -168,7 +156,7 @@ def value(
             return values[0] and values[0][int(re.search(r"index=(\d+)", i.rest)[1])]
         if i.op == "fusion":
             inner = program[re.search(r"calls=%([\w.-]+)", i.rest)[1]]
-            return value(inner.root, inner, program, values)
+            return _value(inner.root, inner, program, values)
         direction = re.search(r" direction=(\w+)", i.rest)
         operation = SCALARS.get(f"{i.op} {direction[1]}" if direction else i.op)
         return operation(*values) if operation and None not in values else None

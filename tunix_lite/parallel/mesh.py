@@ -2,9 +2,8 @@
 
 Arrays name their dims by *logical axes* ("embed", "heads", "batch" ...); a table of rules says
 which mesh axis each one is divided over. Models never mention a mesh axis. `fsdp` divides weights,
-optimizer state and the batch; `tp` divides heads, feed-forward and vocabulary. There are two
-tables, one while training and one while sampling (`ShardingConfig`); a run changes them by
-`sharding` in its settings.
+optimizer state and the batch; `tp` divides heads, feed-forward and vocabulary. There is one table
+while training and one while sampling; a run changes them by `sharding` in its settings.
 """
 
 import contextlib
@@ -35,6 +34,7 @@ class MeshSizes(Protocol):
 
 AXES = ("fsdp", "tp")
 AUTO = (AxisType.Auto,) * len(AXES)
+NO_MESH = "no mesh is set: call jax.set_mesh(make_mesh(...)) first"
 PRETEND = "JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count"
 
 RULES: dict[str, str | None] = {
@@ -96,10 +96,8 @@ class ShardingConfig:
             raise ValueError(
                 "rollout.residual_seq: sampling takes one token at a time, which tp cannot divide"
             )
-        over_fsdp = [
-            rules.get("batch", "fsdp") == "fsdp" for rules in (self.train, self.rollout)
-        ]
-        if not all(over_fsdp):
+        tables = (self.train, self.rollout)
+        if any(rules.get("batch", "fsdp") != "fsdp" for rules in tables):
             raise ValueError(
                 "batch: sequences are divided over fsdp; train.embed=null copies the weights "
                 "instead"
@@ -121,10 +119,8 @@ _active = ["train"]
 
 
 def set_rules(rules: ShardingConfig) -> None:
-    """Makes these the rules of the whole process, as `jax.set_mesh` does with the mesh.
-
-    Programs that are traced already keep the rules that they were traced with.
-    """
+    """Makes these the rules of the whole process, as `jax.set_mesh` does with the mesh. Programs
+    that are traced already keep the rules that they were traced with."""
     _tables.update(train=rules.table("train"), rollout=rules.table("rollout"))
 
 
@@ -157,18 +153,13 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
             f"{as_text(mesh_shape)} is not a list of sizes and a list of as many names; {right}"
         )
     sizes, names = mesh_shape
-    if any(type(size) is not int for size in sizes) or any(
-        type(name) is not str for name in names
-    ):
-        raise ValueError(
-            f"{as_text(mesh_shape)} must hold whole numbers first and names second; {right}"
-        )
     unknown = [name for name in names if name not in AXES]
     if unknown:
         raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}; {right}")
     if len(set(names)) != len(names):
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
-    if any(size < 1 and size != -1 for size in sizes) or list(sizes).count(-1) > 1:
+    are_sizes = all(type(size) is int and (size >= 1 or size == -1) for size in sizes)
+    if not are_sizes or list(sizes).count(-1) > 1:
         raise ValueError(f"sizes {list(sizes)} must be 1 or more, and at most one -1; {right}")
 
 
@@ -178,13 +169,11 @@ def resolve_mesh_shape(
     takes_all: bool = False,
     can_simulate: bool = False,
 ) -> dict[str, int]:
-    """Sizes by axis name, both axes present.
+    """Sizes by axis name, both axes present. A -1 becomes what takes all devices; without one the
+    mesh may be smaller than `num_devices`, unless takes_all.
 
-    A -1 is filled in so that the mesh takes all devices. Without a -1 the mesh may be smaller than
-    `num_devices`, unless takes_all.
-
-    Raises ValueError if the mesh needs more devices, or another number; the message names both
-    numbers and a mesh that would fit, and, if can_simulate, how a CPU simulates more devices.
+    Raises ValueError if the mesh needs more devices, or another number; the message names a mesh
+    that would fit, and, if can_simulate, how a CPU simulates more devices.
     """
     check_mesh_shape(mesh_shape)
     sizes = {name: 1 for name in AXES} | dict(zip(mesh_shape[1], mesh_shape[0]))
@@ -216,8 +205,7 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     tp_across_nodes: bool = False,
 ) -> Mesh:
-    """The mesh over all devices (or those given), or over the first ones, if it is smaller. Its
-    axes are Auto: the compiler shards what we do not.
+    """The mesh over all devices (or those given), or over the first ones, if it is smaller.
 
     All processes must take part in it. Over several nodes, tp stays inside each of them, and only
     fsdp crosses the network. Raises ValueError where that cannot be. A mesh of several CPU devices
@@ -297,11 +285,8 @@ def spec(
     rules: dict[str, str | None] | None = None,
 ) -> P:
     """The partition spec of an array whose dims have these logical axes. rules: None means the
-    current ones.
-
-    Raises ValueError for a dim that its mesh axis does not divide, unless it is one of
-    MAY_STAY_WHOLE; and for two dims over one mesh axis.
-    """
+    current ones. Raises ValueError for a dim that its mesh axis does not divide, unless it is one
+    of MAY_STAY_WHOLE; and for two dims over one mesh axis."""
     assert len(axes) == len(shape), (axes, shape)
     rules = current_rules() if rules is None else rules
     entries = []
@@ -334,11 +319,8 @@ def elements_on_device(
     mesh_shape: dict[str, int],
     rules: dict[str, str | None] | None = None,
 ) -> int:
-    """Counts the elements of an array on a device of such a mesh, by arithmetic: no device is
-    needed.
-
-    mesh_shape: sizes by axis name. axes, rules and errors: as `spec` has them.
-    """
+    """Counts the elements of an array on a device of such a mesh, by arithmetic. mesh_shape: sizes
+    by axis name. axes, rules and errors: as `spec` has them."""
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     entries = spec(axes, shape, mesh, rules)
     parts = [1 if axis is None else mesh_shape[axis] for axis in entries]
@@ -356,25 +338,19 @@ def sharding(
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """`x` with the sharding of these logical axes, inside jit.
-
-    Never a no-op: without a mesh it raises RuntimeError.
-    """
+    """`x` with the sharding of these logical axes, inside jit. Never a no-op: without a mesh it
+    raises RuntimeError."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise RuntimeError(
-            "no mesh is set: call jax.set_mesh(make_mesh(...)) before running the model"
-        )
+        raise RuntimeError(NO_MESH)
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
 def move(x: jax.Array, axes: tuple[str, ...], to: tuple[str, ...]) -> jax.Array:
     """Moves x from the sharding of the axes `axes` to that of the axes `to`. Its gradient goes the
-    other way, and arrives with the sharding of x.
-
-    A plain constraint would give the gradient the same sharding as the value: every device would
-    sum all of it, where a reduce-scatter is enough.
-    """
+    other way, and arrives with the sharding of x."""
+    # A plain constraint would give the gradient the same sharding as the value: every device would
+    # sum all of it, where a reduce-scatter is enough.
     mesh = jax.sharding.get_abstract_mesh()
     return _move(x, spec(axes, x.shape, mesh), spec(to, x.shape, mesh))
 
@@ -449,20 +425,19 @@ def current_mesh() -> Mesh:
     """The mesh that `jax.set_mesh` made current. Raises RuntimeError if there is none."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise RuntimeError("no mesh is set: call jax.set_mesh(make_mesh(...)) first")
+        raise RuntimeError(NO_MESH)
     return mesh
 
 
 def current_platform() -> str:
-    """The platform of the current mesh's devices; without a mesh, JAX's default one. It cannot be
-    called inside jit."""
+    """The platform of the current mesh's devices; without a mesh, JAX's default one. Not for inside
+    jit."""
     mesh = jax.sharding.get_mesh()
     return jax.default_backend() if mesh.empty else mesh.devices.flat[0].platform
 
 
 def devices_taken(mesh: Mesh) -> str:
-    """Says how many of the devices that jax sees the mesh takes: "8", or "2 of 8, the first
-    ones"."""
+    """Says how many devices the mesh takes: "8", or "2 of 8, the first ones"."""
     seen = jax.device_count(mesh.devices.flat[0].platform)
     return f"{mesh.size}" if mesh.size == seen else f"{mesh.size} of {seen}, the first ones"
 

@@ -12,8 +12,9 @@ from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
-from tunix_lite.planning import estimate, hardware
+from tunix_lite.planning import hardware
 from tunix_lite.planning.advice import advice, savings
+from tunix_lite.planning.estimate import Estimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
@@ -44,7 +45,7 @@ def choose_micro_batch(
 
     def peak_bytes(size: int) -> int:
         sized = resolved.with_micro_batch(size)
-        chosen = estimate.choose_sampling_weights(sized, machine.capacity)
+        chosen = Estimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
         updates[size] = train_step_of(sized)
         shapes = abstract(sized)
@@ -121,7 +122,7 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     """Checks before anything is loaded the bytes that are known exactly: those that stay on a
     device, and while sampling the weights, the cache and the prompts that wait."""
     machine = attached_machine()
-    chosen = estimate.choose_sampling_weights(resolved, machine.capacity)
+    chosen = Estimate(resolved).choose_sampling_weights(machine.capacity)
     plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
     phases = []
     for phase in plan.phases:

@@ -9,7 +9,7 @@ L layers; n tokens of a micro-batch on a device; b bytes of an element as comput
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,359 +26,378 @@ from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 
 
-def resident(resolved: ResolvedRun) -> dict[str, int]:
-    """The bytes that stay on a device from step to step, by part.
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of a run, by part."""
 
-    reference: for a KL term without LoRA, the weights once more; with it, the adapters that
-    training starts from, if any. Each frozen model of the algorithm is a part, too.
-    """
-    table = resolved.tables
-    trained = resolved.table_bytes(table.trained)
-    parts = {"parameters": trained, "optimizer": 0}
+    resolved: ResolvedRun
 
-    # The optimizer's state, counters left out.
-    declared = traverse_util.flatten_dict(table.trained)
-    shapes = jax.tree.map(
-        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.trained, is_leaf=is_weight
-    )
-    layout = state_layout(make_optimizer(resolved.optimizer, 1, table.trained), shapes)
-    for leaf in jax.tree.leaves(layout):
-        if leaf.weight is not None:
-            axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
-            size = resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
-            parts["optimizer"] += size
+    def resident(self) -> dict[str, int]:
+        """The bytes that stay on a device from step to step, by part.
 
-    # What does not train.
-    if table.frozen is not None:
-        parts["frozen base"] = resolved.table_bytes(table.frozen)
-    if resolved.copies_reference:
-        dtype = resolved.reference_dtype
-        parts["reference"] = resolved.table_bytes(table.trained, dtype, keep_norms=True)
-    elif resolved.copies_adapters:
-        parts["reference"] = trained
-    for name, model in resolved.frozen_models.items():
-        stored = stored_table(decoder.weights(model.cfg), model.storage)
-        parts[name] = resolved.table_bytes(stored)
-    return parts
+        reference: for a KL term without LoRA, the weights once more; with it, the adapters that
+        training starts from, if any. Each frozen model of the algorithm is a part, too.
+        """
+        resolved = self.resolved
+        table = resolved.tables
+        trained = resolved.table_bytes(table.trained)
+        parts = {"parameters": trained, "optimizer": 0}
 
+        # The optimizer's state, counters left out.
+        declared = traverse_util.flatten_dict(table.trained)
+        shapes = jax.tree.map(
+            lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), table.trained, is_leaf=is_weight
+        )
+        layout = state_layout(make_optimizer(resolved.optimizer, 1, table.trained), shapes)
+        for leaf in jax.tree.leaves(layout):
+            if leaf.weight is not None:
+                axes = tuple(declared[leaf.weight].axes[dim] for dim in leaf.dims)
+                size = resolved.elements(leaf.shape.shape, axes) * leaf.shape.dtype.itemsize
+                parts["optimizer"] += size
 
-# ---- sampling
+        # What does not train.
+        if table.frozen is not None:
+            parts["frozen base"] = resolved.table_bytes(table.frozen)
+        if resolved.copies_reference:
+            dtype = resolved.reference_dtype
+            parts["reference"] = resolved.table_bytes(table.trained, dtype, keep_norms=True)
+        elif resolved.copies_adapters:
+            parts["reference"] = trained
+        for name, model in resolved.frozen_models.items():
+            stored = stored_table(decoder.weights(model.cfg), model.storage)
+            parts[name] = resolved.table_bytes(stored)
+        return parts
 
+    # ---- sampling
 
-def rollout(resolved: ResolvedRun) -> dict[str, int]:
-    """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts that
-    wait, and the temporaries of decoding, reading prompts, appending to slots or parking one,
-    whichever is most."""
-    memory = resolved.sampling_memory
-    is_gathered = resolved.sampling_weights == "gathered"
+    def rollout(self) -> dict[str, int]:
+        """The bytes that sampling adds: its copy of the weights, the cache of its slots, prompts
+        that wait, and the temporaries of decoding, reading prompts, appending to slots or
+        offloading one, whichever is most."""
+        resolved = self.resolved
+        memory = resolved.sampling_memory
+        is_gathered = resolved.sampling_weights == "gathered"
 
-    # Scores over the vocabulary in float32: as they are, scaled, and drawn from; or with fused
-    # kernels five numbers for each slot and piece.
-    cfg = resolved.cfg
-    scores_shape = (resolved.slots, cfg.vocab_size)
-    scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
-    decoding = 5 * 4 * scores // PIECE if resolved.run.rollout.is_fused else 12 * scores
-    if not is_gathered:
-        # The head, or two layers, whole over fsdp.
-        head = cfg.vocab_size * cfg.embed_dim // resolved.tp
-        itemsize = resolved.itemsize
-        decoding += itemsize * max(head, 2 * layer_elements(resolved))
+        # Scores over the vocabulary in float32: as they are, scaled, and drawn from; or with fused
+        # kernels five numbers for each slot and piece.
+        cfg = resolved.cfg
+        scores_shape = (resolved.slots, cfg.vocab_size)
+        scores = resolved.elements(scores_shape, ("batch", "vocab"), rules=memory.rules)
+        decoding = 5 * 4 * scores // PIECE if resolved.run.rollout.is_fused else 12 * scores
+        if not is_gathered:
+            # The head, or two layers, whole over fsdp.
+            head = cfg.vocab_size * cfg.embed_dim // resolved.tp
+            itemsize = resolved.itemsize
+            decoding += itemsize * max(head, 2 * self.layer_elements())
 
-    # One layer at work on the tokens of prompts, and its scores.
-    block, width, _ = memory.prompt_cache
-    rows = -(-block // resolved.fsdp)
-    reading = _layer_at_work(resolved, rows * width) + _scores_at_work(resolved, rows, width)
-    # A parked slot on its way to the host or back: all of it on every device.
-    parking = memory.parked_bytes() if resolved.may_park else 0
-    return {
-        "weights to sample": sampling_copy(resolved, is_gathered),
-        "cache": memory.cache_bytes(),
-        "prompts": memory.prompt_bytes(),
-        "temporary": max(decoding, reading, appending(resolved), parking),
-    }
+        # One layer at work on the tokens of prompts, and its scores.
+        block, width, _ = memory.prompt_cache
+        rows = -(-block // resolved.fsdp)
+        reading = self._layer_at_work(rows * width) + self._scores_at_work(rows, width)
+        # An offloaded slot on its way to the host or back: all of it on every device.
+        offloading = memory.offloaded_bytes() if resolved.may_offload else 0
+        return {
+            "weights to sample": self.sampling_copy(is_gathered),
+            "cache": memory.cache_bytes(),
+            "prompts": memory.prompt_bytes(),
+            "temporary": max(decoding, reading, self.appending(), offloading),
+        }
 
+    def sampling_copy(self, is_gathered: bool) -> int:
+        """The weights by layer: matrices as computed, norms and quantised codes as stored; whole
+        over fsdp if gathered."""
+        resolved = self.resolved
 
-def sampling_copy(resolved: ResolvedRun, is_gathered: bool) -> int:
-    """The weights by layer: matrices as computed, norms and quantised codes as stored; whole over
-    fsdp if gathered."""
+        def size(weight: Weight, dtype: DTypeLike) -> int:
+            return (
+                resolved.elements(weight.shape, weight.axes, is_gathered)
+                * jnp.dtype(dtype).itemsize
+            )
 
-    def size(weight: Weight, dtype: DTypeLike) -> int:
+        table = resolved.tables
+        both = (table.trained, table.frozen)
+        total = 0
+        for leaf in jax.tree.leaves(both, is_leaf=lambda x: is_weight(x) or is_quantized(x)):
+            if is_quantized(leaf):
+                total += size(leaf.codes, leaf.codes.dtype) + size(
+                    leaf.scales, leaf.scales.dtype
+                )
+            else:
+                is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
+                total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
+        return total
+
+    def appending(self) -> int:
+        """Temporaries of appending tokens to slots, or of reading carried completions again: a copy
+        of the cache of the slots that are read together, unless these are all; one layer at work on
+        a piece of each, and its scores."""
+        resolved = self.resolved
+        if not (resolved.carries or resolved.converses):
+            return 0
+        here = resolved.slots // resolved.fsdp
+        rows = min(here, FEW_SLOTS) if resolved.fsdp == 1 else here
+        piece = APPEND_WIDTHS[-1]
+        copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
+        scores = self._score_bytes(rows, piece, sum(resolved.lengths) + piece)
+        return copy + self._layer_at_work(rows * piece) + scores
+
+    def layer_elements(self) -> int:
+        """Elements of one layer's matrices on a device, whole over fsdp."""
+        layer = decoder.layer_weights(self.resolved.cfg).values()
+        return sum(self.resolved.elements(w.shape, w.axes, is_gathered=True) for w in layer)
+
+    def choose_sampling_weights(
+        self, capacity: int | None, beside: dict[str, int] | None = None
+    ) -> str:
+        """gathered or sharded, by the rule of rollout.memory, beside all that stays on a device.
+
+        capacity: bytes of a device, None if not known: then whole weights are taken to fit. beside:
+        what stays there, where it is not `resident`.
+        """
+        if capacity is None and self.resolved.run.rollout.weights == "auto":
+            return "gathered"
+        stays = self.resident() if beside is None else beside
+        chosen, _ = weights_that_fit(
+            self.resolved.sampling_memory,
+            weight_bytes=lambda: self.sampling_copy(is_gathered=True),
+            free_bytes=lambda: capacity - sum(stays.values()),
+        )
+        return chosen
+
+    def apart(self, capacity: int | None) -> dict[str, int]:
+        """The parts of memory of a device on which only sampling is done (rollout.mesh_shape): the
+        weights as they were copied there, and what sampling adds; {} without such devices."""
+        sampler = self.with_own_sampling_weights(capacity)
         return (
-            resolved.elements(weight.shape, weight.axes, is_gathered) * jnp.dtype(dtype).itemsize
+            {}
+            if sampler is None
+            else Estimate(sampler)._weights_apart() | Estimate(sampler).rollout()
         )
 
-    table = resolved.tables
-    both = (table.trained, table.frozen)
-    total = 0
-    for leaf in jax.tree.leaves(both, is_leaf=lambda x: is_weight(x) or is_quantized(x)):
-        if is_quantized(leaf):
-            total += size(leaf.codes, leaf.codes.dtype) + size(leaf.scales, leaf.scales.dtype)
-        else:
-            is_matrix = len(leaf.shape) - leaf.is_stacked >= 2
-            total += size(leaf, resolved.dtype if is_matrix else leaf.dtype)
-    return total
+    def with_own_sampling_weights(self, capacity: int | None) -> ResolvedRun | None:
+        """`self.resolved.apart` with the choice of its sampling weights; capacity: of a device, if
+        known."""
+        if (sampler := self.resolved.apart) is None:
+            return None
+        chosen = Estimate(sampler).choose_sampling_weights(
+            capacity, Estimate(sampler)._weights_apart()
+        )
+        return replace(sampler, sampling_weights=chosen)
 
+    def _weights_apart(self) -> dict[str, int]:
+        parts = self.resident()
+        return {name: parts[name] for name in ("parameters", "frozen base") if name in parts}
 
-def appending(resolved: ResolvedRun) -> int:
-    """Temporaries of appending tokens to slots, or of reading carried completions again: a copy of
-    the cache of the slots that are read together, unless these are all; one layer at work on a
-    piece of each, and its scores."""
-    if not (resolved.carries or resolved.converses):
-        return 0
-    here = resolved.slots // resolved.fsdp
-    rows = min(here, FEW_SLOTS) if resolved.fsdp == 1 else here
-    piece = APPEND_WIDTHS[-1]
-    copy = 0 if rows == here else resolved.sampling_memory.cache_bytes() * rows // here
-    scores = _score_bytes(resolved, rows, piece, sum(resolved.lengths) + piece)
-    return copy + _layer_at_work(resolved, rows * piece) + scores
+    # ---- scoring and updating
 
+    def _tokens_at_once(self) -> tuple[int, int]:
+        """Rows of a micro-batch on a device, and their width."""
+        resolved = self.resolved
+        if resolved.rows.packing != "none":
+            return resolved.rows.rows_per_part, resolved.rows.width
+        return resolved.batch.micro_batch_size, sum(resolved.lengths)
 
-def layer_elements(resolved: ResolvedRun) -> int:
-    """Elements of one layer's matrices on a device, whole over fsdp."""
-    layer = decoder.layer_weights(resolved.cfg).values()
-    return sum(resolved.elements(w.shape, w.axes, is_gathered=True) for w in layer)
+    def scoring(self) -> dict[str, int]:
+        """The bytes that the reference pass adds: its batch, one layer at work with its weights
+        gathered, or the head's scores."""
+        rows, width = self._tokens_at_once()
+        layer = self._layer_at_work(rows * width) + self._scores_at_work(rows, width)
+        layer += self._gathered_layers(1)
+        temporary = max(layer, self._head_at_work(rows))
+        return {"batch": self._batch_bytes(), "temporary": temporary}
 
+    def describing(self, name: str) -> dict[str, int]:
+        """The bytes that the pass of a teacher adds that the policy is compared with: those of
+        scoring, and what is kept of all rows on every device, and of its own rows while it is
+        made."""
+        shards = 1 + self.resolved.fsdp
+        return Estimate(self.resolved.as_scorer(name)).scoring() | {
+            "kept": self._kept_of_teacher() * shards
+        }
 
-def choose_sampling_weights(
-    resolved: ResolvedRun, capacity: int | None, beside: dict[str, int] | None = None
-) -> str:
-    """gathered or sharded, by the rule of rollout.memory, beside all that stays on a device.
+    def update(self) -> dict[str, int]:
+        """The bytes that the update adds: its batch, gradients, and activations with all else that
+        is temporary.
 
-    capacity: bytes of a device, None if not known: then whole weights are taken to fit. beside:
-    what stays there, where it is not `resident`.
-    """
-    if capacity is None and resolved.run.rollout.weights == "auto":
-        return "gathered"
-    stays = resident(resolved) if beside is None else beside
-    chosen, _ = weights_that_fit(
-        resolved.sampling_memory,
-        weight_bytes=lambda: sampling_copy(resolved, is_gathered=True),
-        free_bytes=lambda: capacity - sum(stays.values()),
-    )
-    return chosen
+        activations: what is kept of every layer, and the larger of one layer at work (recomputed
+        forward, and backward) and the head's scores.
+        """
+        resolved = self.resolved
+        rows, width = self._tokens_at_once()
+        layer = 2 * self._layer_at_work(rows * width)
+        layer += 2 * self._scores_at_work(rows, width)
+        layer += self._gathered_layers(2)
+        if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
+            # The gradient of one layer, before it is divided over fsdp, is float32.
+            layer += max(0, 4 - resolved.itemsize) * self.layer_elements()
+        activations = self.kept_layers(rows, width) + max(layer, self._head_at_work(rows))
+        if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
+            # Over the whole vocabulary: its blocks of scores, and its table in blocks.
+            name = resolved.teacher.comparison.model
+            activations += Estimate(resolved.as_scorer(name))._head_at_work(rows)
+        return {
+            "batch": self._batch_bytes() + self._kept_of_teacher(),
+            "gradients": self.gradient_bytes(),
+            "activations": activations,
+        }
 
+    def _kept_of_teacher(self) -> int:
+        """The bytes kept of the teacher's distribution of each token of a shard, prompts included;
+        0 without a comparison."""
+        resolved = self.resolved
+        if resolved.teacher is None:
+            return 0
+        streams = resolved.teacher.streams(resolved.dtype).values()
+        of_a_token = sum(length * jnp.dtype(dtype).itemsize for length, dtype in streams)
+        return of_a_token * self._tokens_of_batch()
 
-def apart(resolved: ResolvedRun, capacity: int | None) -> dict[str, int]:
-    """The parts of memory of a device on which only sampling is done (rollout.mesh_shape): the
-    weights as they were copied there, and what sampling adds; {} without such devices."""
-    sampler = with_own_sampling_weights(resolved, capacity)
-    return {} if sampler is None else _weights_apart(sampler) | rollout(sampler)
+    def teacher_table(self) -> int:
+        """The teacher's output embedding on a device, which the update is given; 0 where it is
+        not."""
+        resolved = self.resolved
+        teacher = resolved.teacher
+        if teacher is None or teacher.comparison.top_k:
+            return 0
+        model = resolved.frozen_models[teacher.comparison.model]
+        table = decoder.output_table(
+            stored_table(decoder.weights(model.cfg), model.storage), model.cfg
+        )
+        return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
 
+    def _batch_bytes(self) -> int:
+        """Rows of a batch: some eight numbers of four bytes a token."""
+        return 4 * 8 * self._tokens_of_batch()
 
-def with_own_sampling_weights(resolved: ResolvedRun, capacity: int | None) -> ResolvedRun | None:
-    """`resolved.apart` with the choice of its sampling weights; capacity: of a device, if known."""
-    if (sampler := resolved.apart) is None:
-        return None
-    chosen = choose_sampling_weights(sampler, capacity, _weights_apart(sampler))
-    return replace(sampler, sampling_weights=chosen)
+    def _tokens_of_batch(self) -> int:
+        """Columns of all rows of a batch on a device."""
+        resolved = self.resolved
+        rows = resolved.rows
+        if rows.packing == "none":
+            here = resolved.batch.sequences // resolved.fsdp
+            return here * sum(resolved.lengths)
+        return rows.rows_per_part * rows.num_parts * rows.width
 
+    def gradient_bytes(self) -> int:
+        """Gradients as the weights are stored, and with several micro-batches the float32 sum of
+        them beside; with sync_gradients_every, one that is not divided over fsdp, too."""
+        resolved = self.resolved
+        trained = resolved.tables.trained
+        total = resolved.table_bytes(trained)
+        if resolved.rows.num_parts > 1:
+            total += resolved.table_bytes(trained, jnp.float32)
+        if resolved.run.training.sync_gradients_every > 1 and resolved.fsdp > 1:
+            total += resolved.table_bytes(trained, jnp.float32, is_gathered=True)
+        return total
 
-def _weights_apart(sampler: ResolvedRun) -> dict[str, int]:
-    parts = resident(sampler)
-    return {name: parts[name] for name in ("parameters", "frozen base") if name in parts}
+    def kept_layers(self, rows: int, width: int) -> int:
+        """The bytes that the backward pass finds of every layer: its input, nD, and what
+        training.remat keeps beside it.
 
+        save_qkv_out: q, k, v and what attention gives. dots: q, k, v, the output and the
+        feed-forward's three products. none: those, what attention gives, and its scores in float32
+        where they are made all at once. save_all: what jax.vjp returns for a layer of Gemma 3, and
+        the layer's matrices. What a program without a loop over layers keeps more than these is not
+        known.
+        """
+        resolved = self.resolved
+        # Elements of one token of one layer on a device.
+        cfg = resolved.cfg
+        tp = resolved.tp
+        heads = cfg.num_heads // tp
+        kv_heads = -(-cfg.num_kv_heads // tp)
+        qkv = (heads + 2 * kv_heads) * cfg.head_dim
+        attended_out = heads * cfg.head_dim
+        is_sequence_parallel = resolved.train_rules["residual_seq"] == "tp"
+        residual = cfg.embed_dim // tp if is_sequence_parallel else cfg.embed_dim
+        products = qkv + 2 * residual + 2 * (cfg.mlp_dim // tp)
 
-# ---- scoring and updating
+        # What remat keeps of them.
+        remat = resolved.run.training.remat
+        heads_of_token = (heads + kv_heads) * cfg.head_dim
+        of_a_token = {
+            "block": 0,
+            "save_qkv_out": qkv + attended_out,
+            "dots": products,
+            "none": products + attended_out,
+            "save_all": 3 * (cfg.mlp_dim // tp) + 4 * residual + 2 * heads_of_token,
+        }
+        elements = rows * width * (residual + of_a_token[remat])
+        kept = elements * resolved.itemsize
+        if remat == "save_all":
+            kept += self.layer_elements() * resolved.itemsize
+            kept += 4 * rows * width * (14 * residual + 3 * heads_of_token)
+        if remat in ("none", "save_all") and resolved.attention == "xla":
+            scores = (heads * math.prod(part) for part in self.attended(rows, width))
+            times = 3 if remat == "save_all" else 1
+            kept += (
+                4 * times * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
+            )
+        return cfg.num_layers * kept
 
+    def _layer_at_work(self, n: int) -> int:
+        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp."""
+        resolved = self.resolved
+        cfg = resolved.cfg
+        tp = resolved.tp
+        heads = (cfg.num_heads // tp + 2 * -(-cfg.num_kv_heads // tp)) * cfg.head_dim
+        elements = n * (4 * cfg.embed_dim + heads + 2 * cfg.mlp_dim // tp)
+        return resolved.itemsize * elements
 
-def _tokens_at_once(resolved: ResolvedRun) -> tuple[int, int]:
-    """Rows of a micro-batch on a device, and their width."""
-    if resolved.rows.packing != "none":
-        return resolved.rows.rows_per_part, resolved.rows.width
-    return resolved.batch.micro_batch_size, sum(resolved.lengths)
+    def _scores_at_work(self, rows: int, width: int) -> int:
+        """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel
+        has none."""
+        if self.resolved.attention != "xla":
+            return 0
+        return max(self._score_bytes(*part) for part in self.attended(rows, width))
 
+    def _score_bytes(self, rows: int, queries: int, keys: int) -> int:
+        """The scores of so many queries of each row with so many keys, as `_scores_at_work` has."""
+        heads = rows * self.resolved.cfg.num_heads // self.resolved.tp
+        per_query = max(1, heads * keys)
+        at_once = max(
+            attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1
+        )
+        return 2 * 4 * per_query * min(queries, at_once)
 
-def scoring(resolved: ResolvedRun) -> dict[str, int]:
-    """The bytes that the reference pass adds: its batch, one layer at work with its weights
-    gathered, or the head's scores."""
-    rows, width = _tokens_at_once(resolved)
-    layer = _layer_at_work(resolved, rows * width) + _scores_at_work(resolved, rows, width)
-    layer += _gathered_layers(resolved, 1)
-    temporary = max(layer, _head_at_work(resolved, rows))
-    return {"batch": _batch_bytes(resolved), "temporary": temporary}
+    def attended(self, rows: int, width: int) -> list[tuple[int, int, int]]:
+        """The products of attention of so many rows: (how many, queries, keys); columns of
+        completions apart from the shared prompts that they see."""
+        if self.resolved.rows.packing != "prefix":
+            return [(rows, width, width)]
+        shape = self.resolved.rows.shape
+        return [
+            (rows, shape.prefix_columns, shape.prefix_columns),
+            (
+                rows * shape.num_lanes,
+                shape.lane_columns,
+                shape.prefix_columns + shape.lane_columns,
+            ),
+        ]
 
+    def _gathered_layers(self, count: int) -> int:
+        """Matrices of `count` layers, whole over fsdp as computed, and the next one's on their
+        way."""
+        layers = 1 if self.resolved.fsdp == 1 else count + 1
+        return layers * self.layer_elements() * self.resolved.itemsize
 
-def describing(resolved: ResolvedRun, name: str) -> dict[str, int]:
-    """The bytes that the pass of a teacher adds that the policy is compared with: those of scoring,
-    and what is kept of all rows on every device, and of its own rows while it is made."""
-    shards = 1 + resolved.fsdp
-    return scoring(resolved.as_scorer(name)) | {"kept": _kept_of_teacher(resolved) * shards}
+    def _head_at_work(self, rows: int) -> int:
+        """The head: a block of float32 scores, twice; the hidden states and their sum of gradients,
+        6nD; the table, as it is stored, regrouped into blocks, and its gradient or, where it has
+        none, the copy that a loop over blocks keeps."""
+        resolved = self.resolved
+        cfg = resolved.cfg
+        tp = resolved.tp
 
+        # Tokens that are scored at once.
+        shape = resolved.rows.shape
+        in_a_row = shape.width - shape.prefix_columns if shape else 0
+        scored = rows * (in_a_row or resolved.rows.num_scored)
 
-def update(resolved: ResolvedRun) -> dict[str, int]:
-    """The bytes that the update adds: its batch, gradients, and activations with all else that is
-    temporary.
-
-    activations: what is kept of every layer, and the larger of one layer at work (recomputed
-    forward, and backward) and the head's scores.
-    """
-    rows, width = _tokens_at_once(resolved)
-    layer = 2 * _layer_at_work(resolved, rows * width)
-    layer += 2 * _scores_at_work(resolved, rows, width)
-    layer += _gathered_layers(resolved, 2)
-    if resolved.run.training.reduce_dtype == "float32" and resolved.lora is None:
-        # The gradient of one layer, before it is divided over fsdp, is float32.
-        layer += max(0, 4 - resolved.itemsize) * layer_elements(resolved)
-    activations = kept_layers(resolved, rows, width) + max(layer, _head_at_work(resolved, rows))
-    if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
-        # Over the whole vocabulary: its blocks of scores, and its table in blocks.
-        name = resolved.teacher.comparison.model
-        activations += _head_at_work(resolved.as_scorer(name), rows)
-    return {
-        "batch": _batch_bytes(resolved) + _kept_of_teacher(resolved),
-        "gradients": gradient_bytes(resolved),
-        "activations": activations,
-    }
-
-
-def _kept_of_teacher(resolved: ResolvedRun) -> int:
-    """The bytes kept of the teacher's distribution of each token of a shard, prompts included; 0
-    without a comparison."""
-    if resolved.teacher is None:
-        return 0
-    streams = resolved.teacher.streams(resolved.dtype).values()
-    of_a_token = sum(length * jnp.dtype(dtype).itemsize for length, dtype in streams)
-    return of_a_token * _tokens_of_batch(resolved)
-
-
-def teacher_table(resolved: ResolvedRun) -> int:
-    """The teacher's output embedding on a device, which the update is given; 0 where it is not."""
-    teacher = resolved.teacher
-    if teacher is None or teacher.comparison.top_k:
-        return 0
-    model = resolved.frozen_models[teacher.comparison.model]
-    table = decoder.output_table(
-        stored_table(decoder.weights(model.cfg), model.storage), model.cfg
-    )
-    return resolved.elements(table.shape, table.axes) * jnp.dtype(table.dtype).itemsize
-
-
-def _batch_bytes(resolved: ResolvedRun) -> int:
-    """Rows of a batch: some eight numbers of four bytes a token."""
-    return 4 * 8 * _tokens_of_batch(resolved)
-
-
-def _tokens_of_batch(resolved: ResolvedRun) -> int:
-    """Columns of all rows of a batch on a device."""
-    rows = resolved.rows
-    if rows.packing == "none":
-        here = resolved.batch.sequences // resolved.fsdp
-        return here * sum(resolved.lengths)
-    return rows.rows_per_part * rows.num_parts * rows.width
-
-
-def gradient_bytes(resolved: ResolvedRun) -> int:
-    """Gradients as the weights are stored, and with several micro-batches the float32 sum of them
-    beside; with sync_gradients_every, one that is not divided over fsdp, too."""
-    trained = resolved.tables.trained
-    total = resolved.table_bytes(trained)
-    if resolved.rows.num_parts > 1:
-        total += resolved.table_bytes(trained, jnp.float32)
-    if resolved.run.training.sync_gradients_every > 1 and resolved.fsdp > 1:
-        total += resolved.table_bytes(trained, jnp.float32, is_gathered=True)
-    return total
-
-
-def kept_layers(resolved: ResolvedRun, rows: int, width: int) -> int:
-    """The bytes that the backward pass finds of every layer: its input, nD, and what training.remat
-    keeps beside it.
-
-    save_qkv_out: q, k, v and what attention gives. dots: q, k, v, the output and the feed-forward's
-    three products. none: those, what attention gives, and its scores in float32 where they are made
-    all at once. save_all: what jax.vjp returns for a layer of Gemma 3, and the layer's matrices.
-    What a program without a loop over layers keeps more than these is not known.
-    """
-    # Elements of one token of one layer on a device.
-    cfg = resolved.cfg
-    tp = resolved.tp
-    heads = cfg.num_heads // tp
-    kv_heads = -(-cfg.num_kv_heads // tp)
-    qkv = (heads + 2 * kv_heads) * cfg.head_dim
-    attended_out = heads * cfg.head_dim
-    is_sequence_parallel = resolved.train_rules["residual_seq"] == "tp"
-    residual = cfg.embed_dim // tp if is_sequence_parallel else cfg.embed_dim
-    products = qkv + 2 * residual + 2 * (cfg.mlp_dim // tp)
-
-    # What remat keeps of them.
-    remat = resolved.run.training.remat
-    heads_of_token = (heads + kv_heads) * cfg.head_dim
-    of_a_token = {
-        "block": 0,
-        "save_qkv_out": qkv + attended_out,
-        "dots": products,
-        "none": products + attended_out,
-        "save_all": 3 * (cfg.mlp_dim // tp) + 4 * residual + 2 * heads_of_token,
-    }
-    elements = rows * width * (residual + of_a_token[remat])
-    kept = elements * resolved.itemsize
-    if remat == "save_all":
-        kept += layer_elements(resolved) * resolved.itemsize
-        kept += 4 * rows * width * (14 * residual + 3 * heads_of_token)
-    if remat in ("none", "save_all") and resolved.attention == "xla":
-        scores = (heads * math.prod(part) for part in attended(resolved, rows, width))
-        times = 3 if remat == "save_all" else 1
-        kept += 4 * times * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
-    return cfg.num_layers * kept
-
-
-def _layer_at_work(resolved: ResolvedRun, n: int) -> int:
-    """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp."""
-    cfg = resolved.cfg
-    tp = resolved.tp
-    heads = (cfg.num_heads // tp + 2 * -(-cfg.num_kv_heads // tp)) * cfg.head_dim
-    elements = n * (4 * cfg.embed_dim + heads + 2 * cfg.mlp_dim // tp)
-    return resolved.itemsize * elements
-
-
-def _scores_at_work(resolved: ResolvedRun, rows: int, width: int) -> int:
-    """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel has
-    none."""
-    if resolved.attention != "xla":
-        return 0
-    return max(_score_bytes(resolved, *part) for part in attended(resolved, rows, width))
-
-
-def _score_bytes(resolved: ResolvedRun, rows: int, queries: int, keys: int) -> int:
-    """The scores of so many queries of each row with so many keys, as `_scores_at_work` has."""
-    heads = rows * resolved.cfg.num_heads // resolved.tp
-    per_query = max(1, heads * keys)
-    at_once = max(attention.SCORES_AT_ONCE // per_query, -(-queries // attention.MOST_PIECES), 1)
-    return 2 * 4 * per_query * min(queries, at_once)
-
-
-def attended(resolved: ResolvedRun, rows: int, width: int) -> list[tuple[int, int, int]]:
-    """The products of attention of so many rows: (how many, queries, keys); columns of completions
-    apart from the shared prompts that they see."""
-    if resolved.rows.packing != "prefix":
-        return [(rows, width, width)]
-    shape = resolved.rows.shape
-    return [
-        (rows, shape.prefix_columns, shape.prefix_columns),
-        (rows * shape.num_lanes, shape.lane_columns, shape.prefix_columns + shape.lane_columns),
-    ]
-
-
-def _gathered_layers(resolved: ResolvedRun, count: int) -> int:
-    """Matrices of `count` layers, whole over fsdp as computed, and the next one's on their way."""
-    layers = 1 if resolved.fsdp == 1 else count + 1
-    return layers * layer_elements(resolved) * resolved.itemsize
-
-
-def _head_at_work(resolved: ResolvedRun, rows: int) -> int:
-    """The head: a block of float32 scores, twice; the hidden states and their sum of gradients,
-    6nD; the table, as it is stored, regrouped into blocks, and its gradient or, where it has none,
-    the copy that a loop over blocks keeps."""
-    cfg = resolved.cfg
-    tp = resolved.tp
-
-    # Tokens that are scored at once.
-    shape = resolved.rows.shape
-    in_a_row = shape.width - shape.prefix_columns if shape else 0
-    scored = rows * (in_a_row or resolved.rows.num_scored)
-
-    blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)
-    scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
-    hidden = 6 * scored * cfg.embed_dim
-    table = resolved.elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"))
-    is_half = resolved.run.training.mixed_precision == "bf16_params" or resolved.lora is not None
-    return scores + hidden + 2 * (2 if is_half else 4) * table
+        blocks = vocabulary.num_blocks(cfg.vocab_size // tp, scored)
+        scores = 2 * 4 * scored * cfg.vocab_size // (tp * blocks)
+        hidden = 6 * scored * cfg.embed_dim
+        table = resolved.elements((cfg.vocab_size, cfg.embed_dim), ("vocab", "embed"))
+        is_half = (
+            resolved.run.training.mixed_precision == "bf16_params" or resolved.lora is not None
+        )
+        return scores + hidden + 2 * (2 if is_half else 4) * table

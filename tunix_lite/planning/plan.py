@@ -16,12 +16,12 @@ import jax
 from tunix_lite.config import RunConfig
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.planning import estimate, speed
+from tunix_lite.planning.estimate import Estimate
 from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
-from tunix_lite.planning.speed import Bound
+from tunix_lite.planning.speed import Bound, Speed
 from tunix_lite.resolved.parts import abstract, mesh_of_run
 from tunix_lite.resolved.run import (
     ResolvedRun,
@@ -29,7 +29,7 @@ from tunix_lite.resolved.run import (
     micro_batches_to_try,
     resolve_run,
 )
-from tunix_lite.rollout.memory import Parking
+from tunix_lite.rollout.memory import Offloading
 
 # where the bytes of a phase come from
 COMPILED = "compiled"
@@ -80,12 +80,12 @@ class Plan:
     forecast: Forecast | None = None
 
     @property
-    def parking(self) -> Parking | None:
+    def offloading(self) -> Offloading | None:
         """The slots of conversations that wait; None: there are none."""
         if not self.resolved.converses:
             return None
         count = self.resolved.num_conversations
-        return self.resolved.sampling_memory.parking(count, self.machine.host_bytes)
+        return self.resolved.sampling_memory.offloading(count, self.machine.host_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -151,7 +151,7 @@ def assemble_plan(
     refused: Sequence[DoesNotFit] = (),
 ) -> Plan:
     """The plan of a run: what is compiled of it as compiled, the rest by formula."""
-    resident = estimate.resident(resolved)
+    resident = Estimate(resolved).resident()
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
     with_code = resident | ({PROGRAMS: code} if code else {})
@@ -161,12 +161,12 @@ def assemble_plan(
     for name in [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]:
         made[name] = _scoring(name, resolved, done, resident)
     if (update := done.get("update")) is None:
-        made["update"] = ESTIMATE, estimate.update(resolved)
+        made["update"] = ESTIMATE, Estimate(resolved).update()
     else:
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
-        arguments += estimate.teacher_table(resolved)
-        gradients = min(estimate.gradient_bytes(resolved), update.temp_bytes)
+        arguments += Estimate(resolved).teacher_table()
+        gradients = min(Estimate(resolved).gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes
         made["update"] = COMPILED, parts | {"activations": beside}
@@ -183,12 +183,12 @@ def assemble_plan(
             added = max(added, sum(made[name][1].values()))
             made[name] = COMPILED, {"all it needs, as the compiler says": added}
 
-    bounds = speed.bounds(resolved, machine.hardware)
+    bounds = Speed(resolved).bounds(machine.hardware)
     phases = tuple(
         Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()
     )
     messages = tuple(f"{error.name}: {error.message}" for error in refused)
-    apart = estimate.apart(resolved, machine.capacity)
+    apart = Estimate(resolved).apart(machine.capacity)
     return Plan(machine, resolved, with_code, phases, done, messages, apart)
 
 
@@ -200,8 +200,8 @@ def _scoring(
     is_frozen = name in resolved.frozen_models
     if program is None:
         if is_frozen and resolved.compares(name):
-            return ESTIMATE, estimate.describing(resolved, name)
-        return ESTIMATE, estimate.scoring(resolved.as_scorer(name) if is_frozen else resolved)
+            return ESTIMATE, Estimate(resolved).describing(name)
+        return ESTIMATE, Estimate(resolved.as_scorer(name) if is_frozen else resolved).scoring()
     # What it is given of the weights: its own, the reference, or what samples now.
     names = ["frozen base"] if resolved.lora else ["parameters"]
     if is_frozen or resolved.copies_reference:
@@ -216,14 +216,14 @@ def _scoring(
 
 def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
     """The prompt cache is there while decoding, and the slots are while prompts are read."""
-    adds = estimate.rollout(resolved)
+    adds = Estimate(resolved).rollout()
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
     copy = adds["weights to sample"]
     cache = done["decode"].argument_bytes - copy
     programs = [name for name in SAMPLING_PROGRAMS if name in done]
     added = {name: done[name].added_bytes - done[name].code_bytes for name in programs}
-    # A parked conversation that comes back is an argument beside the slots.
+    # An offloaded conversation that comes back is an argument beside the slots.
     if "write_slot" in done:
         added["write_slot"] += done["write_slot"].argument_bytes - cache
     # What a stop text may bring back stays beside the slots for a chunk.
@@ -260,7 +260,7 @@ def with_choices(
     # The largest micro-batch that fits by formulas, or the smallest there is.
     for size in sizes:
         sized = resolved if size is None else resolved.with_micro_batch(size)
-        chosen = estimate.choose_sampling_weights(sized, machine.capacity)
+        chosen = Estimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
         if size is None or assemble_plan(machine, sized, {}).fits is not False:
             break

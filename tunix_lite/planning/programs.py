@@ -40,7 +40,6 @@ from tunix_lite.rollout.programs import (
     Slots,
     at_home,
     longest_chunk,
-    make_programs,
 )
 from tunix_lite.types import Params
 
@@ -201,7 +200,9 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
 
     def decode() -> jax.stages.Lowered:
         programs, layered = made()
-        return programs.decode.lower(slots(), layered, jax.ShapeDtypeStruct((), jnp.float32))
+        temperature = jax.ShapeDtypeStruct((), jnp.float32)
+        has_cutoffs = programs.spec.cuts_off(programs.spec.generation.temperature)
+        return programs.decode.lower(slots(), layered, temperature, has_cutoffs)
 
     def extend() -> jax.stages.Lowered:
         # The widest piece of an answer, or of a completion that is read again after an update.
@@ -226,7 +227,7 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         programs["reread"] = extend
     if resolved.converses:
         programs["extend"] = extend
-    if resolved.may_park:
+    if resolved.may_offload:
         programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
         programs["write_slot"] = write_slot
     if resolved.converses and resolved.run.generation.stop:
@@ -272,7 +273,7 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
     shardings = decoder.per_layer_shardings(shardings, resolved.cfg, join_qkv)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
-    return make_programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
+    return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)
 
 
 def _at_home(shapes: Slots | PromptCache, rows_axis: str) -> Slots | PromptCache:

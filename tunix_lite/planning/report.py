@@ -110,13 +110,13 @@ def _head(plan: Plan) -> list[str]:
         f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
         f"training: {resolved.attention}",
     ]
-    if (parking := plan.parking) is not None:
+    if (offloading := plan.offloading) is not None:
         # What becomes of the slots of conversations that wait.
         does = "those that wait hold their slots"
-        if parking.most != 0:
-            count = parking.without_slot if parking.most is None else parking.most
-            each = f"{parking.slot_bytes / 2**20:,.2f} MiB of a host each"
-            does = f"up to {count:,} that wait are parked, {each}"
+        if offloading.most != 0:
+            count = offloading.without_slot if offloading.most is None else offloading.most
+            each = f"{offloading.slot_bytes / 2**20:,.2f} MiB of a host each"
+            does = f"up to {count:,} that wait are offloaded, {each}"
         slots = f"{resolved.num_conversations} in {resolved.slots} slots"
         lines.append(f"talks      {slots}; {does}")
     return lines
@@ -293,10 +293,9 @@ def _plan_dict(plan: Plan) -> dict:
     }
     if plan.apart:
         described["device_that_only_samples"] = plan.apart
-    if plan.parking is not None:
+    if plan.offloading is not None:
         described["conversations"] = resolved.num_conversations
-        names = ("slot_bytes", "most", "most_bytes", "num_that_fit")
-        described["parking"] = {name: getattr(plan.parking, name) for name in names}
+        described["parking"] = dataclasses.asdict(plan.offloading)
     if plan.forecast is not None:
         names = ("step_seconds", "tokens_per_second", "hours")
         derived = {name: getattr(plan.forecast, name) for name in names}

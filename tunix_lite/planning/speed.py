@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from tunix_lite.models.weights import is_weight, num_params
-from tunix_lite.planning import estimate, flops
+from tunix_lite.planning import flops
+from tunix_lite.planning.estimate import Estimate
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.resolved.run import ResolvedRun
 
@@ -48,22 +49,151 @@ class _ProgramWork:
     sent: dict[str, float]
 
 
-def bounds(resolved: ResolvedRun, hardware: Hardware | None) -> dict[str, Bound]:
-    """By phase, of one step; of a rollout that serves several updates, the share of one."""
-    algorithm = resolved.run.algorithm
-    # a rollout is for as many updates' sequences as there are mini-batches
-    share = algorithm.needs.mini_batches / algorithm.updates_per_rollout
-    works = {}
-    if not algorithm.needs.demonstrations and resolved.apart is None:
-        works["rollout"] = _rollout(resolved)
-    if resolved.scores:
-        works["scoring"] = [_scoring(resolved)]
-    for name in resolved.frozen_models:
-        works[name] = [_scoring(resolved.as_scorer(name))]
-    phases = {
-        name: _bound(work, hardware, resolved.mesh_shape, share) for name, work in works.items()
-    }
-    return phases | {"update": _bound([_update(resolved)], hardware, resolved.mesh_shape, 1.0)}
+@dataclass(frozen=True)
+class Speed:
+    """The bounds of a run, by phase."""
+
+    resolved: ResolvedRun
+
+    def bounds(self, hardware: Hardware | None) -> dict[str, Bound]:
+        """By phase, of one step; of a rollout that serves several updates, the share of one."""
+        resolved = self.resolved
+        algorithm = resolved.run.algorithm
+        # a rollout is for as many updates' sequences as there are mini-batches
+        share = algorithm.needs.mini_batches / algorithm.updates_per_rollout
+        works = {}
+        if not algorithm.needs.demonstrations and resolved.apart is None:
+            works["rollout"] = self._rollout()
+        if resolved.scores:
+            works["scoring"] = [self._scoring()]
+        for name in resolved.frozen_models:
+            works[name] = [Speed(resolved.as_scorer(name))._scoring()]
+        phases = {
+            name: _bound(work, hardware, resolved.mesh_shape, share)
+            for name, work in works.items()
+        }
+        return phases | {"update": _bound([self._update()], hardware, resolved.mesh_shape, 1.0)}
+
+    def _ring(self, gathered: float, reduced: float) -> dict[str, float]:
+        """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or
+        reduce-scattered over fsdp, twice that of one all-reduced over tp."""
+        fsdp = self.resolved.fsdp
+        tp = self.resolved.tp
+        return {"fsdp": gathered * (fsdp - 1) / fsdp, "tp": 2 * reduced * (tp - 1) / tp}
+
+    def reduced_gradient_bytes(self) -> int:
+        """G: the gradients of a tp shard as they cross fsdp: layers' matrices in
+        training.reduce_dtype, others float32."""
+        resolved = self.resolved
+        total = 0
+        for weight in jax.tree.leaves(resolved.tables.trained, is_leaf=is_weight):
+            is_narrow = weight.inputs and resolved.run.training.reduce_dtype == "bfloat16"
+            elements = resolved.elements(weight.shape, weight.axes, is_gathered=True)
+            total += elements * (2 if is_narrow else 4)
+        return total
+
+    def _streams(self, tokens: float, is_forward: bool = True) -> float:
+        """Bytes that tp sums in one pass over so many tokens on a device: two residual streams a
+        layer, forward in training.tp_reduce_dtype, backward in the compute dtype."""
+        resolved = self.resolved
+        dtype = resolved.dtype
+        if is_forward:
+            dtype = jnp.promote_types(resolved.run.training.tp_reduce_dtype, dtype)
+        elements = 2 * resolved.cfg.num_layers * tokens * resolved.cfg.embed_dim
+        return elements * jnp.dtype(dtype).itemsize
+
+    def _rollout(self) -> list[_ProgramWork]:
+        """Prefill reads W once a block of prompts. Each decode step reads W and the keys and values
+        of its sequences, which stand at half their completion."""
+        resolved = self.resolved
+        cfg = resolved.cfg
+        prompt, new = resolved.lengths
+        P = resolved.batch.prompts
+        B = resolved.batch.sequences
+        fsdp = resolved.fsdp
+        W = Estimate(resolved).sampling_copy(is_gathered=True)
+        gathered = W if resolved.sampling_weights == "sharded" else 0
+
+        # Each prompt once: 2PT FLOPs and attention.
+        block, width, _ = resolved.sampling_memory.prompt_cache
+        calls = -(-P // block)
+        read = flops.attention_flops(cfg, [prompt] * P)
+        prefill = _ProgramWork(
+            flops.forward_flops(cfg, P * prompt, 0, read),
+            calls * W,
+            self._ring(calls * gathered, self._streams(calls * block * width / fsdp)),
+        )
+
+        # Every token of every completion, slots at a time. Of keys and values a device reads a
+        # code and its share of a scale, or a number.
+        steps = new * -(-B // resolved.slots)
+        is_int8 = resolved.run.rollout.cache == "int8"
+        itemsize = 1 + 4 / cfg.head_dim if is_int8 else resolved.itemsize
+        shards = fsdp * min(resolved.tp, cfg.num_kv_heads)
+        half_done = [prompt + new // 2] * resolved.slots
+        cache = flops.decode_bytes(cfg, half_done, 0, itemsize) / shards
+        attention = flops.attention_flops(cfg, [prompt + new] * B)
+        attention -= flops.attention_flops(cfg, [prompt] * B)
+        decode = _ProgramWork(
+            flops.forward_flops(cfg, B * new, B * new, attention),
+            steps * (W + cache),
+            self._ring(steps * gathered, self._streams(steps * resolved.slots / fsdp)),
+        )
+        return [prefill, decode]
+
+    def _batch_work(self) -> tuple[int, int, float, int]:
+        """(tokens, tokens that count, FLOPs of attention, micro-batches that hold anything) of one
+        forward over the batch at its longest."""
+        resolved = self.resolved
+        prompt, new = resolved.lengths
+        B = resolved.batch.sequences
+        rows = resolved.rows
+        # A prompt that is shared stands once in a row.
+        prompts = B
+        if rows.packing == "prefix":
+            num_lanes = rows.shape.num_lanes
+            prompts = resolved.batch.prompts * -(-resolved.batch.num_generations // num_lanes)
+        tokens = prompts * prompt + B * new
+        # With shared prompts a completion at its longest takes a lane, so all rows are there.
+        parts = rows.num_parts
+        if rows.packing == "sequences":
+            at_once = rows.width * rows.rows_per_part * resolved.fsdp
+            parts = min(parts, -(-tokens // at_once))
+        return (
+            tokens,
+            B * new,
+            flops.attention_flops(resolved.cfg, [prompt + new] * B),
+            parts,
+        )
+
+    def _scoring(self) -> _ProgramWork:
+        """One forward: 2P a token; W is read and gathered once a micro-batch."""
+        resolved = self.resolved
+        tokens, scored, attention, parts = self._batch_work()
+        once = parts * Estimate(resolved).sampling_copy(is_gathered=True)
+        return _ProgramWork(
+            flops.forward_flops(resolved.cfg, tokens, scored, attention),
+            once,
+            self._ring(once, self._streams(tokens / resolved.fsdp)),
+        )
+
+    def _update(self) -> _ProgramWork:
+        """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced
+        once in sync_gradients_every micro-batches; the state is read and written."""
+        resolved = self.resolved
+        tokens, scored, attention, parts = self._batch_work()
+        lora_params = num_params(resolved.tables.trained) if resolved.lora else 0
+        both_ways = 2 * parts * Estimate(resolved).sampling_copy(is_gathered=True)
+        syncs = -(-parts // resolved.run.training.sync_gradients_every)
+        here = tokens / resolved.fsdp
+        summed = self._streams(here) + self._streams(here, is_forward=False)
+        resident = Estimate(resolved).resident()
+        state = 2 * (resident["parameters"] + resident["optimizer"])
+        return _ProgramWork(
+            flops.update_flops(resolved.cfg, tokens, scored, attention, lora_params),
+            both_ways + state,
+            self._ring(both_ways + syncs * self.reduced_gradient_bytes(), summed),
+        )
 
 
 def _bound(
@@ -104,120 +234,3 @@ def links(
     tp_crosses = mesh_shape["tp"] > hardware.host_devices
     far = sum(size for axis, size in sent.items() if axis != "tp" or tp_crosses)
     return total - far, far
-
-
-def _ring(resolved: ResolvedRun, gathered: float, reduced: float) -> dict[str, float]:
-    """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or reduce-scattered
-    over fsdp, twice that of one all-reduced over tp."""
-    fsdp = resolved.fsdp
-    tp = resolved.tp
-    return {"fsdp": gathered * (fsdp - 1) / fsdp, "tp": 2 * reduced * (tp - 1) / tp}
-
-
-def reduced_gradient_bytes(resolved: ResolvedRun) -> int:
-    """G: the gradients of a tp shard as they cross fsdp: layers' matrices in training.reduce_dtype,
-    others float32."""
-    total = 0
-    for weight in jax.tree.leaves(resolved.tables.trained, is_leaf=is_weight):
-        is_narrow = weight.inputs and resolved.run.training.reduce_dtype == "bfloat16"
-        elements = resolved.elements(weight.shape, weight.axes, is_gathered=True)
-        total += elements * (2 if is_narrow else 4)
-    return total
-
-
-def _streams(resolved: ResolvedRun, tokens: float, is_forward: bool = True) -> float:
-    """Bytes that tp sums in one pass over so many tokens on a device: two residual streams a layer,
-    forward in training.tp_reduce_dtype, backward in the compute dtype."""
-    dtype = resolved.dtype
-    if is_forward:
-        dtype = jnp.promote_types(resolved.run.training.tp_reduce_dtype, dtype)
-    elements = 2 * resolved.cfg.num_layers * tokens * resolved.cfg.embed_dim
-    return elements * jnp.dtype(dtype).itemsize
-
-
-def _rollout(resolved: ResolvedRun) -> list[_ProgramWork]:
-    """Prefill reads W once a block of prompts. Each decode step reads W and the keys and values of
-    its sequences, which stand at half their completion."""
-    cfg = resolved.cfg
-    prompt, new = resolved.lengths
-    P = resolved.batch.prompts
-    B = resolved.batch.sequences
-    fsdp = resolved.fsdp
-    W = estimate.sampling_copy(resolved, is_gathered=True)
-    gathered = W if resolved.sampling_weights == "sharded" else 0
-
-    # Each prompt once: 2PT FLOPs and attention.
-    block, width, _ = resolved.sampling_memory.prompt_cache
-    calls = -(-P // block)
-    read = flops.attention_flops(cfg, [prompt] * P)
-    prefill = _ProgramWork(
-        flops.forward_flops(cfg, P * prompt, 0, read),
-        calls * W,
-        _ring(resolved, calls * gathered, _streams(resolved, calls * block * width / fsdp)),
-    )
-
-    # Every token of every completion, slots at a time. Of keys and values a device reads a code and
-    # its share of a scale, or a number.
-    steps = new * -(-B // resolved.slots)
-    is_int8 = resolved.run.rollout.cache == "int8"
-    itemsize = 1 + 4 / cfg.head_dim if is_int8 else resolved.itemsize
-    shards = fsdp * min(resolved.tp, cfg.num_kv_heads)
-    half_done = [prompt + new // 2] * resolved.slots
-    cache = flops.decode_bytes(cfg, half_done, 0, itemsize) / shards
-    attention = flops.attention_flops(cfg, [prompt + new] * B)
-    attention -= flops.attention_flops(cfg, [prompt] * B)
-    decode = _ProgramWork(
-        flops.forward_flops(cfg, B * new, B * new, attention),
-        steps * (W + cache),
-        _ring(resolved, steps * gathered, _streams(resolved, steps * resolved.slots / fsdp)),
-    )
-    return [prefill, decode]
-
-
-def _batch_work(resolved: ResolvedRun) -> tuple[int, int, float, int]:
-    """(tokens, tokens that count, FLOPs of attention, micro-batches that hold anything) of one
-    forward over the batch at its longest."""
-    prompt, new = resolved.lengths
-    B = resolved.batch.sequences
-    rows = resolved.rows
-    # A prompt that is shared stands once in a row.
-    prompts = B
-    if rows.packing == "prefix":
-        num_lanes = rows.shape.num_lanes
-        prompts = resolved.batch.prompts * -(-resolved.batch.num_generations // num_lanes)
-    tokens = prompts * prompt + B * new
-    # With shared prompts a completion at its longest takes a lane, so all rows are there.
-    parts = rows.num_parts
-    if rows.packing == "sequences":
-        at_once = rows.width * rows.rows_per_part * resolved.fsdp
-        parts = min(parts, -(-tokens // at_once))
-    return tokens, B * new, flops.attention_flops(resolved.cfg, [prompt + new] * B), parts
-
-
-def _scoring(resolved: ResolvedRun) -> _ProgramWork:
-    """One forward: 2P a token; W is read and gathered once a micro-batch."""
-    tokens, scored, attention, parts = _batch_work(resolved)
-    once = parts * estimate.sampling_copy(resolved, is_gathered=True)
-    return _ProgramWork(
-        flops.forward_flops(resolved.cfg, tokens, scored, attention),
-        once,
-        _ring(resolved, once, _streams(resolved, tokens / resolved.fsdp)),
-    )
-
-
-def _update(resolved: ResolvedRun) -> _ProgramWork:
-    """Forward and backward: 6P a token (4P under LoRA). W is gathered for each; G is reduced once
-    in sync_gradients_every micro-batches; the state is read and written."""
-    tokens, scored, attention, parts = _batch_work(resolved)
-    lora_params = num_params(resolved.tables.trained) if resolved.lora else 0
-    both_ways = 2 * parts * estimate.sampling_copy(resolved, is_gathered=True)
-    syncs = -(-parts // resolved.run.training.sync_gradients_every)
-    here = tokens / resolved.fsdp
-    summed = _streams(resolved, here) + _streams(resolved, here, is_forward=False)
-    resident = estimate.resident(resolved)
-    state = 2 * (resident["parameters"] + resident["optimizer"])
-    return _ProgramWork(
-        flops.update_flops(resolved.cfg, tokens, scored, attention, lora_params),
-        both_ways + state,
-        _ring(resolved, both_ways + syncs * reduced_gradient_bytes(resolved), summed),
-    )

@@ -10,9 +10,9 @@ from tunix_lite.evaluation.statistics import Comparison, Estimate, estimate, wil
 from tunix_lite.report.evidence import Evidence, read_samples, sample_steps
 from tunix_lite.tracking.rows import is_number
 
-LEVEL = 0.95
+_LEVEL = 0.95
 # of a bootstrap: a report is to be there in a second or two
-RESAMPLES = 2_000
+_RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """A score before and after. Without samples of it there is no difference by example.
+    """A score before and after, and the change by example.
 
-    Example: ScoreChange("accuracy", Estimate(0.42, 0.36, 0.48), Estimate(0.95, 0.92, 0.98), None).
+    Example: `scores(first_and_last(run))[0].change.better` examples were improved.
     """
 
     name: str
     before: Estimate
     after: Estimate
-    change: Comparison | None
+    change: Comparison
 
 
 def first_and_last(run: Evidence) -> list[Measured]:
     """The evaluations that samples/ has: the first, and the last if it is another one."""
     steps = sample_steps(run.folder, "evaluation")
-    ends = []
+    measured = []
     for step in sorted({*steps[:1], *steps[-1:]}):
         greedy: dict[int, dict] = {}
         samples: dict[int, list[dict]] = {}
@@ -61,26 +61,21 @@ def first_and_last(run: Evidence) -> list[Measured]:
         most = max(map(len, samples.values()), default=0)
         whole = {group: rows for group, rows in samples.items() if len(rows) == most}
         if greedy:
-            ends.append(Measured(step, greedy, whole))
-    return ends
+            measured.append(Measured(step, greedy, whole))
+    return measured
 
 
-def scores(run: Evidence, measured: list[Measured]) -> list[ScoreChange]:
-    """All scores before and after, with their intervals: from samples/, else from the metrics."""
+def scores(measured: list[Measured]) -> list[ScoreChange]:
+    """All scores before and after, with their intervals; [] without two evaluations."""
     if len(measured) < 2:
-        accuracy = run.series("eval/accuracy")
-        count = int(run.number("evaluation.num_examples", 0))
-        ends = (accuracy.first, accuracy.last)
-        if len(accuracy) < 2 or count < 1 or not all(0 <= value <= 1 for value in ends):
-            return []
-        return [ScoreChange("accuracy", *(wilson(value, count) for value in ends), None)]
-    before, after = (_scores_of(m) for m in (measured[0], measured[-1]))
+        return []
+    before, after = map(_scores_of, measured)
     changes = []
     for name in [name for name in before if name in after]:
         both = sorted(before[name].keys() & after[name].keys())
         if both:
             first_E, last_E = (np.array([x[name][g] for g in both]) for x in (before, after))
-            change = statistics.compare(last_E, first_E, LEVEL, RESAMPLES)
+            change = statistics.compare(last_E, first_E, _LEVEL, _RESAMPLES)
             ends = (_estimated(name, values_E) for values_E in (first_E, last_E))
             changes.append(ScoreChange(name, *ends, change))
     return changes
@@ -93,17 +88,12 @@ def _scores_of(measured: Measured) -> dict[str, dict[int, float]]:
     if measured.samples:
         rows_E = list(measured.samples.values())
         correct_EN = np.array([[row["correct"] for row in rows] for rows in rows_E])
-        extracted = [[row.get("extracted") for row in rows] for rows in rows_E]
-        answers = [[x if isinstance(x, str) else None for x in texts] for texts in extracted]
         k = correct_EN.shape[1]
-        values = {
-            f"avg_at_{k}": statistics.avg_at_k(correct_EN),
-            f"pass_at_{k}": statistics.pass_at_k(correct_EN, k),
-            f"maj_at_{k}": statistics.maj_at_k(answers, correct_EN, k),
-        }
-        by_name |= {
-            name: dict(zip(measured.samples, x_E.tolist())) for name, x_E in values.items()
-        }
+        for name, values_E in (
+            (f"avg_at_{k}", statistics.avg_at_k(correct_EN)),
+            (f"pass_at_{k}", statistics.pass_at_k(correct_EN, k)),
+        ):
+            by_name[name] = dict(zip(measured.samples, values_E.tolist()))
     rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
     return by_name | ({"reward": rewards} if rewards else {})
 
@@ -113,7 +103,7 @@ def _estimated(name: str, values_E: np.ndarray) -> Estimate:
     certain, Wilson's."""
     if name == "accuracy" and values_E.min() == values_E.max():
         return wilson(float(values_E[0]), len(values_E))
-    return estimate(values_E, LEVEL, RESAMPLES)
+    return estimate(values_E, _LEVEL, _RESAMPLES)
 
 
 def moved(before: Measured, after: Measured) -> dict[tuple[bool, bool], list[int]]:

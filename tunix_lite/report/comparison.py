@@ -10,16 +10,7 @@ from markupsafe import Markup
 from tunix_lite.files.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import ScoreChange
-from tunix_lite.report.charts import (
-    COLORS,
-    CURVES,
-    MANY,
-    Chart,
-    Curve,
-    curve_lines,
-    metrics_of,
-    number_text,
-)
+from tunix_lite.report.charts import COLORS, CURVES, Chart, curve_lines, metrics_of, number_text
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
@@ -28,34 +19,29 @@ from tunix_lite.tracking.dashboard import seconds_in_words
 from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
 
-# runs in the table, and of these with curves: those with the best accuracy
-MOST_RUNS = 64
-MOST_CURVES = 12
+# runs in the table; those with the best accuracy have curves, one colour each
+_MOST_RUNS = 64
 # settings in the table of differences, characters of a value, and of the name of a run
-MOST_SETTINGS = 60
-MOST_CHARACTERS = 60
-# the curves of a comparison: the first metric of each
-COMPARED = (
-    Curve("held-out accuracy, greedy", ("eval/accuracy",), True),
-    Curve("held-out accuracy of samples", ("eval/avg_at_",), True),
-    *(curve for curve in CURVES if curve.in_comparison),
-)
+_MOST_SETTINGS = 60
+_MOST_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A run among others.
-
-    Example: `compared([Path("outputs/sweep/0"), Path("outputs/sweep/1")])[0].name` is "seed=0".
-    """
+class _Compared:
+    """A run among others."""
 
     name: str
     run: Evidence
     # how it stands, in a word
     status: str
-    # the accuracy before and after; None: it has none
+    # the accuracy before and after; None: samples/ does not have it
     accuracy: ScoreChange | None
-    seconds: float
+
+    @property
+    def reached(self) -> float:
+        """The last held-out accuracy; -1: none."""
+        accuracy = self.run.series("eval/accuracy")
+        return accuracy.last if accuracy else -1.0
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -64,7 +50,7 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name))
 
 
-def compared(folders: Sequence[Path]) -> list[Compared]:
+def _compared(folders: Sequence[Path]) -> list[_Compared]:
     """Reads the folders. Raises ValueError for one that is no folder of a run, or that is there
     twice."""
     places = [folder.resolve() for folder in folders]
@@ -73,96 +59,63 @@ def compared(folders: Sequence[Path]) -> list[Compared]:
         if places.count(place) > 1:
             raise ValueError(f"{escaped(str(folder))} is given twice")
         run = read_evidence(folder)
-        scores = before_after.scores(run, before_after.first_and_last(run))
+        scores = before_after.scores(before_after.first_and_last(run))
         status, _, _ = standing(run, None)
-        seconds = run.status.get("seconds")
-        accuracy = scores[0] if scores else None
-        runs.append(
-            Compared(name, run, status, accuracy, seconds if is_number(seconds) else 0.0)
-        )
+        runs.append(_Compared(name, run, status, scores[0] if scores else None))
     return runs
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Tells each run from the others: by its own overrides if they are short, else its folder."""
     overrides = [read_overrides(folder, []) or [] for folder in folders]
-    common = set.intersection(*map(set, overrides)) if overrides else set()
-    own = [
+    common = set.intersection(*map(set, overrides))
+    names = [
         " ".join(text for text in texts if text not in common and not text.startswith("hydra."))
         for texts in overrides
     ]
-    if all(own) and len(set(own)) == len(own) and max(map(len, own)) <= MOST_CHARACTERS:
-        return [escaped(name, MOST_CHARACTERS) for name in own]
-
-    # The shortest ends of their paths that differ.
-    parts = [folder.absolute().parts for folder in folders]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-count:]) for path in parts]
-        if len(set(names)) == len(names):
-            break
-    return [escaped(name, MOST_CHARACTERS) for name in names]
+    if "" in names or len(set(names)) < len(names) or max(map(len, names)) > _MOST_CHARACTERS:
+        names = list(map(str, folders))
+    return [escaped(name[-_MOST_CHARACTERS:]) for name in names]
 
 
 def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page:
     """The report of these runs. say: gets the table of their results, line by line. Raises
     ValueError if one of them is not the folder of a run."""
-    runs = compared(folders[:MOST_RUNS])
+    runs = _compared(folders[:_MOST_RUNS])
     heads, rows = _results(runs)
     for line in _lines(heads, rows):
         say(line)
-    results = [html.table(heads, rows, 2)]
-    if any(run.accuracy is not None and run.accuracy.change is None for run in runs):
-        about = "Where samples/ lacks an evaluation, the interval is that of a share (Wilson)."
-        results.append(html.text(about))
 
     # The curves of the best runs.
-    best = sorted(runs, key=lambda r: r.accuracy.after.value if r.accuracy else -1, reverse=True)
-    shown = [run for run in runs if run in best[:MOST_CURVES]]
+    shown = sorted(runs, key=lambda one: -one.reached)[:COLORS]
     charts = []
-    for curve in COMPARED:
+    for curve in [curve for curve in CURVES if curve.in_comparison]:
         lines = []
-        for place, run in enumerate(shown):
-            for name in metrics_of(run.run, curve)[:1]:
-                if series := run.run.series(name):
-                    lines += curve_lines(series, run.name, place, only_one=True)
+        for color, one in enumerate(shown):
+            series = one.run.series(metrics_of(one.run, curve)[0])
+            # The moving average alone: the numbers of all runs would hide one another.
+            lines += curve_lines(series, one.name, color)[-1:] if series else []
         if any(any(line.values) for line in lines):
             charts.append(Chart(curve.title, lines, curve.is_share))
-    dashed = [run.name if i < COLORS else f"{run.name} (dashed)" for i, run in enumerate(shown)]
-    curves = [html.charts(charts, [(name, i) for i, name in enumerate(dashed)])]
-    if any(run.run.num_steps >= MANY for run in shown):
-        about = "Curves of many steps are moving averages; those of evaluations are not."
-        curves.append(html.text(about))
-    if len(shown) < len(runs):
-        curves.append(html.text(f"Curves are of the {len(shown)} runs with the best accuracy."))
     findings = []
-    for run in runs:
-        first = next(iter(diagnose(run.run)), None)
+    for one in runs:
+        first = next(iter(diagnose(one.run)), None)
         words = f"{first.what} [{first.name}]" if first else "nothing found"
-        findings.append([run.name, words, escaped(first.evidence[0], 300) if first else ""])
-    heads = ["run", "first finding of tunix-lite doctor", "what shows it"]
+        findings.append([one.name, words, escaped(first.evidence[0], 300) if first else ""])
     sections = [
-        ("Results", results),
-        ("Curves", curves),
+        ("Results", [html.table(heads, rows, 2)]),
+        ("Curves", [html.charts(charts, [(one.name, i) for i, one in enumerate(shown)])]),
         ("Where their settings differ", [*_differences(runs)]),
-        ("What may be wrong", [html.table(heads, findings)]),
+        ("What may be wrong", [html.table(["run", "first finding", "what shows it"], findings)]),
     ]
     if (left_out := len(folders) - len(runs)) > 0:
         sections.insert(0, ("", [html.text(f"{left_out} more runs are left out.", True)]))
-    figures = []
-    if (accuracy := best[0].accuracy) is not None:
-        note = f"{best[0].name}; 95 %: {interval_text(accuracy.after, True)}"
-        figures.append(("best held-out accuracy", number_text(accuracy.after.value, True), note))
-    rewards = [(run.run.series("reward/mean"), run.name) for run in runs]
-    if known := [(reward.late, name) for reward, name in rewards if reward]:
-        value, name = max(known)
-        figures.append(
-            ("highest reward", number_text(value), f"{name}; last third of its steps")
-        )
-    steps = sum(run.run.num_steps for run in runs)
-    took = seconds_in_words(sum(run.seconds for run in runs))
-    figures.append(("steps of all runs", f"{steps:,}", f"in {took}"))
-    completed = [run.status for run in runs].count("completed")
+    completed = [one.status for one in runs].count("completed")
     is_good = completed == len(runs)
+    figures = [("steps of all runs", f"{sum(one.run.num_steps for one in runs):,}", "")]
+    if (best := shown[0]).accuracy is not None:
+        note = f"{best.name}; 95 %: {interval_text(best.accuracy.after, True)}"
+        figures.insert(0, ("best held-out accuracy", number_text(best.reached, True), note))
     return Page(
         title=f"{len(runs)} runs compared",
         subtitle=escaped(str(folders[0].parent), 200),
@@ -174,29 +127,26 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
     )
 
 
-def _results(runs: list[Compared]) -> tuple[list[str], list[list[str]]]:
+def _results(runs: list[_Compared]) -> tuple[list[str], list[list[str]]]:
     """Heads, and a row for each run: how it ended, what it reached, and what that took."""
     heads = ["run", "status", "steps", "accuracy before", "accuracy after", "95 % of it"]
     heads += ["best", "reward, last third", "time", "tokens/s"]
     rows = []
-    for compared_run in runs:
-        run = compared_run.run
-        accuracy = compared_run.accuracy
-        best = run.series("eval/accuracy")
-        of_accuracy = ["", "", "", ""]
-        if accuracy is not None and best:
-            ends = (accuracy.before.value, accuracy.after.value)
-            of_accuracy = [number_text(value, True) for value in ends]
-            of_accuracy += [interval_text(accuracy.after, True), number_text(best.largest, True)]
+    for one in runs:
+        run = one.run
+        accuracy = run.series("eval/accuracy")
+        values = (accuracy.first, accuracy.last) if accuracy else ()
+        cells = [number_text(value, True) for value in values] or ["", ""]
+        cells.append(interval_text(one.accuracy.after, True) if one.accuracy else "")
+        cells.append(number_text(accuracy.largest, True) if accuracy else "")
         reward, speed = (
             number_text(series.late) if series else ""
             for series in map(run.series, ("reward/mean", "perf/tokens_per_second"))
         )
+        seconds = run.status.get("seconds")
+        took = seconds_in_words(seconds) if is_number(seconds) else ""
         steps = str(run.rows[-1]["step"]) if run.rows else "0"
-        took = seconds_in_words(compared_run.seconds)
-        rows.append(
-            [compared_run.name, compared_run.status, steps, *of_accuracy, reward, took, speed]
-        )
+        rows.append([one.name, one.status, steps, *cells, reward, took, speed])
     return heads, rows
 
 
@@ -214,22 +164,21 @@ def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
     return lines
 
 
-def _differences(runs: list[Compared]) -> Iterator[Markup]:
+def _differences(runs: list[_Compared]) -> Iterator[Markup]:
     """The settings in which runs differ, and their values; - where a run has none."""
-    settings = [dict(flat(run.run.settings)) for run in runs]
-    rows = []
+    settings = [dict(flat(one.run.settings)) for one in runs]
+    names = []
     for name in dict.fromkeys(name for each in settings for name in each):
-        values = [str(each.get(name, "-")) for each in settings]
-        if len(set(values)) > 1 and not name.startswith("hydra."):
-            rows.append([escaped(cell, MOST_CHARACTERS) for cell in (name, *values)])
-    if not rows:
+        values = {str(each.get(name, "-")) for each in settings}
+        if len(values) > 1 and not name.startswith("hydra."):
+            names.append(name)
+    if not names:
         yield html.text("In none: the runs have the same settings.")
         return
-    # Runs go down and settings across where there are more runs than settings.
-    heads = ["setting", *(run.name for run in runs)]
-    shown = rows[:MOST_SETTINGS]
-    if len(shown) <= 6:
-        heads, *shown = map(list, zip(["run", *heads[1:]], *shown))
-    yield html.table(heads, shown)
-    if len(rows) > MOST_SETTINGS:
-        yield html.text(f"{len(rows) - MOST_SETTINGS} more settings differ.")
+    rows = []
+    for one, each in zip(runs, settings):
+        values = [str(each.get(name, "-")) for name in names[:_MOST_SETTINGS]]
+        rows.append([one.name, *(escaped(value, _MOST_CHARACTERS) for value in values)])
+    yield html.table(["run", *map(escaped, names[:_MOST_SETTINGS])], rows)
+    if len(names) > _MOST_SETTINGS:
+        yield html.text(f"{len(names) - _MOST_SETTINGS} more settings differ.")

@@ -1,6 +1,7 @@
 """What the folder of a run says of it: settings, metrics, completions. Files of somebody else, so
 only data: what cannot be read is named and left out, and nothing that they name is imported."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +14,12 @@ from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.tracking.rows import is_number, read_rows
 from tunix_lite.tracking.rundir import RunDir, with_chosen_values
 
-# most steps of metrics.jsonl that are looked at: the first ones
+# What is looked at: the first lines of metrics.jsonl; the first and the last files of samples/; and
+# lines and bytes of each of these.
 MOST_STEPS = 100_000
-# most files of samples/ that are looked at, the first ones and the last ones; and lines of each
-MOST_FILES = 8
-MOST_SAMPLES = 4096
-# most bytes of a file of samples/ that are looked at
-MOST_SAMPLE_BYTES = 24 * 2**20
+_MOST_FILES = 8
+_MOST_SAMPLES = 4096
+_MOST_SAMPLE_BYTES = 24 * 2**20
 # stand for a completion, and for the share without an answer, among the names of metrics
 EXAMPLE = "an example"
 UNREAD = "samples/unread"
@@ -69,11 +69,8 @@ class Series:
 
     def __str__(self) -> str:
         """`reward/mean 0.42 → 0.66 (steps 1 to 60)`: the first third against the last."""
-        early, late = (
-            f"{mean:.0f}" if abs(mean) >= 100 else f"{mean:.3g}"
-            for mean in (self.early, self.late)
-        )
-        return f"{self.name} {early} → {late} (steps {self.steps[0]} to {self.steps[-1]})"
+        steps = f"(steps {self.steps[0]} to {self.steps[-1]})"
+        return f"{self.name} {self.early:.3g} → {self.late:.3g} {steps}"
 
 
 @dataclass(frozen=True)
@@ -134,10 +131,7 @@ class Evidence:
 
     def setting(self, name: str) -> Any:
         """A setting by its dotted name; None if it is not known."""
-        value: Any = self.settings
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
+        return _at(self.settings, name)
 
     def number(self, name: str, default: float = np.nan) -> Any:
         """A setting that is a number, else the default."""
@@ -166,9 +160,8 @@ class Evidence:
             numbers = sorted({row["group"] for row in rows})
             return [[row for row in rows if row["group"] == number] for number in numbers]
         size = self.group_size
-        if size < 2 or len(rows) % size:
-            return []
-        return [rows[i : i + size] for i in range(0, len(rows), size)]
+        is_whole = size > 1 and len(rows) % size == 0
+        return [rows[i : i + size] for i in range(0, len(rows), size)] if is_whole else []
 
     def all_groups(self) -> list[tuple[int, list[dict]]]:
         """All groups of samples/, with their step."""
@@ -180,6 +173,12 @@ class Evidence:
         return float(np.mean([of(row) for row in rows])) if rows else np.nan
 
 
+def _at(value: Any, name: str) -> Any:
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def read_evidence(folder: Path) -> Evidence:
     """Reads the folder of a run. Raises ValueError if it is none: it has no metrics.jsonl."""
     run_dir = RunDir(folder)
@@ -188,18 +187,18 @@ def read_evidence(folder: Path) -> Evidence:
             f"{folder} is not the folder of a run: it has no {run_dir.metrics.name}"
         )
 
-    # A step that stands there twice counts once, as last written.
     unread: list[str] = []
+    # A step that stands there twice counts once, as last written.
     by_step: dict[int, dict] = {}
     num_bad = 0
     for number, line, row in read_rows(run_dir.metrics):
         if number > MOST_STEPS:
             unread.append(f"{run_dir.metrics}: lines after {MOST_STEPS:,} are left out")
             break
-        if row is None:
-            num_bad += bool(line.strip())
-        else:
+        if row is not None:
             by_step[row["step"]] = row
+        elif line.strip():
+            num_bad += 1
     if num_bad:
         unread.append(f"{run_dir.metrics}: {num_bad} lines are not the metrics of a step")
     rows = [by_step[step] for step in sorted(by_step)]
@@ -207,23 +206,23 @@ def read_evidence(folder: Path) -> Evidence:
     # The settings that Hydra kept, with the values that the run chose; of a run from Python those
     # of its fingerprint, which are fewer.
     status = _read(unread, run_dir.status, untrusted.read_object)
-    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object).get("model")
-    architecture = model.get("architecture") if isinstance(model, dict) else None
+    model = _read(unread, folder / RunDir.MODEL, untrusted.read_object)
+    architecture = _at(model, "model.architecture")
     settings = _read(unread, folder / ".hydra" / "config.yaml", untrusted.read_yaml)
     fingerprint = _read(unread, run_dir.fingerprint, untrusted.read_object)
     steps = sample_steps(folder)
-    if len(steps) > MOST_FILES:
-        steps = steps[: MOST_FILES // 2] + steps[-MOST_FILES // 2 :]
+    if len(steps) > _MOST_FILES:
+        steps = steps[: _MOST_FILES // 2] + steps[-_MOST_FILES // 2 :]
     samples = {step: read_samples(folder, step, "step", unread) for step in steps}
     return Evidence(
-        folder=folder,
-        settings=with_chosen_values(settings, fingerprint) if settings else fingerprint,
-        rows=[row for row in rows if "train/loss" in row or "train/skipped" in row],
-        evaluations=[row for row in rows if "eval/accuracy" in row],
-        samples={step: lines for step, lines in samples.items() if lines},
-        status=status,
-        architecture=architecture if isinstance(architecture, dict) else {},
-        unread=unread,
+        folder,
+        with_chosen_values(settings, fingerprint) if settings else fingerprint,
+        [row for row in rows if "train/loss" in row or "train/skipped" in row],
+        [row for row in rows if "eval/accuracy" in row],
+        {step: lines for step, lines in samples.items() if lines},
+        status,
+        architecture if isinstance(architecture, dict) else {},
+        unread,
     )
 
 
@@ -243,12 +242,9 @@ def read_samples(folder: Path, step: int, name: str, unread: list[str]) -> list[
 
 def sample_steps(folder: Path, name: str = "step") -> list[int]:
     """The steps that samples/ has a file of, in order. name: `evaluation` for its completions."""
-    samples = folder / "samples"
-    steps = set()
-    for file in samples.glob(f"{name}_*.jsonl") if samples.is_dir() else ():
-        digits = file.stem.removeprefix(f"{name}_")
-        if digits.isascii() and digits.isdecimal() and len(digits) < 19:
-            steps.add(int(digits))
+    files = [file.stem for file in (folder / "samples").glob(f"{name}_*.jsonl")]
+    texts = [re.fullmatch(rf"{name}_([0-9]{{1,18}})", stem) for stem in files]
+    steps = {int(text[1]) for text in texts if text}
     return sorted(step for step in steps if _sample_file(folder, step, name).is_file())
 
 
@@ -258,7 +254,7 @@ def _sample_file(folder: Path, step: int, name: str) -> Path:
 
 def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] | None:
     """The completions of a step, or of the evaluation after it, as samples/ has them; None if there
-    is no file of it. Only the first MOST_SAMPLES lines and MOST_SAMPLE_BYTES. Raises ValueError."""
+    is no file of it. Only the first _MOST_SAMPLES lines are read. Raises ValueError."""
     file = _sample_file(folder, step, name)
     if not file.is_file():
         return None
@@ -267,7 +263,7 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
     lines = untrusted.read_lines(file, untrusted.MOST_SAMPLE_LINE)
     for number, (line, is_whole) in enumerate(lines, 1):
         num_bytes += len(line)
-        if number > MOST_SAMPLES or num_bytes > MOST_SAMPLE_BYTES or not is_whole:
+        if number > _MOST_SAMPLES or num_bytes > _MOST_SAMPLE_BYTES or not is_whole:
             break
         try:
             rows.append(untrusted.parse_object(line.decode("utf-8"), "the line"))
@@ -278,8 +274,7 @@ def read_sample_file(folder: Path, step: int, name: str = "step") -> list[dict] 
 
 def read_overrides(folder: Path, unread: list[str]) -> list[str] | None:
     """The overrides of the run's command line, as Hydra kept them; None: there are none to read."""
-    file = folder / ".hydra" / "overrides.yaml"
-    texts = _read(unread, file, untrusted.read_yaml_texts)
+    texts = _read(unread, folder / ".hydra" / "overrides.yaml", untrusted.read_yaml_texts)
     return None if isinstance(texts, dict) else texts
 
 

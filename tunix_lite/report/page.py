@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from tunix_lite.files.plain_text import visible
-from tunix_lite.report.charts import COLORS, Chart, line_chart, stacked_bar
+from tunix_lite.report.charts import COLORS, Chart, line_chart
 
 # most bytes of a page; a larger one loses its largest blocks
 MOST_BYTES = 2_000_000
@@ -66,7 +66,6 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters["cut"] = _safe
 _ENVIRONMENT.filters["drawn"] = lambda chart: Markup(line_chart(chart))
-_ENVIRONMENT.filters["drawn_bar"] = lambda parts: Markup(stacked_bar([x[:2] for x in parts]))
 _ENVIRONMENT.globals["colors"] = COLORS
 _TEMPLATE = _ENVIRONMENT.get_template("report.html.jinja")
 # The macros of the template: each makes a block of a page.
@@ -76,16 +75,14 @@ html = _TEMPLATE.module
 def page_as_html(page: Page) -> str:
     """The page as HTML of at most MOST_BYTES."""
     text = _TEMPLATE.render(vars(page))
+    cut = html.text("This page would be too large: a part of it is left out.", is_warning=True)
     most = MOST_BYTES
     while len(text.encode()) > MOST_BYTES:
         most //= 2
-        cut = html.text(
-            "This page would be too large: a part of it is left out.", is_warning=True
-        )
-        kept = [
-            (title, [b for b in blocks if len(b) <= most]) for title, blocks in page.sections
-        ]
-        text = _TEMPLATE.render(vars(page) | {"sections": [("Cut", [cut]), *kept]})
+        sections = [("Cut", [cut])]
+        for title, blocks in page.sections:
+            sections.append((title, [block for block in blocks if len(block) <= most]))
+        text = _TEMPLATE.render(vars(page) | {"sections": sections})
     return text
 
 
@@ -110,6 +107,5 @@ def write_at_end(folder: Path, page: Callable[[], Page], say: Callable[[str], No
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
         # The disk of the log may be full, too.
         with contextlib.suppress(OSError):
-            say(
-                f"warning: the report could not be written ({reason}); tunix-lite report {folder}"
-            )
+            again = f"tunix-lite doctor {folder} doctor.report={folder}"
+            say(f"warning: the report could not be written ({reason}); {again}")

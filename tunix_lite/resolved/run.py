@@ -190,7 +190,7 @@ class ResolvedRun:
         return max((prompts * each for prompts, each in self.rollouts), default=0)
 
     @property
-    def may_park(self) -> bool:
+    def may_offload(self) -> bool:
         """Returns whether a conversation that waits for its environment may leave its slot."""
         waits_for_slots = self.num_conversations > self.slots
         return self.converses and waits_for_slots and self.run.rollout.waiting != "hold"

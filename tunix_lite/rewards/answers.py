@@ -47,9 +47,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|</|<answer>|\n", re.IGNORECASE)
 class Mark(NamedTuple):
     """An answer that the completion marks as such. place: the character where the mark begins.
     text: what it holds, "" if it is empty or was not closed.
-
-    Example: "The answer is 12." -> Mark(4, "words", "12").
-    """
+    Example: "The answer is 12." -> Mark(4, "words", "12")."""
 
     place: int
     kind: str
@@ -112,9 +110,7 @@ class NumericAnswer:
     Signs, thousands separators, currency, units, fractions, powers of ten and percent signs are
     read (see rewards.numbers). Numbers are compared exactly, unless a tolerance is given: they may
     differ by `tolerance`, or by `relative_tolerance` times the expected one.
-
-    Example: NumericAnswer()("The answer is 1,200.", {"answer": 1200}) -> 1.
-    """
+    Example: NumericAnswer()("The answer is 1,200.", {"answer": 1200}) -> 1."""
 
     field: str = "answer"  # of the example: the expected number
     how: str = "flexible"  # strict: only a marked answer; flexible: else the last number
@@ -176,9 +172,7 @@ class ExactAnswer:
     Both are compared without space around them, a full stop at the end, quotes, bold marks and
     LaTeX's `\\text{}` and dollars, and with every space as one. Where the example's answer is a
     list, any of its texts is right.
-
-    Example: ExactAnswer()("The answer is Paris.", {"answer": "paris"}) -> 1.
-    """
+    Example: ExactAnswer()("The answer is Paris.", {"answer": "paris"}) -> 1."""
 
     field: str = "answer"  # of the example: the expected text, or a list of texts
     # strict: only a marked answer; flexible: without a mark, the last line that is not empty
@@ -216,9 +210,7 @@ class ChoiceAnswer:
     Strict reads a letter that a mark begins with (`The answer is (B) Paris.`), or a completion that
     is nothing but a letter. Flexible also takes the last letter with a bracket, a full stop or a
     colon behind it, and then the last one that stands alone.
-
-    Example: ChoiceAnswer()("The answer is (B) Paris.", {"answer": "B"}) -> 1.
-    """
+    Example: ChoiceAnswer()("The answer is (B) Paris.", {"answer": "B"}) -> 1."""
 
     field: str = "answer"  # of the example: the expected letter
     choices: str = "ABCDE"  # the letters there are

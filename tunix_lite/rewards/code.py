@@ -30,9 +30,7 @@ class PassesTests:
     as a program gets the input on stdin, and its lines on stdout are compared without space at
     their ends. A completion whose code goes beyond a limit is counted (`rewards/stopped`), one
     without code too (`rewards/no_answer`).
-
-    Example: an example {"tests": ["assert add(1, 2) == 3"]}.
-    """
+    Example: an example {"tests": ["assert add(1, 2) == 3"]}."""
 
     field: str = "tests"  # of the example: a list of tests
     all_or_nothing: bool = True

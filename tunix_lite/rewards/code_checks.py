@@ -70,7 +70,6 @@ class CutAssert:
 @dataclass(frozen=True)
 class Checks:
     """A test as the code's process gets it, and its asserts, which are decided here.
-
     Example: checks_of("assert f(1) == 2") is Checks("__report__(0, (), f(1))", [CutAssert(...)]).
     """
 

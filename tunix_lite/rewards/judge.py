@@ -58,9 +58,7 @@ class Judge:
 
     Requests that fail are made again, `retries` times, each after twice the time. Raises JudgeError
     when none succeeds, or when the answer holds no score.
-
-    Example: Judge("http://127.0.0.1:8000/v1", "judge", "Rate from 0 to 10: {completion}").
-    """
+    Example: Judge("http://127.0.0.1:8000/v1", "judge", "Rate from 0 to 10: {completion}")."""
 
     base_url: str  # of the server, as in http://127.0.0.1:8000/v1
     model: str  # its name there

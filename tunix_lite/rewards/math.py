@@ -13,9 +13,7 @@ def final_answer(completion: str) -> str | None:
 
 def correct(completion: str, example: dict) -> float:
     """1 if the final answer equals the example's `answer` as a number, else 0.
-
-    Example: `correct("12 + 3 = 15", {"answer": "15"})` is 1.0.
-    """
+    Example: `correct("12 + 3 = 15", {"answer": "15"})` is 1.0."""
     answer, expected = final_answer(completion), str(example["answer"]).replace(",", "")
     try:
         return float(answer is not None and float(answer) == float(expected))

@@ -26,9 +26,7 @@ class MathVerify:
     completion without an expression that can be parsed or compared (`rewards/no_answer`), and one
     that takes longer than `seconds` (`rewards/stopped`). An example's answer that cannot be parsed
     is an error of the reward, which rewards.on_error treats.
-
-    Example: an example {"answer": "\\frac{1}{2}"} and the completion "$0.5$" give 1.
-    """
+    Example: an example {"answer": "\\frac{1}{2}"} and the completion "$0.5$" give 1."""
 
     field: str = "answer"  # of the example: LaTeX, or a plain number or expression
     decimals: int = 6  # that numbers are rounded to before they are compared

@@ -136,9 +136,7 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
     """The number that the whole text is, or None. A unit behind it is passed over.
 
     percent: "unit" passes over the sign, 50% is 50; "fraction": 50% is 1/2.
-
-    Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None.
-    """
+    Example: number_of("x = $1,234.50") == Fraction(2469, 2); number_of("5 or 6") is None."""
     text = undecorated(text)
     # the right side of an equation; `x >= 3` is none
     before, _, text = text.rpartition("=")
@@ -164,9 +162,7 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
 def number_in(text: str, percent: str = "unit") -> Fraction | None:
     """The number that a text gives as its answer, with words around it; None if the number is only
     a part of what is given: of a pair, a range, a product, a root.
-
-    Example: number_in("she has 5, not 6") == 5; number_in("5 or 6"), number_in("2x") are None.
-    """
+    Example: number_in("she has 5, not 6") == 5; number_in("5 or 6"), number_in("2x") are None."""
     if (whole := number_of(text, percent)) is not None:
         return whole
     text = undecorated(text)

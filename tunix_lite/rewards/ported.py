@@ -17,9 +17,7 @@ class OfTRL:
 
     Columns are the fields of the example, each as a list with one entry for each completion. A
     function without `**kwargs` gets those that it names.
-
-    Example: OfTRL(fn)(["a"], {"answer": "7"}) is fn(completions=["a"], answer=["7"]).
-    """
+    Example: OfTRL(fn)(["a"], {"answer": "7"}) is fn(completions=["a"], answer=["7"])."""
 
     fn: Callable
     # True: a completion is [{"role": "assistant", "content": ...}], as TRL gives it for chats
@@ -75,9 +73,7 @@ class OfVerl:
     a number, or a dict with the number as `score`.
 
     The settings name the fields of the example that it gets; dots lead into a column.
-
-    Example: OfVerl(compute_score) for rows of verl's own Parquet files.
-    """
+    Example: OfVerl(compute_score) for rows of verl's own Parquet files."""
 
     fn: Callable
     ground_truth: str = "reward_model.ground_truth"

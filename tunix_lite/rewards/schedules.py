@@ -10,9 +10,7 @@ from dataclasses import dataclass
 class Linear:
     """Moves from `start` in the first update in a straight line to `end` after `steps` updates, and
     stays there.
-
-    Example: Linear(1.0, 0.0, 100): 1 in update 0, 0.5 in update 50, 0 from update 100 on.
-    """
+    Example: Linear(1.0, 0.0, 100): 1 in update 0, 0.5 in update 50, 0 from update 100 on."""
 
     start: float
     end: float

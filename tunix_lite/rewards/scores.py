@@ -19,9 +19,7 @@ class Score(float):
     kind: "no_answer", the completion holds no answer that could be read; or "stopped", its code was
     stopped by a limit. A run counts both (`rewards/no_answer`, `rewards/stopped`), so that a score
     of 0 for them is not taken for that of a wrong answer. `why` says more, in words.
-
-    Example: Score(0, "no_answer", "it holds no number") + 1.0 == 1.0.
-    """
+    Example: Score(0, "no_answer", "it holds no number") + 1.0 == 1.0."""
 
     KINDS = ("no_answer", "stopped")
 

@@ -1,12 +1,10 @@
 """Rewards that look at the form of a completion, not at what it says: tags, patterns, length,
 repetition."""
 
-import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from tunix_lite.rewards.completion import check_unit, length_of
+from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.workers.limits import time_limit
 
 # characters of a completion that patterns and n-grams look at: its first ones
@@ -29,7 +27,6 @@ class Tags:
 
     With `partial`, each tag that stands there once, opened before it is closed, counts its share,
     whatever stands around it.
-
     Example: `<think>3 + 4</think> <answer>7</answer>` -> 1; without `</think>` 0, or partial 0.5.
     """
 
@@ -40,9 +37,7 @@ class Tags:
         if not self.tags:
             raise ValueError("tags is empty: name at least one, as in [think, answer]")
         if len({*self.tags}) < len(self.tags):
-            raise ValueError(
-                f"tags={list(self.tags)} has a tag twice; each may stand there once"
-            )
+            raise ValueError(f"tags={list(self.tags)} has a tag twice")
         for tag in self.tags:
             if not re.fullmatch(r"[A-Za-z][\w.-]*", tag):
                 raise ValueError(f"tags: {tag!r} is not the name of a tag, such as answer")
@@ -68,9 +63,7 @@ class Matches:
 
     An expression that takes longer than `seconds` has failed (`rewards/errors`): it is at fault,
     not the completion. The first 65,536 characters are looked at.
-
-    Example: Matches("[0-9]+")("12 apples", {}) -> 1.
-    """
+    Example: Matches("[0-9]+")("12 apples", {}) -> 1."""
 
     pattern: str
     whole: bool = False  # the completion must match as a whole
@@ -102,85 +95,20 @@ class Matches:
 
 @dataclass(frozen=True)
 class TargetLength:
-    """1 at `target`, falling in a straight line to 0 at `width` above or below it.
-
-    Example: TargetLength(10, 10, unit="characters") of 15 characters -> 0.5.
-    """
+    """1 at `target` tokens, falling in a straight line to 0 at `width` above or below it.
+    Example: TargetLength(10, 10) of 15 tokens -> 0.5."""
 
     target: int
     width: int
-    unit: str = "tokens"  # or words, characters
 
     def __post_init__(self):
-        check_unit(self.unit)
         if self.target < 0 or self.width < 1:
             raise ValueError(
                 f"target={self.target} must not be negative, and width={self.width} at least 1"
             )
 
-    def __call__(self, completion: str, example: dict) -> float:
-        distance = abs(length_of(completion, self.unit) - self.target)
-        return max(0.0, 1.0 - distance / self.width)
-
-
-@dataclass(frozen=True)
-class CosineLength:
-    """Moves between two values along half a cosine of the length, others for a right completion
-    than for a wrong one: among right ones short is better, among wrong ones long is.
-
-    With x = min(length / max_length, 1), a value goes from its `_short` at x = 0 to its `_long` at
-    x = 1 as long + (short - long) (1 + cos(pi x)) / 2.
-
-    Example: CosineLength(correct, 10, unit="characters") of a right answer of one character ->
-    0.988.
-    """
-
-    # (completion, example) -> above 0 if it is right
-    correct: Callable
-    max_length: int
-    unit: str = "tokens"  # or words, characters
-    right_short: float = 1.0
-    right_long: float = 0.5
-    wrong_short: float = -1.0
-    wrong_long: float = -0.5
-
-    def __post_init__(self):
-        check_unit(self.unit)
-        if self.max_length < 1:
-            raise ValueError(f"max_length={self.max_length} must be at least 1")
-
-    def __call__(self, completion: str, example: dict) -> float:
-        share = min(length_of(completion, self.unit) / self.max_length, 1.0)
-        is_right = self.correct(completion, example) > 0
-        short = self.right_short if is_right else self.wrong_short
-        long = self.right_long if is_right else self.wrong_long
-        return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
-
-
-@dataclass(frozen=True)
-class SoftOverlong:
-    """0 up to max_tokens - buffer_tokens, from there in a straight line down to -factor at
-    max_tokens: the overlong shaping of DAPO, in tokens.
-
-    Example: max_tokens 100, buffer 20: 80 tokens -> 0, 90 -> -0.5, 100 and more -> -1.
-    """
-
-    max_tokens: int  # of a completion: ${generation.max_new_tokens}
-    buffer_tokens: int
-    factor: float = 1.0
-
-    def __post_init__(self):
-        if not 0 < self.buffer_tokens <= self.max_tokens:
-            raise ValueError(
-                f"buffer_tokens={self.buffer_tokens} must be above 0 and at most "
-                f"max_tokens={self.max_tokens}"
-            )
-        if self.factor < 0:
-            raise ValueError(f"factor={self.factor} must not be negative: it is subtracted")
-
-    def __call__(self, completion: str, example: dict) -> float:
-        exceeds = length_of(completion, "tokens") - (self.max_tokens - self.buffer_tokens)
-        return -self.factor * min(max(exceeds / self.buffer_tokens, 0.0), 1.0)
+    def __call__(self, completion: CompletionText, example: dict) -> float:
+        return max(0.0, 1.0 - abs(completion.num_tokens - self.target) / self.width)
 
 
 @dataclass(frozen=True)
@@ -188,9 +116,7 @@ class Repetition:
     """0 if no n-gram of words stands there twice, down to -factor if all are one and the same.
 
     It is -factor (1 - different n-grams / n-grams); a completion of fewer words than `n` gets 0.
-
-    Example: "a b a b a b" with n = 2: 5 bigrams, 2 different -> -0.6.
-    """
+    Example: "a b a b a b" with n = 2: 5 bigrams, 2 different -> -0.6."""
 
     n: int = 3
     factor: float = 1.0
@@ -202,13 +128,6 @@ class Repetition:
             raise ValueError(f"factor={self.factor} must not be negative: it is subtracted")
 
     def __call__(self, completion: str, example: dict) -> float:
-        grams = ngrams(completion, self.n)
-        if not grams:
-            return 0.0
-        return -self.factor * (1 - len({*grams}) / len(grams))
-
-
-def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
-    """All runs of n words, in lower case, of the first LONGEST characters of a text."""
-    split = text[:LONGEST].lower().split()
-    return [tuple(split[i : i + n]) for i in range(len(split) - n + 1)]
+        words = completion[:LONGEST].lower().split()
+        grams = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
+        return -self.factor * (1 - len({*grams}) / len(grams)) if grams else 0.0

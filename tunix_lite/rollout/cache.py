@@ -42,21 +42,14 @@ class KV:
 
 
 def _head_copies(cfg: Architecture, tp: int) -> int:
-    """Counts the copies of each key/value head in the cache.
-
-    Where tp is a multiple of the heads, every shard of tp holds one copy of its own; else there is
-    one.
-    """
+    """Counts the copies of each key/value head in the cache: where tp is a multiple of the heads,
+    every shard of tp holds one of its own."""
     if tp > cfg.num_kv_heads and tp % cfg.num_kv_heads == 0:
         return tp // cfg.num_kv_heads
     return 1
 
 
-def num_columns(
-    cfg: Architecture,
-    kind: str,
-    length: int,
-) -> int:
+def num_columns(cfg: Architecture, kind: str, length: int) -> int:
     """C for sequences of up to `length` tokens in a layer of this kind."""
     return min(cfg.window, length) if kind == "local" else length
 
@@ -90,10 +83,8 @@ def empty_cache(
     int8: bool,
     rows_axis: str = "batch",
 ) -> list[KV]:
-    """A cache of `rows` sequences of up to `length` tokens, all zeros.
-
-    rows_axis: the logical axis of its rows, "batch" or "prompts".
-    """
+    """A cache of `rows` sequences of up to `length` tokens, all zeros. rows_axis: the logical axis
+    of its rows, "batch" or "prompts"."""
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
 
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -168,37 +159,53 @@ def quantize_kv(k_BKTH: jax.Array, v_BKTH: jax.Array) -> KV:
     def codes(x_BKTH: jax.Array, scales_BKT: jax.Array) -> jax.Array:
         values = x_BKTH.astype(jnp.float32)
         # A head of zeros has scale 0, by which nothing can be divided.
-        return jnp.round(values / jnp.maximum(scales_BKT, 1e-30)[..., None]).astype(jnp.int8)
+        least = jnp.maximum(scales_BKT, 1e-30)
+        return jnp.round(values / least[..., None]).astype(jnp.int8)
 
     return KV(codes(k_BKTH, k_scales), codes(v_BKTH, v_scales), k_scales, v_scales)
 
 
-def write_token(
-    kv: KV,
-    new: KV,
-    positions_B: jax.Array,
-) -> KV:
-    """The cache with one new token per row, in place where the cache is donated.
-
-    new: of T = 1 token a row, as `to_cache_format` makes it.
-    """
+def write_token(kv: KV, new: KV, positions_B: jax.Array) -> KV:
+    """The cache with one new token per row, in place where the cache is donated. new: as
+    `to_cache_format` makes it, with T = 1."""
     rows_B = jnp.arange(len(positions_B))
     columns_B = positions_B % kv.k.shape[2]
 
     def put(old: jax.Array, x: jax.Array) -> jax.Array:
         here = old.at[rows_B, :, columns_B]
         token = x[:, :, 0]
-        updated = here.set(token, unique_indices=True, mode="promise_in_bounds")
-        return constrain_kv(updated)
+        return constrain_kv(here.set(token, unique_indices=True, mode="promise_in_bounds"))
 
     return jax.tree.map(put, kv, new)
 
 
-def as_ring(
+def write_tokens(
     kv: KV,
-    lengths_B: jax.Array,
-    columns: int,
+    new: KV,
+    rows_R: jax.Array,
+    lengths_R: jax.Array,
+    counts_R: jax.Array,
 ) -> KV:
+    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
+
+    new: [R, K, W, ...], as `to_cache_format` makes it.
+    """
+    B, _, C = kv.k.shape[:3]
+    place_W = jnp.arange(new.k.shape[2])
+    count_R1 = counts_R[:, None]
+    is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C) & (rows_R < B)[:, None]
+    columns_RW = (lengths_R[:, None] + place_W) % C
+    # What is not kept goes to a column that does not exist, so each with an index of its own.
+    target_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
+
+    def put(old: jax.Array, x: jax.Array) -> jax.Array:
+        here = old.at[rows_R[:, None], :, target_RW]
+        return constrain_kv(here.set(x.swapaxes(1, 2), mode="drop"))
+
+    return jax.tree.map(put, kv, new)
+
+
+def as_ring(kv: KV, lengths_B: jax.Array, columns: int) -> KV:
     """Right-padded prompts of these lengths, in at most `columns` columns: a ring keeps the last
     tokens of a longer one."""
     if kv.k.shape[2] <= columns:
@@ -215,10 +222,7 @@ def take_columns(x: jax.Array, index_BC: jax.Array) -> jax.Array:
 
 def positions_held(newest_B: jax.Array, columns: int) -> jax.Array:
     """Returns the position that each column holds, [B, C], when the newest token has position
-    newest_B.
-
-    Negative: the column holds no token of this sequence.
-    """
+    newest_B. Negative: the column holds no token of this sequence."""
     return newest_B[:, None] - (newest_B[:, None] - jnp.arange(columns)) % columns
 
 
@@ -228,10 +232,8 @@ def attended_columns(
     newest_B: jax.Array,
     columns: int,
 ) -> jax.Array:
-    """Returns the columns that the newest token of each row attends to, [B, C] bool.
-
-    kind: of the layer, "local" or "global".
-    """
+    """Returns the columns that the newest token of each row attends to, [B, C] bool, in a layer of
+    this kind."""
     held_BC = positions_held(newest_B, columns)
     is_held_BC = held_BC >= 0
     if kind == "local":
@@ -239,30 +241,20 @@ def attended_columns(
     return is_held_BC
 
 
-def store_rows(
-    prompts: KV,
-    new: KV,
-    first_row: jax.Array,
-    rows_axis: str,
-) -> KV:
+def store_rows(prompts: KV, new: KV, first_row: jax.Array) -> KV:
     """The prompt cache with the rows of `new` from `first_row` on. Columns that `new` does not have
     stay as they are."""
 
     def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))
-        rows = constrain_kv(rows, rows_axis)
+        rows = constrain_kv(rows, "prompts")
         updated = jax.lax.dynamic_update_slice(all_rows, rows, start)
-        return constrain_kv(updated, rows_axis)
+        return constrain_kv(updated, "prompts")
 
     return jax.tree.map(put, prompts, new)
 
 
-def load_rows(
-    kv: KV,
-    prompts: KV,
-    rows_B: jax.Array,
-    is_new_B: jax.Array,
-) -> KV:
+def load_rows(kv: KV, prompts: KV, rows_B: jax.Array, is_new_B: jax.Array) -> KV:
     """The cache in which each row that is new begins with row rows_B of the prompt cache."""
 
     def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ sequence, and on a random key that follows from its prompt, its generation and t
 that the conversation has sampled before.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,8 @@ import jax
 import numpy as np
 
 from tunix_lite.distributed.allgather import allgather_values
-from tunix_lite.parallel.mesh import AXES, axis_size, current_rules, use_rules
 from tunix_lite.rollout.engine import Engine, padded_width, prompt_widths
-from tunix_lite.rollout.memory import SamplingMemory, free_host_bytes
+from tunix_lite.rollout.memory import free_host_bytes, memory_here
 from tunix_lite.rollout.programs import Slots
 from tunix_lite.rollout.requests import OnChunk, Request, RolloutArrays
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -63,11 +63,9 @@ class Partner(Protocol):
 class Talk:
     """A conversation under way, from the host's side.
 
-    Example: `Talk(row=3, request=request)`, not begun yet; later its `slot` is 0.
+    Example: `Talk(request)`, not begun yet; later its `slot` is 0.
     """
 
-    # row in the Rollout
-    row: int
     # its `tokens` are all after the prompt, answers included; its `text` is that of the turn
     request: Request
     # the slot that holds it; None: none does
@@ -89,12 +87,6 @@ class Talk:
     ended: str = ""
 
     @property
-    def last_turn(self) -> list[int]:
-        """The tokens of its last turn: rewards of the task are about them."""
-        begin, end, _ = self.turns[-1]
-        return self.request.tokens[begin:end]
-
-    @property
     def is_sampling(self) -> bool:
         """Returns whether its slot runs."""
         return self.slot is not None and not self.is_waiting and self.answer is None
@@ -112,14 +104,14 @@ class Patience:
     """
 
     # time of the fastest chunk so far: the first one compiles
-    chunk_seconds: float = float("inf")
+    chunk_seconds: float = math.inf
     # chunks that are still to be decoded at once, and as how many it was set
     left: int = 0
     most: int = 0
 
     def seconds(self, waiting: int, held: int) -> float:
         """Returns how long to wait with so many of the slots that hold a conversation waiting."""
-        if self.left or not held or self.chunk_seconds == float("inf"):
+        if self.left or not held or self.chunk_seconds == math.inf:
             return 0.0
         return 0.5 * self.chunk_seconds * waiting / held
 
@@ -135,7 +127,7 @@ class Patience:
 class ConversationScheduler:
     """The conversations of a rollout under way. The host alone gives slots, and frees them.
 
-    Example: 16 conversations in 4 slots. Each call of `advance` appends answers, gives free slots
+    Example: 16 conversations in 4 slots. Each step of `in_steps` appends answers, gives free slots
     to others, and decodes a chunk.
     """
 
@@ -151,8 +143,8 @@ class ConversationScheduler:
         self.engine = engine
         self.partner = partner
         self.most_offloaded = most_offloaded
-        self.talks = [Talk(request.row, request) for request in requests]
-        self.by_row = {talk.row: talk for talk in self.talks}
+        self.talks = [Talk(request) for request in requests]
+        self.by_row = {talk.request.row: talk for talk in self.talks}
         self.by_slot: list[Talk | None] = [None] * engine.num_slots
         self.num_appended = 0
         self.num_offloaded = 0
@@ -164,14 +156,14 @@ class ConversationScheduler:
         engine.admit(requests)
 
     @property
-    def is_over(self) -> bool:
-        """Returns whether all conversations have ended."""
-        return not self.engine.unfinished
+    def held(self) -> list[Talk]:
+        """The conversations that have a slot, in the order of the slots."""
+        return [talk for talk in self.by_slot if talk is not None]
 
     @property
     def is_decoding(self) -> bool:
         """Returns whether any slot runs."""
-        return any(talk is not None and talk.is_sampling for talk in self.by_slot)
+        return any(talk.is_sampling for talk in self.held)
 
     def in_steps(
         self,
@@ -181,54 +173,54 @@ class ConversationScheduler:
     ) -> Generator[None, None, Rollout]:
         """Stops after each chunk, and returns the Rollout; the callbacks are those of
         make_generate."""
-        while not self.is_over:
-            ended = self.advance()
+        while self.engine.unfinished:
+            ended = self.take_replies()
+            self.offload()
+            self.restore()
+            self.append_answers()
+            for slot, request in self.engine.fill():
+                self._give(self.by_row[request.row], slot)
+            if self.is_decoding:
+                self.decode()
+
             if on_finished is not None:
                 for talk in ended:
-                    on_finished(talk.row, talk.last_turn)
+                    begin, end, _ = talk.turns[-1]
+                    on_finished(talk.request.row, talk.request.tokens[begin:end])
             if on_chunk is not None:
-                held = [talk.request for talk in self.by_slot if talk is not None]
-                alone = {talk.row: _conversations_as_rollout(self, [talk]) for talk in ended}
-                on_chunk(held + [talk.request for talk in ended], alone)
+                requests = [talk.request for talk in self.held + ended]
+                alone = {one.request.row: self._rollout([one], {}) for one in ended}
+                on_chunk(requests, alone)
             if between_chunks is not None:
                 between_chunks()
             yield
         self.partner.close()
-        return _conversations_as_rollout(self)
-
-    def advance(self) -> list[Talk]:
-        """Takes answers, fills slots, and decodes a chunk. Returns the conversations that ended."""
-        ended = self.take_replies()
-        self.offload()
-        self.restore()
-        self.append_answers()
-        self.begin_others()
-        if self.is_decoding:
-            self.decode()
-        return ended
+        in_order = sorted(self.talks, key=lambda talk: talk.request.row)
+        return self._rollout(in_order, self.metrics())
 
     # ---- answers
 
     def take_replies(self) -> list[Talk]:
-        """The answers that have come; if no slot has anything to do, it waits for one."""
+        """Takes the answers that have come; if no slot has anything to do, it waits for one.
+        Returns the conversations that ended."""
         if not any(talk.is_waiting for talk in self.talks):
             return []
-        can_work = self.is_decoding or (self.has_room and self.num_queued)
-        held = [talk for talk in self.by_slot if talk is not None]
-        patience = self.patience.seconds(sum(talk.is_waiting for talk in held), len(held))
+        held = self.held
+        waiting = [talk for talk in held if talk.is_waiting]
+        may_offload = waiting and self.num_offloaded_now < self.most_offloaded
+        has_room = None in self.by_slot or may_offload
+        can_work = self.is_decoding or bool(has_room and self.num_queued)
+        patience = self.patience.seconds(len(waiting), len(held))
         began = time.perf_counter()
         replies = self.partner.replies(wait=not can_work, patience=patience)
-        self.patience.note(patience, all(t.row in replies for t in held if t.is_waiting))
+        self.patience.note(patience, all(talk.request.row in replies for talk in waiting))
         if not can_work:
             self.seconds_waited += time.perf_counter() - began
-        ended = []
         # In the order of rows, so that all hosts do the same.
-        for row in sorted(replies):
-            talk = self.by_row[row]
-            self.take_reply(talk, replies[row])
-            if talk.ended:
-                ended.append(talk)
-        return ended
+        talks = [self.by_row[row] for row in sorted(replies)]
+        for talk in talks:
+            self.take_reply(talk, replies[talk.request.row])
+        return [talk for talk in talks if talk.ended]
 
     def take_reply(self, talk: Talk, reply: TurnReply) -> None:
         """Ends the conversation, or keeps the answer to append it."""
@@ -248,7 +240,7 @@ class ConversationScheduler:
             talk.answer = reply
             return
 
-        request.reason = "eos" if reply.done and not reply.failure else "length"
+        request.reason = "eos" if talk.ended == "done" else "length"
         request.ended = self.engine.elapsed()
         self.engine.release(request, talk.slot)
         talk.offloaded = None
@@ -261,38 +253,34 @@ class ConversationScheduler:
     @property
     def num_queued(self) -> int:
         """Conversations that could use a slot now, and have none."""
-        ready = sum(
-            talk.offloaded is not None and talk.answer is not None for talk in self.talks
-        )
-        return len(self.talks) - self.engine.num_taken + ready
-
-    @property
-    def has_room(self) -> bool:
-        """Returns whether a slot is free, or could be freed."""
-        can_offload = self.num_offloaded_now < self.most_offloaded
-        held = sum(talk is not None and talk.is_waiting for talk in self.by_slot)
-        return None in self.by_slot or bool(can_offload and held)
+        return len(self.talks) - self.engine.num_taken + len(self._ready())
 
     @property
     def num_offloaded_now(self) -> int:
         """Conversations whose caches are on the host."""
         return sum(talk.offloaded is not None for talk in self.talks)
 
-    def offload(self) -> None:
-        """Frees slots whose conversations wait, for as many others as could go on.
+    def _ready(self) -> list[Talk]:
+        """The offloaded conversations that have their answer."""
+        return [
+            one for one in self.talks if one.offloaded is not None and one.answer is not None
+        ]
 
-        One that has just begun to wait stays for a chunk, since most answers come at once; unless
-        no slot would decode.
-        """
+    def _give(self, talk: Talk, slot: int) -> None:
+        talk.slot = slot
+        self.by_slot[slot] = talk
+
+    def offload(self) -> None:
+        """Frees slots whose conversations wait, for as many others as could go on."""
         needed = self.num_queued - self.by_slot.count(None)
         allowed = min(needed, self.most_offloaded - self.num_offloaded_now)
         if allowed <= 0:
             return
+        # One that has just begun to wait stays for a chunk, since most answers come at once; unless
+        # no slot would decode.
         least = 1 if self.is_decoding else 0
-        waiting = [t for t in self.by_slot if t is not None and t.is_waiting]
-        chosen = [talk for talk in waiting if talk.chunks_waited >= least]
-        chosen.sort(key=lambda talk: -talk.chunks_waited)
-        for talk in chosen[:allowed]:
+        waiting = [one for one in self.held if one.is_waiting and one.chunks_waited >= least]
+        for talk in sorted(waiting, key=lambda talk: -talk.chunks_waited)[:allowed]:
             talk.offloaded = self.engine.offload(talk.slot, talk.request)
             self.by_slot[talk.slot] = None
             talk.slot = None
@@ -300,19 +288,18 @@ class ConversationScheduler:
 
     def restore(self) -> None:
         """Puts conversations that have their answer into free slots again."""
-        ready = [t for t in self.talks if t.offloaded is not None and t.answer is not None]
         free = [slot for slot, talk in enumerate(self.by_slot) if talk is None]
-        for talk, slot in zip(ready, free):
+        for talk, slot in zip(self._ready(), free):
             self.engine.restore(slot, talk.offloaded)
-            self.by_slot[slot] = talk
-            talk.slot = slot
+            self._give(talk, slot)
             talk.offloaded = None
 
     def append_answers(self) -> None:
         """Reads the answers of partners in the slots that they belong to."""
-        ready = [t for t in self.by_slot if t is not None and t.answer is not None]
         new = {}
-        for talk in ready:
+        for talk in self.held:
+            if talk.answer is None:
+                continue
             request = talk.request
             tokens = list(talk.answer.tokens)
             request.tokens += tokens
@@ -323,22 +310,11 @@ class ConversationScheduler:
             request.tail = ""
             talk.begin = len(request.tokens)
             talk.answer = None
-            new[talk.slot] = (tokens, talk.num_sampled + self.room_of_turn(talk))
+            room = request.limit - talk.begin
+            most = min(room, self.partner.max_turn_tokens or room)
+            new[talk.slot] = (tokens, talk.num_sampled + most)
             self.num_appended += len(tokens)
         self.engine.append(new)
-
-    def room_of_turn(self, talk: Talk) -> int:
-        """Tokens of its next turn, at most."""
-        left = talk.request.limit - len(talk.request.tokens)
-        most = self.partner.max_turn_tokens
-        return left if most is None else min(left, most)
-
-    def begin_others(self) -> None:
-        """Gives free slots the next conversations of the queue."""
-        for slot, request in self.engine.fill():
-            talk = self.by_row[request.row]
-            talk.slot = slot
-            self.by_slot[slot] = talk
 
     # ---- decoding
 
@@ -357,52 +333,69 @@ class ConversationScheduler:
 
         # each slot's tokens of the chunk up to a stop text; -1 without a stop text
         num_kept = np.full(engine.num_slots, -1, np.int32)
-        for slot, talk in enumerate(self.by_slot):
-            self.slots_held += talk is not None
-            if talk is None or not talk.is_sampling:
-                if talk is not None and talk.is_waiting:
-                    talk.chunks_waited += 1
+        self.slots_held += len(self.held)
+        for talk in self.held:
+            if not talk.is_sampling:
+                talk.chunks_waited += 1
                 continue
             self.slots_decoding += 1
             request = talk.request
-            end = engine.take_tokens(chunk, slot, request)
+            end = engine.take_tokens(chunk, talk.slot, request)
             talk.num_sampled += request.num_new
             request.began = now if request.began is None else request.began
             if end is not None:
-                num_kept[slot] = end
-            if end is not None or not chunk.running[slot]:
-                self.end_turn(talk)
+                num_kept[talk.slot] = end
+            if end is not None or not chunk.running[talk.slot]:
+                # Its turn has ended.
+                tokens = request.tokens[talk.begin :]
+                talk.turns.append((talk.begin, len(request.tokens), None))
+                talk.is_waiting = True
+                talk.chunks_waited = 0
+                ended = engine.criteria.tokens.get(tokens[-1]) == "eos"
+                self.partner.submit(request.row, tokens, ended)
         if (num_kept >= 0).any():
             engine.slots = programs.rewind(engine.slots, saved, chunk.tokens, num_kept)
-
-    def end_turn(self, talk: Talk) -> None:
-        """Sends the turn that has ended to the partner."""
-        tokens = talk.request.tokens[talk.begin :]
-        talk.turns.append((talk.begin, len(talk.request.tokens), None))
-        talk.is_waiting = True
-        talk.chunks_waited = 0
-        ends = self.engine.criteria.tokens
-        self.partner.submit(talk.row, tokens, ends.get(tokens[-1]) == "eos")
 
     def metrics(self) -> Metrics:
         """Tokens, slots and seconds of the rollout. perf/ and time/ depend on the clock."""
         engine = self.engine
-        sampled = sum(talk.num_sampled for talk in self.talks)
-        steps = engine.num_chunks * engine.chunk
-        seconds = engine.elapsed()
         most_slots = engine.num_chunks * engine.num_slots
+        of_engine = engine.metrics()
         return {
             "rollout/prefill_tokens": engine.prefill_tokens,
             "rollout/appended_tokens": self.num_appended,
-            "perf/decode_steps": steps,
-            "perf/slot_use": sampled / (steps * engine.num_slots),
+            "perf/decode_steps": of_engine["rollout/decode_steps"],
+            "perf/slot_use": of_engine["rollout/slot_use"],
             "perf/slots_busy": self.slots_decoding / most_slots,
             "perf/slots_held": self.slots_held / most_slots,
             "perf/slots_parked": self.num_offloaded,
-            "perf/rollout_tokens_per_second": sampled / seconds,
+            "perf/rollout_tokens_per_second": of_engine["perf/rollout_tokens_per_second"],
             "time/waiting_for_environments": self.seconds_waited,
-            "time/rollout": seconds,
+            "time/rollout": of_engine["time/rollout"],
         }
+
+    def _rollout(self, talks: list[Talk], metrics: Metrics) -> Rollout:
+        """The rollout of conversations that have ended, a row each."""
+        spec = self.engine.programs.spec
+        arrays = RolloutArrays.empty(len(talks), spec.generation, spec.pad_id)
+        width = arrays.width
+        turn_ids = np.zeros(arrays.tokens.shape, np.int16)
+        conversations = np.empty(len(talks), object)
+        for row, talk in enumerate(talks):
+            arrays.write_completion(row, talk.request)
+            turns = [SampledTurn(width + a, width + b, reply) for a, b, reply in talk.turns]
+            for number, turn in enumerate(turns, start=1):
+                turn_ids[row, turn.begin : turn.end] = number
+            opening = self.partner.openings[talk.request.row]
+            conversations[row] = Conversation(turns, talk.ended, opening)
+
+        # What an environment answered is read, and not sampled: it belongs to no turn.
+        rollout = arrays.rollout([talk.request.ids for talk in talks], 1, metrics)
+        return rollout.replace(
+            completion_mask=rollout.completion_mask & (turn_ids > 0),
+            turn_ids=turn_ids,
+            conversations=conversations,
+        )
 
 
 # ---- a rollout of conversations
@@ -433,12 +426,12 @@ def conversation_requests(
     own = partner.prompts or [prompt for prompt in prompts for _ in range(G)]
     key_data = np.asarray(jax.random.key_data(key))
     first_limit = min(limit, partner.max_turn_tokens or limit)
-    requests = [
-        Request(row // G, row // G, row % G, limit, tuple(map(int, ids)), key_data, row)
-        for row, ids in enumerate(own)
-    ]
-    for request in requests:
-        request.first_limit = first_limit
+    requests = []
+    for row, ids in enumerate(own):
+        p, g = divmod(row, G)
+        ids = tuple(map(int, ids))
+        request = Request(p, p, g, limit, ids, key_data, row, first_limit=first_limit)
+        requests.append(request)
 
     # The widest prompts first: if memory does not suffice, that shows at once.
     widths = prompt_widths(generation.max_prompt_length)
@@ -449,40 +442,6 @@ def most_offloaded(rollout: RolloutConfig, engine: Engine, num_conversations: in
     """Returns how many slots of waiting conversations may be offloaded at once, by the memory that
     is free on every host. All hosts must call it."""
     spec = engine.programs.spec
-    mesh_shape = {axis: axis_size(axis) for axis in AXES}
-    with use_rules("rollout"):
-        rules = current_rules()
-    memory = SamplingMemory(
-        spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots, (), mesh_shape, rules
-    )
+    memory = memory_here(spec.cfg, spec.dtype, spec.generation, rollout, engine.num_slots)
     free = min(allgather_values(free_host_bytes()))
-    return memory.parking(num_conversations, free).most
-
-
-def _conversations_as_rollout(
-    talks: ConversationScheduler, some: list[Talk] | None = None
-) -> Rollout:
-    """The rollout of conversations that have all ended; some: of these alone, in this order."""
-    spec = talks.engine.programs.spec
-    chosen = sorted(talks.talks, key=lambda talk: talk.row) if some is None else some
-    arrays = RolloutArrays.empty(len(chosen), spec.generation, spec.pad_id)
-    width = arrays.width
-    turn_ids = np.zeros(arrays.tokens.shape, np.int16)
-    answered = np.zeros(arrays.tokens.shape, bool)
-    conversations = np.empty(len(chosen), object)
-    for row, talk in enumerate(chosen):
-        arrays.write_completion(row, talk.request)
-        turns = [SampledTurn(width + a, width + b, reply) for a, b, reply in talk.turns]
-        for number, turn in enumerate(turns, start=1):
-            turn_ids[row, turn.begin : turn.end] = number
-        conversations[row] = Conversation(turns, talk.ended, talks.partner.openings[talk.row])
-        answered[row] = arrays.completion_mask[row] & (turn_ids[row] == 0)
-
-    # What an environment answered is read, and not sampled.
-    prompts = [talk.request.ids for talk in chosen]
-    rollout = arrays.rollout(prompts, 1, talks.metrics() if some is None else {})
-    return rollout.replace(
-        completion_mask=rollout.completion_mask & ~answered,
-        turn_ids=turn_ids,
-        conversations=conversations,
-    )
+    return memory.offloading(num_conversations, free).most

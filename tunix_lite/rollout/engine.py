@@ -1,5 +1,4 @@
 """The engine of all sampling: slots on the devices, and the host's record of what they decode.
-
 A batch of prompts, partial rollouts, conversations and the server use it in the same way:
 
 admit       requests join the queue; a free slot takes the next one whose prompt has been read
@@ -16,7 +15,7 @@ one runs this code and reads all tokens, so all of them decide the same.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -35,6 +34,7 @@ from tunix_lite.rollout.programs import (
     no_draws,
 )
 from tunix_lite.rollout.requests import Request, StopCriteria, not_finite, stop_end
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Metrics, Params
 
 # Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
@@ -43,7 +43,7 @@ TOKENS_PER_PREFILL = 4096
 CHUNKS_AHEAD = 3
 # Tokens. Prompts below this length are not sorted by length.
 MIN_PROMPT_WIDTH = 64
-# Requests. A shorter queue is padded to this length.
+# Requests. A queue has at least this length.
 MIN_QUEUE = 64
 # The widths that appended tokens are padded to. Longer ones are read in pieces of the last of them.
 APPEND_WIDTHS = (16, 64, 256)
@@ -70,11 +70,9 @@ class Engine:
         blocks: tuple[tuple[int, ...], int],
         criteria: StopCriteria,
         temperature: float = 1.0,
-        columns: int | None = None,
     ):
         """queue: requests that can wait for a slot with their prompts read. blocks: the numbers of
-        prompts that one prefill may read, ascending, and the blocks that the prompt cache holds.
-        columns: of the cache at first; None: as the first requests need."""
+        prompts that one prefill may read, ascending, and the blocks that the prompt cache holds."""
         spec = programs.spec
         self.programs = programs
         self.per_layer_params = per_layer_params
@@ -85,7 +83,8 @@ class Engine:
         self.length = spec.max_length
         self.widths = prompt_widths(spec.generation.max_prompt_length)
         self.block_sizes, self.cache_blocks = blocks
-        self.columns = columns
+        # columns of the cache; None: there will be as many as the first requests need
+        self.columns: int | None = None
 
         # Requests whose prompts wait, and those that have got a number and not ended, by number.
         self.waiting: deque[Request] = deque()
@@ -99,8 +98,8 @@ class Engine:
         self.num_taken = 0
         self.is_free = np.ones(num_slots, bool)
         self.stopped = np.full(num_slots, -1, np.int32)
-        # The next requests, as `Queue` holds them.
-        self.queue = empty_queue(queue, spec.per_request)
+        # The next requests, as `Queue` holds them. Few lengths, so that few programs are compiled.
+        self.queue = empty_queue(next_power_of_two(queue, MIN_QUEUE), spec.per_request)
 
         # Chunks that were started and not read yet.
         self.in_flight: deque[DecodedChunk] = deque()
@@ -114,7 +113,7 @@ class Engine:
 
     # ---- requests
 
-    def admit(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Iterable[Request]) -> None:
         """Puts requests at the end of the queue. Those of one prompt stand side by side."""
         self.waiting.extend(requests)
 
@@ -124,8 +123,7 @@ class Engine:
             self.waiting.remove(request)
         self.requests.pop(request.number, None)
         if slot is not None:
-            self.stopped[slot] = request.number
-            self.is_free[slot] = True
+            self._free(slot, request.number)
 
     @property
     def waits(self) -> bool:
@@ -141,15 +139,19 @@ class Engine:
         """Reads prompts and gives free slots their requests, until slots or requests are gone.
         Returns the slots that are known to have got one."""
         filled = []
+        programs = self.programs
         while self.waits and (self.in_flight or self.is_free.any()):
-            self._make_room()
+            if self.slots is None:
+                self.columns = self.columns or self.columns_needed()
+                self.slots = programs.make_slots(self.num_slots, self.columns)
+            if self.prompt_cache is None:
+                rows = self.block_sizes[-1] * self.cache_blocks
+                self.prompt_cache = programs.make_prompt_cache(rows)
             self._read_prompts()
             # Copies, as jax may read a host's array later than now, when the host has changed it.
             queue, stopped = jax.tree.map(np.copy, (self.queue, self.stopped))
             ready = np.int32(self.num_ready)
-            self.slots = self.programs.admit(
-                self.slots, self.prompt_cache, queue, ready, stopped
-            )
+            self.slots = programs.admit(self.slots, self.prompt_cache, queue, ready, stopped)
 
             # Free slots take the next requests in order.
             numbers = range(self.num_taken, self.num_ready)
@@ -170,19 +172,9 @@ class Engine:
                 break
         return filled
 
-    def _make_room(self) -> None:
-        if self.slots is None:
-            self.columns = self.columns or self.columns_needed()
-            self.slots = self.programs.make_slots(self.num_slots, self.columns)
-        if self.prompt_cache is None:
-            rows = self.block_sizes[-1] * self.cache_blocks
-            self.prompt_cache = self.programs.make_prompt_cache(rows)
-
     def _read_prompts(self) -> None:
-        """Reads all blocks of prompts for which the prompt cache has room.
-
-        A block has room once slots have taken all requests of the block whose place it takes.
-        """
+        """Reads all blocks of prompts for which the prompt cache has room."""
+        # A block has room once slots have taken all requests of the block whose place it takes.
         ends = self.block_ends
         while self.waiting and not (len(ends) == self.cache_blocks and ends[0] > self.num_taken):
             first_row = self.num_blocks % self.cache_blocks * self.block_sizes[-1]
@@ -206,19 +198,17 @@ class Engine:
 
     def _next_block(self, first_row: int) -> list[Sequence[int]]:
         """Gives the next requests a number and a place in the queue. Returns their prompts, each
-        once.
-
-        A block holds prompts of one width. So the width to which a prompt is padded depends on its
-        length alone, and the rounding of its keys and values does, too.
-        """
+        once."""
+        # A block holds prompts of one width. So the width to which a prompt is padded depends on
+        # its length alone, and the rounding of its keys and values does, too.
         block: list[Sequence[int]] = []
         queue = self.queue
         while self.waiting and self.num_ready - self.num_taken < len(queue.rows):
             request = self.waiting[0]
             if not block or request.ids != block[-1]:
-                lengths = [len(ids) for ids in (request.ids, *block[:1])]
-                is_wider = len({padded_width(length, self.widths) for length in lengths}) > 1
-                if is_wider or len(block) == self.block_sizes[-1]:
+                prompts = (request.ids, *block[:1])
+                widths = {padded_width(len(ids), self.widths) for ids in prompts}
+                if len(widths) > 1 or len(block) == self.block_sizes[-1]:
                     break
                 block.append(request.ids)
             self.waiting.popleft()
@@ -234,7 +224,8 @@ class Engine:
             queue.limits[place] = 0 if request.tokens else request.first_limit or request.limit
             if request.draw is not None:
                 for field in fields(queue.draws):
-                    getattr(queue.draws, field.name)[place] = getattr(request.draw, field.name)
+                    value = getattr(request.draw, field.name)
+                    getattr(queue.draws, field.name)[place] = value
             self.num_ready += 1
         return block
 
@@ -255,9 +246,12 @@ class Engine:
     def offload(self, slot: int, request: Request) -> Slots:
         """Copies the sequence of a slot to the host, and frees the slot."""
         copy = jax.device_get(self.programs.read_slot(self.slots, np.int32(slot)))
-        self.stopped[slot] = request.number
-        self.is_free[slot] = True
+        self._free(slot, request.number)
         return copy
+
+    def _free(self, slot: int, number: int) -> None:
+        self.stopped[slot] = number
+        self.is_free[slot] = True
 
     def restore(self, slot: int, copy: Slots) -> None:
         """Puts an offloaded sequence into a free slot."""
@@ -267,15 +261,12 @@ class Engine:
 
     def columns_needed(self) -> int:
         """Columns of the cache that suffice until the chunk that is started now has ended, which
-        are the columns that decoding reads.
-
-        Of chunks that the host has not read yet it knows only that no sequence grows by more.
-        """
+        are the columns that decoding reads."""
         # Conversations that go on together are a matter of the clock, and the columns, too, decide
         # on the last bits of a sum: there, all are read.
-        is_fixed = self.programs.spec.holds
-        if is_fixed or kv_cache.columns_in_use(1, self.length) == self.length:
+        if self.programs.spec.holds or len(kv_cache.column_sizes(self.length)) == 1:
             return self.length
+        # Of chunks that the host has not read yet it knows only that no sequence grows by more.
         ahead = (self.num_chunks - self.chunks_absorbed + 1) * self.chunk
         longest = self.widths[0]
         if self.programs.spec.per_request:
@@ -299,18 +290,16 @@ class Engine:
 
     def decode(self) -> None:
         """Starts a chunk of decoding in the slots as they are."""
-        programs = self.programs
-        if programs.spec.per_request:
+        spec = self.programs.spec
+        has_cutoffs = spec.cuts_off(self.temperature)
+        has_top = False
+        if spec.per_request:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
             has_top = any(draw.top_logprobs for draw in draws)
-            decoded = programs.decode_each(
-                has_cutoffs, has_top, self.slots, self.per_layer_params
-            )
-        else:
-            program = programs.decode if self.temperature > 0 else programs.decode_greedy
-            decoded = program(self.slots, self.per_layer_params, self.temperature)
-        self.slots, chunk = decoded
+        self.slots, chunk = self.programs.decode(
+            self.slots, self.per_layer_params, self.temperature, has_cutoffs, has_top
+        )
         jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
         self.in_flight.append(chunk)
         self.num_chunks += 1
@@ -328,7 +317,8 @@ class Engine:
             return None
         decoded = self.read_chunk()
         # Once no request waits, the chunk ahead might find no slot running: look at it first.
-        if starts and (self.waits or (not self.in_flight and decoded.running.any())):
+        is_needed = self.waits or (not self.in_flight and decoded.running.any())
+        if starts and is_needed:
             self.start_chunk()
         return decoded
 
@@ -403,8 +393,7 @@ class Engine:
         self.tokens_sampled += count
         most = request.draw.top_logprobs if request.draw is not None else 0
         if most and decoded.top is not None:
-            ids = decoded.top.tokens[:count, slot, :most].tolist()
-            logprobs = decoded.top.logprobs[:count, slot, :most].tolist()
+            logprobs, ids = (x[:count, slot, :most].tolist() for x in decoded.top)
             request.top += [list(zip(*likeliest)) for likeliest in zip(ids, logprobs)]
         return end
 
@@ -425,7 +414,8 @@ def empty_queue(count: int, has_draws: bool) -> Queue:
     """Makes room for so many requests."""
     zeros = np.zeros((5, count), np.int32)
     draws = no_draws(count) if has_draws else None
-    return Queue(zeros[0], np.zeros((count, 2), np.uint32), *zeros[1:], draws)
+    key_data = np.zeros((count, 2), np.uint32)
+    return Queue(zeros[0], key_data, *zeros[1:], draws)
 
 
 def append_calls(
@@ -450,10 +440,11 @@ def append_calls(
     while new := {slot: (tokens, limit) for slot, (tokens, limit) in new.items() if tokens}:
         # In each round, the slots with pieces of one width go together.
         by_width: dict[int, list[tuple[int, list[int], int]]] = {}
-        for slot, (tokens, limit) in sorted(new.items(), key=lambda item: len(item[1][0])):
+        for slot in sorted(new, key=lambda slot: len(new[slot][0])):
+            tokens, limit = new[slot]
             piece = tokens[: widest if len(tokens) > widest - middle else middle]
             rest = tokens[len(piece) :]
-            width = min(width for width in APPEND_WIDTHS if width >= len(piece))
+            width = padded_width(len(piece), APPEND_WIDTHS)
             by_width.setdefault(width, []).append((slot, piece, 0 if rest else limit))
             new[slot] = (rest, limit)
         for width, pieces in sorted(by_width.items()):
@@ -474,31 +465,27 @@ def append_calls(
 
 
 def prompt_cache_blocks(
+    generation: GenerationConfig,
+    chunk: int,
     num_prompts: int,
     num_generations: int,
-    widths: list[int],
     num_slots: int,
-    longest: int,
-    chunk: int,
     fsdp: int,
 ) -> tuple[int, int]:
-    """(prompts of a block, blocks in the prompt cache) of a rollout.
+    """(prompts of a block, blocks in the prompt cache) of a rollout. A block is read at once.
 
-    A block is read at once. The prompt cache holds the prompts of the requests that may start
-    within CHUNKS_AHEAD chunks, if completions have a quarter of their longest length on average.
-    Their real lengths do not count, so that all steps run one program.
+    The prompt cache holds the prompts of the requests that may start within CHUNKS_AHEAD chunks, if
+    completions have a quarter of their longest length on average. Their real lengths do not count,
+    so that all steps run one program.
     """
+    widths = prompt_widths(generation.max_prompt_length)
     per_prefill = max(1, TOKENS_PER_PREFILL // widths[0])
     block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
-    starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / longest)
+    starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / generation.max_new_tokens)
     # No rollout can have more blocks than these.
     most = -(-num_prompts // block) + len(widths) - 1
-    return block, min(most, max(2, math.ceil(starting / (num_generations * block))))
-
-
-def queue_length(count: int) -> int:
-    """The requests that a queue of `count` is padded to, so that few programs are compiled."""
-    return next_power_of_two(count, least=MIN_QUEUE)
+    wanted = math.ceil(starting / (num_generations * block))
+    return block, min(most, max(2, wanted))
 
 
 def prompt_widths(longest: int) -> list[int]:
@@ -508,21 +495,12 @@ def prompt_widths(longest: int) -> list[int]:
     By halves to MIN_PROMPT_WIDTH; of more than three the widest, one in the middle and the
     narrowest. Example: prompt_widths(512) is [512, 128, 64].
     """
-    widths = _widths_by_halves(longest)
-    if len(widths) <= 3:
-        return widths
-    return [longest, widths[len(widths) // 2], widths[-1]]
-
-
-def _widths_by_halves(longest: int) -> list[int]:
-    """`longest`, and its halves down to MIN_PROMPT_WIDTH.
-
-    Example: widths_by_halves(512) is [512, 256, 128, 64].
-    """
     widths = [longest]
     while widths[-1] >= 2 * MIN_PROMPT_WIDTH:
         widths.append(-(-widths[-1] // 2))
-    return widths
+    if len(widths) <= 3:
+        return widths
+    return [longest, widths[len(widths) // 2], widths[-1]]
 
 
 def padded_width(length: int, widths: Sequence[int]) -> int:

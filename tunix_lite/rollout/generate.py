@@ -21,19 +21,14 @@ from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.weights import are_plain
+from tunix_lite.parallel.compiling import check_wanted, compiled_together
 from tunix_lite.parallel.mesh import (
     axis_size,
     current_mesh,
     current_platform,
     gathered_sharding,
 )
-from tunix_lite.rollout.compile_ahead import (
-    RolloutSize,
-    as_shape,
-    compile_append,
-    compile_rewind,
-    compile_rollout,
-)
+from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.conversations import (
     ConversationScheduler,
     Partner,
@@ -42,18 +37,18 @@ from tunix_lite.rollout.conversations import (
     most_offloaded,
 )
 from tunix_lite.rollout.engine import (
+    APPEND_WIDTHS,
     Engine,
+    append_calls,
     padded_width,
     prompt_cache_blocks,
-    prompt_widths,
-    queue_length,
 )
 from tunix_lite.rollout.programs import (
     Programs,
+    PromptCache,
     SamplerSpec,
     Slots,
     longest_chunk,
-    make_programs,
 )
 from tunix_lite.rollout.requests import (
     OnChunk,
@@ -84,164 +79,147 @@ class Sampling:
         return self.sample(*arguments, **options)
 
 
-def make_sampler(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    dtype: DTypeLike = jnp.float32,
-    rollout: RolloutConfig | None = None,
-    tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> "Sampling":
-    """sample(params, prompts, key, num_generations=1, temperature=..., indices=None, limits=None,
-    tokenizer=None).
+_preparing = threading.Lock()
 
-    It yields, after every chunk, the `Request`s that got new tokens, and returns the metrics of the
-    rollout at the end. The same key, prompt index (of `indices`, or its place in the list),
-    generation and position draw the same token. The mesh, the number of slots, the chunk and other
-    requests change nothing. limits: tokens of each completion, [P * G], at most; None:
-    max_new_tokens. generation.stop needs the `tokenizer`. tp_reduce_dtype: as decoder.forward takes
-    it. Raises ValueError for what cannot be sampled, FloatingPointError for a NaN.
+
+@dataclass(frozen=True)
+class CompletionSampler:
+    """Samples completions of prompts. It holds the compiled programs.
+
+    Example: for requests in make_sampler(cfg, GenerationConfig(), (1,), 0)(params, prompts, key).
     """
-    rollout = RolloutConfig() if rollout is None else rollout
-    generation.check_fits(cfg.vocab_size)
-    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(spec)
-    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-    widths = prompt_widths(generation.max_prompt_length)
 
-    def sample(
+    rollout: RolloutConfig
+    programs: Programs
+    # as make_prepare makes it
+    prepare: Callable[[Params], Params]
+    # what ends a completion
+    criteria: StopCriteria
+
+    def __call__(
+        self,
         params: Params,
         prompts: Prompts,
         key: jax.Array,
         num_generations: int = 1,
-        temperature: float = generation.temperature,
+        temperature: float | None = None,
         indices: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> Generator[list[Request], None, Metrics]:
-        # What is asked is checked before anything is computed.
-        criteria = StopCriteria(ends, generation.stop, tokenizer)
-        criteria.check()
-        check_kernels(spec, rollout, params)
-        check_prompts(prompts, cfg, generation, tokenizer)
-        limits = check_limits(limits, len(prompts) * num_generations, generation)
+        """Yields, after every chunk, the requests that got new tokens, and returns the metrics of
+        the rollout at the end.
 
-        num_slots = rollout.slots(len(limits), axis_size("fsdp"))
-        size = (len(prompts), num_generations)
-        engine = engine_of(programs, prepare(params), num_slots, size, criteria, temperature)
+        The same key, prompt index (of `indices`, or its place in the list), generation and position
+        draw the same token. The mesh, the number of slots, the chunk and other requests change
+        nothing. temperature: None takes that of the settings. limits: tokens of each completion,
+        [P * G], at most; None: max_new_tokens. generation.stop needs a tokenizer. Raises ValueError
+        for what cannot be sampled, FloatingPointError for a NaN.
+        """
+        # What is asked is checked before anything is computed.
+        criteria = self.criteria
+        if tokenizer is not None:
+            criteria = replace(criteria, tokenizer=tokenizer)
+        criteria.check()
+        spec = self.programs.spec
+        check_prompts(prompts, spec.cfg, spec.generation, criteria.tokenizer)
+        limits = check_limits(limits, len(prompts) * num_generations, spec.generation)
+
+        engine = self.engine(params, (len(prompts), num_generations), temperature)
+        engine.criteria = criteria
         indices = range(len(prompts)) if indices is None else indices
-        engine.admit(make_requests(prompts, indices, limits, num_generations, key, widths))
+        key_data = np.asarray(jax.random.key_data(key))
+        ids = [tuple(map(int, prompt)) for prompt in prompts]
+        # The widest prompts first: if memory does not suffice, that shows at once.
+        widths = [padded_width(len(prompt), engine.widths) for prompt in ids]
+        order = sorted(range(len(ids)), key=lambda p: -widths[p])
+        engine.admit(
+            Request(p, indices[p], g, limits[row], ids[p], key_data, row)
+            for p in order
+            for g, row in enumerate(range(p * num_generations, (p + 1) * num_generations))
+        )
         while (decoded := engine.next_chunk()) is not None:
             yield engine.absorb(decoded)
         return engine.metrics()
 
-    return Sampling(sample, partial(compile_ahead, programs, prepare, rollout))
-
-
-def compile_ahead(
-    programs: Programs,
-    prepare: Callable[[Params], Params],
-    rollout: RolloutConfig,
-    params: Params,
-    num_prompts: int,
-    num_generations: int,
-    temperature: float | None = None,
-) -> tuple[Params, Slots]:
-    """Compiles the programs that `Sampling` describes. temperature: None takes that of the
-    settings. Returns the shapes of the weights as the programs take them, and of the slots."""
-    if temperature is None:
-        temperature = programs.spec.generation.temperature
-    num_slots = rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
-    size = RolloutSize(num_prompts, num_generations, num_slots, temperature)
-    # One copy of the weights at a time, and none while programs compile.
-    with _preparing:
-        weights = jax.tree.map(as_shape, prepare(params))
-    return weights, compile_rollout(programs, weights, size)
-
-
-_preparing = threading.Lock()
-
-
-def check_kernels(spec: SamplerSpec, rollout: RolloutConfig, params: Params) -> None:
-    """Raises ValueError where decoding with these weights on the current mesh cannot use the
-    kernels that `rollout.kernels` asks for."""
-    if rollout.is_fused:
-        check_fused(
-            spec.cfg,
-            spec.dtype,
-            current_platform(),
-            axis_size("tp"),
-            spec.int8,
-            are_plain(params),
-            spec.generation.has_cutoffs,
-            spec.generation.repetition_penalty,
+    def engine(
+        self,
+        params: Params,
+        size: tuple[int, int],
+        temperature: float | None = None,
+        most_requests: int = 0,
+    ) -> Engine:
+        """The engine of a rollout of (prompts, completions of each). temperature: None takes that
+        of the settings. most_requests: of a rollout of this kind, if it may be more. Raises
+        ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
+        spec = self.programs.spec
+        if spec.fused:
+            check_fused(
+                spec.cfg,
+                spec.dtype,
+                current_platform(),
+                axis_size("tp"),
+                spec.int8,
+                are_plain(params),
+                spec.generation.has_cutoffs,
+                spec.generation.repetition_penalty,
+            )
+        num_prompts, num_generations = size
+        num_requests = num_prompts * num_generations
+        fsdp = axis_size("fsdp")
+        num_slots = self.rollout.slots(num_requests, fsdp)
+        block, cache_blocks = prompt_cache_blocks(
+            spec.generation, spec.chunk, num_prompts, num_generations, num_slots, fsdp
+        )
+        return Engine(
+            self.programs,
+            self.prepare(params),
+            num_slots,
+            max(num_requests, most_requests),
+            ((block,), cache_blocks),
+            self.criteria,
+            spec.generation.temperature if temperature is None else temperature,
         )
 
+    def compile_ahead(self, params: Params, *size: int, **options: Any) -> tuple[Engine, Slots]:
+        """Compiles the programs of rollouts of so many prompts, and completions of each. options:
+        of `engine`. Returns an engine whose weights are shapes, and the shapes of its slots."""
+        # One copy of the weights at a time, and none while programs compile.
+        with _preparing:
+            engine = self.engine(params, size, **options)
+            engine.per_layer_params = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                engine.per_layer_params,
+            )
+        return engine, compile_rollout(engine)
 
-def make_requests(
-    prompts: Prompts,
-    indices: Sequence[int],
-    limits: Sequence[int],
-    num_generations: int,
-    key: jax.Array,
-    widths: list[int],
-) -> list[Request]:
-    """The requests of all completions, prompt by prompt.
-
-    limits: of completion g of prompt p at p * num_generations + g.
-    """
-    # The widest prompts first: if memory does not suffice, that shows at once.
-    order = sorted(range(len(prompts)), key=lambda p: -padded_width(len(prompts[p]), widths))
-    key_data = np.asarray(jax.random.key_data(key))
-    ids = [tuple(map(int, prompt)) for prompt in prompts]
-    return [
-        Request(p, indices[p], g, limits[row], ids[p], key_data, row)
-        for p in order
-        for g, row in enumerate(range(p * num_generations, (p + 1) * num_generations))
-    ]
+    def of_turns(self, max_turn_tokens: int | None) -> "CompletionSampler":
+        """The sampler of conversations with turns of so many tokens."""
+        spec = self.programs.spec
+        longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
+        chunk = chunk_of_turns(longest, max_turn_tokens)
+        return replace(self, programs=Programs(replace(spec, holds=True, chunk=chunk)))
 
 
-def engine_of(
-    programs: Programs,
-    per_layer_params: Params,
-    num_slots: int,
-    size: tuple[int, int],
-    criteria: StopCriteria,
-    temperature: float,
-    most_requests: int = 0,
-) -> Engine:
-    """The engine of a rollout of (prompts, completions of each). most_requests: of a rollout of
-    this kind, if it may be more."""
-    spec = programs.spec
-    num_prompts, num_generations = size
-    block, cache_blocks = prompt_cache_blocks(
-        num_prompts,
-        num_generations,
-        prompt_widths(spec.generation.max_prompt_length),
-        num_slots,
-        spec.generation.max_new_tokens,
-        spec.chunk,
-        axis_size("fsdp"),
-    )
-    queue = queue_length(max(num_prompts * num_generations, most_requests))
-    blocks = ((block,), cache_blocks)
-    return Engine(programs, per_layer_params, num_slots, queue, blocks, criteria, temperature)
-
-
-def sampler_spec(
+def make_sampler(
     cfg: Architecture,
     generation: GenerationConfig,
     eos_ids: Sequence[int],
     pad_id: int,
-    dtype: DTypeLike,
-    rollout: RolloutConfig,
-    tp_reduce_dtype: DTypeLike,
-) -> tuple[SamplerSpec, dict[int, str]]:
-    """The spec of a sampler's programs; and "eos" or "stop", by the token that ends a completion.
+    dtype: DTypeLike = jnp.float32,
+    rollout: RolloutConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    tp_reduce_dtype: DTypeLike = jnp.float32,
+    per_request: bool = False,
+) -> CompletionSampler:
+    """A sampler for the devices of the current mesh.
 
-    A token that is both counts as end-of-sequence.
+    eos_ids: a token that is a stop token, too, counts as end-of-sequence. tp_reduce_dtype: as
+    decoder.forward takes it. per_request: as SamplerSpec has it. Raises ValueError for stop tokens
+    that the model does not have.
     """
+    rollout = RolloutConfig() if rollout is None else rollout
+    generation.check_fits(cfg.vocab_size)
     ends = dict.fromkeys(generation.stop_token_ids, "stop") | dict.fromkeys(eos_ids, "eos")
     spec = SamplerSpec(
         cfg=cfg,
@@ -252,10 +230,13 @@ def sampler_spec(
         chunk=min(rollout.chunk, generation.max_new_tokens),
         int8=rollout.cache == "int8",
         tp_reduce_dtype=tp_reduce_dtype,
+        per_request=per_request,
         on_cpu=current_platform() == "cpu",
         fused=rollout.is_fused,
     )
-    return spec, ends
+    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
+    criteria = StopCriteria(ends, generation.stop, tokenizer)
+    return CompletionSampler(rollout, Programs(spec), prepare, criteria)
 
 
 def make_generate(
@@ -276,7 +257,7 @@ def make_generate(
     on_chunk(requests, ended) is called after each chunk, with the requests that got tokens and, by
     row, those that ended as Rollouts of one row. between_chunks() is called after each chunk, of
     which all processes run the same; what it raises ends the rollout. With stepwise it returns a
-    generator that stops after each chunk, and returns the Rollout. The rest is as in make_sampler.
+    generator that stops after each chunk, and returns the Rollout. The rest: CompletionSampler.
 
     With a partner, each row is a conversation, and max_new_tokens bounds all that comes after a
     prompt, answers included. A stop text ends a turn, and what was drawn behind it is taken back.
@@ -284,19 +265,17 @@ def make_generate(
 
     Example: `make_generate(model.cfg, GenerationConfig(32, 48), tokenizer.eos_ids, 0)`.
     """
-    rollout = RolloutConfig() if rollout is None else rollout
-    sample = make_sampler(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    criteria = StopCriteria(ends, generation.stop, tokenizer)
-    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-    programs_of_turns = make_programs_of_turns(spec)
+    sample = make_sampler(
+        cfg, generation, eos_ids, pad_id, dtype, rollout, tokenizer, tp_reduce_dtype
+    )
+    sampler_of_turns = cache(sample.of_turns)
 
     def in_steps(
         params: Params,
         prompts: Prompts,
         key: jax.Array,
         num_generations: int = 1,
-        temperature: float = generation.temperature,
+        temperature: float | None = None,
         limits: Sequence[int] | None = None,
         on_finished: Callable[[int, list[int]], None] | None = None,
         on_chunk: OnChunk | None = None,
@@ -304,23 +283,20 @@ def make_generate(
         partner: Partner | None = None,
     ) -> Generator[None, None, Rollout]:
         if partner is not None:
-            criteria.check()
-            programs = programs_of_turns(partner.max_turn_tokens)
-            check_kernels(programs.spec, rollout, params)
+            sample.criteria.check()
             check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
             requests = conversation_requests(prompts, num_generations, generation, partner, key)
-            num_slots = rollout.slots(len(requests), axis_size("fsdp"))
             size = (len(prompts), num_generations)
-            engine = engine_of(programs, prepare(params), num_slots, size, criteria, temperature)
-            most = most_offloaded(rollout, engine, len(requests))
+            of_turns = sampler_of_turns(partner.max_turn_tokens)
+            engine = of_turns.engine(params, size, temperature)
+            most = most_offloaded(of_turns.rollout, engine, len(requests))
             talks = ConversationScheduler(engine, partner, requests, most)
             return (yield from talks.in_steps(on_finished, on_chunk, between_chunks))
 
         metrics: Metrics = {}
 
         def chunks():
-            options = {"limits": limits, "tokenizer": tokenizer}
-            steps = sample(params, prompts, key, num_generations, temperature, **options)
+            steps = sample(params, prompts, key, num_generations, temperature, limits=limits)
             metrics.update((yield from steps))
 
         arrays = RolloutArrays.empty(len(prompts) * num_generations, generation, pad_id)
@@ -331,9 +307,10 @@ def make_generate(
                 if on_finished is not None:
                     on_finished(request.row, request.tokens)
             if on_chunk is not None:
-                alone = {
-                    one.row: arrays.only(one.row).rollout([one.ids], 1, {}) for one in ended
-                }
+                alone = {}
+                for one in ended:
+                    row = arrays.only(one.row)
+                    alone[one.row] = row.rollout([one.ids], 1, {})
                 on_chunk(touched, alone)
             if between_chunks is not None:
                 between_chunks()
@@ -346,37 +323,21 @@ def make_generate(
         steps = in_steps(*arguments, **options)
         return steps if stepwise else to_the_end(steps)
 
-    ahead = partial(compile_all_ahead, sample, programs_of_turns, prepare, rollout)
-    return Sampling(generate, ahead)
+    def compile_ahead(
+        params: Params,
+        *size: int,
+        converses: bool = False,
+        max_turn_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        of = sampler_of_turns(max_turn_tokens) if converses else sample
+        engine, slots = of.compile_ahead(params, *size, **options)
+        if converses:
+            compile_append(engine, slots)
+        if converses and generation.stop:
+            compile_rewind(engine, slots)
 
-
-def compile_all_ahead(
-    sample: Sampling,
-    programs_of_turns: Callable[[int | None], Programs],
-    prepare: Callable[[Params], Params],
-    rollout: RolloutConfig,
-    params: Params,
-    *size: int,
-    temperature: float | None = None,
-    converses: bool = False,
-    max_turn_tokens: int | None = None,
-) -> None:
-    """Compiles the programs of completions, or of conversations with turns of so many tokens."""
-    if not converses:
-        sample.compile_ahead(params, *size, temperature)
-        return
-    programs = programs_of_turns(max_turn_tokens)
-    weights, slots = compile_ahead(programs, prepare, rollout, params, *size, temperature)
-    compile_append(programs, slots, weights)
-    if programs.spec.generation.stop:
-        compile_rewind(programs, slots, programs.spec.chunk)
-
-
-def make_programs_of_turns(spec: SamplerSpec) -> Callable[[int | None], Programs]:
-    """programs_of(max_turn_tokens) -> the programs for such turns, the same ones each time."""
-    longest = longest_chunk(spec) if spec.generation.stop else spec.chunk
-    of_chunk = cache(lambda chunk: make_programs(replace(spec, holds=True, chunk=chunk)))
-    return lambda max_turn_tokens: of_chunk(chunk_of_turns(longest, max_turn_tokens))
+    return Sampling(generate, compile_ahead)
 
 
 def to_the_end(steps: Generator[None, None, Rollout]) -> Rollout:
@@ -404,7 +365,8 @@ def make_prepare(
 
     def prepare(params: Params) -> Params:
         # One program for each way in which the weights may be sharded.
-        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        leaves, treedef = jax.tree.flatten(shardings)
         place = (treedef, *leaves)
         if place not in compiled:
             join_qkv = may_join and decoder.joins_qkv(params, dtype, current_mesh())
@@ -418,3 +380,87 @@ def make_prepare(
         return compiled[place](params)
 
     return prepare
+
+
+# ---- compiling ahead
+# A rollout pads its prompts to one of a few widths, and its cache has one of a few numbers of
+# columns. Which of them a batch takes depends on its lengths. A run compiles them all at its start,
+# so that none of its steps waits for the compiler. A program is lowered for shapes alone, with the
+# shardings that the programs before it give their results.
+
+
+def compile_rollout(engine: Engine) -> Slots:
+    """Compiles all programs of rollouts that have an engine of this size, whose weights may be
+    shapes. Returns the shapes of slots with all columns."""
+    programs = engine.programs
+    spec = programs.spec
+    params = engine.per_layer_params
+    block = engine.block_sizes[-1]
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+
+    # The prompts. A prompt cache is placed as the first width leaves it.
+    def prefilled(prompt_cache: PromptCache, width: int) -> PromptCache:
+        tokens = jax.ShapeDtypeStruct((block, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((block,), jnp.int32)
+        return results(programs.prefill, prompt_cache, params, tokens, lengths, number)
+
+    empty = results(programs.make_prompt_cache, block * engine.cache_blocks)
+    prompt_cache = prefilled(empty, engine.widths[0])
+
+    # The slots, for every number of columns.
+    stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+    temperature = jax.ShapeDtypeStruct((), jnp.float32)
+    options = (spec.cuts_off(engine.temperature), False)
+
+    def decoded(columns: int) -> Slots:
+        slots = results(programs.make_slots, engine.num_slots, columns)
+        slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
+        slots, _ = results(programs.decode, slots, params, temperature, *options)
+        return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
+
+    # Where conversations go on, the cache has all columns from the start.
+    length = spec.max_length
+    longest = length if spec.holds else spec.generation.max_prompt_length
+    least = kv_cache.columns_in_use(longest, length)
+    sizes = [columns for columns in kv_cache.column_sizes(length) if columns >= least]
+    slots_of = [partial(decoded, columns) for columns in sizes]
+    further = [partial(prefilled, prompt_cache, width) for width in engine.widths[1:]]
+    every = compiled_together(slots_of + further)[: len(sizes)]
+
+    # What gives slots another number of columns.
+    for slots in every:
+        for kind, kv in dict(zip(spec.cfg.kinds, slots.cache)).items():
+            for columns in sizes:
+                wanted = kv_cache.num_columns(spec.cfg, kind, columns)
+                if wanted != kv.k.shape[2]:
+                    results(programs.resize_layer, kv, wanted)
+    return every[sizes.index(length)]
+
+
+def results(program: Any, *arguments: Any) -> Any:
+    """Compiles a program under jit for these arguments, arrays or their shapes. Returns the shapes
+    of its results, placed as it places them."""
+    check_wanted()
+    lowered = program.lower(*arguments)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
+
+
+def compile_append(engine: Engine, slots: Slots) -> Slots:
+    """Compiles the program that appends tokens to slots. Returns the shapes of the slots after
+    it."""
+    for width in APPEND_WIDTHS:
+        call = append_calls({0: ([0] * width, 1)}, engine.num_slots)[0]
+        slots = results(engine.programs.append, slots, engine.per_layer_params, *call)
+    return slots
+
+
+def compile_rewind(engine: Engine, slots: Slots) -> None:
+    """Compiles the program that takes back tokens behind a stop text."""
+    programs = engine.programs
+    tokens = jax.ShapeDtypeStruct((engine.chunk, engine.num_slots), jnp.int32)
+    num_kept = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
+    results(programs.rewind, slots, results(programs.save, slots), tokens, num_kept)

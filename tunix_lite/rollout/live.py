@@ -1,9 +1,8 @@
 """A sampler that requests join and leave at any time, for servers.
 
 One thread owns the devices. Other threads hand it requests, which get free slots in the order in
-which they came. It decodes a chunk of tokens in all slots at once, and calls each request back with
-its new tokens. A request's tokens depend on its prompt, its settings and its seed, and on nobody
-else's.
+which they came, and are called back with their new tokens after each chunk. A request's tokens
+depend on its prompt, its settings and its seed, and on nobody else's.
 """
 
 import threading
@@ -22,8 +21,6 @@ from tunix_lite.types import Params
 
 # Prompts that one prefill reads, at most. A single one is read alone.
 PROMPTS_PER_PREFILL = 8
-# Requests that may wait for a slot with their prompts read, at least.
-QUEUE = 64
 # Seconds that an idle thread sleeps, at most, until it looks whether it should end.
 IDLE_SECONDS = 0.5
 NOT_FINITE = "the model's scores are not finite: its weights are damaged or too large"
@@ -56,24 +53,26 @@ class NewTokens:
     message: str = ""
 
 
-@dataclass(eq=False)
-class LiveSequence:
-    """One completion under way.
+class LiveSequence(Request):
+    """A completion under way, of a server.
 
     Example: LiveSequence([2, 17, 5], DrawSettings(), limit=64, on_tokens=print).
     """
 
-    prompt: Sequence[int]
-    draw: DrawSettings
-    # tokens, at most
-    limit: int
-    # called in the engine's thread
-    on_tokens: Callable[[NewTokens], None]
-    # what ends it beside an end-of-sequence token
-    criteria: StopCriteria | None = None
-    is_cancelled: bool = False
-    # what the engine makes of it
-    request: Request | None = None
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        draw: DrawSettings,
+        limit: int,
+        on_tokens: Callable[[NewTokens], None],
+        criteria: StopCriteria | None = None,
+    ):
+        """limit: tokens, at most. on_tokens: called in the engine's thread. criteria: what ends it
+        beside an end-of-sequence token."""
+        ids = tuple(prompt)
+        super().__init__(0, 0, draw.generation, limit, ids, draw=draw, criteria=criteria)
+        self.on_tokens = on_tokens
+        self.is_cancelled = False
 
 
 class LiveEngine:
@@ -92,14 +91,13 @@ class LiveEngine:
         max_waiting: int = 256,
         eos_ids: Sequence[int] = (),
     ):
-        """programs: of a spec with per_request. per_layer_params: as generate.make_prepare makes
-        them. max_waiting: sequences that may wait for a slot."""
+        """programs: of a spec with per_request. per_layer_params: as make_prepare makes them.
+        max_waiting: sequences that may wait for a slot."""
         fsdp = mesh.shape["fsdp"]
         block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
         blocks = ((fsdp, block), 1)
-        queue = max(QUEUE, num_slots)
-        self.engine = Engine(programs, per_layer_params, num_slots, queue, blocks, criteria)
+        self.engine = Engine(programs, per_layer_params, num_slots, num_slots, blocks, criteria)
         self.programs = programs
         self.spec = programs.spec
         self.mesh = mesh
@@ -114,11 +112,9 @@ class LiveEngine:
         self._deadline = float("inf")
         self._is_idle = True
         self.failure: BaseException | None = None
-        # Told, once they are compiled, the names of programs and the seconds they took.
-        self.on_compile: Callable[[str, float], None] | None = None
 
         # Of the engine's thread alone.
-        self._sequences: dict[Request, LiveSequence] = {}
+        self._sequences: set[LiveSequence] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -135,21 +131,6 @@ class LiveEngine:
         return len(self._waiting) + max(0, self.engine.unfinished - self.num_slots)
 
     @property
-    def tokens_sampled(self) -> int:
-        """Tokens that were sampled so far."""
-        return self.engine.tokens_sampled
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that were read so far."""
-        return self.engine.prefill_tokens
-
-    @property
-    def chunks(self) -> int:
-        """Chunks that were started so far."""
-        return self.engine.num_chunks
-
-    @property
     def is_alive(self) -> bool:
         """Returns whether it can take requests."""
         return self.failure is None and not self._is_closing and self._thread.is_alive()
@@ -157,7 +138,7 @@ class LiveEngine:
     def submit(self, sequences: Sequence[LiveSequence]) -> None:
         """Puts sequences into the waiting line, all of them or none.
 
-        Raises TooManyRequests if there is no room for all, EngineFailed if the engine has ended.
+        Raises TooManyRequests, or EngineFailed if the engine has ended.
         """
         with self._lock:
             if not self.is_alive:
@@ -182,9 +163,8 @@ class LiveEngine:
                 self._lock.notify_all()
 
     def warm_up(self) -> None:
-        """Samples from a prompt of one token, so that the programs of most requests are compiled.
-        Programs of longer prompts, and of cut-offs, still compile when the first request needs
-        them. Raises EngineFailed."""
+        """Samples from a prompt of one token, so that the programs of most requests are compiled:
+        all but those of longer prompts, and of cut-offs. Raises EngineFailed."""
         ended = threading.Event()
         failed: list[str] = []
 
@@ -249,17 +229,12 @@ class LiveEngine:
     def _step(self) -> None:
         """One chunk: slots are filled, the next chunk starts, and the one before is read."""
         engine = self.engine
-        compiles = dict(self.programs.compiles)
-        began = time.monotonic()
         self._take_waiting()
         # Where requests wait, all ends are read first: then each free slot gets one at once.
         if engine.waits:
             self._read_all_but(0)
         if engine.unfinished:
             engine.start_chunk()
-        if self.on_compile is not None and compiles != self.programs.compiles:
-            new = [name for name, n in self.programs.compiles.items() if n != compiles.get(name)]
-            self.on_compile(" and ".join(new), time.monotonic() - began)
         # While sequences run, a chunk is always under way when the one before is read.
         self._read_all_but(1 if engine.unfinished else 0)
 
@@ -268,41 +243,43 @@ class LiveEngine:
         with self._lock:
             new = [one for one in self._waiting if not one.is_cancelled]
             self._waiting.clear()
-            cancelled = [one for one in self._cancelled if one.request in self._sequences]
+            cancelled = self._sequences.intersection(self._cancelled)
             self._cancelled.clear()
-            for sequence in new:
-                draw = sequence.draw
-                key = np.asarray(jax.random.key_data(jax.random.key(draw.seed)))
-                at = (0, 0, draw.generation, sequence.limit)
-                sequence.request = Request(*at, tuple(sequence.prompt), key, draw=draw)
-                sequence.request.criteria = sequence.criteria
-                self._sequences[sequence.request] = sequence
+            for one in new:
+                key = jax.random.key(one.draw.seed)
+                one.key_data = np.asarray(jax.random.key_data(key))
+            self._sequences.update(new)
             # Under the lock, so that whoever submits counts them.
-            self.engine.admit([sequence.request for sequence in new])
-        for sequence in cancelled:
-            self.engine.release(sequence.request)
-            del self._sequences[sequence.request]
+            self.engine.admit(new)
+        for one in cancelled:
+            self.engine.release(one)
+            self._sequences.remove(one)
 
     def _read_all_but(self, count: int) -> None:
         """Reads chunks until so many are under way, and calls back the sequences of each."""
         engine = self.engine
         while len(engine.in_flight) > count:
-            for request in engine.absorb(engine.read_chunk()):
-                sequence = self._sequences[request]
-                new = slice(len(request.tokens) - request.num_new, None)
-                said = (request.tokens[new], request.logprobs[new], request.full_logprobs[new])
-                message = NOT_FINITE if request.reason == "error" else ""
-                news = NewTokens(*said, request.top[new], request.reason, message)
-                if request.reason is not None:
-                    del self._sequences[request]
-                if not sequence.is_cancelled:
-                    sequence.on_tokens(news)
+            for one in engine.absorb(engine.read_chunk()):
+                new = slice(len(one.tokens) - one.num_new, None)
+                message = NOT_FINITE if one.reason == "error" else ""
+                if one.reason is not None:
+                    self._sequences.remove(one)
+                if not one.is_cancelled:
+                    drawn = NewTokens(
+                        one.tokens[new],
+                        one.logprobs[new],
+                        one.full_logprobs[new],
+                        one.top[new],
+                        one.reason,
+                        message,
+                    )
+                    one.on_tokens(drawn)
 
     def _end_all(self) -> None:
         """Tells all that are left that they end here."""
         with self._lock:
             self._is_closing = True
-            left = [*self._sequences.values(), *self._waiting]
+            left = [*self._sequences, *self._waiting]
             self._waiting.clear()
         self._sequences.clear()
         why = "the server is stopping"

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +24,14 @@ from tunix_lite.parallel.mesh import (
     use_rules,
 )
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.engine import prompt_cache_blocks, prompt_widths
+from tunix_lite.rollout.engine import prompt_cache_blocks
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Params
 
 # The share of free memory that weights, cache and prompts may take: the rest is for temporaries.
 USABLE = 0.9
-# The share of the host's free memory that parked caches may take, all of them together.
-PARKED_SHARE = 0.25
+# The share of the host's free memory that offloaded caches may take, all of them together.
+OFFLOADED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,13 @@ class SamplingMemory:
 
         Of the rollouts to come the one with the most counts; zeros if there are none.
         """
-        widths = prompt_widths(self.generation.max_prompt_length)
+        fsdp = self.mesh_shape["fsdp"]
         caches = []
-        for num_prompts, num_generations in self.rollouts:
+        for size in self.rollouts:
             block, blocks = prompt_cache_blocks(
-                num_prompts,
-                num_generations,
-                widths,
-                self.num_slots,
-                self.generation.max_new_tokens,
-                self.chunk,
-                self.mesh_shape["fsdp"],
+                self.generation, self.chunk, *size, self.num_slots, fsdp
             )
-            caches.append((block, widths[0], block * blocks))
+            caches.append((block, self.generation.max_prompt_length, block * blocks))
         return max(caches, key=lambda sizes: sizes[2], default=(0, 0, 0))
 
     def cache_bytes(self) -> int:
@@ -91,79 +86,79 @@ class SamplingMemory:
         _, _, num_prompts = self.prompt_cache
         return self._kv_bytes(num_prompts, self.generation.max_prompt_length, "prompts")
 
-    def parked_bytes(self) -> int:
-        """Bytes that a host holds of one parked slot: the keys and values of all heads, and the
+    def offloaded_bytes(self) -> int:
+        """Bytes that a host holds of one offloaded slot: the keys and values of all heads, and the
         newest token's hidden state."""
         length = self.generation.max_prompt_length + self.generation.max_new_tokens
-        int8 = self.rollout.cache == "int8"
-        tp = self.mesh_shape["tp"]
-        shapes = kv_cache.cache_shapes(self.cfg, 1, length, self.dtype, int8, tp)
-        return kv_cache.tree_bytes(shapes) + self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
+        hidden = self.cfg.embed_dim * jnp.dtype(self.dtype).itemsize
+        return kv_cache.tree_bytes(self._kv_shapes(1, length)) + hidden
 
-    def parking(self, num_conversations: int, host_bytes: int | None) -> "Parking":
+    def offloading(self, num_conversations: int, host_bytes: int | None) -> "Offloading":
         """Decides what becomes of slots whose conversations wait for an environment.
 
         num_conversations: of one rollout. host_bytes: memory that is free on the host; None: nobody
         knows.
         """
-        without_slot = max(0, num_conversations - self.num_slots)
-        room = None if host_bytes is None else int(PARKED_SHARE * host_bytes)
-        return Parking(self.rollout.waiting, self.parked_bytes(), without_slot, room)
+        slot_bytes = self.offloaded_bytes()
+        fit = None
+        if host_bytes is not None:
+            fit = int(OFFLOADED_SHARE * host_bytes) // slot_bytes
+        # No more are ever offloaded than have no slot.
+        most = max(0, num_conversations - self.num_slots)
+        count = 0 if self.rollout.waiting == "hold" else most
+        if self.rollout.waiting == "auto" and count:
+            count = None if fit is None else min(most, fit)
+        return Offloading(slot_bytes, most, fit, count)
 
-    def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
+    def _kv_shapes(self, rows: int, length: int) -> list[kv_cache.KV]:
         int8 = self.rollout.cache == "int8"
         tp = self.mesh_shape["tp"]
-        shapes = kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
+        return kv_cache.cache_shapes(self.cfg, rows, length, self.dtype, int8, tp)
+
+    def _kv_bytes(self, rows: int, length: int, rows_axis: str) -> int:
         # Layers of one kind have the same shapes: few of them differ.
-        bytes_of_shape: dict[tuple, int] = {}
+        shapes = Counter(jax.tree.leaves(self._kv_shapes(rows, length)))
         total = 0
-        for x in jax.tree.leaves(shapes):
-            key = (x.shape, x.dtype)
-            if key not in bytes_of_shape:
-                axes = kv_cache.logical_axes(x, rows_axis)
-                held = elements_on_device(x.shape, axes, self.mesh_shape, self.rules)
-                bytes_of_shape[key] = held * x.dtype.itemsize
-            total += bytes_of_shape[key]
+        for x, count in shapes.items():
+            axes = kv_cache.logical_axes(x, rows_axis)
+            held = elements_on_device(x.shape, axes, self.mesh_shape, self.rules)
+            total += count * held * x.dtype.itemsize
         return total
 
 
-@dataclass(frozen=True)
-class Parking:
-    """Decides what becomes of slots whose conversations wait for environments: they keep their
-    places, or some of their caches are parked on the host.
+def memory_here(
+    cfg: Architecture,
+    dtype: DTypeLike,
+    generation: GenerationConfig,
+    rollout: RolloutConfig,
+    num_slots: int,
+    rollouts: Sequence[tuple[int, int]] = (),
+) -> SamplingMemory:
+    """The memory of sampling on the current mesh. The arguments are those of SamplingMemory."""
+    mesh_shape = {axis: axis_size(axis) for axis in AXES}
+    with use_rules("rollout"):
+        rules = current_rules()
+    return SamplingMemory(
+        cfg, dtype, generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules
+    )
 
-    Example: `Parking("auto", slot_bytes=2**20, without_slot=12, room_bytes=2**23).most` is 8.
+
+@dataclass(frozen=True)
+class Offloading:
+    """What becomes of slots whose conversations wait for environments: they keep their places, or
+    some of their caches are offloaded to the host.
+
+    Example: `Offloading(slot_bytes=2**20, without_slot=12, num_that_fit=8, most=8)`.
     """
 
-    # the setting rollout.waiting
-    waiting: str
-    # host memory of one parked slot
+    # host memory of one offloaded slot
     slot_bytes: int
-    # conversations of a rollout beyond its slots: no more are ever parked
+    # conversations of a rollout beyond its slots
     without_slot: int
-    # host memory that all parked slots may take; None: unknown
-    room_bytes: int | None
-
-    @property
-    def num_that_fit(self) -> int | None:
-        """Parked slots that a host has room for; None: unknown."""
-        return None if self.room_bytes is None else self.room_bytes // self.slot_bytes
-
-    @property
-    def most(self) -> int | None:
-        """Slots that are parked at once, at most; None: that depends on the host. `park` ignores
-        host memory; `auto` respects it."""
-        if self.waiting == "hold" or not self.without_slot:
-            return 0
-        if self.waiting == "park":
-            return self.without_slot
-        return None if self.num_that_fit is None else min(self.without_slot, self.num_that_fit)
-
-    @property
-    def most_bytes(self) -> int:
-        """Returns the bytes of all parked slots on a host, at most."""
-        most = self.without_slot if self.most is None else self.most
-        return most * self.slot_bytes
+    # offloaded slots that a host has room for; None: unknown
+    num_that_fit: int | None
+    # slots that are offloaded at once, at most; None: that depends on the host
+    most: int | None
 
 
 def free_host_bytes() -> int:
@@ -185,13 +180,13 @@ def choose_weights(
     What else stays on the devices while sampling, such as the optimizer's state, must be there by
     now: the devices are asked how much is free. All hosts must ask. rollouts: as in SamplingMemory.
     """
-    mesh_shape = {axis: axis_size(axis) for axis in AXES}
-    with use_rules("rollout"):
-        rules = current_rules()
-    memory = SamplingMemory(
-        cfg, dtype, generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules
+    memory = memory_here(cfg, dtype, generation, rollout, num_slots, rollouts)
+    return weights_that_fit(
+        memory,
+        lambda: gathered_bytes(params, cfg, dtype),
+        # on the fullest device of all hosts
+        lambda: min(allgather_values(free_bytes())),
     )
-    return weights_that_fit(memory, lambda: gathered_bytes(params, cfg, dtype), least_free_bytes)
 
 
 def weights_that_fit(
@@ -200,9 +195,8 @@ def weights_that_fit(
     """Chooses gathered or sharded sampling weights, and says why: gathered where the weights fit
     beside the cache and the waiting prompts.
 
-    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() the memory
-    that is free there, on the fullest device. Neither is called where the settings or one device
-    decide.
+    weight_bytes() are those of the weights on a device, whole over fsdp; free_bytes() those that
+    are free on the fullest device. Neither is called where the settings or one device decide.
     """
     setting = memory.rollout.weights
     if setting != "auto":
@@ -233,11 +227,6 @@ def gathered_bytes(params: Params, cfg: Architecture, dtype: DTypeLike) -> int:
         return math.prod(gathered_sharding(sharding).shard_shape(x.shape)) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
-
-
-def least_free_bytes() -> int:
-    """Memory that is free on the fullest device of all hosts. All of them must ask."""
-    return min(allgather_values(free_bytes()))
 
 
 def free_bytes() -> int:

@@ -9,22 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.parallel.mesh import axis_size
-from tunix_lite.rollout.compile_ahead import RolloutSize, compile_append, compile_rollout
 from tunix_lite.rollout.engine import padded_width, prompt_widths
-from tunix_lite.rollout.generate import (
-    check_kernels,
-    engine_of,
-    make_prepare,
-    sampler_spec,
-)
-from tunix_lite.rollout.programs import Programs, make_programs
+from tunix_lite.rollout.generate import CompletionSampler, compile_append
 from tunix_lite.rollout.requests import (
     Request,
     RolloutArrays,
@@ -32,8 +20,19 @@ from tunix_lite.rollout.requests import (
     check_prompts,
     stop_end,
 )
-from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import FINISH, Metrics, Params, Prompts, Rollout
+
+# The metrics of a rollout that had enough before it began.
+NOTHING_SAMPLED: Metrics = {
+    "rollout/prefill_tokens": 0,
+    "rollout/decode_steps": 0,
+    "rollout/slot_use": 0.0,
+    "rollout/carried": 0,
+    "rollout/reread_tokens": 0,
+    "perf/rollout_tokens_per_second": 0.0,
+    "time/rollout": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,19 @@ class OpenCompletion:
 class PartialSampler:
     """Continues completions until enough have ended.
 
-    Example: `make_partial_sampler(cfg, generation, eos_ids, pad_id)`, then `go_on` once an update.
+    Example: `PartialSampler(make_sampler(cfg, generation, eos_ids, pad_id))`, then `go_on` once an
+    update.
     """
 
-    generation: GenerationConfig
-    rollout: RolloutConfig
-    programs: Programs
-    prepare: Callable[[Params], Params]
-    criteria: StopCriteria
+    sampler: CompletionSampler
+
+    def __post_init__(self):
+        self.sampler.criteria.check()
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """The settings of sampling."""
+        return self.sampler.programs.spec.generation
 
     def go_on(
         self,
@@ -125,32 +129,29 @@ class PartialSampler:
         """
         has_ended = np.array([one.reason is not None for one in completions])
         if is_enough(has_ended):
-            return list(completions), _nothing_sampled()
-        cfg = self.programs.spec.cfg
-        check_kernels(self.programs.spec, self.rollout, params)
-        check_prompts(list(prompts.values()), cfg, self.generation, self.criteria.tokenizer)
-        order = order_of_requests(completions, prompts, self.generation.max_prompt_length)
-        in_order = [completions[i] for i in order]
-        every_prompt = [prompts[one.group] for one in in_order]
+            return list(completions), dict(NOTHING_SAMPLED)
+        cfg = self.sampler.programs.spec.cfg
+        tokenizer = self.sampler.criteria.tokenizer
+        check_prompts(list(prompts.values()), cfg, self.generation, tokenizer)
 
-        # As in make_sampler from here on, but that some requests have tokens already.
-        num_slots = self.rollout.slots(usual[0] * usual[1], axis_size("fsdp"))
-        engine = engine_of(
-            self.programs,
-            self.prepare(params),
-            num_slots,
-            usual,
-            self.criteria,
-            self.generation.temperature,
-            most_requests=len(completions),
-        )
-        requests = self._requests(in_order, every_prompt)
-        keys = {
-            step: jax.random.fold_in(seed_key, step) for step in {one.step for one in in_order}
-        }
-        key_data = {step: np.asarray(jax.random.key_data(key)) for step, key in keys.items()}
+        # Slots take those under way first, then by step; of one step the widest prompts first, as
+        # in a rollout by itself.
+        widths = prompt_widths(self.generation.max_prompt_length)
+
+        def rank(i: int) -> tuple:
+            one = completions[i]
+            width = padded_width(len(prompts[one.group]), widths)
+            return not one.is_under_way, one.step, -width, one.prompt, one.generation
+
+        order = sorted(np.flatnonzero(~has_ended).tolist(), key=rank)
+        in_order = [completions[i] for i in order]
+
+        # Each completion's key is that of a rollout of its step by itself.
+        requests = self._requests(in_order, [prompts[one.group] for one in in_order])
         for one, request in zip(in_order, requests):
-            request.key_data = key_data[one.step]
+            key = jax.random.fold_in(seed_key, one.step)
+            request.key_data = np.asarray(jax.random.key_data(key))
+        engine = self.sampler.engine(params, usual, most_requests=len(completions))
         lengths = [len(one.tokens) for one in in_order if one.tokens]
         if lengths:
             # Tokens are appended to slots of all columns, so that few programs are compiled.
@@ -177,7 +178,7 @@ class PartialSampler:
         # One tuple for each group, whose completions share one reading of the prompt.
         ids = {one.group: tuple(map(int, prompt)) for one, prompt in zip(in_order, prompts)}
         return [
-            one.as_request(ids[one.group], i, limit, self.criteria)
+            one.as_request(ids[one.group], i, limit, self.sampler.criteria)
             for i, one in enumerate(in_order)
         ]
 
@@ -186,65 +187,10 @@ class PartialSampler:
     ) -> None:
         """Compiles every program that `go_on` can need. num_in_flight: the completions that it
         gets."""
-        num_slots = self.rollout.slots(num_prompts * num_generations, axis_size("fsdp"))
-        temperature = self.generation.temperature
-        size = RolloutSize(num_prompts, num_generations, num_slots, temperature, num_in_flight)
-        weights = self.prepare(params)
-        slots = compile_rollout(self.programs, weights, size)
+        size = (num_prompts, num_generations)
+        engine, slots = self.sampler.compile_ahead(params, *size, most_requests=num_in_flight)
         if num_in_flight > num_prompts * num_generations:
-            compile_append(self.programs, slots, weights)
-
-
-def make_partial_sampler(
-    cfg: Architecture,
-    generation: GenerationConfig,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    dtype: DTypeLike = jnp.float32,
-    rollout: RolloutConfig | None = None,
-    tokenizer: Tokenizer | None = None,
-    tp_reduce_dtype: DTypeLike = jnp.float32,
-) -> PartialSampler:
-    """Builds the sampler from the arguments of make_generate."""
-    rollout = RolloutConfig() if rollout is None else rollout
-    generation.check_fits(cfg.vocab_size)
-    spec, ends = sampler_spec(cfg, generation, eos_ids, pad_id, dtype, rollout, tp_reduce_dtype)
-    programs = make_programs(spec)
-    criteria = StopCriteria(ends, generation.stop, tokenizer)
-    criteria.check()
-    prepare = make_prepare(cfg, dtype, rollout.weights != "sharded")
-    return PartialSampler(generation, rollout, programs, prepare, criteria)
-
-
-def order_of_requests(
-    completions: Sequence[OpenCompletion],
-    prompts: Mapping[tuple[int, int], Sequence[int]],
-    max_prompt_length: int,
-) -> list[int]:
-    """Returns the indices of completions that have not ended, in the order in which slots take
-    them: those under way, then by step; of one step the widest prompts first, as in a rollout by
-    itself."""
-    widths = prompt_widths(max_prompt_length)
-
-    def rank(i: int) -> tuple:
-        one = completions[i]
-        width = padded_width(len(prompts[one.group]), widths)
-        return not one.is_under_way, one.step, -width, one.prompt, one.generation
-
-    return sorted((i for i, one in enumerate(completions) if one.reason is None), key=rank)
-
-
-def _nothing_sampled() -> Metrics:
-    """The metrics of a rollout that had enough before it began."""
-    return {
-        "rollout/prefill_tokens": 0,
-        "rollout/decode_steps": 0,
-        "rollout/slot_use": 0.0,
-        "rollout/carried": 0,
-        "rollout/reread_tokens": 0,
-        "perf/rollout_tokens_per_second": 0.0,
-        "time/rollout": 0.0,
-    }
+            compile_append(engine, slots)
 
 
 def rollout_of(

@@ -10,7 +10,7 @@ save, rewind           take back the tokens that slots drew behind a stop text
 
 No program waits for the host: the slots themselves hold which sequences have ended, and how many
 requests they have taken. Every program is a function of this module whose first argument is a
-`SamplerSpec`; `make_programs` compiles them.
+`SamplerSpec`; `Programs` compiles them.
 
 Letters beside those of types.py: Q requests that may take a slot, R slots that are appended to, W
 new tokens of each, C columns of the cache.
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from tunix_lite.models import attention, decoder, rounding
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.unfused import unfused
-from tunix_lite.parallel.compiler_options import FOR_DECODING, JitByPlatform, OptionsByPlatform
+from tunix_lite.parallel.compiler_options import FOR_DECODING, options_of_mesh
 from tunix_lite.parallel.mesh import constrain, use_rules
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
@@ -45,24 +45,11 @@ NOISE_AT_ONCE = 2**22
 MOST_TOP = 20
 
 
-class Ahead(NamedTuple):
-    """Values computed before a step. None: the step computes it where it is used.
-
-    Example: step(slots, Ahead()).
-    """
-
-    # rotary angles of the tokens that the step reads, by kind of layer
-    angles: dict[str, decoder.Angles] | None = None
-    # the result of sampling.gumbel_noise for the tokens that the step draws
-    noise_BV: jax.Array | None = None
-
-
 @dataclass(frozen=True)
 class SamplerSpec:
     """Static settings of the sampling programs.
 
-    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), end_ids=(1,), pad_id=0, dtype=jnp.float32,
-    chunk=16)`.
+    Example: `SamplerSpec(cfg, GenerationConfig(32, 64), (1,), 0, jnp.float32, chunk=16)`.
     """
 
     cfg: Architecture
@@ -100,6 +87,10 @@ class SamplerSpec:
         """Returns whether seen tokens are made less likely, so that slots must remember them."""
         return self.generation.repetition_penalty != 1
 
+    def cuts_off(self, temperature: float) -> bool:
+        """Returns whether decode cuts tokens off: at temperature 0 it would change no token."""
+        return bool(self.generation.has_cutoffs and temperature > 0)
+
 
 @flax.struct.dataclass
 class PromptCache:
@@ -122,8 +113,7 @@ class PromptCache:
 class RequestDraws:
     """Sampling settings of each request, where a server's requests have settings of their own.
 
-    Example: RequestDraws of one request that is greedy: temperature [0.], top_k [0], top_p [1.],
-    min_p [0.].
+    Example: of one greedy request: temperature [0.], top_k [0], top_p [1.], min_p [0.].
     """
 
     # float32; 0 takes the likeliest token
@@ -161,7 +151,7 @@ class Queue:
 class Slots:
     """The B sequences that are being decoded. Every program donates its slots to the next one.
 
-    Example: make_slots(4) gives four slots with `requests` [-1, -1, -1, -1], none of them running.
+    Example: make_slots(4) gives four with `requests` [-1, -1, -1, -1], none of them running.
     """
 
     cache: list[KV]
@@ -192,8 +182,7 @@ class DecodedChunk:
     """Tokens that one call of decode drew. Every device holds all of it, so that every host can
     read it.
 
-    Example: with chunk=2 and 2 slots, of which the second ended at once, `tokens` is [[5, 1],
-    [7, -1]].
+    Example: chunk=2 and 2 slots, of which the second ended at once: tokens [[5, 1], [7, -1]].
     """
 
     # [chunk, B]; -1: the slot was not running
@@ -208,8 +197,9 @@ class DecodedChunk:
     running: jax.Array
     # [] requests taken so far
     num_taken: jax.Array
-    # the likeliest tokens, where a request asks for them
-    top: "TopTokens | None" = None
+    # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
+    # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
+    top: tuple[jax.Array, jax.Array] | None = None
 
 
 @flax.struct.dataclass
@@ -228,125 +218,54 @@ class Saved:
     seen: jax.Array | None
 
 
-@flax.struct.dataclass
-class TopTokens:
-    """The likeliest tokens at each position, under softmax(logits / temperature).
-
-    Example: with MOST_TOP = 20, chunk = 8 and 4 slots both arrays are [8, 4, 20].
-    """
-
-    # int32
-    tokens: jax.Array
-    # float32
-    logprobs: jax.Array
-
-
-@dataclass(frozen=True)
 class Programs:
-    """The compiled programs of one `SamplerSpec`.
+    """The programs of one `SamplerSpec`, under jit: the functions below without their first
+    argument. Each compiles when it is first called, for the platform of the current mesh.
 
-    Example: make_programs(spec).make_prompt_cache(8).
+    Slots and prompt caches are donated. `compiles` counts how many times each was compiled.
+
+    Example: Programs(spec).make_prompt_cache(8).
     """
 
-    spec: SamplerSpec
-    # (rows) -> PromptCache
-    make_prompt_cache: Callable
-    # (slots, columns=all) -> Slots
-    make_slots: Callable
-    # (slots, columns) -> Slots with a new cache of so many columns, or all
-    resize: Callable
-    # (KV, columns) -> KV: what `resize` calls for each layer; None: it calls nothing
-    resize_layer: Callable | None
-    # (prompt cache, per_layer_params, tokens [M, T], lengths [M], first_row) -> PromptCache;
-    # donates the prompt cache
-    prefill: Callable
-    # (slots, prompt cache, queue, ready, stopped [B]) -> Slots; donates the slots
-    admit: Callable
-    # (slots, per_layer_params, rows [R], tokens [R, W], counts [R], limits [R]) -> Slots; donates
-    # the slots
-    append: Callable
-    # (slots, per_layer_params, temperature) -> (Slots, DecodedChunk); donates the slots
-    decode: Callable
-    # the same for temperature 0, where nothing need be cut off
-    decode_greedy: Callable
-    # (has_cutoffs, has_top, slots, per_layer_params) -> the same, as the draws of the slots say
-    decode_each: Callable
-    # (slots, row) -> Slots of one row, which every device holds
-    read_slot: Callable
-    # (slots, Slots of one row, row) -> Slots; donates the slots
-    write_slot: Callable
-    # (slots) -> Saved, before a chunk; only where there are stop texts
-    save: Callable
-    # (slots, Saved, tokens [T, B], kept [B]) -> Slots, after it; donates the slots
-    rewind: Callable
-    # how many times each program was compiled
-    compiles: Counter
+    def __init__(self, spec: SamplerSpec):
+        self.spec = spec
+        self.compiles: Counter[str] = Counter()
+        self.make_prompt_cache = self._jit(make_prompt_cache, static_argnums=0)
+        self.make_slots = self._jit(make_slots, static_argnums=(0, 1))
+        self.resize_layer = self._jit(resize_layer, static_argnums=1)
+        self.prefill = self._jit(prefill, donate_argnums=0)
+        self.admit = self._jit(admit, donate_argnums=0)
+        self.append = self._jit(append, donate_argnums=0)
+        self.decode = self._jit(
+            decode,
+            compiler_options=options_of_mesh(FOR_DECODING),
+            static_argnums=(3, 4),
+            donate_argnums=0,
+        )
+        self.read_slot = self._jit(read_slot)
+        self.write_slot = self._jit(write_slot, donate_argnums=0)
+        self.save = self._jit(save)
+        self.rewind = self._jit(rewind, donate_argnums=0)
 
+    def _jit(self, function: Callable, **options: Any) -> Callable:
+        def program(*args: Any) -> Any:
+            # jit runs the body of a function only to compile it.
+            self.compiles[function.__name__] += 1
+            with use_rules("rollout"):
+                return function(self.spec, *args)
 
-def make_programs(spec: SamplerSpec) -> Programs:
-    """The programs that sample from a decoder. Each compiles when it is first called."""
-    compiles = Counter()
+        # Profiles and logs show this name.
+        program.__name__ = function.__name__
+        return jax.jit(program, **options)
 
-    def compiled(function: Callable, **options) -> Callable:
-        return _counting_jit(function, compiles, partial(function, spec), **options)
-
-    # At temperature 0 cutting off changes no token, so greedy decoding leaves it out.
-    decode_program = compiled(decode, compiler_options=FOR_DECODING, donate_argnums=0)
-    greedy_program = decode_program
-    if spec.generation.has_cutoffs:
-        greedy_program = compiled(decode_greedy, compiler_options=FOR_DECODING, donate_argnums=0)
-
-    resize_layer = _counting_jit(kv_cache.resize_columns, compiles, static_argnums=1)
-    return Programs(
-        spec=spec,
-        make_prompt_cache=compiled(make_prompt_cache, static_argnums=0),
-        make_slots=compiled(make_slots, static_argnums=(0, 1)),
-        resize=partial(resize, spec, resize_layer),
-        resize_layer=resize_layer,
-        prefill=compiled(prefill, donate_argnums=0),
-        admit=compiled(admit, donate_argnums=0),
-        append=compiled(append, donate_argnums=0),
-        decode=decode_program,
-        decode_greedy=greedy_program,
-        decode_each=compiled(
-            decode_each,
-            compiler_options=FOR_DECODING,
-            static_argnums=(0, 1),
-            donate_argnums=2,
-        ),
-        read_slot=compiled(read_slot),
-        write_slot=compiled(write_slot, donate_argnums=0),
-        save=compiled(save),
-        rewind=compiled(rewind, donate_argnums=0),
-        compiles=compiles,
-    )
-
-
-def _counting_jit(
-    function: Callable,
-    compiles: Counter,
-    program: Callable | None = None,
-    compiler_options: OptionsByPlatform | None = None,
-    **options,
-) -> Callable:
-    """`program`, or `function` itself, under jit with these options, named after `function`.
-
-    `compiles` counts under that name how many times it was compiled. compiler_options: by platform,
-    options that only its compiler knows.
-    """
-    program = function if program is None else program
-
-    def body(*args):
-        # jit runs the body of a function only to compile it.
-        compiles[function.__name__] += 1
-        with use_rules("rollout"):
-            return program(*args)
-
-    # Profiles and logs show this name.
-    body.__name__ = function.__name__
-    if compiler_options is not None:
-        return JitByPlatform(body, compiler_options, **options)
-    return jax.jit(body, **options)
+    def resize(self, slots: Slots, columns: int) -> Slots:
+        """The slots with a cache for sequences of up to `columns` tokens."""
+        # One layer after the other, so that no device ever holds two whole caches.
+        for layer, kind in enumerate(self.spec.cfg.kinds):
+            wanted = kv_cache.num_columns(self.spec.cfg, kind, columns)
+            if slots.cache[layer].k.shape[2] != wanted:
+                slots.cache[layer] = self.resize_layer(slots.cache[layer], wanted)
+        return slots
 
 
 # ---- what the programs keep on the devices
@@ -355,93 +274,92 @@ def _counting_jit(
 def at_home(
     state: Any,
     rows_axis: str,
-    place: Callable[[Any, tuple[str, ...]], Any] | None = None,
+    place: Callable[[Any, tuple[str, ...]], Any] = lambda x, axes: constrain(x, *axes),
 ) -> Any:
     """A Slots or PromptCache, each array placed on the mesh: from program to program at the
     same place.
 
-    rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape;
-    None: `constrain`, inside jit.
+    rows_axis: the logical axis of its rows. place(x, logical axes) places an array, or its shape.
     """
-    place = _constrained if place is None else place
 
     def place_rows(x: Any) -> Any:
-        return place(x, (rows_axis, *["seq"] * x.ndim)[: x.ndim])
+        others = ["seq"] * (x.ndim - 1)
+        return place(x, (rows_axis, *others) if x.ndim else ())
 
-    def place_any(x: Any) -> Any:
-        if isinstance(x, KV):
-            return jax.tree.map(
-                lambda part: place(part, kv_cache.logical_axes(part, rows_axis)), x
-            )
-        return place_rows(x)
+    def place_kv(x: Any) -> Any:
+        return place(x, kv_cache.logical_axes(x, rows_axis))
 
-    placed = jax.tree.map(place_any, state, is_leaf=lambda x: isinstance(x, KV))
+    others = jax.tree.map(place_rows, state.replace(cache=None, seen=None))
+    cache = jax.tree.map(place_kv, state.cache)
     # Tokens that a row has seen lie as the scores do that they change.
-    if getattr(state, "seen", None) is not None:
-        placed = placed.replace(seen=place(state.seen, (rows_axis, "vocab")))
-    return placed
+    seen = None if state.seen is None else place(state.seen, (rows_axis, "vocab"))
+    return others.replace(cache=cache, seen=seen)
 
 
-def _constrained(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return constrain(x, *axes)
+def on_every_device(x: jax.Array) -> jax.Array:
+    """The array, whole on every device."""
+    return constrain(x, *["seq"] * x.ndim)
 
 
-def _no_tokens_seen(spec: SamplerSpec, rows: int) -> jax.Array | None:
-    """[rows, V] bool, all False; None without a repetition penalty."""
-    return jnp.zeros((rows, spec.cfg.vocab_size), bool) if spec.has_penalty else None
+def where_rows(
+    is_row_B: jax.Array,
+    new: jax.Array,
+    old: jax.Array,
+) -> jax.Array:
+    """`new` in the rows where is_row_B is true, and `old` in all others, [B, ...]."""
+    further_dims = [1] * (old.ndim - 1)
+    return jnp.where(is_row_B.reshape(-1, *further_dims), new, old)
+
+
+def _tokens_seen(
+    spec: SamplerSpec, tokens_RW: jax.Array, is_token_RW: jax.Array
+) -> jax.Array | None:
+    """[R, V] bool, which tokens occur in each row; None without a repetition penalty."""
+    if not spec.has_penalty:
+        return None
+    R = len(tokens_RW)
+    nothing_RV = jnp.zeros((R, spec.cfg.vocab_size), bool)
+    return nothing_RV.at[jnp.arange(R)[:, None], tokens_RW].max(is_token_RW)
 
 
 def make_prompt_cache(spec: SamplerSpec, rows: int) -> PromptCache:
     """Room for `rows` prompts, empty."""
     longest = spec.generation.max_prompt_length
+    nothing = jnp.zeros((rows, 0), jnp.int32)
     empty = PromptCache(
         cache=kv_cache.empty_cache(spec.cfg, rows, longest, spec.dtype, spec.int8, "prompts"),
         hidden=jnp.zeros((rows, spec.cfg.embed_dim), spec.dtype),
         lengths=jnp.zeros(rows, jnp.int32),
-        seen=_no_tokens_seen(spec, rows),
+        seen=_tokens_seen(spec, nothing, nothing > 0),
     )
     return at_home(empty, "prompts")
 
 
-def make_slots(
-    spec: SamplerSpec,
-    num_slots: int,
-    columns: int | None = None,
-) -> Slots:
+def make_slots(spec: SamplerSpec, num_slots: int, columns: int | None = None) -> Slots:
     """Makes slots of which none is running, with a cache of so many columns; None: of all."""
     columns = spec.max_length if columns is None else columns
     zeros = jnp.zeros(num_slots, jnp.int32)
+    nothing = jnp.zeros((num_slots, 0), jnp.int32)
     empty = Slots(
         cache=kv_cache.empty_cache(spec.cfg, num_slots, columns, spec.dtype, spec.int8),
         hidden=jnp.zeros((num_slots, spec.cfg.embed_dim), spec.dtype),
-        seen=_no_tokens_seen(spec, num_slots),
+        seen=_tokens_seen(spec, nothing, nothing > 0),
         requests=zeros - 1,
         keys=jnp.broadcast_to(jax.random.key(0), (num_slots,)),
         lengths=zeros,
         num_drawn=zeros,
         limits=zeros,
-        running=jnp.zeros(num_slots, bool),
+        running=zeros > 0,
         num_taken=jnp.int32(0),
         draws=no_draws(num_slots) if spec.per_request else None,
     )
     return at_home(empty, "batch")
 
 
-def resize(
-    spec: SamplerSpec,
-    resize_layer: Callable,
-    slots: Slots,
-    columns: int,
-) -> Slots:
-    """The slots with a cache for sequences of up to `columns` tokens.
-
-    One layer is made after the other, so that no device ever holds two whole caches.
-    """
-    for layer, kind in enumerate(spec.cfg.kinds):
-        wanted = kv_cache.num_columns(spec.cfg, kind, columns)
-        if slots.cache[layer].k.shape[2] != wanted:
-            slots.cache[layer] = resize_layer(slots.cache[layer], wanted)
-    return slots
+def resize_layer(spec: SamplerSpec, kv: KV, columns: int) -> KV:
+    """The cache of a layer with so many columns."""
+    del spec
+    return kv_cache.resize_columns(kv, columns)
 
 
 def no_draws(count: int) -> RequestDraws:
@@ -484,19 +402,16 @@ def prefill(
     )
 
     # The repetition penalty covers the tokens of the prompt, too.
-    if spec.has_penalty:
-        nothing_MV = jnp.zeros((M, spec.cfg.vocab_size), bool)
-        seen_MV = nothing_MV.at[jnp.arange(M)[:, None], tokens_MT].max(is_token_MT)
-
+    seen_MV = _tokens_seen(spec, tokens_MT, is_token_MT)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=first_row, axis=0)
     filled = PromptCache(
         cache=[
-            kv_cache.store_rows(old, new, first_row, "prompts")
+            kv_cache.store_rows(old, new, first_row)
             for old, new in zip(prompt_cache.cache, new_cache)
         ],
         hidden=put(prompt_cache.hidden, hidden_MTD[jnp.arange(M), lengths_M - 1]),
         lengths=put(prompt_cache.lengths, lengths_M),
-        seen=put(prompt_cache.seen, seen_MV) if spec.has_penalty else None,
+        seen=None if seen_MV is None else put(prompt_cache.seen, seen_MV),
     )
     return at_home(filled, "prompts")
 
@@ -519,9 +434,9 @@ def admit(
     spec.holds a sequence that does not run may go on, so the host alone frees a slot.
     """
     # A slot whose limit is 0 does not run yet: its request waits for `append`.
-    has_ended_B = ~slots.running & (slots.limits > 0)
-    has_ended_B = slots.requests < 0 if spec.holds else has_ended_B | (slots.requests < 0)
-    is_free_B = has_ended_B | (slots.requests == stopped_B)
+    is_free_B = (slots.requests < 0) | (slots.requests == stopped_B)
+    if not spec.holds:
+        is_free_B |= ~slots.running & (slots.limits > 0)
     request_B = slots.num_taken + jnp.cumsum(is_free_B) - 1
     is_new_B = is_free_B & (request_B < ready)
     place_B = request_B % len(queue.rows)
@@ -529,10 +444,9 @@ def admit(
     keys_B = jax.random.wrap_key_data(queue.key_data[place_B])
     keys_B = sampling.row_keys(keys_B, queue.prompts[place_B], queue.generations[place_B])
     limits_B = queue.limits[place_B]
-
-    def take(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(is_new_B.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
+    take = partial(where_rows, is_new_B)
+    draws = jax.tree.map(lambda new: new[place_B], queue.draws)
+    draws = jax.tree.map(take, draws, slots.draws)
     admitted = Slots(
         cache=[
             kv_cache.load_rows(kv, prompts, row_B, is_new_B)
@@ -547,7 +461,7 @@ def admit(
         limits=take(limits_B, slots.limits),
         running=(is_new_B & (limits_B > 0)) | (slots.running & ~is_free_B),
         num_taken=slots.num_taken + is_new_B.sum(),
-        draws=jax.tree.map(lambda new, old: take(new[place_B], old), queue.draws, slots.draws),
+        draws=draws,
     )
     return at_home(admitted, "batch")
 
@@ -560,170 +474,92 @@ def decode(
     slots: Slots,
     per_layer_params: Params,
     temperature: jax.Array,
+    has_cutoffs: bool = False,
+    has_top: bool = False,
 ) -> tuple[Slots, DecodedChunk]:
-    """Draws `spec.chunk` tokens in every slot."""
-    return _decode_chunk(spec, spec.generation, slots, per_layer_params, temperature)
+    """Draws one token in every slot and reads it, `spec.chunk` times.
 
+    temperature: of all slots; with spec.per_request their own draws count instead. has_cutoffs:
+    whether top_k, top_p and min_p, of the settings or of the draws, cut tokens off. has_top:
+    whether the likeliest tokens are reported.
+    """
+    cutoffs = None
+    if spec.per_request:
+        temperature = slots.draws.temperature[:, None]
+    if has_cutoffs and spec.per_request:
+        draws = slots.draws
+        cutoffs = tuple(x[:, None] for x in (draws.top_k, draws.top_p, draws.min_p))
+    elif has_cutoffs:
+        cutoffs = (spec.generation.top_k, spec.generation.top_p, spec.generation.min_p)
 
-def decode_greedy(
-    spec: SamplerSpec,
-    slots: Slots,
-    per_layer_params: Params,
-    temperature: jax.Array,
-) -> tuple[Slots, DecodedChunk]:
-    """`decode` at temperature 0, with nothing cut off."""
-    return _decode_chunk(
-        spec, spec.generation.without_cutoffs, slots, per_layer_params, temperature
-    )
+    # What all steps of a chunk need is computed before the first, on a CPU: XLA would compute sin
+    # and cos once more for each head of each layer, and one large array is drawn in threads. A slot
+    # that runs moves on by one token a step. What a slot that has ended computes is not used.
+    angles = None
+    noise_TBV = None
+    if spec.on_cpu:
+        step_T1 = jnp.arange(spec.chunk)[:, None]
+        positions_TB = slots.lengths + step_T1
+        angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
+        if positions_TB.size * spec.cfg.vocab_size <= NOISE_AT_ONCE:
+            noise_of = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
+            noise_TBV = jax.vmap(noise_of, (None, 0))(slots.keys, slots.num_drawn + step_T1)
+            noise_TBV = unfused(constrain(noise_TBV, "seq", "batch", "vocab"))
 
-
-def _decode_chunk(
-    spec: SamplerSpec,
-    generation: GenerationConfig,
-    slots: Slots,
-    per_layer_params: Params,
-    temperature: jax.Array,
-) -> tuple[Slots, DecodedChunk]:
-    """Draws `spec.chunk` tokens in every slot, as `generation` says."""
-
-    def draw(slots: Slots, ahead: Ahead) -> tuple[jax.Array, ...]:
+    def draw(slots: Slots, noise_BV: jax.Array | None) -> tuple:
+        """tokens, logprobs, full_logprobs, [B] each, and perhaps the likeliest tokens."""
+        # `hidden` is that of the newest token, of the prompt or of the completion.
         if spec.fused:
-            token_B, logprobs_B = draw_fused(spec, slots, per_layer_params, temperature)
+            # One kernel, and no logits. Pallas is only imported where it is used.
+            from tunix_lite.kernels.fused_draw import fused_draw
+
+            table_VD = decoder.output_table(per_layer_params, spec.cfg)
+            token_B, logprobs_B = fused_draw(
+                spec.cfg,
+                slots.hidden,
+                rounding.stored(table_VD, slots.hidden.dtype),
+                slots.keys,
+                slots.num_drawn,
+                temperature,
+                spec.interpret,
+            )
             return token_B, logprobs_B, logprobs_B
-        logits_BV = _next_logits(spec, slots, per_layer_params)
-        return sampling.draw(
+        logits_BV = decoder.logits(per_layer_params, spec.cfg, slots.hidden)
+        logits_BV = constrain(logits_BV, "batch", "vocab")
+        drawn = sampling.draw(
             logits_BV,
             slots.keys,
             slots.num_drawn,
             temperature,
-            generation,
+            cutoffs,
+            spec.generation.repetition_penalty,
             slots.seen,
-            ahead.noise_BV,
+            noise_BV,
         )
+        if not has_top:
+            return drawn
+        full_BV = jax.nn.log_softmax(sampling.tempered(logits_BV, temperature), axis=-1)
+        count = min(MOST_TOP, spec.cfg.vocab_size)
+        return (*drawn, jax.lax.top_k(full_BV, count))
 
-    return _decode_drawn(spec, draw, slots, per_layer_params)
-
-
-def decode_each(
-    spec: SamplerSpec,
-    has_cutoffs: bool,
-    has_top: bool,
-    slots: Slots,
-    per_layer_params: Params,
-) -> tuple[Slots, DecodedChunk]:
-    """Draws `spec.chunk` tokens in every slot, as its own draws say. has_cutoffs: whether any slot
-    cuts tokens off. has_top: whether the likeliest tokens are reported."""
-    temperature_B1 = slots.draws.temperature[:, None]
-
-    def draw(slots: Slots, ahead: Ahead) -> tuple[jax.Array | TopTokens, ...]:
-        logits_BV = _next_logits(spec, slots, per_layer_params)
-        full_BV = logits_BV / jnp.where(temperature_B1 > 0, temperature_B1, 1.0)
-        if has_cutoffs:
-            drawn = draw_cut_off(slots, full_BV, ahead)
-        else:
-            at = (slots.keys, slots.num_drawn, temperature_B1, spec.generation)
-            drawn = sampling.draw(logits_BV, *at, noise_BV=ahead.noise_BV)
-        return (*drawn, likeliest_tokens(full_BV)) if has_top else drawn
-
-    return _decode_drawn(spec, draw, slots, per_layer_params)
-
-
-def _decode_drawn(
-    spec: SamplerSpec,
-    draw: Callable[[Slots, Ahead], tuple],
-    slots: Slots,
-    per_layer_params: Params,
-) -> tuple[Slots, DecodedChunk]:
-    """Draws one token in every slot and reads it, `spec.chunk` times. draw(slots, ahead) -> tokens,
-    logprobs, full_logprobs, [B] each, and perhaps TopTokens."""
-
-    def step(slots: Slots, ahead: Ahead) -> tuple[Slots, tuple]:
-        token_B, *others = draw(slots, ahead)
-        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, ahead)
+    def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
+        angles, noise_BV = ahead
+        token_B, *others = draw(slots, noise_BV)
+        after, reported_B = read_drawn(spec, slots, per_layer_params, token_B, angles)
         return after, (reported_B, *others)
 
-    ahead = computed_ahead(spec, slots) if spec.on_cpu else Ahead()
-    slots, (tokens, logprobs, full, *top) = jax.lax.scan(step, slots, ahead, length=spec.chunk)
-    of_slots = (slots.requests, slots.running, slots.num_taken)
-    report = DecodedChunk(tokens, logprobs, full, *of_slots, *top)
-    return slots, jax.tree.map(lambda x: constrain(x, *["seq"] * x.ndim), report)
-
-
-def draw_cut_off(
-    slots: Slots, full_BV: jax.Array, ahead: Ahead
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draws like `sampling.draw`, with each slot's own cutoffs. full_BV: logits over the
-    temperature."""
-    draws = slots.draws
-    is_random_B1 = draws.temperature[:, None] > 0
-    cut_BV = sampling.apply_cutoffs(
-        full_BV, draws.top_k[:, None], draws.top_p[:, None], draws.min_p[:, None]
+    ahead = (angles, noise_TBV)
+    slots, drawn = jax.lax.scan(step, slots, ahead, length=spec.chunk)
+    report = DecodedChunk(
+        tokens=drawn[0],
+        logprobs=drawn[1],
+        full_logprobs=drawn[2],
+        requests=slots.requests,
+        running=slots.running,
+        num_taken=slots.num_taken,
+        top=drawn[3] if has_top else None,
     )
-    left_BV = jnp.where(is_random_B1, cut_BV, full_BV)
-    noise_BV = ahead.noise_BV
-    if noise_BV is None:
-        noise_BV = sampling.gumbel_noise(slots.keys, slots.num_drawn, full_BV.shape[1])
-    scores_BV = left_BV + jnp.where(is_random_B1, noise_BV, 0.0)
-    token_B, full_logprobs_B = jax.lax.platform_dependent(
-        scores_BV, full_BV, cpu=sampling.best_on_cpu, default=sampling.best
-    )
-    return token_B, sampling.logprobs_of(left_BV, token_B), full_logprobs_B
-
-
-def likeliest_tokens(full_BV: jax.Array) -> TopTokens:
-    """The MOST_TOP likeliest tokens of each row, or all of a smaller vocabulary."""
-    logprobs_BV = jax.nn.log_softmax(full_BV, axis=-1)
-    logprobs, tokens = jax.lax.top_k(logprobs_BV, min(MOST_TOP, full_BV.shape[-1]))
-    return TopTokens(tokens, logprobs)
-
-
-def computed_ahead(spec: SamplerSpec, slots: Slots) -> Ahead:
-    """Computes, on a CPU, the values that all steps of a chunk need, each array with a leading dim
-    of `spec.chunk`.
-
-    A slot that runs moves on by one token a step. What a slot that has ended computes is not used.
-    """
-    # XLA for CPUs would compute sin and cos once more for each head of each layer.
-    step_T1 = jnp.arange(spec.chunk)[:, None]
-    positions_TB = slots.lengths + step_T1
-    angles = decoder.rope_angles_by_kind(spec.cfg, positions_TB[:, :, None])
-    if positions_TB.size * spec.cfg.vocab_size > NOISE_AT_ONCE:
-        return Ahead(angles)
-
-    # One large array is drawn in threads; the small one of a step is not.
-    gumbel_noise = partial(sampling.gumbel_noise, vocab_size=spec.cfg.vocab_size)
-    noise_TBV = jax.vmap(gumbel_noise, (None, 0))(slots.keys, slots.num_drawn + step_T1)
-    return Ahead(angles, unfused(constrain(noise_TBV, "seq", "batch", "vocab")))
-
-
-def _next_logits(spec: SamplerSpec, slots: Slots, per_layer_params: Params) -> jax.Array:
-    """The scores of the next token of every slot, [B, V]."""
-    # `hidden` is that of the newest token, of the prompt or of the completion.
-    return constrain(decoder.logits(per_layer_params, spec.cfg, slots.hidden), "batch", "vocab")
-
-
-def draw_fused(
-    spec: SamplerSpec,
-    slots: Slots,
-    per_layer_params: Params,
-    temperature: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of every slot and its log-probability, [B] each: one kernel, no logits."""
-    # Pallas is only imported where it is used.
-    from tunix_lite.kernels.fused_draw import fused_draw
-
-    table_VD = rounding.stored(
-        decoder.output_table(per_layer_params, spec.cfg), slots.hidden.dtype
-    )
-    return fused_draw(
-        spec.cfg,
-        slots.hidden,
-        table_VD,
-        slots.keys,
-        slots.num_drawn,
-        temperature,
-        spec.interpret,
-    )
+    return slots, jax.tree.map(on_every_device, report)
 
 
 def read_drawn(
@@ -731,14 +567,20 @@ def read_drawn(
     slots: Slots,
     per_layer_params: Params,
     token_B: jax.Array,
-    ahead: Ahead,
+    angles: dict[str, decoder.Angles] | None,
 ) -> tuple[Slots, jax.Array]:
     """The slots after every running one has read the token drawn for it; and these tokens, -1 for
-    slots that do not run."""
+    slots that do not run. angles: of the tokens, by kind of layer; None: they are computed here."""
     token_B = jnp.where(slots.running, token_B, spec.pad_id)
+    attend_fn = attend_to_cache(spec, slots)
+    products = decoder.Products(spec.tp_reduce_dtype)
+    if spec.fused:
+        from tunix_lite.kernels.decode_products import FusedProducts
+
+        attend_fn = attend_fused(spec, slots)
+        products = FusedProducts(spec.tp_reduce_dtype, spec.interpret)
 
     # Read the new token: its keys and values join the cache.
-    attend_fn = attend_fused(spec, slots) if spec.fused else attend_to_cache(spec, slots)
     hidden_B1D, cache = decoder.forward_by_layer(
         per_layer_params,
         spec.cfg,
@@ -747,37 +589,27 @@ def read_drawn(
         attend_fn,
         spec.tp_reduce_dtype,
         attend_norms=spec.fused,
-        products=products_of(spec),
-        angles=ahead.angles,
+        products=products,
+        angles=angles,
     )
 
     # A sequence ends with an end token, or where it has reached its limit.
     num_drawn_B = slots.num_drawn + slots.running
     is_end_B = jnp.isin(token_B, jnp.asarray(spec.end_ids, jnp.int32))
     is_last_B = is_end_B | (num_drawn_B >= slots.limits)
-    hidden_BD = hidden_B1D[:, 0]
     seen_BV = slots.seen
     if spec.has_penalty:
-        is_new_B1 = slots.running[:, None]
-        seen_BV = seen_BV | (is_new_B1 & (token_B[:, None] == np.arange(spec.cfg.vocab_size)))
+        is_token_BV = token_B[:, None] == np.arange(spec.cfg.vocab_size)
+        seen_BV |= slots.running[:, None] & is_token_BV
     after = slots.replace(
         cache=cache,
-        hidden=hidden_BD,
+        hidden=hidden_B1D[:, 0],
         seen=seen_BV,
         lengths=slots.lengths + slots.running,
         num_drawn=num_drawn_B,
         running=slots.running & ~is_last_B,
     )
     return at_home(after, "batch"), jnp.where(slots.running, token_B, -1)
-
-
-def products_of(spec: SamplerSpec) -> decoder.Products:
-    """Returns the multiplication with layers' weights that this sampler uses."""
-    if spec.fused:
-        from tunix_lite.kernels.decode_products import FusedProducts
-
-        return FusedProducts(spec.tp_reduce_dtype, spec.interpret)
-    return decoder.Products(spec.tp_reduce_dtype)
 
 
 def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
@@ -799,12 +631,10 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
     ):
-        kind = cfg.kinds[layer]
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
         kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
-        attended_BTNH = attention.attend(
-            cfg, q_BTNH, kv.k, kv.v, masks[kind], kv.k_scales, kv.v_scales
-        )
+        mask = masks[cfg.kinds[layer]]
+        attended_BTNH = attention.attend(cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales)
         return attended_BTNH, kv
 
     return attend_fn
@@ -861,15 +691,28 @@ def append(
 
     A slot decodes on from there, up to limits_R sampled tokens of the whole conversation; with
     limit 0 it waits for the rest of its tokens. A row beyond the slots, or with count 0, is none.
-    With R = B, rows_R are all slots in order.
+    With R = B, rows_R are all slots in order: then nothing is gathered over fsdp.
     """
     R, W = tokens_RW.shape
-    chosen = _ChosenSlots(rows_R, counts_R > 0, len(slots.lengths))
+    B = len(slots.lengths)
+    is_new_R = counts_R > 0
+
+    def read(x: jax.Array) -> jax.Array:
+        if R == B:
+            return x
+        return jnp.take(x, jnp.minimum(rows_R, B - 1), axis=0)
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(old.dtype)
+        if R == B:
+            return where_rows(is_new_R, new, old)
+        target_R = jnp.where(is_new_R, rows_R, B)
+        return old.at[target_R].set(new, mode="drop")
 
     # Read the new tokens: their keys and values join the cache.
-    lengths_R = chosen.read(slots.lengths)
+    lengths_R = read(slots.lengths)
     positions_RW = lengths_R[:, None] + jnp.arange(W)
-    cache = jax.tree.map(chosen.read, slots.cache)
+    cache = jax.tree.map(read, slots.cache)
     attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
     hidden_RWD, new_kv = decoder.forward_by_layer(
         per_layer_params, spec.cfg, tokens_RW, positions_RW, attend_fn, spec.tp_reduce_dtype
@@ -877,57 +720,19 @@ def append(
 
     # The first token of the next turn is drawn from the last of them.
     last_R = jnp.maximum(counts_R - 1, 0)
-    seen = slots.seen
-    if spec.has_penalty:
-        is_token_RW = jnp.arange(W) < counts_R[:, None]
-        nothing_RV = jnp.zeros((R, spec.cfg.vocab_size), bool)
-        new_RV = nothing_RV.at[jnp.arange(R)[:, None], tokens_RW].max(is_token_RW)
-        seen = chosen.write(seen, chosen.read(seen) | new_RV)
+    new_RV = _tokens_seen(spec, tokens_RW, jnp.arange(W) < counts_R[:, None])
     appended = slots.replace(
         cache=[
-            write_tokens(kv, new, rows_R, lengths_R, counts_R)
+            kv_cache.write_tokens(kv, new, rows_R, lengths_R, counts_R)
             for kv, new in zip(slots.cache, new_kv)
         ],
-        hidden=chosen.write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
-        seen=seen,
-        lengths=chosen.write(slots.lengths, lengths_R + counts_R),
-        limits=chosen.write(slots.limits, limits_R),
-        running=chosen.write(slots.running, limits_R > 0),
+        hidden=write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
+        seen=None if new_RV is None else write(slots.seen, read(slots.seen) | new_RV),
+        lengths=write(slots.lengths, lengths_R + counts_R),
+        limits=write(slots.limits, limits_R),
+        running=write(slots.running, limits_R > 0),
     )
     return at_home(appended, "batch")
-
-
-@dataclass(frozen=True)
-class _ChosenSlots:
-    """The slots that a call of `append` is about: R of B.
-
-    Example: `ChosenSlots(rows_R, counts_R > 0, 64)`, with rows_R [3, 64], where row 64 is no slot.
-    """
-
-    # [R]
-    rows: jax.Array
-    # [R] bool: False where nothing is appended
-    is_new: jax.Array
-    num_slots: int
-
-    @property
-    def are_all(self) -> bool:
-        """Returns whether they are all slots, in order: then nothing is gathered over fsdp."""
-        return len(self.rows) == self.num_slots
-
-    def read(self, x: jax.Array) -> jax.Array:
-        """[B, ...] -> [R, ...]"""
-        if self.are_all:
-            return x
-        return jnp.take(x, jnp.minimum(self.rows, self.num_slots - 1), axis=0)
-
-    def write(self, old: jax.Array, new: jax.Array) -> jax.Array:
-        """[B, ...] with the rows that are new, of [R, ...]."""
-        new = new.astype(old.dtype)
-        if self.are_all:
-            return jnp.where(self.is_new.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        target_R = jnp.where(self.is_new, self.rows, self.num_slots)
-        return old.at[target_R].set(new, mode="drop")
 
 
 def attend_to_cache_and_new(
@@ -942,13 +747,23 @@ def attend_to_cache_and_new(
     It returns what they attend to, and their keys and values in the layout of the cache.
     """
     cfg = spec.cfg
-    num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, cache)}
-    masks = {
-        kind: mask_of_cache_and_new(
-            attention.window_of(cfg, kind == "local"), lengths_R, counts_R, columns, W
-        )
-        for kind, columns in num_columns.items()
-    }
+    place_W = jnp.arange(W)
+    query_RW = lengths_R[:, None] + place_W
+    # A token behind the last one sees itself, so that no row of scores is empty.
+    is_token_RW = place_W < counts_R[:, None]
+    new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
+    new_RWW |= place_W[:, None] == place_W
+    masks = {}
+    for kind, kv in dict(zip(cfg.kinds, cache)).items():
+        # Columns of the cache, then new tokens: [R, W, C + W].
+        held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
+        shape = (*query_RW.shape, held_RC.shape[1])
+        old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, shape)
+        near_RWW = new_RWW
+        if (window := attention.window_of(cfg, kind == "local")) is not None:
+            old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
+            near_RWW = new_RWW & (place_W[:, None] - place_W < window)
+        masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
     def attend_fn(
         layer: int,
@@ -956,89 +771,22 @@ def attend_to_cache_and_new(
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
     ):
-        kind = cfg.kinds[layer]
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
         old = cache[layer]
-        old_mask, new_mask = masks[kind]
+        kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
+        mask_BTS = masks[cfg.kinds[layer]]
 
-        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
-        mask = jnp.concatenate([old_mask, new_mask], axis=2)
-        return attend_in_pieces(spec, q_BTNH, both, mask), new
+        # So many queries at a time that their scores fit.
+        length = attention.piece_length(q_BTNH, kv.k.shape[2])
+        pieces = []
+        for start in range(0, W, length):
+            queries = slice(start, start + length)
+            part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
+            pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales))
+        attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+        return attended_BTNH, new
 
     return attend_fn
-
-
-def mask_of_cache_and_new(
-    window: int | None,
-    lengths_R: jax.Array,
-    counts_R: jax.Array,
-    columns: int,
-    W: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Masks what each new token sees: columns of the cache [R, W, C], and new tokens [R, W, W]."""
-    held_RC = kv_cache.positions_held(lengths_R - 1, columns)
-    query_RW = lengths_R[:, None] + jnp.arange(W)
-    old_RWC = jnp.broadcast_to(held_RC[:, None] >= 0, (len(lengths_R), W, columns))
-    place_W = jnp.arange(W)
-    # A token behind the last one sees itself, so that no row of scores is empty.
-    is_token_RW = place_W < counts_R[:, None]
-    new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
-    new_RWW |= place_W[:, None] == place_W
-    if window is not None:
-        old_RWC &= query_RW[:, :, None] - held_RC[:, None] < window
-        new_RWW &= place_W[:, None] - place_W < window
-    return old_RWC, new_RWW
-
-
-def attend_in_pieces(
-    spec: SamplerSpec,
-    q_BTNH: jax.Array,
-    kv: KV,
-    mask_BTS: jax.Array,
-) -> jax.Array:
-    """Calls attention.attend for so many queries at a time that their scores fit."""
-    T = q_BTNH.shape[1]
-    length = attention.piece_length(q_BTNH, kv.k.shape[2])
-    pieces = []
-    for start in range(0, T, length):
-        queries = slice(start, start + length)
-        q_piece = q_BTNH[:, queries]
-        mask_piece = mask_BTS[:, queries]
-        piece = attention.attend(
-            spec.cfg, q_piece, kv.k, kv.v, mask_piece, kv.k_scales, kv.v_scales
-        )
-        pieces.append(piece)
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-
-
-def write_tokens(
-    kv: KV,
-    new: KV,
-    rows_R: jax.Array,
-    lengths_R: jax.Array,
-    counts_R: jax.Array,
-) -> KV:
-    """The cache with the new tokens of rows_R at their columns. A ring keeps the last ones.
-
-    new: [R, K, W, ...], as `to_cache_format` makes it.
-    """
-    B, _, C = kv.k.shape[:3]
-    W = new.k.shape[2]
-    place_W = jnp.arange(W)
-    count_R1 = counts_R[:, None]
-    is_kept_RW = (place_W < count_R1) & (place_W >= count_R1 - C)
-    columns_RW = (lengths_R[:, None] + place_W) % C
-    # What is not kept goes to a column that does not exist, so each with an index of its own.
-    columns_RW = jnp.where(is_kept_RW, columns_RW, C + place_W)
-    is_row_R = rows_R < B
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        target_RW = jnp.where(is_row_R[:, None], columns_RW, C + place_W)
-        here = old.at[rows_R[:, None], :, target_RW]
-        updated = here.set(x.swapaxes(1, 2), mode="drop")
-        return kv_cache.constrain_kv(updated)
-
-    return jax.tree.map(put, kv, new)
 
 
 # ---- copy
@@ -1053,18 +801,12 @@ def read_slot(spec: SamplerSpec, slots: Slots, row: jax.Array) -> Slots:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        one = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0)
-        return constrain(one, *["seq"] * one.ndim)
+        return on_every_device(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=0))
 
     return jax.tree.map(of_row, slots)
 
 
-def write_slot(
-    spec: SamplerSpec,
-    slots: Slots,
-    one: Slots,
-    row: jax.Array,
-) -> Slots:
+def write_slot(spec: SamplerSpec, slots: Slots, one: Slots, row: jax.Array) -> Slots:
     """The slots with `one`, as read_slot made it, in this row. Requests taken stay as they are."""
     del spec
     is_row_B = jnp.arange(len(slots.lengths)) == row
@@ -1074,8 +816,7 @@ def write_slot(
             return old
         if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
             new = jax.random.wrap_key_data(new)
-        is_row = is_row_B.reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(is_row, new, old)
+        return where_rows(is_row_B, new, old)
 
     return at_home(jax.tree.map(put, slots, one), "batch")
 
@@ -1101,8 +842,8 @@ def save(spec: SamplerSpec, slots: Slots) -> Saved:
 
     columns = [of_layer(kind, kv) for kind, kv in zip(spec.cfg.kinds, slots.cache)]
     # Copies, as the slots themselves are donated to the chunk.
-    seen = None if slots.seen is None else jnp.copy(slots.seen)
-    return Saved(columns, jnp.copy(slots.lengths), jnp.copy(slots.num_drawn), seen)
+    saved = Saved(columns, slots.lengths, slots.num_drawn, slots.seen)
+    return jax.tree.map(jnp.copy, saved)
 
 
 def _next_columns(spec: SamplerSpec, lengths_B: jax.Array, kv: KV) -> jax.Array:
@@ -1123,13 +864,14 @@ def rewind(
     place_T = jnp.arange(spec.chunk)
     is_lost_BT = is_back_B[:, None] & (place_T >= kept_B[:, None])
     rows_B1 = jnp.arange(len(kept_B))[:, None]
+    chosen = partial(where_rows, is_back_B)
 
     def restored(kv: KV, old: KV | None) -> KV:
         if old is None:
             return kv
-        C = kv.k.shape[2]
         # What stays as it is goes to a column that does not exist.
-        target_BT = jnp.where(is_lost_BT, _next_columns(spec, saved.lengths, kv), C + place_T)
+        nowhere_T = kv.k.shape[2] + place_T
+        target_BT = jnp.where(is_lost_BT, _next_columns(spec, saved.lengths, kv), nowhere_T)
 
         def put(now: jax.Array, before: jax.Array) -> jax.Array:
             here = now.at[rows_B1, :, target_BT]
@@ -1137,15 +879,13 @@ def rewind(
 
         return jax.tree.map(put, kv, old)
 
-    def chosen(before: jax.Array, now: jax.Array) -> jax.Array:
-        return jnp.where(is_back_B.reshape(-1, *[1] * (now.ndim - 1)), before, now)
-
     seen = slots.seen
     if seen is not None:
         is_kept_BT = place_T < kept_B[:, None]
         no_token = seen.shape[1]
         kept_BT = jnp.where(is_kept_BT, tokens_TB.T, no_token)
-        seen = chosen(saved.seen.at[rows_B1, kept_BT].set(True, mode="drop"), seen)
+        with_kept = saved.seen.at[rows_B1, kept_BT].set(True, mode="drop")
+        seen = chosen(with_kept, seen)
     back = slots.replace(
         cache=[restored(kv, old) for kv, old in zip(slots.cache, saved.columns)],
         seen=seen,

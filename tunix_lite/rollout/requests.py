@@ -117,10 +117,8 @@ class StopCriteria:
 
 @dataclass(frozen=True)
 class RolloutArrays:
-    """The arrays of a `Rollout`, [B, T] each, while its completions come in.
-
-    A `Rollout` is padded, unlike prompts and requests, because its arrays become those of a
-    `Batch`: all completions begin in column max_prompt_length.
+    """The arrays of a `Rollout`, [B, T] each, while its completions come in. They become those of a
+    `Batch`, so all completions begin in column max_prompt_length.
 
     Example: of `GenerationConfig(4, 3)`, a prompt [5, 6] with the completion [7, 1] is the row
     [0, 0, 5, 6, 7, 1, 0].
@@ -208,8 +206,8 @@ def stop_end(
 ) -> int | None:
     """Returns how many of the new tokens there are up to a stop text, or up to a token of the
     request's own criteria; None if there is none."""
+    tokens = () if request.criteria is None else request.criteria.tokens
     criteria = request.criteria or criteria
-    tokens = () if request.criteria is None else criteria.tokens
     if not criteria.texts and not tokens:
         return None
     if request.text is None and criteria.texts:
@@ -240,13 +238,12 @@ def check_prompts(
                 f"{name} has {len(prompt)} tokens; it takes 1 to "
                 f"max_prompt_length={generation.max_prompt_length}"
             )
-        lowest = np.min(prompt)
-        highest = np.max(prompt)
-        if highest >= cfg.vocab_size or lowest < 0:
-            wrong = highest if highest >= cfg.vocab_size else lowest
+        unknown = [token for token in prompt if not 0 <= token < cfg.vocab_size]
+        if unknown:
             raise ValueError(
-                f"{name} holds token {wrong}, and the model has tokens 0 to {cfg.vocab_size - 1}: "
-                f"the tokenizer is not this model's{quoted(prompt, tokenizer)}"
+                f"{name} holds token {unknown[0]}, and the model has tokens 0 to "
+                f"{cfg.vocab_size - 1}: the tokenizer is not this model's"
+                f"{_quoted(prompt, tokenizer)}"
             )
 
 
@@ -257,7 +254,7 @@ def check_limits(
 ) -> list[int]:
     """The most tokens of each completion; max_new_tokens where limits is None.
 
-    Raises ValueError unless there is one limit from 1 to max_new_tokens for every request.
+    Raises ValueError for any other number of limits, and for one beyond 1 to max_new_tokens.
     """
     if limits is None:
         return [generation.max_new_tokens] * num_requests
@@ -277,7 +274,7 @@ def not_finite(request: Request, tokenizer: Tokenizer | None) -> str:
     """The message for a request whose log-probabilities are not finite."""
     place = (
         f"token {len(request.tokens) + 1} or a little later of completion "
-        f"{request.generation + 1} of prompt {request.prompt + 1}{quoted(request.ids, tokenizer)}"
+        f"{request.generation + 1} of prompt {request.prompt + 1}{_quoted(request.ids, tokenizer)}"
     )
     return (
         f"the model's scores are not finite at {place}: the weights are damaged, "
@@ -285,6 +282,6 @@ def not_finite(request: Request, tokenizer: Tokenizer | None) -> str:
     )
 
 
-def quoted(prompt: Sequence[int], tokenizer: Tokenizer | None) -> str:
+def _quoted(prompt: Sequence[int], tokenizer: Tokenizer | None) -> str:
     """ ", " and the text of a prompt, shortened, for a message; empty without a tokenizer."""
     return "" if tokenizer is None else f", {shortened(tokenizer.decode(list(prompt)))}"

@@ -12,26 +12,26 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.rollout.settings import GenerationConfig
-
 # The keys of -inf and inf, see float_from_key.
 LOWEST_KEY = 0x007FFFFF
 HIGHEST_KEY = 0xFF800000
 
 
 def row_keys(
-    key: jax.Array,
+    keys_B: jax.Array,
     prompts_B: jax.Array,
     generations_B: jax.Array,
 ) -> jax.Array:
-    """One random key per completion, [B], folded from the index of its prompt and its own.
-
-    Keys are folded, not split: how the rows are batched, ordered or sharded changes no key. key: of
-    the rollout, or [B] keys, where the completions began in different rollouts.
-    """
-    prompt_keys_B = jax.vmap(jax.random.fold_in, in_axes=(0 if key.ndim else None, 0))
+    """One random key per completion, [B], folded from the index of its prompt and its own. keys_B:
+    of the rollouts in which the completions began."""
+    # Keys are folded, not split: how the rows are batched, ordered or sharded changes no key.
     fold = jax.vmap(jax.random.fold_in)
-    return fold(prompt_keys_B(key, prompts_B), generations_B)
+    return fold(fold(keys_B, prompts_B), generations_B)
+
+
+def tempered(logits_BV: jax.Array, temperature: jax.Array | float) -> jax.Array:
+    """The logits over the temperature; over 1 where it is 0."""
+    return logits_BV / jnp.where(temperature > 0, temperature, 1.0)
 
 
 def draw(
@@ -39,27 +39,27 @@ def draw(
     keys_B: jax.Array,
     positions_B: jax.Array,
     temperature: jax.Array | float,
-    generation: GenerationConfig,
+    cutoffs: tuple | None = None,
+    penalty: float = 1.0,
     seen_BV: jax.Array | None = None,
     noise_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens, their log-probabilities under the distribution that was drawn from, and those under
-    the full one, [B] each, float32.
+    the full one, softmax(logits / temperature), which the trainer computes; [B] each, float32.
 
-    The full distribution is softmax(logits / temperature), which the trainer computes. positions_B:
-    tokens of the completion so far. seen_BV: the tokens that the repetition penalty is for.
+    positions_B: tokens of the completion so far. temperature: [] or [B, 1]. cutoffs: top_k, top_p
+    and min_p, as apply_cutoffs takes them. seen_BV: the tokens that the repetition penalty is for.
     noise_BV: `gumbel_noise` of these keys and positions; None: it is drawn here. At temperature 0
     the best token is taken, with log-probabilities as at temperature 1 and nothing cut off, as
     cutting off never removes the best token.
     """
     # What is left of the full distribution; the same array where nothing changes it.
-    full_BV = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
+    full_BV = tempered(logits_BV, temperature)
     left_BV = full_BV
     if seen_BV is not None:
-        left_BV = apply_repetition_penalty(full_BV, seen_BV, generation.repetition_penalty)
-    if generation.has_cutoffs:
-        kept_BV = apply_cutoffs(left_BV, generation.top_k, generation.top_p, generation.min_p)
-        left_BV = jnp.where(temperature > 0, kept_BV, left_BV)
+        left_BV = apply_repetition_penalty(full_BV, seen_BV, penalty)
+    if cutoffs is not None:
+        left_BV = jnp.where(temperature > 0, apply_cutoffs(left_BV, *cutoffs), left_BV)
 
     # The best of noisy logits needs no probabilities, so none are held beside the logits.
     if noise_BV is None:
@@ -132,8 +132,7 @@ def best_on_cpu(scores_BV: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, 
 def logprobs_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] of each row, [B]."""
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
-    chosen_B = chosen_B1[:, 0]
-    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    return chosen_B1[:, 0] - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
 def apply_repetition_penalty(

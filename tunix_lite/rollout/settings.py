@@ -1,13 +1,13 @@
 """The settings of sampling: the distribution (`generation`), and the sampler (`rollout`)."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tunix_lite.parallel.mesh import MeshShape, as_text, check_mesh_shape
 
-# What a temperature or a top_p above 0 is at least, and a temperature at most the inverse of: the
-# devices compute in float32, where 1e-300 is 0 and logits divided by 1e-38 are infinite.
+# The least temperature or top_p above 0; its inverse is the highest temperature. The devices
+# compute in float32, where 1e-300 is 0 and logits divided by 1e-38 are infinite.
 LEAST_POSITIVE = 1e-30
 
 
@@ -46,40 +46,28 @@ class GenerationConfig:
         tokens = _tuple_of("stop_token_ids", self.stop_token_ids, int)
         object.__setattr__(self, "stop_token_ids", tokens)
 
-        # Lengths.
-        for name in ("max_prompt_length", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.long_prompts not in ("error", "truncate", "drop"):
             raise ValueError(
                 f"long_prompts={self.long_prompts!r}; it is error, truncate or drop"
             )
-
-        # The distribution.
-        if not all(math.isfinite(x) for x in (self.temperature, self.repetition_penalty)):
-            penalty = f"repetition_penalty={self.repetition_penalty}"
-            raise ValueError(
-                f"temperature={self.temperature} and {penalty} must be finite numbers"
-            )
-        if self.temperature < 0 or self.top_k < 0:
-            raise ValueError(
-                f"temperature={self.temperature} and top_k={self.top_k} must not be negative"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        for name in ("temperature", "top_p"):
-            if 0 < getattr(self, name) < LEAST_POSITIVE:
-                value = getattr(self, name)
-                raise ValueError(f"{name}={value}; above 0 it is at least {LEAST_POSITIVE:g}")
-        if self.temperature > 1 / LEAST_POSITIVE:
-            most = 1 / LEAST_POSITIVE
-            raise ValueError(f"temperature={self.temperature}; it is at most {most:g}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} is a share, from 0 to 1")
-        if self.repetition_penalty <= 0:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty} must be above 0; 1 changes nothing"
-            )
+        # The distribution: whether a value is right, and what it must be.
+        least = LEAST_POSITIVE
+        most = 1 / least
+        temperatures = f"must be 0, or {least:g} to {most:g}"
+        penalty = "must be finite and above 0; 1 changes nothing"
+        rules = (
+            ("max_prompt_length", lambda x: x >= 1, "must be at least 1"),
+            ("max_new_tokens", lambda x: x >= 1, "must be at least 1"),
+            ("temperature", lambda x: not x or least <= x <= most, temperatures),
+            ("top_k", lambda x: x >= 0, "must not be negative"),
+            ("top_p", lambda x: least <= x <= 1, "must be above 0 and at most 1"),
+            ("min_p", lambda x: 0 <= x <= 1, "is a share, from 0 to 1"),
+            ("repetition_penalty", lambda x: 0 < x < math.inf, penalty),
+        )
+        for name, is_right, text in rules:
+            value = getattr(self, name)
+            if not is_right(value):
+                raise ValueError(f"{name}={value} {text}")
 
         # What ends a completion.
         if not all(self.stop):
@@ -92,11 +80,6 @@ class GenerationConfig:
         """Returns whether top_k, top_p or min_p cut tokens off. The best token never is, so at
         temperature 0 they change nothing."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
-
-    @property
-    def without_cutoffs(self) -> "GenerationConfig":
-        """The same settings with nothing cut off."""
-        return replace(self, top_k=0, top_p=1.0, min_p=0.0)
 
     def check_fits(self, vocab_size: int) -> None:
         """Raises ValueError for tokens that a model does not have."""
@@ -119,7 +102,13 @@ def _tuple_of(name: str, values: Any, kind: type) -> tuple:
 MAX_SLOTS = 256
 
 
-OVERLAPS = ("none", "carry", "one_step")
+CHOICES = {
+    "weights": ("auto", "gathered", "sharded"),
+    "cache": ("compute", "int8"),
+    "kernels": ("auto", "xla", "fused"),
+    "overlap": ("none", "carry", "one_step"),
+    "waiting": ("auto", "hold", "park"),
+}
 
 
 @dataclass(frozen=True)
@@ -154,30 +143,25 @@ class RolloutConfig:
     # [axes]]. null samples on the devices that learn.
     mesh_shape: MeshShape | None = None
     # Slot of a conversation while its environment answers: hold keeps it, park copies its cache to
-    # the host where others wait for a slot, auto parks if the host has memory for it.
+    # the host where others wait for a slot, auto does so if the host has memory for it.
     waiting: str = "auto"
 
     def __post_init__(self):
-        if self.waiting not in ("auto", "hold", "park"):
-            raise ValueError(f"waiting={self.waiting!r}; it is auto, hold or park")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                *others, last = choices
+                raise ValueError(f"{name}={value!r}; it is {', '.join(others)} or {last}")
         if self.num_slots is not None and self.num_slots < 1:
             raise ValueError(
                 f"num_slots={self.num_slots} must be at least 1, or null to derive it"
             )
         if self.chunk < 1:
             raise ValueError(f"chunk={self.chunk} must be at least 1")
-        if self.weights not in ("auto", "gathered", "sharded"):
-            raise ValueError(f"weights={self.weights!r}; it is auto, gathered or sharded")
-        if self.cache not in ("compute", "int8"):
-            raise ValueError(f"cache={self.cache!r}; it is compute or int8")
-        if self.overlap not in OVERLAPS:
-            raise ValueError(f"overlap={self.overlap!r}; it is none, carry or one_step")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
         if self.mesh_shape is not None:
             _check_own_mesh(self.mesh_shape)
-        if self.kernels not in ("auto", "xla", "fused"):
-            raise ValueError(f"kernels={self.kernels!r}; it is auto, xla or fused")
 
     @property
     def is_fused(self) -> bool:

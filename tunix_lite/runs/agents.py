@@ -36,8 +36,7 @@ class AgentJob:
     Example: AgentJob(agent, config=AgentConfig(on_error="zero")).
     """
 
-    # None: a program elsewhere sends its rewards to /episodes/ID/reward
-    agent: Agent | None
+    agent: Agent
     # (completion, example) -> number; None: the rewards of the task
     reward: Callable[[str, dict], float] | None = None
     config: AgentConfig = field(default_factory=AgentConfig)
@@ -60,10 +59,9 @@ class AgentExperience:
         self._num_prompts = session.parts.batch.prompts
         self._rows = session.parts.rows
         self._tokenizer = session.parts.model.tokenizer
-        self._own_draw = None
-        if job.config.own_sampling:
-            names = ("temperature", "top_p", "top_k", "min_p")
-            self._own_draw = DrawSettings(**{name: getattr(generation, name) for name in names})
+        # An agent that asks for temperature 0 would say the same in each episode.
+        names = ("temperature", "top_p", "top_k", "min_p")
+        self._own_draw = DrawSettings(**{name: getattr(generation, name) for name in names})
 
         # The engine that agents are answered by; `_ended` gives it the weights of now.
         model = LanguageModel(session.parts.model, None, session.parts.mesh, resolved.dtype)

@@ -191,5 +191,5 @@ class FreshExperience:
         key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
         if curriculum is not None:
-            metrics |= curriculum.end(session.console.say)
+            metrics |= curriculum.end()
         return batch, metrics | example_metrics, graded

@@ -26,7 +26,6 @@ from tunix_lite.files.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
 from tunix_lite.models.source import FoundModel
-from tunix_lite.tasks.curriculum import source_of_level
 from tunix_lite.tasks.sources import digest_of_data
 
 # a setting as YAML has it
@@ -109,11 +108,7 @@ def fingerprint(
             name: value for name, value in conversation.items() if name not in left_out
         }
     if run.curriculum.is_on:
-        data = {}
-        for i in range(len(run.curriculum.levels)):
-            of_level = source_of_level(run.task.source, run.curriculum, i)
-            data[f"level {i + 1}"] = digest_of_data(of_level)["train"]
-        values["curriculum"] = plain(run.curriculum) | {"data": data}
+        values["curriculum"] = plain(run.curriculum)
     rollout = run.rollout
     if rollout.is_stale:
         # which tokens are of earlier weights depends on slots and chunks

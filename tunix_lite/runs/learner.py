@@ -23,14 +23,13 @@ from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
-from tunix_lite.runs.curriculum import RunCurriculum
 from tunix_lite.runs.overlap import Overlap, overlap_of
 from tunix_lite.runs.reference import reference_of
 from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
-from tunix_lite.tasks.curriculum import CurriculumState
+from tunix_lite.tasks.curriculum import Curriculum, CurriculumState
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
 from tunix_lite.types import Params, RowBatch, TrainState
@@ -61,7 +60,7 @@ class Learner:
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
     # chooses the prompts; None: all are asked alike
-    curriculum: RunCurriculum | None = None
+    curriculum: Curriculum | None = None
     # rollouts kept for later updates; None: none are (rollout.overlap=none)
     overlap: Overlap | None = None
     # seconds of collecting in the current step, by the name of their metric
@@ -223,7 +222,7 @@ def state_at_start(
     return state, skipped
 
 
-def restored_curriculum(parts: Parts, step: int) -> RunCurriculum | None:
+def restored_curriculum(parts: Parts, step: int) -> Curriculum | None:
     """The curriculum as the checkpoint of this step has it; with other settings than the
     checkpoint's run, it begins anew; None: there is none. Raises ConfigError."""
     run = parts.resolved.run
@@ -238,5 +237,5 @@ def restored_curriculum(parts: Parts, step: int) -> RunCurriculum | None:
                     f"step {step} of {parts.resume_from} has no state of a curriculum; "
                     "resume.force=true begins the curriculum anew"
                 )
-            state = CurriculumState.from_json(saved, len(run.curriculum.levels))
-    return RunCurriculum(run.curriculum, state, state)
+            state = CurriculumState.from_json(saved)
+    return Curriculum(run.curriculum, state)

@@ -23,12 +23,11 @@ from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.resolved.run import ResolvedRun
-from tunix_lite.rollout.generate import Sampling, to_the_end
+from tunix_lite.rollout.generate import Sampling, make_sampler, to_the_end
 from tunix_lite.rollout.partial import (
     OpenCompletion,
     PartialSampler,
     completions_of,
-    make_partial_sampler,
     rollout_of,
 )
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
@@ -458,7 +457,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
     if run.rollout.overlap == "one_step":
         return OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
     tokenizer = session.task.tokenizer
-    sampler = make_partial_sampler(
+    sampler = make_sampler(
         resolved.cfg,
         run.generation,
         tokenizer.eos_ids,
@@ -468,7 +467,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
         tokenizer,
         jnp.dtype(run.training.tp_reduce_dtype),
     )
-    return PartialRollouts(session, run, sampler, start)
+    return PartialRollouts(session, run, PartialSampler(sampler), start)
 
 
 def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:

@@ -84,11 +84,6 @@ def evaluation_rows(evaluated: Evaluated) -> list[dict[str, Any]]:
     return rows
 
 
-def graded_row(graded: Graded, group: int, is_greedy: bool) -> dict[str, Any]:
-    """The line of evaluation_rows for one completion that was graded alone, of this group."""
-    return {"sampled": not is_greedy} | sample_rows(graded)[0] | {"group": group}
-
-
 def _of_conversation(rollout: Rollout, i: int) -> dict[str, Any]:
     """The turns of a conversation. `all_tokens` are those after the prompt, answers included, and
     spans are places among them, [begin, end)."""

@@ -10,7 +10,7 @@ from tunix_lite.rollout.requests import Request
 from tunix_lite.tasks.task import Grader
 from tunix_lite.tracking.dashboard import seconds_in_words
 from tunix_lite.tracking.progress import Output, Progress, after
-from tunix_lite.types import Graded, Rollout
+from tunix_lite.types import Rollout
 
 
 class SamplingClock:
@@ -65,15 +65,11 @@ class SamplingProgress:
         self,
         output: Output,
         rollouts: Sequence[int],
-        on_graded: Callable[[int, bool, Graded], None] | None = None,
         patience: float = 0.0,
     ):
-        """rollouts: how many completions each one samples. on_graded(group, is_greedy, graded):
-        gets each completion once this process has graded it, alone, with the number of its group.
-        patience: as of a Progress."""
+        """rollouts: how many completions each one samples. patience: as of a Progress."""
         self.clock = SamplingClock(sum(rollouts))
         self.line = Progress(output, self.text, self._text_at_end, patience)
-        self._on_graded = on_graded
         self._compiled_before = compile_seconds()
         self._is_rate_said = False
         self._is_greedy = True
@@ -123,8 +119,6 @@ class SamplingProgress:
             self._num_graded += 1
             if self._is_greedy:
                 self._is_right.append(bool(graded.correct[0]))
-            if self._on_graded is not None:
-                self._on_graded(self._grader.group_of(row), self._is_greedy, graded)
 
     # ---- in words
 

@@ -9,7 +9,7 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
-from tunix_lite.evaluation.rouge import rouge_l, rouge_n
+from tunix_lite.evaluation.rouge import rouge_scores
 from tunix_lite.evaluation.statistics import (
     avg_at_k,
     maj_at_k,
@@ -102,13 +102,8 @@ def model_scores(
         "truncated": 1.0 - np.asarray(rollout.finished),
     }
     if reference is not None:
-        pairs = [
-            (text, str(example[reference]))
-            for text, example in zip(greedy.completions, held_out.examples)
-        ]
-        scores["rouge_1"] = np.array([rouge_n(text, other, 1) for text, other in pairs])
-        scores["rouge_2"] = np.array([rouge_n(text, other, 2) for text, other in pairs])
-        scores["rouge_l"] = np.array([rouge_l(text, other) for text, other in pairs])
+        references = [str(example[reference]) for example in held_out.examples]
+        scores |= rouge_scores(greedy.completions, references)
     if (sampled := evaluated.sampled) is None:
         return evaluated, scores
 

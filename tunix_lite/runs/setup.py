@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,8 +47,7 @@ from tunix_lite.runs.fingerprint import (
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
-from tunix_lite.tasks.conversations import check_length, prompt_of
-from tunix_lite.tasks.curriculum import CurriculumConfig, source_of_level
+from tunix_lite.tasks.conversations import prompt_of
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
@@ -194,7 +193,7 @@ def check_environment_answers(task: Task, settings: ConversationConfig, example:
     if tried.answer is not None:
         task.text.turn_tokens.between(tried.answer, ended=True)
     if tried.prompt is not None:
-        check_length(prompt_of(task.text, example, tried.prompt), task.max_prompt_length)
+        prompt_of(task.text, example, tried.prompt, task.max_prompt_length)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -346,7 +345,6 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
             with error_context(f"algorithm.{name}"):
                 rows = [*first, *measured_rows(task)]
                 task.prompts_with(rows, teacher.prompt, teacher.max_prompt_length)
-    check_curriculum(run.curriculum, task)
     return data
 
 
@@ -401,21 +399,6 @@ def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
             raise ValueError(
                 f"rewards.{name} {what}; set task.rewards.{name}.group={str(compares).lower()}"
             )
-
-
-def check_curriculum(curriculum: CurriculumConfig, task: Task) -> None:
-    """Raises ConfigError if the task cannot be asked by the curriculum, or at one of its levels."""
-    config = task.config
-    if curriculum.is_on and not hasattr(config.source.train, "__getitem__"):
-        raise ConfigError("curriculum: task.shuffle_buffer reads rows in order; set it to null")
-    for i in range(len(curriculum.levels)):
-        with error_context(f"curriculum.levels[{i}]"):
-            if any(one.name == "source" and not one.init for one in fields(config)):
-                raise ValueError(
-                    "levels are settings of task.source, which a task of files lacks"
-                )
-            of_level = source_of_level(config.source, curriculum, i)
-            check_all_rows(replace(task, config=replace(config, source=of_level)), False, 0)
 
 
 def download_models(parts: Parts) -> Parts:
@@ -576,7 +559,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     formula = getattr(run.algorithm, "formula", [])
     rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
     max_steps = run.training.max_steps
-    rate = describe(run.optimizer, parts.batch.fsdp, max_steps) + because(resolved.rate_reason)
+    rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
     rows.append(("optimizer", f"{rate}, {max_steps} steps{begins}"))
     all_runs = "outputs/" if run_dir.path.parts[0] == "outputs" else run_dir.path

@@ -12,9 +12,6 @@ from tunix_lite.rollout.live import NewTokens
 from tunix_lite.serving.calls import Call
 from tunix_lite.serving.tools import CallReader
 
-# The API's words for why a choice ended.
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-
 
 @dataclass
 class Piece:
@@ -30,6 +27,14 @@ class Piece:
     finish_reason: str | None = None
     # calls of tools, as the API writes them
     calls: list[dict] = field(default_factory=list)
+
+    def add(self, later: "Piece") -> None:
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.top += later.top
+        self.finish_reason = later.finish_reason
+        self.calls += later.calls
 
 
 class ApiChoice:
@@ -51,9 +56,8 @@ class ApiChoice:
         self.stream: TextStream = tokenizer.stream()
         # text that may be the beginning of a stop text
         self.held = ""
-        self.pieces: list[Piece] = []
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
+        # all pieces as one
+        self.whole = Piece("", [], [], [])
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
@@ -67,7 +71,7 @@ class ApiChoice:
         if piece.finish_reason is None and new.reason is not None:
             self.held += self.stream.end()
             piece.text += self.held[: self._stop_at()]
-            piece.finish_reason = FINISH_REASONS[new.reason]
+            piece.finish_reason = "length" if new.reason == "length" else "stop"
         if self.reader is not None:
             # Text that may be part of a call stays in the reader; the last piece gets the calls.
             piece.text = self.reader.feed(piece.text)
@@ -76,9 +80,7 @@ class ApiChoice:
                 piece.text += rest
             if piece.calls and piece.finish_reason == "stop":
                 piece.finish_reason = "tool_calls"
-        self.finish_reason = piece.finish_reason
-        self.num_tokens += len(piece.tokens)
-        self.pieces.append(piece)
+        self.whole.add(piece)
         return piece
 
     def _until_stop(self, new: NewTokens) -> Piece:
@@ -106,22 +108,6 @@ class ApiChoice:
         places = [at for text in self.stop if (at := self.held.find(text)) >= 0]
         return min(places, default=None)
 
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def whole(self) -> Piece:
-        """All pieces as one."""
-        return Piece(
-            text=self.text,
-            tokens=[token for piece in self.pieces for token in piece.tokens],
-            logprobs=[value for piece in self.pieces for value in piece.logprobs],
-            top=[likeliest for piece in self.pieces for likeliest in piece.top],
-            finish_reason=self.finish_reason,
-            calls=[call for piece in self.pieces for call in piece.calls],
-        )
-
 
 @dataclass(frozen=True)
 class ApiAnswer:
@@ -138,7 +124,7 @@ class ApiAnswer:
     def whole(self, choices: list[ApiChoice]) -> dict:
         """The answer to a request that does not stream."""
         bodies = [self._choice(choice.index, choice.whole) for choice in choices]
-        return self._head() | {"choices": bodies, "usage": self.usage(choices)}
+        return self._head() | {"choices": bodies, "usage": self._usage(choices)}
 
     def piece(self, index: int, piece: Piece, is_first: bool) -> dict:
         """A chunk of a stream."""
@@ -147,11 +133,11 @@ class ApiAnswer:
 
     def last(self, choices: list[ApiChoice]) -> dict:
         """The chunk with the numbers of tokens."""
-        return self._head(of_stream=True) | {"choices": [], "usage": self.usage(choices)}
+        return self._head(of_stream=True) | {"choices": [], "usage": self._usage(choices)}
 
-    def usage(self, choices: list[ApiChoice]) -> dict:
+    def _usage(self, choices: list[ApiChoice]) -> dict:
         prompt = sum(map(len, self.call.prompts))
-        sampled = sum(choice.num_tokens for choice in choices)
+        sampled = sum(len(choice.whole.tokens) for choice in choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
@@ -159,21 +145,20 @@ class ApiAnswer:
         }
 
     def _head(self, of_stream: bool = False) -> dict:
+        kind = "text_completion"
         if self.call.is_chat:
             kind = "chat.completion.chunk" if of_stream else "chat.completion"
-            name = f"chatcmpl-{self.id}"
-        else:
-            kind = "text_completion"
-            name = f"cmpl-{self.id}"
+        name = f"{'chatcmpl' if self.call.is_chat else 'cmpl'}-{self.id}"
         return {"id": name, "object": kind, "created": self.created, "model": self.call.model}
 
     def _choice(
         self, index: int, piece: Piece, of_stream: bool = False, is_first: bool = False
     ) -> dict:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
-        prompt = self.call.prompts[index // self.call.choices]
+        prompt = self.call.prompts[index // self.call.body.n]
+        begins = is_first or not of_stream
         text = piece.text
-        if self.call.echo and (is_first or not of_stream):
+        if begins and not self.call.is_chat and self.call.body.echo:
             text = self.tokenizer.decode(prompt) + text
         if not self.call.is_chat:
             choice["text"] = text
@@ -194,7 +179,7 @@ class ApiAnswer:
         choice["logprobs"] = self._logprobs(piece) if self.call.logprobs else None
         if self.call.body.return_token_ids:
             choice["token_ids"] = piece.tokens
-            if is_first or not of_stream:
+            if begins:
                 choice["prompt_token_ids"] = prompt
         return choice
 
@@ -213,8 +198,8 @@ class ApiAnswer:
             "tokens": texts,
             "token_logprobs": piece.logprobs,
             "top_logprobs": top if self.call.draw.top_logprobs else None,
-            # where each text begins when they stand side by side
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+            # Where each text begins when they stand side by side.
+            "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
         }
 
     def _token(self, token: int, logprob: float) -> dict:

@@ -1,11 +1,9 @@
 """The server: an aiohttp application with the endpoints of the OpenAI API over one live engine.
 
-    GET  /v1/models  /v1/models/{name}  /healthz  /metrics
+    GET  /v1/models  /v1/models/{name}  /healthz
     POST /v1/completions  /v1/chat/completions
 
-and, where episodes of agents are recorded, the same under /episodes/ID/v1, and
-
-    POST /episodes/ID/reward   {"reward": 1.0}
+and, where episodes of agents are recorded, the same under /episodes/ID/v1.
 
 aiohttp is imported where the server starts, as it is an extra: `pip install -e '.[serve]'`.
 """
@@ -36,30 +34,24 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 # Where the endpoints of one episode are.
-OF_EPISODE = "/episodes/{episode}"
-# A reward is nearer to 0 than this, as rewards.scores.MOST_REWARD.
-MOST_REWARD = 1e18
+_OF_EPISODE = "/episodes/{episode}"
 # Types of errors by their status; the others are of the request or of the server.
-ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout"}
 
 
 class Recorder(Protocol):
     """Keeps what was asked and sampled in an episode, a run of an agent. The id of an episode is
-    part of the path, /episodes/ID/v1, or the API key."""
+    part of the path, /episodes/ID/v1, or the API key. Each raises BadCall for an episode that there
+    is not, or that is over."""
 
     def begin(self, episode: str, call: Call) -> Call:
-        """The call as it shall be made: other settings, or other tokens of the same prompt. Raises
-        BadCall for an episode that there is not, or that is over."""
+        """The call as it shall be made: other settings, or other tokens of the same prompt."""
 
     def submitting(self, episode: str) -> AbstractContextManager:
-        """Inside, the sequences of a call go to the engine, and its episode does not end. Raises
-        BadCall as `begin`."""
+        """Inside, the sequences of a call go to the engine, and its episode does not end."""
 
     def record(self, episode: str, call: Call, choices: list[Piece]) -> None:
         """Gets all choices of a call, whole, before the client has the last of them."""
-
-    def reward(self, episode: str, value: float) -> None:
-        """Gets the reward that somebody sends for an episode. Raises BadCall as `begin`."""
 
 
 class Server(Face):
@@ -85,13 +77,11 @@ class Server(Face):
 
     def routes(self) -> Iterator[tuple[str, str, Handler]]:
         yield "get", "/healthz", self._health
-        for at in [""] if self.recorder is None else ["", OF_EPISODE]:
+        for at in [""] if self.recorder is None else ["", _OF_EPISODE]:
             yield "get", f"{at}/v1/models", self._models
             yield "get", f"{at}/v1/models/{{name:.+}}", self._models
             yield "post", f"{at}/v1/completions", partial(self._answer, False)
             yield "post", f"{at}/v1/chat/completions", partial(self._answer, True)
-        if self.recorder is not None:
-            yield "post", f"{OF_EPISODE}/reward", self._reward
 
     def check(self) -> None:
         if not self.engine.is_alive:
@@ -101,21 +91,7 @@ class Server(Face):
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = "rate_limit_exceeded" if status == 429 else getattr(error, "code", None)
         field = getattr(error, "field", None)
-        return error_body(message, ERROR_TYPES.get(status, kind), field, code)
-
-    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        engine = self.engine
-        gauges = {
-            "sequences_running": engine.num_running,
-            "sequences_waiting": engine.num_waiting,
-            "slots": engine.num_slots,
-        }
-        counters = {
-            "tokens_total": engine.tokens_sampled,
-            "prompt_tokens_total": engine.prompt_tokens,
-            "chunks_total": engine.chunks,
-        }
-        return gauges, counters
+        return error_body(message, _ERROR_TYPES.get(status, kind), field, code)
 
     # ---- endpoints
 
@@ -152,7 +128,7 @@ class Server(Face):
         answer = ApiAnswer(call, self.tokenizer)
         choices = [
             ApiChoice(i, self.tokenizer, call.stop, call.reads_calls)
-            for i in range(len(call.prompts) * call.choices)
+            for i in range(len(call.prompts) * call.body.n)
         ]
         pieces = self._pieces(request, call, choices)
         if call.body.stream:
@@ -164,15 +140,6 @@ class Server(Face):
     def _episode_of(self, request: "web.Request") -> str:
         """The id of the episode that a request is part of: from its path, or its key."""
         return request.match_info.get("episode") or self.key_of(request)
-
-    async def _reward(self, request: "web.Request") -> dict:
-        body = await read_json(request)
-        value = body.get("reward")
-        is_number = isinstance(value, int | float) and abs(value) < MOST_REWARD
-        if not is_number:
-            raise BadCall('the body is {"reward": a number}', "reward")
-        self.recorder.reward(self._episode_of(request), float(value))
-        return {"reward": float(value)}
 
     async def _stream(
         self,
@@ -217,7 +184,6 @@ class Server(Face):
         """The pieces of all choices as they come. When the caller leaves, their slots are free."""
         arrived: asyncio.Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        began = time.monotonic()
         # One timer for the request, as one for each piece takes more time than the piece.
         timer = loop.call_later(self.settings.request_seconds, arrived.put_nowait, None)
 
@@ -228,8 +194,8 @@ class Server(Face):
 
         sequences = [
             LiveSequence(
-                call.prompts[choice.index // call.choices],
-                replace(call.draw, generation=choice.index % call.choices),
+                call.prompts[choice.index // call.body.n],
+                replace(call.draw, generation=choice.index % call.body.n),
                 call.max_tokens,
                 partial(on_tokens, choice.index),
             )
@@ -249,11 +215,10 @@ class Server(Face):
                     most = self.settings.request_seconds
                     raise TimedOut(f"the request took more than {most:g} s")
                 index, new = arrival
-                if choices[index].finish_reason is not None:
+                if choices[index].whole.finish_reason is not None:
                     continue
                 if new.reason == "error":
                     raise EngineFailed(new.message)
-                request.setdefault("first_token", time.monotonic() - began)
                 piece = choices[index].add(new)
                 sampled += len(piece.tokens)
                 request["counts"] = f"{read} + {sampled} tokens"

@@ -1,7 +1,7 @@
 """The error of a request that cannot be answered."""
 
 # Codes of errors whose status is not 400.
-STATUS_OF_CODE = {
+_STATUS_OF_CODE = {
     "invalid_api_key": 401,
     "model_not_found": 404,
     "not_found": 404,
@@ -22,4 +22,4 @@ class BadCall(ValueError):
     @property
     def status(self) -> int:
         """The status of the answer."""
-        return STATUS_OF_CODE.get(self.code, 400)
+        return _STATUS_OF_CODE.get(self.code, 400)

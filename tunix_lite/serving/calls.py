@@ -1,6 +1,6 @@
 """Requests of a client: the JSON bodies of /v1/completions and /v1/chat/completions, checked.
 
-Every field of the protocol is either used, or without effect here and listed in IGNORED, or an
+Every field of the protocol is either used, or without effect here and listed in _IGNORED, or an
 error that names it. Field names are those of the OpenAI API; `top_k`, `min_p` and
 `return_token_ids` are additions that vLLM has, too.
 """
@@ -18,12 +18,12 @@ from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages
 
 # Fields that describe the caller, not the answer.
-IGNORED = {
+_IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     "parallel_tool_calls",
 }
 # Fields that do nothing at one value, which clients send by themselves; others are refused.
-ONLY = {
+_ONLY = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logit_bias": {},
@@ -32,11 +32,11 @@ ONLY = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
 }
-MOST_STOPS = 4
-MOST_CHOICES = 128
+_MOST_STOPS = 4
+_MOST_CHOICES = 128
 # Bytes of a prompt that are read whatever the server takes: they cost nothing, and where prompts
 # are short, roles and names of messages count.
-FREE_BYTES = 2**14
+_FREE_BYTES = 2**14
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class _CompletionBody:
-    """The fields that both endpoints have. What needs the limits of the server is checked later.
-
-    Example: read(ChatBody, {"messages": [], "temperature": 0}).temperature is 0.0.
-    """
+    """The fields that both endpoints have. What needs the limits of the server is checked later."""
 
     model: Any = None
-    n: int = between(1, MOST_CHOICES, 1)
+    n: int = between(1, _MOST_CHOICES, 1)
     max_tokens: Any = None
     temperature: float = between(0.0, 2.0, 1.0)
     top_p: float = between(0.0, 1.0, 1.0)
@@ -84,11 +81,8 @@ class _CompletionBody:
 
 
 @dataclass(frozen=True)
-class TextBody(_CompletionBody):
-    """The body of /v1/completions.
-
-    Example: read(TextBody, {"prompt": "2 + 2 ="}).echo is False.
-    """
+class _TextBody(_CompletionBody):
+    """The body of /v1/completions."""
 
     prompt: Any = None
     echo: bool = False
@@ -97,11 +91,8 @@ class TextBody(_CompletionBody):
 
 
 @dataclass(frozen=True)
-class ChatBody(_CompletionBody):
-    """The body of /v1/chat/completions.
-
-    Example: read(ChatBody, {"messages": [{"role": "user", "content": "hi"}]}).n is 1.
-    """
+class _ChatBody(_CompletionBody):
+    """The body of /v1/chat/completions."""
 
     messages: Any = None
     max_completion_tokens: Any = None
@@ -126,7 +117,7 @@ class Call:
     conversation, and there is one choice.
     """
 
-    body: TextBody | ChatBody
+    body: _TextBody | _ChatBody
     model: str
     # the tokens of each prompt; a chat has one
     prompts: list[list[int]]
@@ -141,17 +132,7 @@ class Call:
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
-
-    @property
-    def choices(self) -> int:
-        """Completions of each prompt."""
-        return self.body.n
-
-    @property
-    def echo(self) -> bool:
-        """The prompt stands before each completion (/v1/completions only)."""
-        return not self.is_chat and self.body.echo
+        return isinstance(self.body, _ChatBody)
 
     @property
     def logprobs(self) -> bool:
@@ -161,7 +142,7 @@ class Call:
 
 def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer) -> Call:
     """The request in a body. Raises BadCall, naming the field."""
-    checked = read(ChatBody if is_chat else TextBody, body)
+    checked = read(_ChatBody if is_chat else _TextBody, body)
     model = limits.model_name if checked.model is None else checked.model
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
@@ -170,6 +151,7 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     # How many completions there are is known before anything is made of the prompt.
     is_text = True
     reads_calls = False
+    of_prompt = "messages" if is_chat else "prompt"
     try:
         if is_chat:
             _check_count(1, checked.n, limits)
@@ -177,18 +159,18 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
             prompts = [prompt]
         else:
             prompts, is_text = _text_prompts(checked, tokenizer, limits)
+    except BadCall:
+        raise
     except (ValueError, TypeError) as error:
-        if isinstance(error, BadCall):
-            raise
-        # of the template or the tokenizer; clients need not know the server's folders
+        # Of the template or the tokenizer; clients need not know the server's folders.
         message = str(error).replace(f"{tokenizer.folder}/", "")
-        raise BadCall(message, "messages" if is_chat else "prompt") from error
+        raise BadCall(message, of_prompt) from error
     if (longest := max(map(len, prompts))) > limits.max_prompt_length:
         message = (
             f"the prompt has {longest} tokens; this server takes up to {limits.max_prompt_length}: "
             f"start it with generation.max_prompt_length={longest}"
         )
-        raise BadCall(message, "messages" if is_chat else "prompt", "context_length_exceeded")
+        raise BadCall(message, of_prompt, "context_length_exceeded")
 
     # The tokens of a completion, at most.
     most = min(limits.max_new_tokens, limits.max_length - longest)
@@ -199,21 +181,18 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
             high = 2**31 - 1 if limits.is_lenient else most
             max_tokens = min(checked_number(name, value, int, 1, high), most)
     stop = [checked.stop] if isinstance(checked.stop, str) else checked.stop
-    is_list = isinstance(stop, list | tuple) and all(
-        isinstance(one, str) and one for one in stop
-    )
-    if not is_list or len(stop) > MOST_STOPS:
-        raise BadCall(
-            f"stop is a text, or a list of up to {MOST_STOPS} texts, none empty", "stop"
-        )
+    is_list = isinstance(stop, list | tuple) and len(stop) <= _MOST_STOPS
+    if not is_list or not all(isinstance(one, str) and one for one in stop):
+        message = f"stop is a text, or a list of up to {_MOST_STOPS} texts, none empty"
+        raise BadCall(message, "stop")
 
-    known = {*IGNORED, *(one.name for one in fields(checked))}
+    known = {*_IGNORED, *(one.name for one in fields(checked))}
     for name, value in body.items():
-        if name in known or value is None or (name in ONLY and value == ONLY[name]):
-            continue
-        if name in ONLY:
-            raise BadCall(f"{name}={shown(value)} is not supported; leave it out", name)
-        raise BadCall(f"{name} is no field that this server knows; leave it out", name)
+        if name not in known and value is not None and value != _ONLY.get(name):
+            what = f"{name} is no field that this server knows"
+            if name in _ONLY:
+                what = f"{name}={shown(value)} is not supported"
+            raise BadCall(f"{what}; leave it out", name)
     draw = DrawSettings(
         temperature=checked.temperature,
         top_p=checked.top_p,
@@ -238,7 +217,7 @@ def _check_count(prompts: int, choices: int, limits: Limits) -> None:
 
 def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str) -> None:
     """Raises BadCall for texts that cannot be short enough: a tokenizer takes long to read them."""
-    most = max(limits.max_prompt_length * tokenizer.longest_token, FREE_BYTES)
+    most = max(limits.max_prompt_length * tokenizer.longest_token, _FREE_BYTES)
     size = 0
     left = [texts]
     while left:
@@ -258,7 +237,9 @@ def _check_bytes(texts: object, limits: Limits, tokenizer: Tokenizer, field: str
         raise BadCall(message, field, "context_length_exceeded")
 
 
-def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[list[int], bool]:
+def _chat_prompt(
+    body: _ChatBody, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[int], bool]:
     """The tokens of a conversation, and whether the model may call tools."""
     if not tokenizer.has_chat_template:
         raise BadCall("this model has no chat template; use /v1/completions", "messages")
@@ -293,18 +274,15 @@ def _chat_prompt(body: ChatBody, tokenizer: Tokenizer, limits: Limits) -> tuple[
 
 
 def _text_prompts(
-    body: TextBody, tokenizer: Tokenizer, limits: Limits
+    body: _TextBody, tokenizer: Tokenizer, limits: Limits
 ) -> tuple[list[list[int]], bool]:
     """The prompts of /v1/completions: a text, a list of texts, of tokens, or of lists of tokens;
     and whether all of them were text."""
 
-    def are_tokens(values: object) -> bool:
-        return isinstance(values, list) and all(type(value) is int for value in values)
-
     inputs = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(inputs, list) or not inputs:
         raise BadCall("prompt is a text, or a list of texts or of token ids", "prompt")
-    if are_tokens(inputs):
+    if all(type(value) is int for value in inputs):
         inputs = [inputs]
     _check_count(len(inputs), body.n, limits)
     is_text = all(isinstance(one, str) for one in inputs)
@@ -314,11 +292,10 @@ def _text_prompts(
             _check_bytes(one, limits, tokenizer, "prompt")
             # As the model was trained to see a text: with the tokens it starts with.
             one = [*tokenizer.start_ids, *tokenizer.encode(one)]
-        if not are_tokens(one):
+        if not isinstance(one, list) or not all(type(token) is int for token in one):
             raise BadCall(f"prompt holds {shown(one)}, neither text nor token ids", "prompt")
-        if not one:
-            raise BadCall("a prompt has at least one token", "prompt")
-        if not all(0 <= token < tokenizer.num_tokens for token in one):
-            raise BadCall(f"prompt: token ids are 0 to {tokenizer.num_tokens - 1}", "prompt")
+        if not one or min(one) < 0 or max(one) >= tokenizer.num_tokens:
+            ids = f"token ids from 0 to {tokenizer.num_tokens - 1}"
+            raise BadCall(f"a prompt has at least one token; {ids} are known", "prompt")
         prompts.append(one)
     return prompts, is_text

@@ -15,9 +15,9 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.serving.bad_call import BadCall
 
 # What a call begins with. A bare one begins with a bracket, at the start of what is said.
-MARKS = ("<tool_call>", "<function=", PYTHON_TAG, "```")
-BRACKETS = ("{", "[")
-NO_FORM = (
+_MARKS = ("<tool_call>", "<function=", PYTHON_TAG, "```")
+_BRACKETS = ("{", "[")
+_NO_FORM = (
     "the chat template of this model has no form for tools; leave tools out, and write into a "
     "message which there are"
 )
@@ -51,7 +51,7 @@ def tools_of(
         function = {name: value for name, value in function.items() if name != "strict"}
         checked.append({"type": "function", "function": function})
     if not tokenizer.writes_tools:
-        raise BadCall(NO_FORM, "tools")
+        raise BadCall(_NO_FORM, "tools")
     if choice == "none":
         return []
     if is_parallel is False:
@@ -71,7 +71,7 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
         calls = message.get("tool_calls")
         is_of_tool = message["role"] == "tool"
         if (calls or is_of_tool) and not tokenizer.writes_tools:
-            raise BadCall(NO_FORM, "messages")
+            raise BadCall(_NO_FORM, "messages")
         if calls:
             calls = (
                 [_call(call) for call in calls] if isinstance(calls, list) else [_call(calls)]
@@ -138,14 +138,14 @@ class CallReader:
         """The end of the text that is no part of a call. White space before a call belongs to the
         call: templates write their own."""
         text = self._text
-        if text.lstrip().startswith(BRACKETS):
+        if text.lstrip().startswith(_BRACKETS):
             return 0
-        marks = [at for mark in MARKS if (at := text.find(mark)) >= 0]
+        marks = [at for mark in _MARKS if (at := text.find(mark)) >= 0]
         end = min(marks, default=len(text))
         if not marks:
-            longest = max(map(len, MARKS)) - 1
+            longest = max(map(len, _MARKS)) - 1
             for length in range(min(longest, len(text)), 0, -1):
-                if any(mark.startswith(text[-length:]) for mark in MARKS):
+                if any(mark.startswith(text[-length:]) for mark in _MARKS):
                     end = len(text) - length
                     break
         return len(text[:end].rstrip())

@@ -28,16 +28,15 @@ from tunix_lite.config import RunConfig, build
 from tunix_lite.distributed.command_line import check_config_dir, conf_dir
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.plain_text import SHOWN, hide, hide_users_of_urls
-from tunix_lite.hints import options_of, shell_quoted
+from tunix_lite.hints import shell_quoted
 from tunix_lite.settings.flags import check_values, wrong_override
 
 # Enough for the sums of the bundled model, chat template included.
-OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
+_OF_BUNDLED = {"max_prompt_length": 32, "max_new_tokens": 48}
 # For data of the user's and a model by its name, such as model=qwen3_0.6b.
-OF_NAMED = {"max_prompt_length": 512, "max_new_tokens": 512}
-# Of chats, and where `tunix-lite generate` makes several completions of a prompt, which are to
-# differ.
-TEMPERATURE = 0.7
+_OF_NAMED = {"max_prompt_length": 512, "max_new_tokens": 512}
+# Of conversations, and of several completions of a prompt, which are to differ.
+_TEMPERATURE = 0.7
 
 
 def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
@@ -49,16 +48,17 @@ def auto(name: str, *, _root_: Mapping[str, int | float | dict]) -> int | float:
     Example: with task=gsm8k, `auto("max_new_tokens")` is 512.
     """
     if name == "temperature":
-        return 0.0 if _root_.get("num_generations") == 1 else TEMPERATURE
+        has_prompt = _root_.get("prompt") is not None or _root_.get("prompts") is not None
+        return 0.0 if has_prompt and _root_["num_generations"] == 1 else _TEMPERATURE
     lengths = _root_["task"].get("lengths")
     if lengths is not None:
         return lengths[name]
     model = _root_["model"]
     architecture = model.get("architecture")
     if architecture is None or model["weights"] == "random":
-        return OF_BUNDLED[name]
+        return _OF_BUNDLED[name]
     # both together must fit
-    return min(OF_NAMED[name], architecture["max_positions"] // 2)
+    return min(_OF_NAMED[name], architecture["max_positions"] // 2)
 
 
 OmegaConf.register_new_resolver("auto", auto, replace=True)
@@ -119,11 +119,8 @@ def _options_in(more_conf: str | None) -> Iterator[None]:
         yield
 
 
-# Settings of a run whose value is a text: a shell's quotes around it are enough.
-TEXTS = {
-    "task.prompt",
-    "task.system",
-}
+# Settings whose value is a text: a shell's quotes around it are enough.
+_TEXTS = {"task.prompt", "task.system", "prompt", "system"}
 
 
 def expand_short_forms(argv: list[str]) -> list[str]:
@@ -135,17 +132,20 @@ def expand_short_forms(argv: list[str]) -> list[str]:
         has_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         if key == "resume" and equals:
             word = f"resume.folder={text}"
-        elif key in TEXTS and text != "null" and not has_quotes:
+        elif key in _TEXTS and text != "null" and not has_quotes:
             # backslashes are doubled before a quote, and nowhere else
             escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
             escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+            if "." not in key:
+                # a text for the model, in which OmegaConf would look for a setting of that name
+                escaped = escaped.replace("${", "\\${")
             word = f"{key}='{escaped}'"
         words.append(word)
     return words
 
 
 # Groups of settings whose texts name models, folders and hosts.
-NO_SECRETS = {"model", "hydra", "launch"}
+_NO_SECRETS = {"model", "hydra", "launch"}
 
 
 def _plain_values(settings: DictConfig) -> dict:
@@ -153,7 +153,7 @@ def _plain_values(settings: DictConfig) -> dict:
     # Values of environment variables that settings refer to as ${oc.env:NAME}, if they may be a key
     # or a password: no number, no short word, and no path. Hiding those would spoil messages.
     unresolved = OmegaConf.to_container(settings, resolve=False)
-    others = {name: value for name, value in unresolved.items() if name not in NO_SECRETS}
+    others = {name: value for name, value in unresolved.items() if name not in _NO_SECRETS}
     for name in set(re.findall(r"\$\{oc\.env:[\s'\"\\]*(\w+)", repr(others))):
         text = os.environ.get(name, "")
         first = re.match(r"/[^/]+", text)
@@ -174,8 +174,7 @@ def explain(
 ) -> str:
     """The message for an error of Hydra: which override is wrong, with the nearest right spelling.
 
-    error: Hydra's own error; its text is the message where no override is found wrong. The other
-    arguments are those of `compose_values`. Call it inside `hydra.initialize_config_dir`.
+    The other arguments are those of `compose_values`. Call it inside `_options_in`.
     """
     # An override that Hydra's grammar refuses.
     groups = [folder.name for folder in sorted(conf_dir().iterdir()) if folder.is_dir()]
@@ -218,20 +217,14 @@ def explain(
         # many words of other projects have a line each
         return line if len(line) <= SHOWN else "\n  ".join(wrong)
     for text, override in parsed.items():
-        key = override.get_key_element()
-        if override.is_delete() and key.lstrip("~") in groups:
-            group = key.lstrip("~")
-            options = ", ".join(options_of(group, folders))
-            return f"{text}: a run needs one; choose with {group}=, one of {options}"
-        if not override.is_sweep_override():
-            continue
-        if key == "model.mesh_shape":
+        if override.is_sweep_override() and text.startswith("model.mesh_shape="):
             sizes = text.partition("=")[2]
             return (
                 f"{text}: a list has brackets: 'model.mesh_shape=[[{sizes}],[fsdp,tp]]'; without "
                 "them it is a sweep, which needs --multirun"
             )
-        return f"{text}: several values are a sweep, which needs --multirun"
+        if override.is_sweep_override():
+            return f"{text}: several values are a sweep, which needs --multirun"
     return str(error).replace("\n", " ")
 
 

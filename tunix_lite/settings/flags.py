@@ -7,7 +7,6 @@ Settings are key=value here, and the flags that there are belong to Hydra.
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.hints import (
@@ -22,53 +21,32 @@ from tunix_lite.hints import (
 )
 
 # Flags of Hydra, and how many words follow each.
-ALONE = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r")
-ALONE += ("--multirun", "-m", "--shell-completion")
-WITH_A_WORD = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn")
-WITH_A_WORD += ("--config-dir", "-cd", "--experimental-rerun", "--info", "-i", "-sc")
-HYDRA = dict.fromkeys(ALONE, 0) | dict.fromkeys(WITH_A_WORD, 1)
+_ALONE = "--help -h --hydra-help --version --resolve --run -r --multirun -m --shell-completion"
+_WITH_A_WORD = "--cfg -c --package -p --config-path -cp --config-name -cn --config-dir -cd"
+_WITH_A_WORD += " --experimental-rerun --info -i -sc"
+HYDRA = dict.fromkeys(_ALONE.split(), 0) | dict.fromkeys(_WITH_A_WORD.split(), 1)
 # Those of the commands beside training.
 OF_COMMANDS = {
     flag: HYDRA[flag] for flag in ("--help", "-h", "--cfg", "-c", "--config-dir", "-cd")
 }
-FILES = {"config", "config_file", "yaml", "config_path"}
 
 
-class Flag(NamedTuple):
-    """A word that begins with a dash, and is no flag of ours.
-
-    Example: `--lr 1e-5` is Flag("--lr 1e-5", "lr", "1e-5").
-    """
-
-    # the words as they were typed
-    text: str
-    name: str
-    # "true" for a flag without a value
-    value: str
-
-
-def foreign_flags(argv: list[str], ours: dict[str, int]) -> list[Flag]:
-    """The flags that are not ours, each with its value.
-
-    ours: our flags, and how many words follow each.
-    """
-    return _parted(argv, ours)[1]
-
-
-def flags_first(argv: list[str], ours: dict[str, int]) -> list[str]:
-    """The words with our flags and their values before the others, which keep their order. Hydra's
-    parser takes no override behind a flag that comes behind an override.
-
-    ours: as foreign_flags takes it; the words must have no other flags.
-    """
-    flags, _, others = _parted(argv, ours)
+def flags_first(argv: list[str]) -> list[str]:
+    """The words with Hydra's flags and their values before the others, which keep their order.
+    Hydra's parser takes no override behind a flag that comes behind an override."""
+    flags, _, others = _parted(argv, HYDRA)
     return flags + others
 
 
-def _parted(argv: list[str], ours: dict[str, int]) -> tuple[list[str], list[Flag], list[str]]:
-    """Our flags with the words that follow them, the flags that are not ours, and the others."""
+def _parted(
+    argv: list[str], ours: dict[str, int]
+) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """Our flags with the words that follow them, each other flag with its value, and the others.
+
+    ours: our flags, and how many words follow each.
+    """
     mine: list[str] = []
-    foreign: list[Flag] = []
+    foreign: list[tuple[str, str]] = []
     others: list[str] = []
     rest = list(argv)
     while rest:
@@ -80,44 +58,45 @@ def _parted(argv: list[str], ours: dict[str, int]) -> tuple[list[str], list[Flag
             del rest[:count]
         elif re.match(r"-[^\d]", word) is None:
             others.append(word)
+        elif equals:
+            foreign.append((word, value))
+        # --bf16 is followed by another flag, an override or nothing; -1 is a value
+        elif rest and re.match(r"-\D|.*=", rest[0]) is None:
+            foreign.append((f"{word} {rest[0]}", rest.pop(0)))
         else:
-            text = word
-            if not equals:
-                # --bf16 is followed by another flag, an override or nothing; -1 is a value
-                has_value = bool(rest) and re.match(r"-\D|.*=", rest[0]) is None
-                value = rest.pop(0) if has_value else "true"
-                text = f"{word} {value}" if has_value else word
-            foreign.append(Flag(text, flag.lstrip("-").replace("-", "_"), value))
+            foreign.append((word, "true"))
     return mine, foreign, others
 
 
 def refuse_foreign(argv: list[str], known: Iterable[str], ours: dict[str, int]) -> None:
     """Raises ConfigError if there are flags that are not ours, with what to write for each.
 
-    known: the names of all settings. ours: as foreign_flags takes it.
+    known: the names of all settings. ours: our flags, and how many words follow each.
     """
-    flags = foreign_flags(argv, ours)
+    _, flags, _ = _parted(argv, ours)
     if not flags:
         return
     # One line to paste, and after it what cannot be in it.
     known = list(known)
     overrides = []
     others = []
-    for flag in flags:
-        hint = meant(flag.name, flag.value, known) or Hint((), "there is no such setting")
+    for text, value in flags:
+        typed = re.split("[ =]", text)[0]
+        name = typed.lstrip("-").replace("-", "_")
+        hint = _meant(name, value, known) or Hint((), "there is no such setting")
         if hint.overrides:
             overrides.append(hint.paste)
         else:
-            others.append(f"{flag.text.split()[0]}: {hint.note}")
-    shown = " ".join(flag.text for flag in flags)
+            others.append(f"{text.split()[0]}: {hint.note}")
+    shown = " ".join(text for text, _ in flags)
     write = f": {' '.join(overrides)}" if overrides else ""
     parts = [f"{shown}: settings are written key=value, without dashes{write}", *others]
     raise ConfigError("; ".join(parts))
 
 
-def meant(name: str, value: str, known: list[str]) -> Hint | None:
+def _meant(name: str, value: str, known: list[str]) -> Hint | None:
     """Translates a name with a value into our settings and groups."""
-    if name in FILES:
+    if name in ("config", "config_file", "yaml", "config_path"):
         return Hint((), "a YAML file of yours is --config-dir FOLDER --config-name NAME")
     if name in known:
         return foreign_value(name, value) or Hint((f"{name}={value}",))
@@ -141,11 +120,7 @@ def _option_meant(group: str, value: str, folders: Iterable[Path] = ()) -> Hint 
 
 
 def wrong_override(
-    key: str,
-    value: object,
-    known: list[str],
-    groups: list[str],
-    folders: Iterable[Path] = (),
+    key: str, value: object, known: list[str], groups: list[str], folders: Iterable[Path] = ()
 ) -> str | None:
     """The message for an override that names no setting, group or option; None: it names one.
 
@@ -159,13 +134,12 @@ def wrong_override(
         there = f"here is {', '.join(options)}"
         hint = _option_meant(key, str(value), folders)
         text = f"{key}={value}: there is no such {key}; "
+        # The hint comes first: some groups have thirty options.
         if hint is None:
             return f"{text}t{there}"
-        # The hint comes first: some groups have thirty options.
-        is_override = bool(hint.overrides)
-        return (
-            f"{text}did you mean {hint}? T{there}" if is_override else f"{text}{hint}; t{there}"
-        )
+        if hint.overrides:
+            return f"{text}did you mean {hint}? T{there}"
+        return f"{text}{hint}; t{there}"
     if any(name == key or name.startswith(f"{key}.") for name in known):
         return None
     near = nearest_settings(key, groups) if "." not in key else []

@@ -1,4 +1,4 @@
-"""Rewards for conversations: how near is a completion to the answer in the data."""
+"""Rewards for rows to learn from: how near is a completion to the answer in the row."""
 
 from tunix_lite.rewards.similarity import RougeL
 from tunix_lite.tasks.messages import conversation_of
@@ -6,20 +6,25 @@ from tunix_lite.tasks.messages import conversation_of
 ROUGE_L = RougeL(field="reference")
 
 
-def like_answer(completion: str, example: dict, turn: str = "first") -> float:
-    """ROUGE-L, 0 to 1, of the completion and the first (or last) assistant turn of `messages`."""
-    return ROUGE_L(completion, {"reference": _answer(example, turn)})
+def like_answer(completion: str, example: dict) -> float:
+    """ROUGE-L, 0 to 1, of the completion and the row's `completion`, or else the first assistant
+    turn of `messages`."""
+    return ROUGE_L(completion, {"reference": _answer(example)})
 
 
-def same_as_answer(completion: str, example: dict, turn: str = "first") -> float:
-    """1 if the completion is that turn, but for white space around it, else 0."""
-    return float(completion.strip() == _answer(example, turn).strip())
+def same_as_answer(completion: str, example: dict) -> float:
+    """1 if the completion is that text, but for white space around it, else 0."""
+    return float(completion.strip() == _answer(example).strip())
 
 
-def _answer(example: dict, turn: str) -> str:
-    turns = [said for said in conversation_of(example) if said.role == "assistant"]
-    if not turns:
+def _answer(example: dict) -> str:
+    demonstration = example.get("completion")
+    if isinstance(demonstration, str):
+        return demonstration
+    if demonstration is not None:
+        example = {"messages": demonstration}
+    texts = [turn.text for turn in conversation_of(example) if turn.role == "assistant"]
+    if not texts:
         raise ValueError("the conversation has no assistant turn to compare with")
     # a turn of tool calls alone says nothing
-    texts = [said.text for said in turns if said.text] or [""]
-    return texts[0 if turn == "first" else -1]
+    return next(filter(None, texts), "")

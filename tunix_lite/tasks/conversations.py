@@ -6,16 +6,17 @@ environments, and all of them get all answers at the same point.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import numpy as np
 
-from tunix_lite.environments.pool import EnvironmentPool
+from tunix_lite.environments.environment import Turn
+from tunix_lite.environments.pool import EnvironmentPool, Reply
 from tunix_lite.environments.settings import ConversationConfig
-from tunix_lite.tasks.processes import Processes, SharedError
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.prompt_text import PromptText
 from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
 
@@ -23,10 +24,6 @@ from tunix_lite.types import Metrics, Prompts, Rollout, TurnReply
 LOOK_SECONDS = 0.05
 # the reward that environments give, as reward/environment has it
 ENVIRONMENT = "environment"
-
-# an answer as processes share it: observation (a text, messages, or None), reward, done, failure,
-# message, seconds, info
-Answer = list[Any]
 
 
 class EnvironmentPartner:
@@ -55,68 +52,41 @@ class EnvironmentPartner:
         self._examples = examples
         self._pool = pool
         self._processes = processes
-        self._turns = text.turn_tokens
+        self._max_prompt_length = max_prompt_length
         self._stops = settings.on_error == "raise"
         # calls of this process, texts of turns, and whether they ended by themselves; by row
         self._futures: dict[int, Future] = {}
         self._completions: dict[int, str] = {}
         self._ended: dict[int, bool] = {}
         # rows of all processes that wait for an answer
-        self._waiting: set[int] = set()
-        self._failed_at_start: dict[int, Answer] = {}
-        # until they are counted with the first turn
-        self._reset_seconds: dict[int, float] = {}
-        self.openings: list[str | None] = [None] * len(examples)
-        # None: all are those of the task
-        self.prompts: Prompts | None = None
-
         rows = range(len(examples))
+        self._waiting = set(rows)
         for row in self._own(rows):
             self._futures[row] = pool.reset(row, examples[row])
-        self._waiting = set(rows)
-        answers: dict[int, Answer] = {}
+        # how the environments began; what failed, and the seconds, belong to the first turn
+        self._starts: dict[int, TurnReply] = {}
         while self._waiting:
-            answers |= self._exchange(wait_for_one=True)
-        self._failed_at_start = {row: one for row, one in answers.items() if one[3]}
-        self._reset_seconds = {row: one[5] for row, one in answers.items() if not one[3]}
-        observations = [answers[row][0] for row in rows]
-        if all(observation is None for observation in observations):
-            return
-        # what the model reads first, for display: the last message; None: the prompt of the task
-        self.openings = [
-            one if one is None or isinstance(one, str) else one[-1]["content"]
-            for one in observations
-        ]
-        self.prompts = []
-        for row, observation in enumerate(observations):
-            # the task's own prompt, if the environment has none or one that cannot be read
-            prompt = None
-            if observation is not None:
-                try:
-                    prompt = prompt_of(text, examples[row], observation)
-                    check_length(prompt, max_prompt_length)
-                except ValueError as error:
-                    prompt = None
-                    self._failed_at_start[row] = self._refused(str(error))
-                    self.openings[row] = None
-            self.prompts.append(text.prompt(examples[row]) if prompt is None else prompt)
-
-    def _refused(self, why: str) -> Answer:
-        """Replaces an answer that the model cannot read, or raises SharedError on all processes."""
-        message = f"the environment returned what the model cannot read: {why}"
-        if self._stops:
-            raise SharedError(
-                f"{message}; conversation.on_error=zero or drop continues without it"
-            )
-        return [None, 0.0, False, "not_a_turn", message, 0.0, {}]
+            self._starts |= self._exchange(wait_for_one=True)
+        starts = [self._starts[row] for row in rows]
+        # what the model reads first, for display; None: the prompt of the task
+        self.openings = [one.observation if one.tokens else None for one in starts]
+        # None: all are those of the task
+        self.prompts: Prompts | None = None
+        if any(one.tokens for one in starts):
+            self.prompts = [
+                one.tokens or text.prompt(example) for one, example in zip(starts, examples)
+            ]
 
     def submit(self, row: int, tokens: Sequence[int], ended: bool) -> None:
         """Gives the environment of a row the next turn."""
         self._completions[row] = self._text.tokenizer.decode(tokens)
         self._ended[row] = ended
         self._waiting.add(row)
-        if row not in self._failed_at_start and row in self._own([row]):
+        if not self._failed_at_start(row) and row in self._own([row]):
             self._futures[row] = self._pool.step(row, self._completions[row])
+
+    def _failed_at_start(self, row: int) -> bool:
+        return row in self._starts and bool(self._starts[row].failure)
 
     def replies(self, wait: bool, patience: float = 0.0) -> dict[int, TurnReply]:
         """The answers that have come; with `wait`, at least one. patience: seconds in which the
@@ -125,34 +95,18 @@ class EnvironmentPartner:
         Raises SharedError if an environment fails and conversation.on_error=raise; StopRun if the
         run was asked to stop while it waited.
         """
-        answers = {
-            row: self._failed_at_start[row] for row in self._waiting & set(self._failed_at_start)
-        }
-        self._waiting -= set(answers)
+        replies = {row: TurnReply() for row in self._waiting if self._failed_at_start(row)}
+        self._waiting -= set(replies)
         if self._waiting:
-            answers |= self._exchange(wait_for_one=wait and not answers, patience=patience)
-        replies = {}
-        for row, answer in answers.items():
-            tokens = []
-            observation, _, done, failure, *_ = answer
-            if not done and not failure:
-                try:
-                    tokens = self._turns.between(observation, self._ended[row])
-                except ValueError as error:
-                    answer = self._refused(str(error))
-            observation, reward, done, failure, message, seconds, info = answer
-            if not isinstance(observation, str):
-                observation = "\n".join(one["content"] for one in observation or ())
-            replies[row] = TurnReply(
-                tokens=tokens,
-                done=done,
-                reward=reward,
-                observation=observation,
-                failure=failure,
-                message=message,
-                seconds=seconds + self._reset_seconds.pop(row, 0.0),
-                info=info,
+            replies |= self._exchange(wait_for_one=wait and not replies, patience=patience)
+        for row, reply in replies.items():
+            start = self._starts.pop(row, TurnReply())
+            replies[row] = replace(
+                reply,
                 completion=self._completions[row],
+                failure=reply.failure or start.failure,
+                message=reply.message or start.message,
+                seconds=reply.seconds + start.seconds,
             )
         return replies
 
@@ -167,75 +121,94 @@ class EnvironmentPartner:
         """Selects the rows whose environments this process steps."""
         return [row for row in rows if row % self._processes.count == self._processes.index]
 
-    def _exchange(self, wait_for_one: bool, patience: float = 0.0) -> dict[int, Answer]:
+    def _exchange(self, wait_for_one: bool, patience: float = 0.0) -> dict[int, TurnReply]:
         """Answers that have come in any process, by row; all processes get the same."""
+        stopping = self._processes.stopping
         while True:
-            own, error = self._own_answers(LOOK_SECONDS if wait_for_one else 0.0, patience)
-            stopping = self._processes.stopping
-            stops = stopping is not None and stopping.is_requested()
-            everyone = self._processes.share([list(own.items()), error, stops])
-            if stopping is not None and wait_for_one:
-                stopping.stop_if(any(stops for *_, stops in everyone))
-            errors = [error for _, error, _ in everyone if error is not None]
-            if errors:
-                raise SharedError(errors[0])
-            arrived = {row: answer for answers, *_ in everyone for row, answer in answers}
+            own: list = []
+            error = None
+            try:
+                own = self._own_replies(LOOK_SECONDS if wait_for_one else 0.0, patience)
+            except ValueError as failed:
+                error = str(failed)
+            stops = wait_for_one and stopping is not None and stopping.is_requested()
+            everyone = self._processes.exchange(own, error, stops)
+            arrived = {row: TurnReply(**reply) for replies in everyone for row, reply in replies}
             self._waiting -= set(arrived)
             if arrived or not wait_for_one:
                 return arrived
 
-    def _own_answers(
-        self, seconds: float, patience: float
-    ) -> tuple[dict[int, Answer], str | None]:
-        """Answers of this process, or what went wrong. It waits `seconds` for the first one, and
-        from then on `patience` for the others."""
-        futures = {future: row for row, future in self._futures.items()}
-        if futures:
-            done, _ = wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
+    def _own_replies(self, seconds: float, patience: float) -> list[tuple[int, dict]]:
+        """Answers of this process, by row, as JSON has them. It waits `seconds` for the first one,
+        and from then on `patience` for the others. Raises ValueError if one fails, and that ends
+        the run."""
+        rows = {future: row for row, future in self._futures.items()}
+        done = set()
+        if rows:
+            done, _ = wait(rows, timeout=seconds, return_when=FIRST_COMPLETED)
             if patience and (done or not seconds):
-                done, _ = wait(futures, timeout=patience)
+                done, _ = wait(rows, timeout=patience)
         else:
             # another process has those that are waited for
-            done = ()
             time.sleep(seconds / 10)
-        answers = {}
         for future in done:
-            row = futures[future]
-            del self._futures[row]
-            try:
-                reply = future.result()
-            except ValueError as error:
-                return {}, str(error)
-            turn = reply.turn
-            known: list = [None, 0.0, False]
-            info: dict = {}
-            if turn is not None:
-                known = [turn.observation, float(turn.reward), bool(turn.done)]
-                info = dict(getattr(turn, "info", {}) or {})
-            answers[row] = [*known, reply.failure, reply.message, reply.seconds, info]
-        return answers, None
+            del self._futures[rows[future]]
+        return [(rows[one], asdict(self._read(rows[one], one.result()))) for one in done]
+
+    def _read(self, row: int, reply: Reply) -> TurnReply:
+        """The answer as the model reads it: its text becomes tokens."""
+        turn = reply.turn or Turn("")
+        is_start = row not in self._completions
+        messages = turn.observation
+        tokens: list[int] = []
+        try:
+            if is_start and reply.turn is not None:
+                example = self._examples[row]
+                tokens = prompt_of(self._text, example, messages, self._max_prompt_length)
+            elif not is_start and not turn.done and not reply.failure:
+                tokens = self._text.turn_tokens.between(messages, self._ended[row])
+        except ValueError as error:
+            message = f"the environment returned what the model cannot read: {error}"
+            if self._stops:
+                raise ValueError(
+                    f"{message}; conversation.on_error=zero or drop continues without it"
+                ) from error
+            return TurnReply(failure="not_a_turn", message=message)
+        if not isinstance(messages, str):
+            contents = [one["content"] for one in messages]
+            # of several messages at the start the last one is shown
+            messages = contents[-1] if is_start else "\n".join(contents)
+        return TurnReply(
+            tokens=tokens,
+            done=turn.done,
+            reward=turn.reward,
+            observation=messages,
+            failure=reply.failure,
+            message=reply.message,
+            seconds=reply.seconds,
+            info=turn.info,
+        )
 
 
-def prompt_of(text: PromptText, example: dict, observation: str | list[dict]) -> list[int]:
-    """The tokens with which an environment begins, after the task's system message."""
+def prompt_of(
+    text: PromptText, example: dict, observation: str | list[dict], most: int
+) -> list[int]:
+    """The tokens with which an environment begins, after the task's system message. Raises
+    ValueError for more than `most` of them."""
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
-    system = text.template.system
-    if system is not None and observation[0]["role"] != "system":
+    if text.template.system is not None and observation[0]["role"] != "system":
         begins = text.template.with_system([], example)
         observation = [{"role": "system", "content": begins[0].content}, *observation]
     is_text = len(observation) == 1 and observation[0]["role"] == "user"
     turns = replace(text.turn_tokens, variables=text.variables_of(example))
-    return turns.prompt(observation[0]["content"] if is_text else observation)
-
-
-def check_length(prompt: list[int], max_prompt_length: int) -> None:
-    """Raises ValueError for a prompt of an environment that is too long."""
-    if len(prompt) > max_prompt_length:
+    prompt = turns.prompt(observation[0]["content"] if is_text else observation)
+    if len(prompt) > most:
         raise ValueError(
             f"it begins with a prompt of {len(prompt)} tokens, more than "
-            f"generation.max_prompt_length={max_prompt_length}; raise it to at least {len(prompt)}"
+            f"generation.max_prompt_length={most}; raise it to at least {len(prompt)}"
         )
+    return prompt
 
 
 # ---- what conversations are worth, and what is logged of them
@@ -277,12 +250,13 @@ def of_conversations(
 
 def won(rollout: Rollout) -> np.ndarray | None:
     """[B] bool: which conversations an environment calls `won`; None: it says so of none."""
-    if rollout.conversations is None:
-        return None
-    infos = [[turn.reply.info for turn in one.turns] for one in rollout.conversations]
-    if not any("won" in info for one in infos for info in one):
-        return None
-    return np.array([any(info.get("won") for info in one) for one in infos], bool)
+    says_so = False
+    won_B = np.zeros(len(rollout.conversations), bool)
+    for row, one in enumerate(rollout.conversations):
+        for turn in one.turns:
+            says_so |= "won" in turn.reply.info
+            won_B[row] |= bool(turn.reply.info.get("won"))
+    return won_B if says_so else None
 
 
 def failed_replies(rollout: Rollout) -> list[TurnReply]:
@@ -295,33 +269,34 @@ def failed_replies(rollout: Rollout) -> list[TurnReply]:
 
 def conversation_metrics(rollout: Rollout) -> Metrics:
     """Turns and their lengths, how conversations ended, and what environments count and cost."""
-    conversations = list(rollout.conversations)
+    conversations = rollout.conversations
+    total = len(conversations)
     turns = [turn for one in conversations for turn in one.turns]
-    counts = [len(one.turns) for one in conversations]
-    lengths = [turn.end - turn.begin for turn in turns]
-    metrics = {
-        "conversation/turns": sum(counts) / len(counts),
-        "conversation/max_turns": max(counts),
-        "conversation/turn_tokens": sum(lengths) / len(lengths),
-        "conversation/answer_tokens": sum(len(turn.reply.tokens) for turn in turns) / len(turns),
-        "time/environments": sum(turn.reply.seconds for turn in turns),
+    replies = [turn.reply for turn in turns]
+    ended = Counter(one.ended for one in conversations)
+    metrics: Metrics = {
+        "conversation/turns": len(turns) / total,
+        "conversation/max_turns": max(len(one.turns) for one in conversations),
+        "conversation/turn_tokens": sum(one.end - one.begin for one in turns) / len(turns),
+        "conversation/answer_tokens": sum(len(one.tokens) for one in replies) / len(turns),
+        "time/environments": sum(one.seconds for one in replies),
     }
     for why in ("done", "tokens", "turns", "failed"):
-        share = sum(one.ended == why for one in conversations) / len(conversations)
-        metrics[f"conversation/ended_by_{why}"] = share
-    failures = [reply.failure for reply in failed_replies(rollout)]
-    for kind in sorted(set(failures)):
-        metrics[f"conversation/failed_by_{kind}"] = failures.count(kind) / len(conversations)
+        metrics[f"conversation/ended_by_{why}"] = ended[why] / total
+    failures = Counter(one.failure for one in replies if one.failure)
+    for kind, count in sorted(failures.items()):
+        metrics[f"conversation/failed_by_{kind}"] = count / total
 
     # What environments count, such as calls of tools: means over conversations.
-    names = sorted({name for turn in turns for name in turn.reply.info})
-    totals = {name: sum(float(turn.reply.info.get(name, 0)) for turn in turns) for name in names}
+    totals: Counter = Counter()
+    for reply in replies:
+        totals.update({name: float(value) for name, value in reply.info.items()})
     ours = {*metrics, "conversation/tool_success"}
-    for name in names:
+    for name in sorted(totals):
         # `turns` is counted here already
         key = f"conversation/{name}"
         key = f"conversation/info_{name}" if key in ours else key
-        metrics[key] = totals[name] / len(conversations)
-    if totals.get("tool_calls") and "tool_errors" in totals:
+        metrics[key] = totals[name] / total
+    if totals["tool_calls"] and "tool_errors" in totals:
         metrics["conversation/tool_success"] = 1 - totals["tool_errors"] / totals["tool_calls"]
     return metrics

@@ -1,18 +1,20 @@
 """Curricula: which prompts are asked, by how often the policy has solved them so far.
 
 A curriculum is a function of grades alone, which are the same on all processes, and of seed and
-position in the data. Its state is kept with each checkpoint (runs/curriculum.py).
+position in the data. Its state is a file in each checkpoint: a run that goes on draws what it would
+have drawn.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from tunix_lite.tasks.fitting import Look
-from tunix_lite.tasks.sources import Source, digest, order_of
-from tunix_lite.types import Metrics
+from tunix_lite.tasks.processes import same_on_all
+from tunix_lite.tasks.sources import digest, order_of
+from tunix_lite.tasks.task import Task
+from tunix_lite.types import Graded, Metrics
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,6 @@ class CurriculumConfig:
     outside: float = 0.25
     # Completions of a prompt that are needed before its pass rate counts.
     min_completions: int = 8
-    # Task settings by level, easiest first: [{max_terms: 3}, {max_terms: 4}]. [] has one level.
-    levels: tuple[dict, ...] = ()
-    # Pass rate of the current level at which the next level starts, above 0, at most 1.
-    rise_at: float = 0.7
-    # Newest prompts of a level over which its pass rate is measured.
-    over_prompts: int = 64
 
     def __post_init__(self):
         if self.drop_at is not None and not 0 < self.drop_at <= 1:
@@ -48,36 +44,22 @@ class CurriculumConfig:
             raise ValueError(f"band={list(self.band)}: two pass rates, such as [0.2,0.8]; or []")
         if not 0 <= self.outside <= 1:
             raise ValueError(f"outside={self.outside} is a share, from 0 to 1")
-        if not 0 < self.rise_at <= 1:
-            raise ValueError(f"rise_at={self.rise_at} is a pass rate above 0, at most 1")
-        for name in ("min_completions", "over_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-        # A setting that would change nothing is refused.
-        needs = {
-            "outside": ("band", bool(self.band)),
-            "min_completions": ("drop_at or band", self.judges_prompts),
-            "rise_at": ("levels", bool(self.levels)),
-            "over_prompts": ("levels", bool(self.levels)),
-        }
-        defaults = {item.name: item.default for item in dataclasses.fields(self)}
-        for name, (other, is_there) in needs.items():
+        if self.min_completions < 1:
+            raise ValueError(f"min_completions={self.min_completions} must be at least 1")
+        for name, other, is_there in (
+            ("outside", "band", bool(self.band)),
+            ("min_completions", "drop_at or band", self.is_on),
+        ):
             value = getattr(self, name)
-            if value != defaults[name] and not is_there:
+            if value != getattr(CurriculumConfig, name) and not is_there:
                 raise ValueError(
                     f"{name}={value} would change nothing without {other}; leave it out"
                 )
 
     @property
-    def judges_prompts(self) -> bool:
-        """True if the pass rate of each prompt counts."""
-        return self.drop_at is not None or bool(self.band)
-
-    @property
     def is_on(self) -> bool:
         """True if the curriculum changes anything."""
-        return self.judges_prompts or bool(self.levels)
+        return self.drop_at is not None or bool(self.band)
 
     def drops(self, right: int, judged: int) -> bool:
         """True if a prompt is not asked again; right: of `judged` completions."""
@@ -96,11 +78,6 @@ class CurriculumConfig:
     def words(self) -> str:
         """Describes the curriculum for people."""
         parts = []
-        if self.levels:
-            parts.append(
-                f"{len(self.levels)} levels, the next one at a pass rate of {self.rise_at:g} over "
-                f"{self.over_prompts} prompts"
-            )
         if self.drop_at is not None:
             parts.append(f"prompts with a pass rate of {self.drop_at:g} or more are dropped")
         if self.band:
@@ -108,8 +85,7 @@ class CurriculumConfig:
             parts.append(
                 f"those outside of {low:g} to {high:g} are asked {self.outside:g} times"
             )
-        if self.judges_prompts:
-            parts.append(f"after {self.min_completions} completions of a prompt")
+        parts.append(f"after {self.min_completions} completions of a prompt")
         return ", ".join(parts)
 
 
@@ -120,49 +96,27 @@ class CurriculumState:
     Example: CurriculumState(rates={"5feceb66ffc86f38": (8, 8)}) knows one prompt, always solved.
     """
 
-    # counted from 0
-    level: int = 0
-    # (right completions, all completions) of each of the newest prompts of the level
-    recent: tuple[tuple[int, int], ...] = ()
-    # position in the data, by level and round, such as "0.0"
+    # position in the data, by round of a rollout
     positions: dict[str, int] = field(default_factory=dict)
     # (right completions, all completions), by digest of the example
     rates: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def as_json(self) -> dict:
-        """The state as JSON has it."""
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, saved: dict, levels: int) -> "CurriculumState":
-        """The state that `as_json` wrote. levels: of the settings. Raises ValueError."""
+    def from_json(cls, saved: dict) -> "CurriculumState":
+        """The state of a checkpoint. Raises ValueError for anything else."""
         try:
-            state = cls(
-                _count(saved["level"]),
-                tuple(_pair(item) for item in saved["recent"]),
-                {str(key): _count(item) for key, item in saved["positions"].items()},
-                {str(key): _pair(item) for key, item in saved["rates"].items()},
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            positions = {key: (value, 0) for key, value in saved["positions"].items()}
+            for pair in (*positions.values(), *saved["rates"].values()):
+                if [type(count) for count in pair] != [int, int] or min(pair) < 0:
+                    raise TypeError(f"{str(pair)[:40]} is no count")
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the state of a curriculum ({error!r})") from error
-        if state.level >= max(levels, 1):
-            raise ValueError(f"level {state.level + 1} of a curriculum with {levels} levels")
-        return state
+        return cls(
+            saved["positions"], {key: tuple(rate) for key, rate in saved["rates"].items()}
+        )
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{str(value)[:40]} is no count")
-    return value
-
-
-def _pair(value: list) -> tuple[int, int]:
-    right, judged = value
-    return _count(right), _count(judged)
-
-
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """Prompts to ask, and what was passed over for them.
 
     Example: draw_prompts(...).examples, a batch of rows of data.
@@ -180,25 +134,24 @@ class Draw:
 
 def draw_prompts(
     settings: CurriculumConfig,
-    state: CurriculumState,
+    rates: dict[str, tuple[int, int]],
+    position: int,
     examples: Sequence[dict],
     count: int,
     seed: int,
-    stream: str,
-    look: Callable[[dict], Look] | None = None,
+    look: Callable[[dict], str] | None = None,
 ) -> Draw:
     """The next `count` examples in the order of `seed`, without those that are not asked now.
 
-    stream: the key in state.positions. look: whether an example is taken; None: all are. A batch
-    looks at each example at most once. If too few are asked, the first that were passed over are
-    asked all the same. Raises ValueError if too few are taken.
+    look: why an example is left out; None: none is. A batch looks at each example at most once.
+    If too few are asked, the first that were passed over are asked all the same. Raises ValueError
+    if too few are taken.
     """
     order = order_of(examples, seed)
     num_examples = len(examples)
-    position = state.positions.get(stream, 0)
     chosen: list[dict] = []
     passed: list[dict] = []
-    unfit: list[Look] = []
+    unfit: list[str] = []
     # each example once, until all were seen; through fewer than `count`, though they come again
     few = num_examples < count
     end = position + (count if few else 2 * num_examples)
@@ -210,91 +163,102 @@ def draw_prompts(
             continue
         seen.add(place)
         example = examples[place]
-        if look is not None and not (taken := look(example)).fits:
-            unfit.append(taken)
-        elif is_asked(settings, state, example, seed, position - 1):
-            chosen.append(example)
-        else:
-            passed.append(example)
+        if look is not None and (why := look(example)):
+            unfit.append(why)
+            continue
+        share = settings.share(*rates.get(digest(example), (0, 0))) if rates else 1.0
+        # by chance, but the same in every process and after every resume
+        is_asked = share == 1 or np.random.default_rng((seed, position - 1)).random() < share
+        (chosen if is_asked else passed).append(example)
     refilled = passed[: count - len(chosen)]
     if len(chosen) + len(refilled) < count:
         raise ValueError(
-            f"of {len(examples):,} training prompts too few can be taken, and a batch takes "
-            f"{count}; the first that cannot: {unfit[0].why}"
+            f"of {num_examples:,} training prompts too few can be taken, and a batch takes "
+            f"{count}; the first that cannot: {unfit[0]}"
         )
     return Draw(chosen + refilled, position, len(passed), len(refilled), len(unfit))
 
 
-def is_asked(
-    settings: CurriculumConfig, state: CurriculumState, example: dict, seed: int, position: int
-) -> bool:
-    """True if an example is asked at this position of the data: always, never, or by chance."""
-    if not state.rates:
-        return True
-    share = settings.share(*state.rates.get(digest(example), (0, 0)))
-    if share in (0.0, 1.0):
-        return share == 1.0
-    return np.random.default_rng((seed, position)).random() < share
+@dataclass
+class Curriculum:
+    """Chooses the prompts of each rollout, and learns from its grades which to choose next.
 
+    Example: `begin(step, task)`, then `batch` for each round, then `end`, which returns metrics.
+    """
 
-def record_groups(
-    settings: CurriculumConfig,
-    state: CurriculumState,
-    groups: Iterable[tuple[dict, int, int]],
-) -> CurriculumState:
-    """The state after groups of the current level: (example, right completions, all of them)."""
-    recent = list(state.recent)
-    rates = dict(state.rates)
-    for example, right, judged in groups:
-        recent.append((right, judged))
-        if settings.judges_prompts:
+    settings: CurriculumConfig
+    # the states after the newest rollout and before it
+    state: CurriculumState
+    before: CurriculumState = field(init=False)
+    # the step that the newest rollout began with; -1 before the first one
+    began: int = field(init=False, default=-1)
+    # that rollout's groups: (example, right, all); its draws
+    groups: list[tuple[dict, int, int]] = field(init=False, default_factory=list)
+    draws: list[Draw] = field(init=False, default_factory=list)
+    num_prompts: int = field(init=False, default=1)
+
+    def __post_init__(self):
+        self.before = self.state
+
+    def begin(self, step: int, task: Task) -> Task:
+        """A rollout begins, for the updates from number `step` on. Returns the task that tells the
+        curriculum of its grades."""
+        self.before = self.state
+        self.began = step
+        self.groups.clear()
+        self.draws.clear()
+        return replace(task, on_graded=self.record)
+
+    def batch(
+        self, task: Task, count: int, seed: int, number: int = 0
+    ) -> tuple[list[dict], int]:
+        """The next examples for round `number` of this rollout, and how many were dropped for their
+        length. Raises ValueError, on all processes, as Task.batch does."""
+        train = task.config.source.train
+        key = str(number)
+        drawn = same_on_all(
+            task.processes,
+            lambda: draw_prompts(
+                self.settings,
+                self.before.rates,
+                self.before.positions.get(key, 0),
+                train,
+                count,
+                seed,
+                task.look if task.leaves_out else None,
+            ),
+        )
+        self.draws.append(drawn)
+        self.num_prompts = len(train)
+        self.state = replace(self.state, positions=self.state.positions | {key: drawn.position})
+        return drawn.examples, drawn.unfit
+
+    def record(self, graded: Graded) -> None:
+        """Takes note of all that was graded; completions that were dropped do not count."""
+        G = graded.num_generations
+        for first in range(0, len(graded.examples), G):
+            valid_rows = [row for row in range(first, first + G) if not graded.dropped[row]]
+            right = sum(bool(graded.correct[row]) for row in valid_rows)
+            self.groups.append((graded.examples[first], right, len(valid_rows)))
+
+    def end(self) -> Metrics:
+        """Ends the rollout: its grades count from here on. Returns metrics of it."""
+        rates = dict(self.state.rates)
+        for example, right, judged in self.groups:
             key = digest(example)
             before = rates.get(key, (0, 0))
             rates[key] = (before[0] + right, before[1] + judged)
-    recent = recent[-settings.over_prompts :] if settings.levels else []
-    state = replace(state, recent=tuple(recent), rates=rates)
-    rises = len(recent) == settings.over_prompts and pass_rate(recent) >= settings.rise_at
-    if rises and state.level + 1 < len(settings.levels):
-        return replace(state, level=state.level + 1, recent=())
-    return state
+        self.state = replace(self.state, rates=rates)
+        refilled = sum(draw.refilled for draw in self.draws)
+        not_asked = sum(draw.passed_over for draw in self.draws) - refilled
+        drawn = sum(len(draw.examples) for draw in self.draws)
+        dropped = sum(self.settings.drops(*rate) for rate in rates.values())
+        return {
+            "curriculum/dropped": dropped / self.num_prompts,
+            "curriculum/passed_over": not_asked / (drawn + not_asked),
+            "curriculum/refilled": refilled,
+        }
 
-
-def pass_rate(groups: Iterable[tuple[int, int]]) -> float:
-    """The share of right completions; 0 where there are none."""
-    groups = list(groups)
-    judged = sum(judged for _, judged in groups)
-    return sum(right for right, _ in groups) / judged if judged else 0.0
-
-
-def state_metrics(
-    settings: CurriculumConfig, state: CurriculumState, num_prompts: int
-) -> Metrics:
-    """Metrics of what is known. num_prompts: those to train on."""
-    metrics: Metrics = {}
-    if settings.judges_prompts:
-        dropped = sum(settings.drops(*rate) for rate in state.rates.values())
-        metrics["curriculum/dropped"] = dropped / num_prompts
-    if settings.levels:
-        metrics["curriculum/level"] = state.level + 1
-        metrics["curriculum/level_pass_rate"] = pass_rate(state.recent)
-    return metrics
-
-
-def source_of_level(source: Source, settings: CurriculumConfig, level: int) -> Source:
-    """The source with the settings of a level, counted from 0. Raises ValueError."""
-    if not settings.levels:
-        return source
-    changes = settings.levels[level]
-    known = [one.name for one in dataclasses.fields(source) if one.init]
-    if unknown := changes.keys() - {*known}:
-        raise ValueError(f"task.source has no {sorted(unknown)[0]}; it has {', '.join(known)}")
-    values = {key: tuple(x) if isinstance(x, list) else x for key, x in changes.items()}
-    for key, value in values.items():
-        # nothing is known of the type of a setting that is None so far
-        current = getattr(source, key)
-        allowed = (int, float) if isinstance(current, float) else type(current)
-        is_mixed_up = isinstance(value, bool) != isinstance(current, bool)
-        if current is not None and (is_mixed_up or not isinstance(value, allowed)):
-            kind = type(current).__name__
-            raise ValueError(f"{key}={value!r}: expected {kind}, such as {key}: {current!r}")
-    return replace(source, **values)
+    def at(self, step: int) -> dict:
+        """The state that belongs to the weights after `step` updates, as JSON has it."""
+        return asdict(self.before if step <= self.began else self.state)

@@ -7,23 +7,13 @@ from typing import Any
 
 from tunix_lite.tasks.chat import same_as_answer
 from tunix_lite.tasks.prompt_text import PromptTemplate
-from tunix_lite.tasks.row_files import KINDS, Rows, RowStream, check_on_error, rows_of
+from tunix_lite.tasks.row_files import KINDS, Rows, check_on_error, rows_of
+from tunix_lite.tasks.sources import FileSource
 from tunix_lite.tasks.task import Reward, TaskConfig
 
 NO_TRAIN = "train is missing: give task.train=FILE"
 # Every so many-th row is held out, where there is one file.
 HELD_OUT_EVERY = 10
-
-
-def _same_as_demonstration(completion: str, example: dict) -> float:
-    """1 if the completion is what sft learns from the row, its `completion` or else the first
-    assistant turn of `messages`, but for white space around it, else 0."""
-    demonstration = example.get("completion")
-    if isinstance(demonstration, str):
-        return float(completion.strip() == demonstration.strip())
-    if demonstration is not None:
-        example = {"messages": demonstration}
-    return same_as_answer(completion, example)
 
 
 def whole_text(completion: str) -> str:
@@ -32,7 +22,7 @@ def whole_text(completion: str) -> str:
 
 
 @dataclass(frozen=True)
-class FileRows:
+class FileRows(FileSource):
     """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
 
     Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt.
@@ -42,42 +32,32 @@ class FileRows:
     held_out_file: str | None  # None: every HELD_OUT_EVERY-th row of train_file
     format: str  # one of row_files.KINDS
     on_error: str  # a malformed row: raise; skip: leave it out
-    template: PromptTemplate
-    shuffle_buffer: int | None = (
-        None  # rows shuffled at a time of files read in order; None: all
-    )
+    # a row that makes no prompt is malformed, too
+    checker: PromptTemplate
 
     @cached_property
-    def train(self) -> Rows | RowStream:
+    def train(self) -> Rows:
         """The rows to train on. Raises ValueError without a file."""
         if self.train_file is None:
             raise ValueError(NO_TRAIN)
-        if self.shuffle_buffer is not None:
-            return RowStream(
-                self.train_file, self.shuffle_buffer, self.format, self.on_error, self.template
-            )
+        rows = self.rows(self.train_file)
         if self.held_out_file:
-            return self._whole
-        tenths = self._tenths
-        part = self._whole.part([i for i in range(len(self._whole)) if i not in tenths])
-        part.skipped, part.first_skipped = self._whole.skipped, self._whole.first_skipped
+            return rows
+        part = rows.part([i for i in range(len(rows)) if (i + 1) % HELD_OUT_EVERY])
+        part.skipped, part.first_skipped = rows.skipped, rows.first_skipped
         return part
 
     @cached_property
     def held_out(self) -> Rows:
         """The rows to evaluate with."""
         if self.held_out_file:
-            return rows_of(self.held_out_file, self.format, self.on_error, self.template)
-        return self._whole.part(self._tenths)
+            return self.rows(self.held_out_file)
+        rows = self.rows(self.train_file)
+        return rows.part(range(HELD_OUT_EVERY - 1, len(rows), HELD_OUT_EVERY))
 
-    @property
-    def _tenths(self) -> range:
-        return range(HELD_OUT_EVERY - 1, len(self._whole), HELD_OUT_EVERY)
-
-    @cached_property
-    def _whole(self) -> Rows:
-        # a row that makes no prompt is malformed, too
-        return rows_of(self.train_file, self.format, self.on_error, self.template)
+    def rows(self, file: str) -> Rows:
+        """All rows of a file."""
+        return rows_of(file, self.format, self.on_error, self.checker)
 
 
 @dataclass(frozen=True)
@@ -110,9 +90,6 @@ class FilesTaskConfig(TaskConfig):
     # For a row that cannot be read, makes no prompt, has nothing to learn from, or is too long:
     # raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
-    # Rows shuffled at a time while the files of `train` (data/*.jsonl) are read in order. null
-    # shuffles all rows.
-    shuffle_buffer: int | None = None
 
     def __post_init__(self):
         if self.train is None and self.held_out is None:
@@ -120,13 +97,6 @@ class FilesTaskConfig(TaskConfig):
         if self.format not in KINDS:
             raise ValueError(f"format={self.format!r}; it is {', '.join(KINDS)}")
         check_on_error(self.on_error)
-        if self.shuffle_buffer is not None and self.shuffle_buffer < 1:
-            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 1; or null")
-        if self.shuffle_buffer is not None and self.held_out is None:
-            raise ValueError(
-                "shuffle_buffer takes the held-out rows from a file of their own: give "
-                "task.held_out=FILE"
-            )
         rewards = dict(self.rewards)
         if self.reward is not None:
             # logged by the name of the function, or of its class
@@ -139,7 +109,7 @@ class FilesTaskConfig(TaskConfig):
             rewards = {name: Reward(self.reward)} | rewards
         if not rewards and self.environment is None:
             # `check_algorithm` refuses it where completions are to be learned from
-            rewards = {"_same_as_demonstration": Reward(_same_as_demonstration)}
+            rewards = {"_same_as_demonstration": Reward(same_as_answer)}
         # the dataclass is frozen for everybody else
         settle = partial(object.__setattr__, self)
         settle("rewards", rewards)
@@ -153,7 +123,6 @@ class FilesTaskConfig(TaskConfig):
             self.format,
             self.on_error,
             self.row_template,
-            self.shuffle_buffer,
         )
         settle("source", source)
         super().__post_init__()

@@ -1,15 +1,19 @@
-"""Metrics of grades: of rewards, of groups, of completions, and of what failed."""
+"""Grades: the outcomes of rewards, collected from all processes, and the metrics of them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 import numpy as np
 
-from tunix_lite.rewards.scores import Score
-from tunix_lite.tasks.processes import SharedError
+from tunix_lite.rewards.scores import Score, from_json
+from tunix_lite.tasks.processes import Processes
 from tunix_lite.types import FINISH, Graded, Metrics, Rollout
+from tunix_lite.workers.pool import FAILURES
 from tunix_lite.workers.process import Outcome
 
+# seconds between two checks whether the run is to end, while grades are waited for
+LOOK_SECONDS = 0.2
 # a metric -> the kind of failure of which it counts the calls
 FAILED = {
     "rewards/errors": "error",
@@ -17,52 +21,105 @@ FAILED = {
     "rewards/crashes": "crash",
     "rewards/not_numbers": "not_number",
 }
-
-
 # a metric -> the kind of Score (rewards.scores) of which it counts the calls
 NOTED = {"rewards/no_answer": "no_answer", "rewards/stopped": "stopped"}
 
 
-def grade_metrics(
-    graded: Graded,
-    outcomes: list[dict[str, Outcome]],
-    kinds_BN: np.ndarray,
-    unscorable_B: np.ndarray,
-    groups: list[list[int]],
-    first_failure: str,
-    say: Callable[[str], None] | None,
-) -> Metrics:
-    """Returns the metrics of rewards, of what failed, and of groups; a line to `say` if a reward
-    failed. Raises SharedError if all completions are dropped.
+def shared_outcomes(
+    futures: Sequence[Future | None],
+    graded: str,
+    processes: Processes,
+    look: Callable[[], None] | None = None,
+) -> list[dict[str, Outcome]]:
+    """Returns the outcome of each call, by whichever process. Raises ValueError on all if one of
+    them does.
 
-    outcomes: of all calls, as reward_calls.shared_outcomes returns them. kinds_BN, unscorable_B: as
-    in reward_calls.dropped_of. groups: the rows of each. first_failure: of a reward or of an
-    environment, in words.
+    graded: a digest of it, which must be the same everywhere; held-out examples are compared
+    nowhere else. look: called now and then while it waits.
     """
-    kinds = Counter(kind for one in outcomes for kind, _ in one.values())
-    counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
-    counts["rewards/dropped"] = int(graded.dropped.sum())
-    if graded.dropped.all():
-        raise SharedError(
-            f"all {graded.dropped.size} completions were dropped; the first: {first_failure}"
-        )
-    if any(counts[metric] for metric in FAILED) and say is not None:
-        failed = ", ".join(
-            f"{metric.removeprefix('rewards/')} {number}"
-            for metric, number in counts.items()
-            if number
-        )
-        say(
-            f"rewards that failed, of {graded.dropped.size} completions: {failed}; the first: "
-            f"{first_failure}"
-        )
+    own = [future for future in futures if future is not None]
+    left = set(own)
+    stops = False
+    error = None
+    while left and not stops:
+        _, left = wait(left, timeout=LOOK_SECONDS, return_when=FIRST_EXCEPTION)
+        # the first of those that failed, in the order of calls, without waiting for the others
+        failed = [future for future in own if future.done() and future.exception()]
+        if failed:
+            try:
+                failed[0].result()
+            except ValueError as failure:
+                error = str(failure)
+            break
+        if look is not None:
+            look()
+        stopping = processes.stopping
+        stops = bool(left) and stopping is not None and stopping.is_requested()
+    results = [] if left or error else [future.result() for future in own]
 
-    # What is no failure of a reward, but of a completion.
-    values = [value for one in outcomes for kind, value in one.values() if not kind]
+    everyone = processes.exchange([results, graded], error, stops)
+    processes.check_same(
+        [graded for _, graded in everyone],
+        "graded other prompts or completions than process 0: do all hosts have the same data "
+        "files and the same tokenizer?",
+    )
+    count = len(everyone)
+    return [
+        read_values(everyone[call % count][0][call // count]) for call in range(len(futures))
+    ]
+
+
+def read_values(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """The outcomes of a call with their values as `to_json` was given them."""
+    return {name: Outcome(kind, from_json(value)) for name, (kind, value) in outcomes.items()}
+
+
+def values_of(outcomes: list[dict[str, Outcome]], name: str) -> np.ndarray:
+    """The value that a function gives each completion, [B] float64; nan where it failed."""
+    of_function = [one[name] for one in outcomes]
+    return np.array([np.nan if one.kind else one.value for one in of_function], np.float64)
+
+
+def dropped_of(kinds_BN: np.ndarray, on_error: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tells which completions nothing is learned from, and which of those are unscorable; [B] bool
+    each.
+
+    kinds_BN: of the outcomes of all rewards. A completion that every reward skips is unscorable.
+    """
+    unscorable_B = (kinds_BN == "unscorable").any(axis=1) | (kinds_BN == "skip").all(axis=1)
+    failed_B = np.isin(kinds_BN, FAILURES).any(axis=1)
+    return unscorable_B | (failed_B & (on_error == "drop")), unscorable_B
+
+
+def reasons_of(outcomes: dict[str, Outcome]) -> dict[str, str]:
+    """Explains, by function, why it failed on a completion or found no answer in it."""
+    reasons = {}
+    for name, (kind, how) in outcomes.items():
+        if kind:
+            reasons[name] = f"{kind}: {how}" if how else kind
+        elif isinstance(how, Score):
+            reasons[name] = f"{how.kind}: {how.why}"
+    return reasons
+
+
+# ---- metrics
+
+
+def call_metrics(calls: list[dict[str, Outcome]]) -> Metrics:
+    """Counts the calls of functions that failed, and those that noted something."""
+    kinds = Counter(kind for one in calls for kind, _ in one.values())
+    values = [value for one in calls for kind, value in one.values() if not kind]
     values += [item for value in values if isinstance(value, list) for item in value]
     noted = Counter(value.kind for value in values if isinstance(value, Score))
+    counts = {metric: kinds[kind] for metric, kind in FAILED.items()}
+    return counts | {metric: noted[kind] for metric, kind in NOTED.items()}
 
-    # A failed reward counts 0; one that skips a completion does not count there.
+
+def reward_metrics(graded: Graded, kinds_BN: np.ndarray, groups: list[list[int]]) -> Metrics:
+    """Returns the metrics of rewards over the completions that count, and of groups.
+
+    kinds_BN: as in dropped_of, in the order of graded.each. groups: the rows of each.
+    """
     kept_B = ~graded.dropped
     valid = graded.rewards[kept_B]
     metrics = {
@@ -72,11 +129,10 @@ def grade_metrics(
         "reward/max": float(valid.max()),
     }
     for place, (name, values_B) in enumerate(graded.each.items()):
+        # a reward that failed counts 0; one that skips a completion does not count there
         counted = np.nan_to_num(values_B)[kept_B & (kinds_BN[:, place] != "skip")]
         metrics[f"reward/{name}"] = float(counted.mean()) if counted.size else 0.0
         metrics[f"reward/{name}_std"] = float(counted.std()) if counted.size else 0.0
-    metrics |= counts | {"rewards/unscorable": int(unscorable_B.sum())}
-    metrics |= {metric: noted[kind] for metric, kind in NOTED.items()}
     return metrics | group_metrics(graded.rewards, graded.dropped, groups)
 
 
@@ -85,19 +141,25 @@ def group_metrics(
 ) -> Metrics:
     """Returns the shares of groups that are worth 0 throughout, 1 throughout, and mixed, by the
     weighted sum as it was given. groups: the rows of each; dropped completions do not count."""
-    totals = [total_B[rows][~dropped_B[rows]] for rows in groups]
-    claims = {
-        "reward/groups_all_zero": [one.size > 0 and bool((one == 0).all()) for one in totals],
-        "reward/groups_all_one": [one.size > 0 and bool((one == 1).all()) for one in totals],
-        "reward/groups_mixed": [one.size > 0 and bool(one.min() < one.max()) for one in totals],
+    counts: Counter = Counter()
+    for rows in groups:
+        totals = total_B[rows][~dropped_B[rows]]
+        if not totals.size:
+            continue
+        is_mixed = totals.min() < totals.max()
+        counts["mixed" if is_mixed else float(totals[0])] += 1
+    return {
+        "reward/groups_all_zero": counts[0.0] / len(groups),
+        "reward/groups_all_one": counts[1.0] / len(groups),
+        "reward/groups_mixed": counts["mixed"] / len(groups),
     }
-    return {name: float(np.mean(are_true)) for name, are_true in claims.items()}
 
 
 def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
     """Returns metrics of how many completions are right, how long they are, and how they ended."""
     lengths_B = np.asarray(rollout.completion_mask).sum(axis=1)
     finished_B = np.asarray(rollout.finished)
+    ended_by_eos_B = np.asarray(rollout.finish) == FINISH.index("eos")
     # Of those that ended by themselves; 0 where none did.
     ended = lengths_B[finished_B] if finished_B.any() else np.zeros(1, lengths_B.dtype)
     return {
@@ -106,7 +168,7 @@ def completion_metrics(right_B: np.ndarray, rollout: Rollout) -> Metrics:
         "completions/min_length": int(lengths_B.min()),
         "completions/max_length": int(lengths_B.max()),
         "completions/truncated": float(1 - finished_B.mean()),
-        "completions/eos": float(np.mean(np.asarray(rollout.finish) == FINISH.index("eos"))),
+        "completions/eos": float(ended_by_eos_B.mean()),
         "completions/mean_terminated_length": float(ended.mean()),
         "completions/min_terminated_length": int(ended.min()),
         "completions/max_terminated_length": int(ended.max()),

@@ -5,13 +5,13 @@ Its data are not shipped. Give its files, or the name of a data set on the hub.
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from tunix_lite.models.hub import dataset_folder
 from tunix_lite.rewards.numbers import last_number, number_of
 from tunix_lite.tasks.messages import fields_of
-from tunix_lite.tasks.row_files import Rows, check_on_error, rows_of
+from tunix_lite.tasks.row_files import check_on_error
+from tunix_lite.tasks.sources import FileSource
 
 # pattern of the paper's reference code: the first match counts
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
@@ -44,7 +44,7 @@ class _Solutions:
 
 
 @dataclass(frozen=True)
-class Gsm8k:
+class Gsm8k(FileSource):
     """Rows `question` and `answer` of files, .jsonl or .parquet, or of a data set on the hub. An
     example has the number as `answer` and the whole solution as `completion`.
 
@@ -59,25 +59,16 @@ class Gsm8k:
     hub: str = "openai/gsm8k"
     # For a row that is malformed or does not fit: raise stops, skip leaves it out and counts it.
     on_error: str = "raise"
+    checker = _Solutions()
 
     def __post_init__(self):
         check_on_error(self.on_error)
 
-    @cached_property
-    def train(self) -> Rows:
-        """The rows to train on."""
-        return self._examples(self.train_file or self._downloaded("train"))
-
-    @cached_property
-    def held_out(self) -> Rows:
-        """The rows to evaluate with."""
-        return self._examples(self.held_out_file or self._downloaded("held_out"))
-
-    def _examples(self, file: str) -> Rows:
-        kind = "parquet" if file.endswith(".parquet") else "jsonl"
-        return rows_of(file, kind, self.on_error, _Solutions())
-
-    def _downloaded(self, split: str) -> str:
+    def file_of(self, split: str) -> str:
+        """The file of a split; one that was not given is downloaded."""
+        file = getattr(self, f"{split}_file")
+        if file is not None:
+            return file
         folder = dataset_folder(self.hub, tuple(HUB_FILES.values()))
         files = sorted(Path(folder).glob(HUB_FILES[split]))
         if len(files) != 1:

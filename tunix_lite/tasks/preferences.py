@@ -20,44 +20,44 @@ class PairTemplate(PromptTemplate):
 
     def check(self, row: dict) -> dict:
         """The row with `chosen` and `rejected` as texts, or as messages where an answer is more
-        than a text. Where there is no prompt but what the two conversations have in common, with
-        that as `messages`. Raises ValueError for a row that is no such pair."""
+        than a text. Where there is no prompt, that of `chosen` is it, as `messages`. Raises
+        ValueError for a row that is no such pair."""
         for name in FIELDS:
             if row.get(name) is None:
                 raise ValueError(f"a preference needs `{name}`; this one has {fields_of(row)}")
         turns = {name: _turns(name, row[name]) for name in FIELDS}
         pair = dict(row)
+        # the messages with which a conversation begins; None: whatever is before its last turn
+        before = None
         if self.prompt is None and row.get("prompt") is None and row.get("messages") is None:
-            before = {name: messages[:-1] for name, messages in turns.items()}
-            if not before["chosen"] or before["chosen"] != before["rejected"]:
+            before = turns["chosen"][:-1]
+            if not before:
                 raise ValueError(
                     "a preference needs a `prompt`, or `chosen` and `rejected` as conversations "
-                    "that differ in the last turn alone"
+                    "that begin with the same messages"
                 )
             pair["messages"] = list(row["chosen"][:-1])
-            begins = dict.fromkeys(FIELDS, len(before["chosen"]))
-        else:
-            begins = {}
-            prompt = (
-                [] if self.prompt is not None else list(map(_stripped, conversation_of(row)))
-            )
-            for name, messages in turns.items():
-                # an answer alone, or a conversation that begins with the prompt
-                begins[name] = 0 if messages[0].role == "assistant" else len(prompt)
-                if self.prompt is not None and messages[0].role != "assistant":
-                    begins[name] = len(messages) - 1
-                elif list(map(_stripped, messages[: begins[name]])) != prompt[: begins[name]]:
-                    raise ValueError(
-                        f"`{name}` begins with other messages than the prompt of the row; leave "
-                        "`prompt` or `messages` out of the row, or let `chosen` and `rejected` "
-                        "hold the answers alone"
-                    )
-        answers = {name: turns[name][begins[name] :] for name in FIELDS}
-        if answers["chosen"] == answers["rejected"]:
-            raise ValueError(f"`chosen` and `rejected` are the same: {shortened(row['chosen'])}")
-        for name, answer in answers.items():
+        elif self.prompt is None:
+            before = conversation_of(row)
+
+        answers = []
+        for name, messages in turns.items():
+            begin = 0
+            if messages[0].role != "assistant":
+                begin = len(messages) - 1 if before is None else len(before)
+            start = _stripped(messages[:begin])
+            if begin and before is not None and start != _stripped(before):
+                raise ValueError(
+                    f"`{name}` begins with other messages than the prompt of the row; leave "
+                    "`prompt` or `messages` out of the row, or let `chosen` and `rejected` hold "
+                    "the answers alone"
+                )
+            answer = messages[begin:]
+            answers.append(answer)
             is_text = len(answer) == 1 and answer[0].more is None
-            pair[name] = answer[0].content if is_text else list(row[name][begins[name] :])
+            pair[name] = answer[0].content if is_text else list(row[name][begin:])
+        if answers[0] == answers[1]:
+            raise ValueError(f"`chosen` and `rejected` are the same: {shortened(row['chosen'])}")
         return super().check(pair | {"completion": pair["chosen"]})
 
 
@@ -71,8 +71,8 @@ def _turns(name: str, answer: object) -> list[Message]:
     return turns
 
 
-def _stripped(turn: Message) -> Message:
-    return turn._replace(content=turn.text.strip())
+def _stripped(turns: list[Message]) -> list[Message]:
+    return [turn._replace(content=turn.text.strip()) for turn in turns]
 
 
 @dataclass(frozen=True)

@@ -36,45 +36,46 @@ class Processes:
     count: int = 1
     # a value of this process -> the values of all processes
     share: Callable[[Any], list] = lambda value: [value]
-    stopping: Any = (
-        None  # knows whether the run is to end (distributed.stopping); None: it is not
-    )
+    # knows whether the run is to end (distributed.stopping); None: it is not
+    stopping: Any = None
+
+    def exchange(self, value: object, error: str | None, stops: bool = False) -> list:
+        """The values of all processes, JSON each. Raises on all of them SharedError if one has an
+        error, and StopRun if one is to stop."""
+        everyone = self.share([value, error, stops])
+        if self.stopping is not None:
+            self.stopping.stop_if(any(stops for *_, stops in everyone))
+        for _, error, _ in everyone:
+            if error is not None:
+                raise SharedError(error)
+        return [value for value, *_ in everyone]
+
+    def check_same(self, digests: list[str], what: str) -> None:
+        """Raises SharedError, which says `what` the processes with another digest did."""
+        others = [f"process {i}" for i, one in enumerate(digests) if one != digests[0]]
+        if others:
+            raise SharedError(f"{' and '.join(others)} {what}")
 
 
 ALONE = Processes()
 
 
-def same_on_all(processes: Processes, take: Callable[[], tuple]) -> tuple:
-    """Returns the result of `take`, after all processes have compared it. take: () -> (examples,
-    ...).
+def same_on_all(processes: Processes, take: Callable[[], Any]) -> Any:
+    """Returns the result of `take`, after all processes have compared it.
 
-    Raises SharedError on all of them if one has other examples, or if `take` raises ValueError on
+    Raises SharedError on all of them if one has another result, or if `take` raises ValueError on
     one.
     """
     if processes.count == 1:
         return take()
-    taken: tuple = ([], 0)
+    taken = None
     error = None
     try:
         taken = take()
     except ValueError as failed:
         error = str(failed)
-
-    # every process raises, or none does
-    everyone = processes.share([digest(taken), error])
-    errors = [error for _, error in everyone if error is not None]
-    if errors:
-        raise SharedError(errors[0])
-    others = unlike_the_first([theirs for theirs, _ in everyone])
-    if others:
-        raise SharedError(
-            f"{others} took other examples than process 0: do all hosts have the same data files?"
-        )
-    return taken
-
-
-def unlike_the_first(digests: list[str]) -> str:
-    """Names processes whose value differs from process 0's; "" if there are none."""
-    return " and ".join(
-        f"process {i}" for i, theirs in enumerate(digests) if theirs != digests[0]
+    processes.check_same(
+        processes.exchange(digest(taken), error),
+        "took other examples than process 0: do all hosts have the same data files?",
     )
+    return taken

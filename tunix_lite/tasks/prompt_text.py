@@ -35,9 +35,8 @@ class PromptTemplate:
     # the user's message; None: the field `messages`, or else `prompt`, of an example has it
     prompt: str | None
     system: str | None = None  # before it; {names} are fields here, too
-    answered: str = (
-        "last"  # which assistant turn of `messages` is not asked but learned: last, all
-    )
+    # which assistant turn of `messages` is not asked but learned: last, all
+    answered: str = "last"
 
     def messages(self, example: dict) -> list[Message]:
         """The messages that the model answers. Raises ValueError if the example does not fit."""
@@ -77,11 +76,10 @@ class PromptTemplate:
         """The conversation of an example: what is asked, and the turns that answer and follow."""
         turns = conversation_of(example)
         answers = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
-        if self.answered == "last" and (not answers or answers[-1] != len(turns) - 1):
+        is_last = self.answered == "last"
+        if not answers or (is_last and answers[-1] != len(turns) - 1):
             return turns, []
-        if not answers:
-            return turns, []
-        first = answers[0] if self.answered == "all" else answers[-1]
+        first = answers[-1 if is_last else 0]
         if not first:
             raise ValueError("a conversation begins with the assistant; nothing is asked")
         return turns[:first], turns[first : answers[-1] + 1]
@@ -90,38 +88,32 @@ class PromptTemplate:
         self, name: str, template: str, example: dict
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a template, as str.format makes it, and the spans that fields have in it."""
-        # null would become the word None in the prompt
-        for column in _fields_of(template):
-            if "." in column or "[" in column:
-                raise ValueError(
-                    f"task.{name} has {{{column}}}; write the name of a column alone, without `.` "
-                    "and `[`"
-                )
-            if column in example and example[column] is None:
-                raise ValueError(
-                    f"task.{name} names {column!r}, which is null here; it needs a value"
-                )
         formatter = Formatter()
         text = ""
         spans = []
         try:
             for literal, column, spec, conversion in formatter.parse(template):
                 text += literal
-                if column is not None:
-                    value = formatter.convert_field(example[column], conversion)
-                    written = formatter.format_field(value, formatter.vformat(spec, (), example))
-                    spans.append((len(text), len(text) + len(written)))
-                    text += written
-            return text, spans
+                if column is None:
+                    continue
+                # null would become the word None in the prompt
+                if example[column] is None:
+                    raise ValueError(f"{column!r} is null, and needs a value")
+                value = formatter.convert_field(example[column], conversion)
+                written = formatter.format_field(value, formatter.vformat(spec, (), example))
+                spans.append((len(text), len(text) + len(written)))
+                text += written
         except KeyError as error:
             raise ValueError(
-                f"task.{name} names {error}, but an example has {fields_of(example)}"
+                f"task.{name} names {error}, but an example has {fields_of(example)}; the name of "
+                "a column stands alone, without `.` and `[`"
             ) from error
         except (AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
                 f"task.{name}={shortened(template)} does not fit the example {shortened(example)} "
                 f"({error}); write {{name}} for a field, {{{{ for a brace"
             ) from error
+        return text, spans
 
 
 @dataclass(frozen=True)
@@ -134,9 +126,8 @@ class PromptText:
     template: PromptTemplate
     special_tokens_in_data: str  # setting of TaskConfig
     tokenizer: Tokenizer
-    variables: dict = field(
-        default_factory=dict
-    )  # variables of the chat template, such as `tools`
+    # variables of the chat template, such as `tools`
+    variables: dict = field(default_factory=dict)
 
     @cached_property
     def turn_tokens(self) -> TurnTokens:
@@ -164,69 +155,61 @@ class PromptText:
         """The tokens of the answer to learn from, in the field `name`, and which of them are
         learned: of an answer in several turns only those of the assistant. Each turn ends with the
         token that ends it."""
+        tokenizer = self.tokenizer
+        tokens: list[int] = []
+        learned: list[bool] = []
         with self._naming(example):
-            prompt = self._asked(example)
-            history = (
-                prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            )
-            turns = [self._written(turn) for turn in self.completion(example, name)]
+            history = self._asked(example)
+            if not isinstance(history, list):
+                history = [{"role": "user", "content": history}]
             variables = self.variables_of(example)
             num_answered = len(history)
-            tokens: list[int] = []
-            learned: list[bool] = []
-            for turn in turns:
+            for turn in map(self._written, self.completion(example, name)):
                 if turn["role"] == "assistant":
                     # messages since the last answer; the prompt holds those before the first
                     if tokens:
-                        between = self.tokenizer.between
-                        tokens += between(history[:num_answered], history, **variables)
+                        answered = history[:num_answered]
+                        tokens += tokenizer.between(answered, history, **variables)
                         learned += [False] * (len(tokens) - len(learned))
-                    tokens += self.tokenizer.demonstration(history, turn, **variables)
+                    tokens += tokenizer.demonstration(history, turn, **variables)
                     learned += [True] * (len(tokens) - len(learned))
                     num_answered = len(history) + 1
                 history = [*history, turn]
-            return tokens, learned
-
-    def length(self, example: dict) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt(example))
+        return tokens, learned
 
     def completion(self, example: dict, name: str = "completion") -> list[Message]:
         """The turns to learn from: the field `name`, a text or messages; without a `completion`
         what answers in `messages`. Raises ValueError if there is none."""
         completion = example.get(name)
-        if completion is None:
-            turns = []
-            if name == "completion" and self.template.prompt is None:
-                _, turns = self.template.split(example)
-            if turns:
-                return turns
-            is_conversation = (
-                example.get("messages") is not None and self.template.prompt is None
-            )
-            if name != "completion" or not is_conversation:
-                raise ValueError(
-                    f"an example for sft needs a `{name}`; this one has {fields_of(example)}"
-                )
-            last = self.template.split(example)[0][-1].role
-            answers = any(turn.role == "assistant" for turn in conversation_of(example))
-            if self.template.answered == "last" and answers:
-                raise ValueError(
-                    f"`messages` end with a turn of the {last}, and task.learned_turns=last learns "
-                    "from the assistant's turn at the end; leave that turn out of the row, or set "
-                    "task.learned_turns=all, which learns from the assistant's turns before it"
-                )
-            raise ValueError("`messages` have no turn of the assistant to learn from")
         if isinstance(completion, str):
             return [Message("assistant", completion)]
-        if not isinstance(completion, list | tuple):
+        if isinstance(completion, list | tuple):
+            turns = messages_in(name, completion)
+            if turns[0].role != "assistant" or turns[-1].role != "assistant":
+                raise ValueError(f"`{name}` begins and ends with the assistant")
+            return turns
+        if completion is not None:
             raise ValueError(
                 f"a `{name}` is a text, or a list of messages; this one is {shortened(completion)}"
             )
-        turns = messages_in(name, completion)
-        if turns[0].role != "assistant" or turns[-1].role != "assistant":
-            raise ValueError(f"`{name}` begins and ends with the assistant")
-        return turns
+        before: list[Message] = []
+        turns: list[Message] = []
+        is_in_row = name == "completion" and self.template.prompt is None
+        if is_in_row:
+            before, turns = self.template.split(example)
+        if turns:
+            return turns
+        if not is_in_row or example.get("messages") is None:
+            raise ValueError(
+                f"an example for sft needs a `{name}`; this one has {fields_of(example)}"
+            )
+        if self.template.answered == "last" and any(one.role == "assistant" for one in before):
+            raise ValueError(
+                f"`messages` end with a turn of the {before[-1].role}, and task.learned_turns=last "
+                "learns from the assistant's turn at the end; leave that turn out of the row, or "
+                "set task.learned_turns=all, which learns from the assistant's turns before it"
+            )
+        raise ValueError("`messages` have no turn of the assistant to learn from")
 
     def place(self, example: dict) -> str:
         """File, line and a colon, of an example that comes from a file; else nothing."""

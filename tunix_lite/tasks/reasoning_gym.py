@@ -53,7 +53,7 @@ class ReasoningGym(GeneratedSource):
             _dataset_of(name, self._settings(name), self.seed, self.num_problems)
 
     def make(self, rng: np.random.Generator) -> dict:
-        """See generated.Generator. `problem` says which one it is, to make it again."""
+        """Makes one problem. `problem` says which one it is, to make it again."""
         weights = np.array(self.weights or [1.0] * len(self.tasks))
         name = self.tasks[int(rng.choice(len(self.tasks), p=weights / weights.sum()))]
         index = int(rng.integers(self.num_problems))

@@ -7,18 +7,17 @@ A source is anything with `train` and `held_out`, each a sequence of examples; a
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol
 
 import grain
 import numpy as np
 
-from tunix_lite.tasks.fitting import Look
 from tunix_lite.tasks.generated import GeneratedSource, check_range
-from tunix_lite.tasks.row_files import Rows, RowStream, check_on_error, digest_of_files, rows_of
+from tunix_lite.tasks.row_files import RowChecker, Rows, check_on_error, rows_of
 
 # examples, at least, before a search for prompts that fit is given up
 LOOKED_AT = 2000
@@ -42,10 +41,13 @@ class Source(Protocol):
         """The examples to evaluate with."""
 
 
+def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
+    """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
+    return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
+
+
 def batch_at(examples: Sequence[dict], batch_size: int, seed: int, step: int) -> list[dict]:
     """Batch number `step` of an endless pass over `examples`, shuffled anew in each epoch."""
-    if isinstance(examples, RowStream):
-        return examples.batch(batch_size, seed, step)
     order = order_of(examples, seed)
     places = range(step * batch_size, (step + 1) * batch_size)
     return [examples[int(order[place])] for place in places]
@@ -55,22 +57,22 @@ class FittingOrders:
     """The batches of examples that fit, in the orders of all seeds: each example is looked at once.
 
     In the endless shuffled order of a seed each example that fits comes once an epoch. Batch number
-    `step` is the same whatever was asked before.
+    `step` is the same whatever was asked before. If no example is left out, the batches are those
+    of `batch_at`.
 
-    Example: FittingOrders(rows, look, 48).batch(16, seed=0, step=3) is the fourth batch, and how
-    many examples were passed over on the way to it.
+    Example: FittingOrders(rows, look).batch(16, seed=0, step=3) is the fourth batch, and how many
+    examples were passed over on the way to it.
     """
 
-    def __init__(self, examples: Sequence[dict], look: Callable[[dict], Look], limit: int):
-        """limit: of the tokens of a prompt, for messages."""
+    def __init__(self, examples: Sequence[dict], look: Callable[[dict], str]):
+        """look: why an example is left out; "": it is not."""
         self.examples = examples
-        self.limit = limit
         self._look = look
-        # looks, by number of the example
-        self._looks: dict[int, Look] = {}
+        # by number of the example
+        self._looks: dict[int, str] = {}
         self._num_fitting = 0
-        # beginning of the batch after the last one, by batch size and seed
-        self._places: dict[tuple[int, int], _Place] = {}
+        # the next step and the batches from there on, by batch size and seed
+        self._under_way: dict[tuple[int, int], tuple[int, Iterator]] = {}
 
     def are_of(self, examples: Sequence[dict]) -> bool:
         """True if the looks are of these examples, or of others that are made in the same way."""
@@ -79,81 +81,51 @@ class FittingOrders:
 
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         """Raises ValueError if too few fit, of all examples or of the first that are looked at."""
-        order = order_of(self.examples, seed)
-        place = self._places.pop((batch_size, seed), _Place())
-        if step < place.step:
-            place = _Place()
-        while place.step <= step:
-            chosen, passed_over = self._take(order, place, batch_size)
-        self._places[batch_size, seed] = place
+        next_step, batches = self._under_way.pop((batch_size, seed), (step + 1, None))
+        if step < next_step:
+            next_step, batches = 0, self._batches(batch_size, seed)
+        chosen, passed_over = next(islice(batches, step - next_step, None))
+        self._under_way[batch_size, seed] = step + 1, batches
         return [self.examples[i] for i in chosen], passed_over
 
-    def _take(
-        self, order: Sequence[int], place: "_Place", batch_size: int
-    ) -> tuple[list[int], int]:
-        """The numbers of the next examples, and how many were passed over; moves the place on."""
+    def _batches(self, batch_size: int, seed: int) -> Iterator[tuple[list[int], int]]:
+        """The numbers of the examples of each batch, and how many were passed over for it."""
+        order = order_of(self.examples, seed)
         count = len(self.examples)
-        chosen, place.waiting = place.waiting, []
-        place.step += 1
-        passed_over = 0
-        while len(chosen) < batch_size:
-            i = int(order[place.position])
-            place.position += 1
-            if i not in self._looks:
-                self._looks[i] = self._look(self.examples[i])
-                self._num_fitting += self._looks[i].fits
-            # None: not all were looked at
-            num_fitting = self._num_fitting if len(self._looks) == count else None
-            # If no example is left out, the batches are those of `batch_at`.
-            if not self._looks[i].fits:
-                passed_over += 1
-            elif i in chosen and num_fitting != count:
-                place.waiting.append(i)
-            else:
-                chosen.append(i)
-            is_given_up = passed_over >= max(LOOKED_AT, 100 * batch_size)
-            if is_given_up or (num_fitting is not None and num_fitting < min(batch_size, count)):
-                raise ValueError(self._too_few(batch_size))
-        return chosen, passed_over
-
-    def _too_few(self, batch_size: int) -> str:
-        """Describes why a batch cannot be filled."""
-        looks = self._looks.values()
-        fit = sum(look.fits for look in looks)
-        others = [look.why for look in looks if look.prompt_length is None]
-        if others:
-            return (
-                f"only {fit} of the {len(looks)} training examples looked at can be taken, and a "
-                f"batch takes {batch_size}; the first that cannot: {others[0]}"
-            )
-        few = "no training prompt fits"
-        if fit:
-            few = f"only {fit} of the {len(looks)} training prompts looked at fit"
-        lengths = sorted(look.prompt_length for look in looks)
-        enough = lengths[min(batch_size, len(lengths)) - 1]
-        return (
-            f"{few} generation.max_prompt_length={self.limit}, and a batch takes {batch_size}; the "
-            f"shortest has {lengths[0]} tokens; raise generation.max_prompt_length to at least "
-            f"{enough}, or set generation.long_prompts=truncate"
-        )
-
-
-@dataclass
-class _Place:
-    """Beginning of a batch. waiting: examples that the batch before it held already."""
-
-    step: int = 0
-    position: int = 0
-    waiting: list[int] = field(default_factory=list)
+        position = 0
+        # examples that the batch before held already, where an epoch ends in a batch
+        waiting: list[int] = []
+        while True:
+            chosen, waiting = waiting, []
+            passed_over = 0
+            while len(chosen) < batch_size:
+                i = int(order[position])
+                position += 1
+                if i not in self._looks:
+                    self._looks[i] = self._look(self.examples[i])
+                    self._num_fitting += not self._looks[i]
+                if self._looks[i]:
+                    passed_over += 1
+                elif i in chosen and self._num_fitting < len(self._looks):
+                    waiting.append(i)
+                else:
+                    chosen.append(i)
+                is_given_up = passed_over >= max(LOOKED_AT, 100 * batch_size)
+                are_known = len(self._looks) == count
+                if is_given_up or (are_known and self._num_fitting < min(batch_size, count)):
+                    raise ValueError(
+                        f"only {self._num_fitting} of the {len(self._looks)} training examples "
+                        f"looked at can be taken, and a batch takes {batch_size}; the first that "
+                        f"cannot: {next(filter(None, self._looks.values()))}"
+                    )
+            yield chosen, passed_over
 
 
 def first_fitting(
-    examples: Sequence[dict], count: int, look: Callable[[dict], Look] | None
+    examples: Sequence[dict], count: int, look: Callable[[dict], str] | None
 ) -> list[dict]:
     """The first `count` held-out examples that fit, or all that do if there are no more than
     `count`. Raises ValueError if too few fit. look: None: all fit."""
-    if look is None:
-        return [examples[i] for i in range(min(count, len(examples)))]
     fitting = []
     first_unfit = ""
     # examples are made one by one, so no more of them than needed
@@ -161,7 +133,8 @@ def first_fitting(
         if len(fitting) == count:
             break
         example = examples[i]
-        if (why := look(example).why) == "":
+        why = "" if look is None else look(example)
+        if not why:
             fitting.append(example)
         first_unfit = first_unfit or why
     if len(fitting) < min(count, len(examples)) and (count < len(examples) or not fitting):
@@ -172,9 +145,11 @@ def first_fitting(
     return fitting
 
 
-def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
-    """The numbers of all examples, endlessly: each epoch has a shuffle of its own."""
-    return grain.MapDataset.range(len(examples)).shuffle(seed=seed).repeat()
+def spread(count: int, limit: int) -> Sequence[int]:
+    """Numbers of so many examples: all, or `limit` of them, evenly spread."""
+    if count <= limit:
+        return range(count)
+    return [i * (count - 1) // (limit - 1) for i in range(limit)]
 
 
 # ---- digests: is it the same data
@@ -182,23 +157,19 @@ def order_of(examples: Sequence[dict], seed: int) -> grain.MapDataset:
 
 def digest_of_data(source: Source, splits: Sequence[str] = SPLITS) -> dict[str, str]:
     """A digest of each of these splits, the same in every process: of all examples if they are a
-    list, else see SAMPLED; of files that are not held in memory, see row_files.digest_of_files."""
+    list, else of SAMPLED of them."""
     return {name: _digest_of_split(getattr(source, name)) for name in splits}
 
 
 def _digest_of_split(examples: Sequence[dict]) -> str:
-    known = examples.known if isinstance(examples, Rows | RowStream) else {}
+    known = examples.known if isinstance(examples, Rows) else {}
     if "digest" in known:
         return known["digest"]
-    if isinstance(examples, RowStream):
-        known["digest"] = digest_of_files(examples.files)
-        return known["digest"]
-    num_examples = len(examples)
-    places = range(num_examples)
+    count = len(examples)
     # made one by one, and perhaps very many
-    if not isinstance(examples, list | tuple) and num_examples > SAMPLED:
-        places = [i * (num_examples - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
-    parts = [str(num_examples)]
+    is_list = isinstance(examples, list | tuple)
+    places = spread(count, count if is_list else SAMPLED)
+    parts = [str(count)]
     for start in range(0, len(places), AT_ONCE):
         parts.append(digest([examples[i] for i in places[start : start + AT_ONCE]]))
     known["digest"] = digest(parts)
@@ -211,7 +182,7 @@ def digest(value: object) -> str:
         text = json.dumps(value, sort_keys=True, default=_as_json)
     except TypeError:
         # keys of several types, or keys that JSON does not have
-        text = json.dumps(_with_text_as_keys(value), sort_keys=True, default=_as_json)
+        text = _without_addresses(value)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -219,26 +190,49 @@ def _as_json(value: object) -> Any:
     """Replaces a value that JSON does not have by one that it has."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): item for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(digest(item) for item in value)
+    # the order of a set differs from process to process
+    return sorted(map(digest, value)) if isinstance(value, set) else _without_addresses(value)
+
+
+def _without_addresses(value: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
-
-
-def _with_text_as_keys(value: object) -> Any:
-    if isinstance(value, Mapping):
-        pairs = ((f"{type(key).__name__} {_as_json(key)}", item) for key, item in value.items())
-        return {key: _with_text_as_keys(item) for key, item in pairs}
-    is_list = isinstance(value, list | tuple)
-    return [_with_text_as_keys(item) for item in value] if is_list else value
 
 
 # ---- sources
 
 
+class FileSource:
+    """The rows of two files, as a source: those of its fields `train_file` and `held_out_file`.
+
+    Example: Jsonl("train.jsonl", "held_out.jsonl").train[0].
+    """
+
+    on_error: str
+    # makes the example of a row; None: the row is the example
+    checker: RowChecker | None = None
+
+    @cached_property
+    def train(self) -> Rows:
+        """The rows to train on."""
+        return self.rows(self.file_of("train"))
+
+    @cached_property
+    def held_out(self) -> Rows:
+        """The rows to evaluate with."""
+        return self.rows(self.file_of("held_out"))
+
+    def file_of(self, split: str) -> str:
+        """The file of a split."""
+        return getattr(self, f"{split}_file")
+
+    def rows(self, file: str) -> Rows:
+        """All rows of a file, whose format its name says."""
+        kind = "parquet" if file.endswith(".parquet") else "jsonl"
+        return rows_of(file, kind, self.on_error, self.checker)
+
+
 @dataclass(frozen=True)
-class Jsonl:
+class Jsonl(FileSource):
     """Examples from files with one JSON object a line; what stands in a file is the whole of that
     split.
 
@@ -251,14 +245,6 @@ class Jsonl:
 
     def __post_init__(self):
         check_on_error(self.on_error)
-
-    @cached_property
-    def train(self) -> Rows:
-        return rows_of(self.train_file, "jsonl", self.on_error)
-
-    @cached_property
-    def held_out(self) -> Rows:
-        return rows_of(self.held_out_file, "jsonl", self.on_error)
 
 
 @dataclass(frozen=True)
@@ -296,19 +282,22 @@ class Arithmetic(GeneratedSource):
         super().__post_init__()
 
     def make(self, rng: np.random.Generator) -> dict:
-        """See generated.Generator."""
+        """Makes one problem."""
         count = rng.integers(self.min_terms, self.max_terms + 1)
         first, *terms = (int(t) for t in rng.integers(1, self.max_value + 1, count))
         signs = [str(sign) for sign in rng.choice(self.operators, count - 1)]
-        question = str(first) + "".join(f" {s} {t}" for s, t in zip(signs, terms))
+        question = str(first)
         total = first
         lines = []
         for sign, term in zip(signs, terms):
+            question += f" {sign} {term}"
             after = total + term if sign == "+" else total - term
             lines.append(f"{total} {sign} {term} = {after}")
             total = after
         # a problem of the other split is drawn again, and takes no number for its demonstration
-        if deepcopy(rng).random() >= self.worked:
+        before = rng.bit_generator.state
+        if rng.random() >= self.worked:
             lines = []
+        rng.bit_generator.state = before
         completion = "\n".join([*lines, f"The answer is {total}."])
         return {"question": question, "answer": str(total), "completion": completion}

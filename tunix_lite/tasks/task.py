@@ -14,6 +14,7 @@ import numpy as np
 
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
+from tunix_lite.files.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
@@ -27,18 +28,19 @@ from tunix_lite.tasks.conversations import (
     turn_rewards,
     won,
 )
-from tunix_lite.tasks.fitting import Look, RowLimits, long_completion, long_prompt
-from tunix_lite.tasks.grading import completion_metrics, grade_metrics
-from tunix_lite.tasks.processes import ALONE, Processes, same_on_all, shared_errors
-from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
-from tunix_lite.tasks.reward_calls import (
+from tunix_lite.tasks.grading import (
+    FAILED,
+    call_metrics,
+    completion_metrics,
     dropped_of,
     read_values,
     reasons_of,
+    reward_metrics,
     shared_outcomes,
     values_of,
 )
-from tunix_lite.tasks.row_files import RowStream
+from tunix_lite.tasks.processes import ALONE, Processes, SharedError, same_on_all, shared_errors
+from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.sources import (
     SPLITS,
     FittingOrders,
@@ -51,8 +53,11 @@ from tunix_lite.types import Graded, Prompts, Rollout
 from tunix_lite.workers.pool import FAILURES, IS_NONE, Pool, RewardsConfig
 from tunix_lite.workers.process import Outcome
 
-SPECIAL_TOKENS = ("text", "control", "error")
-LEARNED_TURNS = ("last", "all")
+CHOICES = {
+    "special_tokens_in_data": ("text", "control", "error"),
+    "learned_turns": ("last", "all"),
+}
+TRUNCATE = "or set generation.long_prompts=truncate or drop"
 
 
 @dataclass(frozen=True)
@@ -118,13 +123,9 @@ class TaskConfig:
     lengths: TaskLengthsConfig | None = None
 
     def __post_init__(self):
-        if self.special_tokens_in_data not in SPECIAL_TOKENS:
-            raise ValueError(
-                f"special_tokens_in_data={self.special_tokens_in_data!r}; it is text, control or "
-                "error"
-            )
-        if self.learned_turns not in LEARNED_TURNS:
-            raise ValueError(f"learned_turns={self.learned_turns!r}; it is last or all")
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value!r}; it is {' or '.join(allowed)}")
         if self.learned_turns == "all" and self.prompt is not None:
             raise ValueError(
                 "learned_turns=all would change nothing with task.prompt: it is of examples whose "
@@ -133,32 +134,27 @@ class TaskConfig:
         if not self.rewards and self.environment is None:
             raise ValueError("rewards is empty: name at least one reward function")
         made = self.environment
-        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
         if inspect.isroutine(made) or isinstance(made, partial):
-            try:
-                inspect.signature(made).bind()
-            except TypeError as error:
-                raise ValueError(
-                    "environment is a function that makes one, called with its settings alone: "
-                    f"{error}"
-                ) from error
-        elif made is not None and missing:
-            raise ValueError(
-                f"environment is a {type(made).__name__}, which has no method `{missing[0]}`; an "
-                "environment has reset(example) and step(completion)"
-            )
+            _check_call("environment is a function that makes one, and", made, "")
+        elif made is not None:
+            for name in ("reset", "step"):
+                if not callable(getattr(made, name, None)):
+                    raise ValueError(
+                        f"environment is a {type(made).__name__}, which has no method `{name}`; "
+                        "an environment has reset(example) and step(completion)"
+                    )
         if taken := (TAKEN | {f"{name}_std" for name in self.rewards}) & self.rewards.keys():
             raise ValueError(
                 f"a reward cannot be called {taken.pop()!r}: the metric of that name means "
                 "something else"
             )
         for name, reward in self.rewards.items():
-            arguments = "(completions, example)" if reward.group else "(completion, example)"
+            arguments = "completions, example" if reward.group else "completion, example"
             _check_call(f"rewards.{name}.fn", reward.fn, arguments)
             if callable(reward.weight):
-                _check_call(f"rewards.{name}.weight", reward.weight, "(step)")
-        _check_call("correct", self.correct, "(completion, example)")
-        _check_call("extract", self.extract, "(completion)")
+                _check_call(f"rewards.{name}.weight", reward.weight, "step")
+        _check_call("correct", self.correct, "completion, example")
+        _check_call("extract", self.extract, "completion")
 
     def check_algorithm(self, needs_demonstrations: bool) -> None:
         """Raises ValueError if the algorithm cannot learn from this task. needs_demonstrations: it
@@ -202,21 +198,19 @@ class TaskConfig:
     @property
     def correct_is(self) -> str:
         """Names the function that says what is right, often a reward."""
-        same = (
-            _of(name)
-            for name, reward in self.rewards.items()
-            if not reward.group and _bound(reward.fn) == _bound(self.correct)
-        )
-        return next(same, "correct")
+        for name, reward in self.rewards.items():
+            if not reward.group and _bound(reward.fn) == _bound(self.correct):
+                return _of(name)
+        return "correct"
 
 
 def _check_call(where: str, fn: Callable[..., object], arguments: str) -> None:
     """Raises ValueError if fn cannot be called with so many arguments."""
     try:
-        inspect.signature(fn).bind(*arguments.split(","))
+        inspect.signature(fn).bind(*filter(None, arguments.split(",")))
     except TypeError as error:
         raise ValueError(
-            f"{where} is called with {arguments} and its settings: {error}"
+            f"{where} is called with ({arguments}) and its settings: {error}"
         ) from error
 
 
@@ -227,6 +221,10 @@ def _of(name: str) -> str:
 def _bound(fn: Callable[..., object]) -> tuple:
     """Returns a key that is equal for equal functions: bound settings count, too."""
     return (fn.func, fn.args, fn.keywords) if isinstance(fn, partial) else (fn,)
+
+
+class _TooLong(ValueError):
+    """A prompt, or what is to be learned, has more tokens than the run takes."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,7 @@ class Task:
     ) -> Iterator["Task"]:
         """Starts the workers of rewards, as `settings` say, and of environments, as `conversation`
         says. Yields the task that uses them. The workers are gone at the end."""
-        conversation = self.conversation if conversation is None else conversation
+        conversation = conversation or self.conversation
         with contextlib.ExitStack() as at_end:
             pool = Pool(self.config.functions(), settings)
             at_end.enter_context(contextlib.closing(pool))
@@ -304,6 +302,8 @@ class Task:
             dict(getattr(config.environment, "template_variables", {})),
         )
 
+    # ---- which examples are taken
+
     def batch(self, batch_size: int, seed: int, step: int) -> tuple[list[dict], int]:
         """Training examples number `step`, and how many were dropped on the way to them.
 
@@ -315,61 +315,85 @@ class Task:
         def take() -> tuple[list[dict], int]:
             if not self.leaves_out:
                 return batch_at(train, batch_size, seed, step), 0
-            if not isinstance(train, RowStream):
-                key = self.limits, self.config.template, self.config.special_tokens_in_data
-                orders = self.orders.get(key)
-                if orders is None or not orders.are_of(train):
-                    orders = FittingOrders(train, self.look, self.max_prompt_length)
-                    self.orders[key] = orders
-                return orders.batch(batch_size, seed, step)
-            if not self.limits.skips:
-                raise ValueError(
-                    "generation.long_prompts=drop takes other rows, and task.shuffle_buffer reads "
-                    "them in order; set generation.long_prompts=truncate, or task.on_error=skip, "
-                    "which leaves them out of the stream"
-                )
-            return train.batch(batch_size, seed, step, lambda row: self.look(row).why), 0
+            key = self.look_settings
+            orders = self.orders.get(key)
+            if orders is None or not orders.are_of(train):
+                orders = self.orders[key] = FittingOrders(train, self.look)
+            return orders.batch(batch_size, seed, step)
 
-        taken = same_on_all(self.processes, take)
-        if self.say is not None and isinstance(train, RowStream) and (news := train.news()):
-            self.say(news)
-        return taken
+        return same_on_all(self.processes, take)
+
+    @property
+    def skips(self) -> bool:
+        """True if rows that would be an error are left out (task.on_error=skip)."""
+        return getattr(self.config.source, "on_error", "raise") == "skip"
 
     @property
     def leaves_out(self) -> bool:
         """True if some examples may be left out; else one that cannot be taken is an error."""
-        return self.limits.leaves_out
+        return self.long_prompts == "drop" or self.skips
 
     @property
-    def limits(self) -> RowLimits:
-        """Conditions that an example must meet to be taken."""
-        skips = getattr(self.config.source, "on_error", "raise") == "skip"
-        return RowLimits(
-            self.max_prompt_length, self.max_new_tokens, self.long_prompts, self.learned, skips
+    def look_settings(self) -> tuple:
+        """All that a look at an example depends on, beside the example and the tokenizer."""
+        config = self.config
+        lengths = (self.max_prompt_length, self.max_new_tokens, self.long_prompts)
+        return (
+            *lengths,
+            self.learned,
+            self.skips,
+            config.template,
+            config.special_tokens_in_data,
         )
 
-    def look(self, example: dict) -> Look:
-        """Tells if a training example is taken. Raises ValueError for one that is an error."""
-        return self.limits.look(self.text, example)
+    def look(self, example: dict) -> str:
+        """Tells why an example is left out, with its place; "": the run takes it. Raises ValueError
+        for what no setting leaves out."""
+        try:
+            self._prompt(example)
+            for name in self.learned:
+                self._demonstration(example, name)
+        except ValueError as error:
+            if not self.skips and not isinstance(error, _TooLong):
+                raise
+            return str(error)
+        return ""
 
     def held_out(self, count: int) -> list[dict]:
         """The first `count` held-out examples that fit. Raises ValueError if too few do."""
-        limits = replace(self.limits, learned=())
-        look = partial(limits.look, self.text) if limits.leaves_out else None
+        look = replace(self, learned=()).look if self.leaves_out else None
         return first_fitting(self.config.source.held_out, count, look)
+
+    # ---- tokens
 
     @shared_errors()
     def prompts(self, examples: list[dict]) -> Prompts:
         """The token ids of each prompt, at most `max_prompt_length` of them. A longer prompt loses
         its beginning, or is a ValueError naming it."""
+        return [self._prompt(example) for example in examples]
+
+    def _prompt(self, example: dict) -> list[int]:
+        row = self.text.prompt(example)
         width = self.max_prompt_length
-        rows = [self.text.prompt(example) for example in examples]
-        if self.long_prompts == "truncate":
-            return [row[-width:] for row in rows]
-        for example, row in zip(examples, rows):
-            if len(row) > width:
-                raise ValueError(long_prompt(self.text, example, len(row), width))
-        return rows
+        if len(row) > width and self.long_prompts != "truncate":
+            raise _TooLong(
+                f"{self.text.place(example)}the prompt {shortened(self.text.ask(example))} has "
+                f"{len(row)} tokens, more than generation.max_prompt_length={width}; raise it to "
+                f"at least {len(row)}, {TRUNCATE}"
+            )
+        return row[-width:]
+
+    def _demonstration(self, example: dict, name: str) -> tuple[list[int], list[bool]]:
+        row, learned = self.text.demonstration(example, name)
+        most = self.max_new_tokens
+        if len(row) > most and self.long_prompts != "truncate":
+            what = name if name == "completion" else f"`{name}`"
+            shown = shortened(self.text.completion(example, name)[0].text)
+            raise _TooLong(
+                f"{self.text.place(example)}the {what} {shown} has {len(row)} tokens, more than "
+                f"generation.max_new_tokens={most}; raise it to at least {len(row)}, {TRUNCATE}"
+            )
+        return row[:most], learned[:most]
 
     @shared_errors()
     def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
@@ -379,9 +403,10 @@ class Task:
         text = replace(self.text, template=replace(self.config.template, prompt=prompt))
         limit = self.max_prompt_length if max_length is None else max_length
         rows = [text.prompt(example) for example in examples]
-        longest = max(map(len, rows))
+        lengths = list(map(len, rows))
+        longest = max(lengths)
         if longest > limit:
-            place = text.place(examples[[*map(len, rows)].index(longest)])
+            place = text.place(examples[lengths.index(longest)])
             raise ValueError(
                 f"{place}a prompt with it has {longest} tokens, more than {limit}; "
                 f"set max_prompt_length={longest} beside it"
@@ -395,21 +420,32 @@ class Task:
         """tokens, token_mask, completion_mask, [B, T] each: left-padded prompts, then what each
         example has in the field `name`, right-padded. One that is too long loses its end, or is a
         ValueError naming it."""
-        middle, most = self.max_prompt_length, self.max_new_tokens
-        shape = (len(examples), middle + most)
+        middle = self.max_prompt_length
+        shape = (len(examples), middle + self.max_new_tokens)
         tokens_BT = np.full(shape, self.tokenizer.pad_id, np.int32)
         token_mask_BT = np.zeros(shape, bool)
         completion_mask_BT = np.zeros(shape, bool)
-        for i, (example, prompt) in enumerate(zip(examples, self.prompts(examples))):
-            row, learned = self.text.demonstration(example, name)
-            if len(row) > most and self.long_prompts != "truncate":
-                raise ValueError(long_completion(self.text, example, name, len(row), most))
+        for i, example in enumerate(examples):
+            prompt = self._prompt(example)
+            row, learned = self._demonstration(example, name)
             begin = middle - len(prompt)
-            end = middle + min(len(row), most)
-            tokens_BT[i, begin:end] = [*prompt, *row[:most]]
+            end = middle + len(row)
+            tokens_BT[i, begin:end] = [*prompt, *row]
             token_mask_BT[i, begin:end] = True
-            completion_mask_BT[i, middle:end] = learned[:most]
+            completion_mask_BT[i, middle:end] = learned
         return tokens_BT, token_mask_BT, completion_mask_BT
+
+    def truncated(self, examples: list[dict]) -> int:
+        """Counts the prompts that are longer than `max_prompt_length`."""
+        lengths = [len(self.text.prompt(example)) for example in examples]
+        return sum(length > self.max_prompt_length for length in lengths)
+
+    def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
+        """Differs on a host with other data files (of `splits`) or another tokenizer."""
+        tokens = [self.text.prompt(example) for example in examples]
+        return digest([digest_of_data(self.config.source, splits), examples, tokens])
+
+    # ---- rollouts and grades
 
     def partner(self, examples: list[dict]) -> EnvironmentPartner | None:
         """Starts the environments that answer the turns of one conversation per example; None
@@ -439,19 +475,10 @@ class Task:
         """Every completion as text, its rewards, and their metrics."""
         return self.grader(examples, num_generations).results(rollout)
 
-    def truncated(self, examples: list[dict]) -> int:
-        """Counts the prompts that are longer than `max_prompt_length`."""
-        return sum(self.text.length(example) > self.max_prompt_length for example in examples)
-
-    def digest(self, examples: list[dict], splits: Sequence[str] = SPLITS) -> str:
-        """Differs on a host with other data files (of `splits`) or another tokenizer."""
-        tokens = [self.text.prompt(example) for example in examples]
-        return digest([digest_of_data(self.config.source, splits), examples, tokens])
-
 
 class Grader:
     """Grades completions one by one, while others are still sampled; `examples` has one entry per
-    completion, and `num_generations` of them that stand side by side are a group.
+    completion, and group g is the rows g * num_generations and the following.
 
     There is a call for each completion and, for functions of a group, one for each group, when the
     last of it has ended. Calls are numbered in this order, and divided over the processes.
@@ -464,11 +491,6 @@ class Grader:
         self._pool = task.pool or Pool(task.config.functions(), RewardsConfig(workers=0))
         self._group_names = task.config.group_names
         self._names = [name for name in self._pool.functions if name not in self._group_names]
-        rows = list(range(len(examples)))
-        # the rows of each group
-        self._groups = [
-            rows[first : first + num_generations] for first in rows[::num_generations]
-        ]
         # row -> its text
         self._completions: dict[int, CompletionText] = {}
         # number of a call -> its outcomes; None: another process makes it
@@ -476,30 +498,32 @@ class Grader:
         # seconds for which the run waited for rewards
         self.seconds = 0.0
 
+    def group_of(self, row: int) -> int:
+        """The number of the group that a completion belongs to."""
+        return row // self.num_generations
+
+    def _rows(self, group: int) -> list[int]:
+        first = group * self.num_generations
+        return list(range(first, first + self.num_generations))
+
     def submit(self, row: int, tokens: Sequence[int]) -> None:
         """Sends a completion that has ended to the rewards. row: its place in `examples`."""
         began = time.perf_counter()
         completion = CompletionText(self.task.tokenizer.decode(tokens), len(tokens))
         self._completions[row] = completion
         calls: list[tuple] = [(row, completion, self._names)]
-        rows = self._groups[self.group_of(row)]
-        if self._group_names and all(other in self._completions for other in rows):
-            number = len(self.examples) + self.group_of(row)
-            calls.append(
-                (number, [self._completions[other] for other in rows], self._group_names)
-            )
+        if self._group_names:
+            group = self.group_of(row)
+            of_group = [self._completions.get(other) for other in self._rows(group)]
+            if None not in of_group:
+                calls.append((len(self.examples) + group, of_group, self._group_names))
         processes = self.task.processes
-        for number, called_on, names in calls:
-            is_ours = number % processes.count == processes.index
-            example = self.examples[row]
-            self._futures[number] = (
-                self._pool.submit(called_on, example, names) if is_ours else None
+        for call, called_on, names in calls:
+            is_ours = call % processes.count == processes.index
+            self._futures[call] = (
+                self._pool.submit(called_on, self.examples[row], names) if is_ours else None
             )
         self.seconds += time.perf_counter() - began
-
-    def group_of(self, row: int) -> int:
-        """The number of the group that a completion belongs to."""
-        return row // self.num_generations
 
     def grade_now(self, row: int, rollout: Rollout) -> Graded | None:
         """The grade of one completion that was submitted, without metrics; None: it has not come,
@@ -507,29 +531,14 @@ class Grader:
 
         rollout: of this completion alone.
         """
-        group = self.group_of(row)
-        numbers = [row, len(self.examples) + group] if self._group_names else [row]
-        futures = [self._futures.get(number) for number in numbers]
-        if any(future is None or not future.done() or future.exception() for future in futures):
-            return None
-        outcome = read_values(futures[0].result())
-        if self._group_names:
-            of_group = read_values(futures[1].result())
-            outcome |= self._of_member(of_group, self._groups[group].index(row))
-        text = str(self._completions[row])
-        return self._graded([self.examples[row]], [text], [outcome], rollout)[0]
-
-    def _of_member(self, of_group: dict[str, Outcome], place: int) -> dict[str, Outcome]:
-        """Returns the outcomes of a group's call for the completion at this place in the group."""
-        own = {}
-        for name, (kind, values) in of_group.items():
-            if kind:
-                own[name] = (kind, values)
-            elif values[place] is None:
-                own[name] = (self._pool.settings.on_none, IS_NONE)
-            else:
-                own[name] = ("", values[place])
-        return own
+        of_group = [len(self.examples) + self.group_of(row)] if self._group_names else []
+        calls = {}
+        for call in (row, *of_group):
+            future = self._futures.get(call)
+            if future is None or not future.done() or future.exception():
+                return None
+            calls[call] = read_values(future.result())
+        return self._graded([row], calls, rollout)[0]
 
     def results(self, rollout: Rollout, look: Callable[[], None] | None = None) -> Graded:
         """Waits for all grades. Completions that were not submitted are graded now.
@@ -540,53 +549,33 @@ class Grader:
         """
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
-        for row in range(len(self.examples)):
+        rows = range(len(self.examples))
+        for row in rows:
             if row not in self._completions:
                 self.submit(row, tokens_BT[row][mask_BT[row]])
 
         # wait for the workers of all processes
         began = time.perf_counter()
-        completions = [self._completions[row] for row in range(len(self.examples))]
-        futures = tuple(self._futures[number] for number in sorted(self._futures))
-        compared = digest([self.examples, completions])
-        of_calls = shared_outcomes(futures, compared, self.task.processes, look)
+        compared = digest([self.examples, [self._completions[row] for row in rows]])
+        futures = [self._futures[call] for call in sorted(self._futures)]
+        outcomes = shared_outcomes(futures, compared, self.task.processes, look)
+        calls = dict(zip(sorted(self._futures), outcomes))
         if look is not None:
             look()
         self.seconds += time.perf_counter() - began
 
-        # of completions, each with its part of the outcomes of its group's call
-        outcomes = [dict(one) for one in of_calls[: len(self.examples)]]
-        for rows, of_group in zip(self._groups, of_calls[len(self.examples) :]):
-            for place, row in enumerate(rows):
-                outcomes[row] |= self._of_member(of_group, place)
-        texts = list(map(str, completions))
-        graded, kinds_BN, unscorable_B = self._graded(self.examples, texts, outcomes, rollout)
-
-        # metrics of grades, completions, and what they took
+        graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
         task = self.task
-        failed = failed_replies(rollout)
-        first = failed[0].message if failed else ""
-        metrics = grade_metrics(
-            graded,
-            of_calls,
-            kinds_BN,
-            unscorable_B,
-            self._groups,
-            self._first_failure(of_calls, texts) or first,
-            task.say,
-        )
-        if failed and task.say is not None:
-            kinds = Counter(reply.failure for reply in failed)
-            how = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
-            task.say(
-                f"environments that failed, of {len(self.examples)} conversations: {how}; the "
-                f"first: {first}"
-            )
-        metrics |= {
-            f"rewards/weight_{name}": float(weight)
-            for name, weight in graded.weights.items()
-            if name in task.config.rewards and callable(task.config.rewards[name].weight)
+        counts = call_metrics(outcomes) | {
+            "rewards/dropped": int(graded.dropped.sum()),
+            "rewards/unscorable": int(unscorable_B.sum()),
         }
+        self._report(graded, calls, counts)
+        groups = [self._rows(group) for group in range(len(rows) // self.num_generations)]
+        metrics = reward_metrics(graded, kinds_BN, groups) | counts
+        for name, reward in task.config.rewards.items():
+            if callable(reward.weight):
+                metrics[f"rewards/weight_{name}"] = float(graded.weights[name])
         metrics |= completion_metrics(graded.correct, rollout)
         metrics["time/rewards"] = self.seconds
         if seconds := self._pool.taken_seconds():
@@ -596,55 +585,98 @@ class Grader:
             metrics |= conversation_metrics(rollout)
         if task.long_prompts == "truncate":
             # only a prompt that fills its row can have been cut
-            full_P = np.asarray(rollout.token_mask)[:: self.num_generations, 0]
-            firsts = self.examples[:: self.num_generations]
-            full = [example for example, is_full in zip(firsts, full_P) if is_full]
-            metrics["prompts/truncated"] = task.truncated(full)
+            firsts = rows[:: self.num_generations]
+            full = [row for row in firsts if np.asarray(rollout.token_mask)[row, 0]]
+            metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
         graded = replace(graded, metrics=metrics)
         if task.on_graded is not None:
             task.on_graded(graded)
         return graded
 
-    def _first_failure(self, of_calls: list[dict[str, Outcome]], texts: list[str]) -> str:
+    def _report(
+        self, graded: Graded, calls: dict[int, dict[str, Outcome]], counts: dict[str, int]
+    ) -> None:
+        """Says what failed, and how the first did. Raises SharedError if all completions are
+        dropped."""
+        replies = failed_replies(graded.rollout)
+        first = self._first_failure(calls) or next((reply.message for reply in replies), "")
+        total = len(self.examples)
+        if graded.dropped.all():
+            raise SharedError(f"all {total} completions were dropped; the first: {first}")
+        say = self.task.say
+        if say is not None and any(counts[metric] for metric in FAILED):
+            failed = ", ".join(
+                f"{metric.removeprefix('rewards/')} {counts[metric]}"
+                for metric in (*FAILED, "rewards/dropped")
+                if counts[metric]
+            )
+            say(f"rewards that failed, of {total} completions: {failed}; the first: {first}")
+        if say is not None and replies:
+            kinds = Counter(reply.failure for reply in replies)
+            how = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+            say(
+                f"environments that failed, of {total} conversations: {how}; the first: "
+                f"{replies[0].message}"
+            )
+
+    def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""
-        kinds = {kind for one in of_calls for kind, _ in one.values()}
-        shown = kinds.intersection(FAILURES) or kinds - {""}
-        of_groups = [[texts[row] for row in rows] for rows in self._groups]
-        failures = (
-            self._pool.describe_failure(name, outcome, called_on)
-            for called_on, one in zip([*texts, *of_groups], of_calls)
-            for name, outcome in one.items()
-            if outcome[0] in shown
-        )
-        return next(failures, "")
+        failures = [
+            (call, name, outcome)
+            for call, outcomes in calls.items()
+            for name, outcome in outcomes.items()
+            if outcome.kind
+        ]
+        if not failures:
+            return ""
+        errors = (one for one in failures if one[2].kind in FAILURES)
+        call, name, outcome = next(errors, failures[0])
+        if call < len(self.examples):
+            return self._pool.describe_failure(name, outcome, str(self._completions[call]))
+        rows = self._rows(call - len(self.examples))
+        texts = [str(self._completions[row]) for row in rows]
+        return self._pool.describe_failure(name, outcome, texts)
+
+    def _outcomes(self, row: int, calls: dict[int, dict[str, Outcome]]) -> dict[str, Outcome]:
+        """The outcomes of a completion, with its part of those of its group's call."""
+        outcomes = dict(calls[row])
+        of_group = calls[len(self.examples) + self.group_of(row)] if self._group_names else {}
+        for name, outcome in of_group.items():
+            outcomes[name] = outcome
+            if not outcome.kind:
+                value = outcome.value[row % self.num_generations]
+                outcomes[name] = Outcome("", value)
+                if value is None:
+                    outcomes[name] = Outcome(self._pool.settings.on_none, IS_NONE)
+        return outcomes
 
     def _graded(
-        self,
-        examples: list[dict],
-        texts: list[str],
-        outcomes: list[dict[str, Outcome]],
-        rollout: Rollout,
+        self, rows: Sequence[int], calls: dict[int, dict[str, Outcome]], rollout: Rollout
     ) -> tuple[Graded, np.ndarray, np.ndarray]:
-        """The grades without metrics; kinds of outcomes [B, rewards]; which are unscorable [B]."""
+        """The grades of these rows, without metrics; kinds of outcomes [B, rewards]; which are
+        unscorable [B]. rollout: of these rows."""
+        task = self.task
+        config = task.config
+        examples = [self.examples[row] for row in rows]
+        outcomes = [self._outcomes(row, calls) for row in rows]
+        conversations = rollout.conversations
+
         # rewards, weighted; one that failed counts 0, or drops its completion
-        config = self.task.config
-        weights = config.weights(self.task.step)
+        weights = config.weights(task.step)
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
-        kinds_BN = np.array([[one[_of(name)][0] for name in each] for one in outcomes])
+        kinds = [[one[_of(name)].kind for name in config.rewards] for one in outcomes]
         by_turn: list[list[float]] = []
-        if rollout.conversations is not None:
-            # rewards of environments for each turn of each completion
-            by_turn = turn_rewards(rollout, self.task.conversation)
-            kinds_B1 = np.full((len(by_turn), 1), "")
-            kinds_BN = np.concatenate([kinds_BN, kinds_B1], axis=1) if each else kinds_B1
+        if conversations is not None:
+            by_turn = turn_rewards(rollout, task.conversation)
             each[ENVIRONMENT] = np.array([sum(turns) for turns in by_turn], np.float64)
-        if by_turn:
             weights[ENVIRONMENT] = 1.0
+            kinds = [[*row, ""] for row in kinds]
+        kinds_BN = np.array(kinds)
         total_B = sum(weights[name] * np.nan_to_num(each[name]) for name in each)
         dropped_B, unscorable_B = dropped_of(kinds_BN, self._pool.settings.on_error)
-        if by_turn:
+        if conversations is not None:
             total_B, dropped_B = of_conversations(
-                rollout, self.task.conversation, total_B, dropped_B, by_turn
+                rollout, task.conversation, total_B, dropped_B, by_turn
             )
 
         # Where the environment alone gives rewards, right is what it calls won or, if it calls none
@@ -653,19 +685,18 @@ class Grader:
             correct_B = values_of(outcomes, config.correct_is) > 0
         elif (correct_B := won(rollout)) is None:
             correct_B = each[ENVIRONMENT] > 0
-        prompts = [self.task.text.ask(example) for example in examples]
-        if rollout.conversations is not None:
-            # environments may begin with something else
-            openings = [one.opening for one in rollout.conversations]
-            prompts = [own if other is None else other for own, other in zip(prompts, openings)]
+        prompts = [task.text.ask(example) for example in examples]
+        # environments may begin with something else
+        for place, one in enumerate(() if conversations is None else conversations):
+            prompts[place] = prompts[place] if one.opening is None else one.opening
         extracted = [one["extract"] for one in outcomes]
         graded = Graded(
             prompts=prompts,
-            completions=texts,
+            completions=[str(self._completions[row]) for row in rows],
             # whoever forgets to leave a dropped one out will notice
             rewards=np.where(dropped_B, np.nan, total_B),
             correct=correct_B,
-            extracted=[None if failed else answer for failed, answer in extracted],
+            extracted=[None if one.kind else one.value for one in extracted],
             metrics={},
             dropped=dropped_B,
             each=each,

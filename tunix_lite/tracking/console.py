@@ -19,28 +19,9 @@ import rich.live
 import rich.text
 
 from tunix_lite.files.plain_text import SHOWN, visible
-from tunix_lite.tracking.dashboard import BARS, Dashboard, headline
+from tunix_lite.tracking.dashboard import BARS, LINE_METRICS, Dashboard, headline
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
-
-# The metrics in the line of a step, in this order, and how each is written.
-LINE_METRICS = {
-    "train/loss": "loss {:.4f}",
-    "reward/mean": "reward {:.3f}",
-    "completions/correct": "right {:.0%}",
-    "eval/accuracy": "held-out accuracy {:.1%}",
-    "completions/mean_length": "length {:.1f}",
-    "completions/truncated": "cut {:.0%}",
-    "conversation/turns": "turns {:.2f}",
-    "prompts/drawn": "drawn {:.0f}",
-    "prompts/kept": "kept {:.0f}",
-    "time/extra_rounds": "{:.1f} s for it",
-    "train/kl": "kl {:.4f}",
-    "train/entropy": "entropy {:.3f}",
-    "train/grad_norm": "grad {:.2f}",
-    "train/learning_rate": "lr {:.1e}",
-    "time/step": "{:.2f} s/step",
-}
 
 # Parts of the names of metrics that are the run's own. All others are of a user's observers, which
 # may not take one of these.
@@ -193,9 +174,9 @@ def step_line(
     for key, value in metrics.items():
         if key.partition("/")[0] not in OUR_PARTS:
             parts.append(f"{key} {value:.6g}")
-    for key, text in LINE_METRICS.items():
+    for key, (name, text) in LINE_METRICS.items():
         if key in metrics:
-            parts.append(text.format(metrics[key]))
+            parts.append(f"{name} {text.format(metrics[key])}")
         if key == "eval/accuracy":
             averages = averages_of_samples(metrics).items()
             parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]
@@ -253,7 +234,7 @@ class Terminal(rich.console.Console):
 
 
 # Errors of a pipe that nobody reads, and of a terminal that was closed.
-GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
+_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class Screen:
@@ -285,15 +266,15 @@ class Screen:
         try:
             yield
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in _GONE:
                 # Without a name it would be taken for a file of the run.
                 raise OSError(error.errno, error.strerror, "standard output") from error
             with contextlib.suppress(OSError, ValueError):
-                redirect_to_null(self._stream.fileno())
+                _redirect_to_null(self._stream.fileno())
             self._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
-def redirect_to_null(gone: int) -> None:
+def _redirect_to_null(gone: int) -> None:
     """Redirects descriptor `gone` to /dev/null, and standard error if it is the same terminal:
     Python would fail at its end, when it flushes them."""
     before = os.fstat(gone)

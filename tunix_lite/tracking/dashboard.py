@@ -19,38 +19,41 @@ from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
 
 BARS = "▁▂▃▄▅▆▇█"
-# Steps that are kept of each metric, and those that a trend compares with the ones before.
-KEPT = 400
-TREND = 5
-# Characters of a sparkline.
-SPARK = 20
+# Steps of each metric that are drawn, in so many bars.
+_STEPS = 400
+_NUM_BARS = 20
 # Rows of the region are at most this share of the terminal's.
-SHARE = 0.6
-# The numbers of the region: the name, and how it is written; below the speed the parts of a step.
-NUMBERS = {
-    "reward/mean": ("reward", "{:.3f}"),
+_SHARE = 0.6
+# The numbers of a line: the name, and how it is written.
+LINE_METRICS = {
     "train/loss": ("loss", "{:.4f}"),
+    "reward/mean": ("reward", "{:.3f}"),
     "completions/correct": ("right", "{:.0%}"),
-    "eval/accuracy": ("held-out", "{:.1%}"),
-    "train/kl": ("kl", "{:.4f}"),
-    "train/entropy": ("entropy", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
     "completions/mean_length": ("length", "{:.1f}"),
     "completions/truncated": ("cut", "{:.0%}"),
-    "reward/groups_that_agree": ("groups agree", "{:.0%}"),
-    "train/grad_norm": ("grad norm", "{:.2f}"),
-    "train/learning_rate": ("rate", "{:.1e}"),
+    "conversation/turns": ("turns", "{:.2f}"),
+    "prompts/drawn": ("drawn", "{:.0f}"),
+    "prompts/kept": ("kept", "{:.0f}"),
+    "time/extra_rounds": ("extra rounds", "{:.1f} s"),
+    "train/kl": ("kl", "{:.4f}"),
+    "train/entropy": ("entropy", "{:.3f}"),
+    "train/grad_norm": ("grad", "{:.2f}"),
+    "train/learning_rate": ("lr", "{:.1e}"),
     "time/step": ("s/step", "{:.2f}"),
-    "perf/tokens_per_second_per_device": ("tokens/s/device", "{:,.0f}"),
-    "perf/mfu": ("MFU", "{:.1%}"),
-    "memory/peak_gb": ("memory", "{:.2f} GB"),
+}
+# Those of the region: below the speed the parts of a step.
+_NUMBERS = LINE_METRICS | {
     "time/rollout": ("  rollout", "{:.2f} s"),
     "time/rewards": ("  rewards", "{:.2f} s"),
     "time/reference": ("  scoring", "{:.2f} s"),
     "time/update": ("  update", "{:.2f} s"),
     "time/eval": ("  evaluation", "{:.2f} s"),
+    "reward/groups_that_agree": ("groups agree", "{:.0%}"),
+    "perf/tokens_per_second_per_device": ("tokens/s/device", "{:,.0f}"),
+    "perf/mfu": ("MFU", "{:.1%}"),
+    "memory/peak_gb": ("memory", "{:.2f} GB"),
 }
-# Those whose highest value is shown, and the step of it.
-HIGHER_IS_BETTER = ("reward/mean", "completions/correct", "eval/accuracy")
 
 
 class Dashboard:
@@ -71,9 +74,8 @@ class Dashboard:
         self.step = 0
         self._evaluates_every = evaluates_every
         self._clock = clock
-        # metric -> its values, the newest last; and (step, value) of the highest
+        # metric -> its values, the newest last
         self._course: dict[str, deque[float]] = {}
-        self._best: dict[str, tuple[int, float]] = {}
         self._busy: tuple[str, float | None] | None = None
 
     def busy(self, text: str, since: float | None = None, has_clock: bool = True) -> None:
@@ -88,15 +90,11 @@ class Dashboard:
         self._busy = None
         for name, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                # First the best: another thread may draw what has a course.
-                if name not in self._best or value > self._best[name][1]:
-                    self._best[name] = (step, float(value))
-                self._course.setdefault(name, deque(maxlen=KEPT)).append(float(value))
+                self._course.setdefault(name, deque(maxlen=_STEPS)).append(float(value))
 
     def seconds_left(self) -> float | None:
         """By the steps since the first one, which compiles, and the evaluations that are still to
         come, each as long as the last one; None: not known yet."""
-        # A copy at once: the run may log while another thread draws.
         seconds = list(self._course.get("time/step", ()))[1:]
         if not seconds or self.max_steps is None:
             return None
@@ -114,23 +112,16 @@ class Dashboard:
         title = rich.text.Text(self.headline(), no_wrap=True, overflow="ellipsis")
         if height < 10 or width < 40 or not self._course:
             return title
-        has_course = width >= 60
         lines = []
-        for metric, (name, text) in NUMBERS.items():
-            values = list(self._course.get(metric, ()))
-            if values:
-                cells = [name, text.format(values[-1]), _trend(values)]
-                if has_course:
-                    step, best = self._best[metric]
-                    is_shown = metric in HIGHER_IS_BETTER
-                    cells.append(spark_bars(values))
-                    cells.append(f"best {text.format(best)} at {step}" if is_shown else "")
-                lines.append(cells)
-        lines = lines[: max(1, int(height * SHARE) - 2)]
+        for metric, (name, text) in _NUMBERS.items():
+            # A copy at once: the run may log while another thread draws.
+            if values := list(self._course.get(metric, ())):
+                lines.append((name, text.format(values[-1]), _bars(values)))
+        lines = lines[: max(1, int(height * _SHARE) - 2)]
 
         # rich would shorten names in favour of empty columns.
         table = rich.table.Table.grid(padding=(0, 1))
-        for style, column in zip(("cyan", "bold", "", "", "dim"), zip(*lines)):
+        for style, column in zip(("cyan", "bold", ""), zip(*lines)):
             table.add_column(style=style, no_wrap=True, min_width=max(map(len, column)))
         for cells in lines:
             table.add_row(*map(rich.text.Text, cells))
@@ -152,24 +143,13 @@ def headline(step: int, max_steps: int | None, seconds_left: float | None) -> li
     return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
 
 
-def spark_bars(values: list[float]) -> str:
+def _bars(values: list[float]) -> str:
     """The course of some values as bars, each the mean of its share of them: `▁▃▅▇`."""
-    if len(values) < 2:
-        return ""
-    means = [float(part.mean()) for part in np.array_split(values, min(SPARK, len(values)))]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
-
-
-def _trend(values: list[float]) -> str:
-    """Whether the mean of the last TREND values is above or below that of those before: ↗ ↘ →."""
-    if len(values) < 2 * TREND:
-        return ""
-    now = sum(values[-TREND:]) / TREND
-    before = sum(values[-2 * TREND : -TREND]) / TREND
-    small = 0.02 * max(abs(now), abs(before))
-    return "→" if abs(now - before) <= small else "↗" if now > before else "↘"
+    parts = np.array_split(values, min(_NUM_BARS, len(values)))
+    means = np.array([part.mean() for part in parts])
+    reach = float(np.ptp(means)) or 1.0
+    heights = (means - means.min()) / reach * (len(BARS) - 1)
+    return "".join(BARS[round(height)] for height in heights)
 
 
 def best_middle_worst(groups: Iterable[list[dict]]) -> list[dict]:

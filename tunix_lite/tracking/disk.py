@@ -19,7 +19,7 @@ ANYWHERE = {
 }
 GONE = "the folder is gone or cannot be reached"
 # Errors that are of the disk only if the file is in the folder of the run.
-IN_THE_FOLDER = {
+_IN_THE_FOLDER = {
     errno.ENOENT: GONE,
     errno.ENOTDIR: GONE,
     errno.ENOTCONN: GONE,
@@ -75,7 +75,7 @@ def trouble(error: BaseException, folder: Path) -> str | None:
             file = folder if cause.filename is None else Path(os.fsdecode(cause.filename))
             why = ANYWHERE.get(cause.errno)
             if file.absolute().is_relative_to(folder.absolute()):
-                why = why or IN_THE_FOLDER.get(cause.errno)
+                why = why or _IN_THE_FOLDER.get(cause.errno)
             if why:
                 return f"{why}: {file}"
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
@@ -84,5 +84,5 @@ def trouble(error: BaseException, folder: Path) -> str | None:
 
 def reason(error: OSError) -> str:
     """Why a file could not be written, in few words."""
-    words = ANYWHERE | IN_THE_FOLDER
+    words = ANYWHERE | _IN_THE_FOLDER
     return words.get(error.errno) or error.strerror or str(error)

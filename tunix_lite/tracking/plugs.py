@@ -1,21 +1,23 @@
-"""What trackers of other projects share: which run it is, packages that may be missing, ids kept
-for resuming, and a guard that lets a run go on without a tracker that fails."""
+"""Trackers of other projects: Weights & Biases, Trackio and MLflow, each an extra of its name; and
+a guard that lets a run go on without a tracker that fails."""
 
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tunix_lite.files.plain_text import escaped, visible
-from tunix_lite.tracking.rundir import json_value
+from tunix_lite.tracking.rundir import json_lines, json_value
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.types import Metrics
 
 # most characters of a text in a table of completions
-MOST_TEXT = 2_000
+_MOST_TEXT = 2_000
+# parameters that an MLflow server takes at a time, and characters of one
+_PARAMETERS_AT_ONCE = 100
+_MOST_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -34,100 +36,154 @@ class TrackedRun:
     # the step that it goes on from; None: it begins
     resume_at: int | None
 
+    def tracker_id(self, tracker: str) -> str | None:
+        """The id that a tracker gave the run of this folder; None: it has none yet."""
+        file = self.folder / f".{tracker}_id"
+        text = file.read_text().strip() if file.is_file() else ""
+        return text if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) else None
 
-def run_name(folder: Path) -> str:
-    """`2026-11-22/14-36-08`: the last two parts of a run's folder."""
-    return "/".join(folder.absolute().parts[-2:])
-
-
-# ---- packages, and ids
-
-
-def check_installed(package: str) -> None:
-    """Raises ValueError, with what to install, if the package is not there. Its extra has its
-    name."""
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"{package} is not installed: pip install -e '.[{package}]'")
+    def keep_id(self, tracker: str, text: str) -> None:
+        """Keeps the id in the run's folder, so that a run that resumes goes on there, too."""
+        (self.folder / f".{tracker}_id").write_text(f"{text}\n")
 
 
-def kept_id(folder: Path, tracker: str) -> str | None:
-    """The id that a tracker gave the run of this folder; None: it has none yet."""
-    file = folder / f".{tracker}_id"
-    if not file.is_file():
-        return None
-    text = file.read_text().strip()
-    return text if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text) else None
+@dataclass(frozen=True)
+class Wandb:
+    """Opens a run at Weights & Biases, or goes on with that of the same folder.
 
+    Example: `tracking=wandb tracking.trackers.wandb.mode=offline` writes below the run's folder,
+    for `wandb sync`.
+    """
 
-def keep_id(folder: Path, tracker: str, text: str) -> None:
-    """Keeps the id in the run's folder, so that a run that resumes goes on there, too."""
-    (folder / f".{tracker}_id").write_text(f"{text}\n")
+    # Project that lists the run.
+    project: str | None = None
+    # User or team. null uses the one of `wandb login`.
+    entity: str | None = None
+    # online, offline or disabled. null uses WANDB_MODE or the default of wandb.
+    mode: str | None = None
 
+    def check(self) -> None:
+        """Raises ValueError, with what to install, if wandb is not there."""
+        _check_installed("wandb")
 
-# ---- what they are given
+    def __call__(self, run: TrackedRun) -> "_TableRun":
+        import wandb
 
-
-def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
-    """Completions as a table: its heads, and its cells row by row. Texts are cut."""
-    rewards = list(dict.fromkeys(name for row in rows for name in row.get("rewards") or {}))
-    plain = ["prompt", "completion", "expected", "extracted", "correct", "reward"]
-    cells = []
-    for row in rows:
-        own = [row.get(name) for name in plain]
-        own += [(row.get("rewards") or {}).get(name) for name in rewards]
-        own.append(row.get("advantage"))
-        cells.append(
-            [visible(x[:MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own]
+        opened = wandb.init(
+            project=self.project or run.project,
+            entity=self.entity,
+            mode=self.mode,
+            name=run.name,
+            id=run.tracker_id("wandb"),
+            resume="allow",
+            dir=str(run.folder),
+            config=run.settings,
         )
-    return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
+        run.keep_id("wandb", opened.id)
+        return _TableRun(wandb, opened)
 
 
-def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted names of all settings, and their values."""
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+@dataclass(frozen=True)
+class Trackio:
+    """Opens a run in Trackio, or goes on with that of the same name.
+
+    Example: `tracking=trackio`, then `trackio show --project tunix_lite` in another terminal.
+    """
+
+    # Project that lists the run.
+    project: str | None = None
+    # Space of the Hugging Face hub. null keeps the data on this machine.
+    space_id: str | None = None
+
+    def check(self) -> None:
+        """Raises ValueError, with what to install, if trackio is not there."""
+        _check_installed("trackio")
+
+    def __call__(self, run: TrackedRun) -> "_TableRun":
+        import trackio
+
+        opened = trackio.init(
+            project=self.project or run.project,
+            name=run.name,
+            space_id=self.space_id,
+            config=_with_plain_keys(run.settings),
+            resume="allow",
+            embed=False,
+        )
+        return _TableRun(trackio, opened)
 
 
-def flat_texts(settings: dict, most: int) -> dict[str, str]:
-    """All settings by dotted name, as texts of at most `most` characters."""
-    texts = {name: escaped(str(value), most - 1) for name, value in flat(settings)}
-    return {re.sub(r"[^\w\-. /]", "_", name): text for name, text in texts.items()}
-
-
-def with_plain_keys(settings: dict) -> dict:
-    """The settings with `target` for `_target_`: some trackers keep names with _ for themselves."""
-    return {
-        str(key).strip("_"): with_plain_keys(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
-
-
-# ---- trackers of a run
-
-
-class TableRun:
+@dataclass(frozen=True)
+class _TableRun:
     """A `Tracker` over wandb, or over trackio, which has the same calls."""
 
-    def __init__(self, module: ModuleType, opened: Any):
-        """module: with `Table`. opened: what its `init` returned."""
-        self._module = module
-        self._opened = opened
+    # the module, with `Table`; and what its `init` returned
+    module: Any
+    opened: Any
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Sends all metrics of a step at once."""
-        self._opened.log(dict(metrics), step=step)
+        self.opened.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, rows: list[dict]) -> None:
         """Sends the completions of a step as a table."""
         columns, cells = columns_of(rows)
-        self._opened.log({"samples": self._module.Table(columns=columns, data=cells)}, step=step)
+        self.opened.log({"samples": self.module.Table(columns=columns, data=cells)}, step=step)
 
     def close(self) -> None:
-        """Sends what is left, and ends the run."""
-        self._opened.finish()
+        self.opened.finish()
+
+
+@dataclass(frozen=True)
+class Mlflow:
+    """Opens a run in MLflow, or goes on with that of the same folder.
+
+    Example: `tracking=mlflow tracking.trackers.mlflow.tracking_uri=sqlite:///mlflow.db`.
+    """
+
+    # MLflow experiment that lists the run.
+    experiment: str | None = None
+    # Address of the MLflow server. null uses MLFLOW_TRACKING_URI or the default of MLflow.
+    tracking_uri: str | None = None
+
+    def check(self) -> None:
+        """Raises ValueError, with what to install, if mlflow is not there."""
+        _check_installed("mlflow")
+
+    def __call__(self, run: TrackedRun) -> "_MlflowRun":
+        import mlflow
+
+        if self.tracking_uri is not None:
+            mlflow.set_tracking_uri(self.tracking_uri)
+        mlflow.set_experiment(self.experiment or run.project)
+        known = run.tracker_id("mlflow")
+        opened = mlflow.start_run(run_id=known, run_name=None if known else run.name)
+        run.keep_id("mlflow", opened.info.run_id)
+        if known is None:
+            texts = [
+                (re.sub(r"[^\w\-. /]", "_", name), escaped(str(value), _MOST_CHARACTERS - 1))
+                for name, value in flat(run.settings)
+            ]
+            for begin in range(0, len(texts), _PARAMETERS_AT_ONCE):
+                mlflow.log_params(dict(texts[begin : begin + _PARAMETERS_AT_ONCE]))
+        return _MlflowRun(mlflow)
+
+
+@dataclass(frozen=True)
+class _MlflowRun:
+    """A `Tracker` over the active run of MLflow."""
+
+    module: Any
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.module.log_metrics(numbers, step=step)
+
+    def log_samples(self, step: int, rows: list[dict]) -> None:
+        """Sends the completions of a step as an artifact, one a line."""
+        self.module.log_text(json_lines(rows), f"samples/step_{step:06d}.jsonl")
+
+    def close(self) -> None:
+        self.module.end_run()
 
 
 class Guarded:
@@ -155,3 +211,45 @@ class Guarded:
                 self._say(f"warning: {self._name} failed ({reason}); nothing more is sent to it")
 
         return guarded
+
+
+def _check_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{package} is not installed: pip install -e '.[{package}]'")
+
+
+def run_name(folder: Path) -> str:
+    """`2026-11-22/14-36-08`: the last two parts of a run's folder."""
+    return "/".join(folder.absolute().parts[-2:])
+
+
+def columns_of(rows: list[dict]) -> tuple[list[str], list[list[Any]]]:
+    """Completions as a table: its heads, and its cells row by row. Texts are cut."""
+    rewards = list(dict.fromkeys(name for row in rows for name in row.get("rewards") or {}))
+    plain = ["prompt", "completion", "expected", "extracted", "correct", "reward"]
+    cells = []
+    for row in rows:
+        own = [row.get(name) for name in plain]
+        own += [(row.get("rewards") or {}).get(name) for name in rewards]
+        own.append(row.get("advantage"))
+        cells.append(
+            [visible(x[:_MOST_TEXT]) if isinstance(x, str) else json_value(x) for x in own]
+        )
+    return [*plain, *(f"reward {name}" for name in rewards), "advantage"], cells
+
+
+def flat(settings: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The dotted names of all settings, and their values."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _with_plain_keys(settings: dict) -> dict:
+    """The settings with `target` for `_target_`: Trackio keeps names with _ for itself."""
+    return {
+        str(key).strip("_"): _with_plain_keys(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+    }

@@ -19,7 +19,7 @@ LINE_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 # Work that is over sooner says nothing, where it need not.
 SHORT_SECONDS = 1.0
-DONE = {"loading": "loaded", "writing": "wrote", "reading back": "read back"}
+_DONE = {"loading": "loaded", "writing": "wrote", "reading back": "read back"}
 
 
 class Output(Protocol):
@@ -98,10 +98,6 @@ class Progress:
         self._began = 0.0
         self._thread = threading.Thread(target=self._look_at_times, daemon=True)
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._began
-
     def __enter__(self) -> Self:
         self._began = time.monotonic()
         self.now()
@@ -109,15 +105,11 @@ class Progress:
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
-        self.stop()
-        if self._has_begun and kind is None and self._done is not None:
-            self.output.say(self._done(self.seconds))
-
-    def stop(self) -> None:
-        """Shows nothing any more."""
         self._over.set()
         self._thread.join()
         self.output.show("")
+        if self._has_begun and kind is None and self._done is not None:
+            self.output.say(self._done(time.monotonic() - self._began))
 
     def say(self, text: str) -> None:
         """Prints a whole line, once the work takes longer than `patience`."""
@@ -137,8 +129,8 @@ class Progress:
         if not self._has_begun:
             return
         with self._lock:
-            text = self._doing(self.seconds)
             self._noted = time.monotonic()
+            text = self._doing(self._noted - self._began)
             self.output.note(text)
             self.output.show(text)
 
@@ -151,11 +143,12 @@ class Progress:
                 self._has_begun = True
                 self.now()
             while not self._over.wait(LOOK_SECONDS):
-                if time.monotonic() - self._noted >= LINE_SECONDS:
+                now = time.monotonic()
+                if now - self._noted >= LINE_SECONDS:
                     self.now()
                 else:
                     with self._lock:
-                        self.output.show(self._doing(self.seconds))
+                        self.output.show(self._doing(now - self._began))
 
 
 class BytesProgress(Progress):
@@ -167,24 +160,22 @@ class BytesProgress(Progress):
 
     def __init__(self, output: Output, verb: str, what: str, patience: float = SHORT_SECONDS):
         """verb: loading or writing."""
-        super().__init__(output, self.text, lambda seconds: self.text(seconds, True), patience)
-        self.verb = verb
-        self.what = what
-        self._num_done = 0
-        self._total = 0
+        self._megabytes = (0.0, 0.0)
+
+        def doing(seconds: float) -> str:
+            done, total = self._megabytes
+            size = f": {done:,.0f} of {total:,.0f} MB" if total else ""
+            return f"{verb} {what}{size}"
+
+        def done(seconds: float) -> str:
+            _, total = self._megabytes
+            size = f", {total:,.0f} MB" if total else ""
+            return f"{_DONE[verb]} {what}{size}, in {seconds_in_words(seconds)}"
+
+        super().__init__(output, doing, done, patience)
 
     def __call__(self, done: int, total: int) -> None:
-        self._num_done = done
-        self._total = total
-
-    def text(self, seconds: float, is_done: bool = False) -> str:
-        """`loading smollm2: 120 of 269 MB`; at the end `loaded smollm2, 269 MB, in 3 s`."""
-        total = f"{self._total / 1e6:,.0f} MB"
-        if is_done:
-            size = f", {total}" if self._total else ""
-            return f"{DONE[self.verb]} {self.what}{size}, in {seconds_in_words(seconds)}"
-        size = f": {self._num_done / 1e6:,.0f} of {total}" if self._total else ""
-        return f"{self.verb} {self.what}{size}"
+        self._megabytes = (done / 1e6, total / 1e6)
 
 
 def compiling(output: Output, what: str, patience: float = 0.0) -> Progress:

@@ -11,7 +11,7 @@ from tunix_lite.files.untrusted import parse_object, read_lines
 # A step must be below this: it must fit into 64 bits.
 MOST_STEPS = 2**63
 # The largest number that a float can hold.
-LARGEST = sys.float_info.max
+_LARGEST = sys.float_info.max
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, bytes, dict | None]]:
@@ -38,7 +38,7 @@ def row_of(line: bytes) -> dict | None:
 
 def is_number(value: object) -> bool:
     """Whether a JSON value is a number that a float can hold, and not NaN or infinite."""
-    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
+    return type(value) in (int, float) and -_LARGEST <= value <= _LARGEST
 
 
 def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
@@ -51,36 +51,16 @@ def rows_until(file: Path, last: int) -> Iterator[tuple[int, bytes, dict]]:
             yield number, line, row
 
 
-def drops_rows(file: Path, last: int) -> bool:
-    """Whether `rows_until(file, last)` leaves out a line that is before its last one."""
-    kept = {number for number, _, _ in rows_until(file, last)}
-    end = max(kept, default=0)
-    return any(
-        line.strip() and number not in kept
-        for number, line, _ in read_rows(file)
-        if number < end
-    )
-
-
 def check_rows(file: Path, last: int, began: int | None) -> None:
     """Raises ValueError unless the file holds each step of the run up to `last` once, in order.
 
     last: the step of the newest checkpoint; a run that was killed wrote more after it. began: the
     step that the run began from, which may have a row of its evaluation; None: not known.
     """
-    # the number of the last line that counts
-    end = max(
-        (
-            number
-            for number, _, row in read_rows(file)
-            if row is not None and row["step"] <= last
-        ),
-        default=0,
-    )
-
-    # Each step must follow the one before.
+    # The last line that counts, and then each step must follow the one before.
+    counted = [n for n, _, row in read_rows(file) if row is not None and row["step"] <= last]
     before = None
-    for number, line, row in itertools.islice(read_rows(file), end):
+    for number, line, row in itertools.islice(read_rows(file), max(counted, default=0)):
         if row is None:
             if line.strip():
                 raise ValueError(f"line {number} of {file} is not the metrics of a step")

@@ -52,8 +52,8 @@ class RunDir:
         return self.path / "skipped" / f"step_{step:06d}.npz"
 
     def check(self) -> None:
-        """Raises ValueError if a run could not write here: no such folder can be made, it has a
-        folder where a run has a file or the other way round, or the disk is full."""
+        """Raises ValueError if a run could not write here: no such folder can be made, something
+        else lies where a run has a file or a folder, or the disk is full."""
         parents = (self.path.absolute(), *self.path.absolute().parents)
         lost = next((path for path in parents if path.is_symlink() and not path.exists()), None)
         if lost is not None:
@@ -67,17 +67,15 @@ class RunDir:
 
         # What must be a file in it, and what a folder. Reading a pipe would wait for ever.
         files = (self.log, self.metrics, self.status, self.fingerprint, self.reference)
-        for file in (*files, self.path / self.MODEL):
-            if file.is_dir() or file.is_fifo() or file.is_socket():
-                kind = "a folder" if file.is_dir() else "not a file"
-                raise ValueError(
-                    f"{file} is {kind}, and the run keeps a file of that name: move it away"
-                )
-        for folder in (self.checkpoints, self.path / "samples", self.path / "skipped"):
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(
-                    f"{folder} is a file, and the run keeps a folder of that name: move it away"
-                )
+        files += (self.path / self.MODEL,)
+        folders = (self.checkpoints, self.path / "samples", self.path / "skipped")
+        wrong = [file for file in files if file.is_dir() or file.is_fifo() or file.is_socket()]
+        wrong += [folder for folder in folders if folder.exists() and not folder.is_dir()]
+        if wrong:
+            kind = "file" if wrong[0] in files else "folder"
+            raise ValueError(
+                f"{wrong[0]} is no {kind}, and the run keeps one there: move it away"
+            )
 
         # Permissions say nothing about a full disk, so try to write.
         for folder in [there, *([self.checkpoints] if self.checkpoints.is_dir() else [])]:
@@ -159,11 +157,8 @@ class RunDir:
 
     def last_number(self, name: str, until: int) -> int:
         """A count in metrics.jsonl, of the newest row up to step `until` that has it; 0: none."""
-        last = 0
-        for _, _, row in rows_until(self.metrics, until):
-            if is_number(row.get(name)):
-                last = int(row[name])
-        return last
+        numbers = [row.get(name) for _, _, row in rows_until(self.metrics, until)]
+        return int(next(filter(is_number, reversed(numbers)), 0))
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
         """Writes skipped/step_000010.npz, which `tunix-lite replay` reads: the batch of an update
@@ -234,7 +229,7 @@ def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
 
 
 # Characters of an error that status.json keeps.
-MOST_ERROR = 100_000
+_MOST_ERROR = 100_000
 
 
 class Status:
@@ -294,16 +289,11 @@ class Status:
         further entries, such as error="...". Raises OSError."""
         if self.stopped:
             more["stopped"] = self.stopped
-        more = {
-            name: visible(value[:MOST_ERROR]) if isinstance(value, str) else value
-            for name, value in more.items()
-        }
-        status = {
-            "status": word,
-            "steps": self.steps,
-            "seconds": round(self.seconds, 1),
-            "eval": self.eval,
-        }
+        for name, value in more.items():
+            if isinstance(value, str):
+                more[name] = visible(value[:_MOST_ERROR])
+        seconds = round(self.seconds, 1)
+        status = {"status": word, "steps": self.steps, "seconds": seconds, "eval": self.eval}
         if self._began_from is not None:
             status["began_from"] = self._began_from
         self._run_dir.write_json(self._run_dir.status, {**status, **more, **self.about})
@@ -317,15 +307,11 @@ class Status:
         if self.eval:
             first = self.eval["first"]
             last = self.eval["last"]
-            text = f"held-out accuracy {first['accuracy']:.1%} → {last['accuracy']:.1%}"
-            for name in sorted(first.keys() & last.keys()):
-                if (
-                    name.startswith("avg_at_")
-                    and is_number(first[name])
-                    and is_number(last[name])
-                ):
-                    text += f", {as_words(name)} {first[name]:.1%} → {last[name]:.1%}"
-            lines.append((text, "bold green"))
+            names = sorted(name for name in first.keys() & last.keys() if name != "accuracy")
+            known = [name for name in names if is_number(first[name]) and is_number(last[name])]
+            texts = [f"held-out accuracy {first['accuracy']:.1%} → {last['accuracy']:.1%}"]
+            texts += [f"{as_words(x)} {first[x]:.1%} → {last[x]:.1%}" for x in known]
+            lines.append((", ".join(texts), "bold green"))
         steps = f"{self.steps} steps in {seconds_in_words(self.seconds)}"
         lines.append((f"{steps}; everything is in {self._run_dir.path}", ""))
         if self.stopped:
@@ -355,29 +341,29 @@ def read_status(file: Path) -> tuple[dict, float, int | None, str]:
     began_from is the step that the run began from; None: not known. A run does not depend on the
     file: what cannot be read becomes {}, 0.0 or None.
     """
-    known = {"eval": {}, "seconds": 0.0, "began_from": None}
+    status = {}
     problem = ""
     # A full disk may have left half a file.
     try:
         status = untrusted.read_object(file) if os.path.lexists(file) else {}
     except ValueError as error:
-        status = {}
         problem = str(error)
-
-    # {}, or a first and a last accuracy
     ends = status.get("eval")
-    ends = (
-        ends if isinstance(ends, dict) and set(ends) in (set(), {"first", "last"}) else {"": 0}
-    )
     seconds = status.get("seconds")
     began = status.get("began_from")
+    # {}, or a first and a last accuracy
+    has_ends = isinstance(ends, dict) and set(ends) in (set(), {"first", "last"})
     is_right = {
-        "eval": all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in ends.values()),
+        "eval": has_ends
+        and all(isinstance(x, dict) and is_number(x.get("accuracy")) for x in ends.values()),
         "seconds": is_number(seconds) and seconds >= 0,
         "began_from": began is None or (type(began) is int and began >= 0),
     }
-    known |= {name: status[name] for name in is_right if is_right[name] and name in status}
-    wrong = [name for name in is_right if name in status and not is_right[name]]
-    if wrong:
+    if wrong := [name for name in is_right if name in status and not is_right[name]]:
         problem = f"{file} cannot be read at {', '.join(wrong)}"
-    return known["eval"], known["seconds"], known["began_from"], problem
+    return (
+        ends if is_right["eval"] else {},
+        seconds if is_right["seconds"] else 0.0,
+        began if is_right["began_from"] else None,
+        problem,
+    )

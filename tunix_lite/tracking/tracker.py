@@ -1,23 +1,19 @@
 """Where metrics are written: metrics.jsonl, TensorBoard, or a tracker of the user's own."""
 
-import itertools
 import json
 import math
 import shutil
 import time
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-
-from tunix_lite.files.plain_text import visible
 from tunix_lite.files.untrusted import MOST_LINE
-from tunix_lite.tracking.rows import drops_rows, rows_until
+from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.types import Metrics
 
-# most characters of a completion in a text
-MOST_TEXT = 4_000
+# Between two flushes of TensorBoard's file.
+_FLUSH_SECONDS = 30
 
 
 class Tracker(Protocol):
@@ -46,11 +42,15 @@ class JsonLines:
 
     def __init__(self, file: Path, resume_at: int | None = None):
         """resume_at: the step that the run resumes from; later steps are cut off. None: begin a new
-        file. If an earlier line cannot be read, and so is lost, the file is first copied to
-        `damaged_copy(file)`. Raises OSError."""
+        file. Of a file that lacks steps, or has lines that cannot be read and so are lost, a copy
+        is kept as metrics.damaged-1.jsonl. Raises OSError."""
         if resume_at is not None and file.is_file():
-            if drops_rows(file, resume_at):
-                shutil.copyfile(file, _damaged_copy(file))
+            copy = file.with_name(f"{file.stem}.damaged-1{file.suffix}")
+            try:
+                check_rows(file, resume_at, None)
+            except ValueError:
+                if not copy.exists():
+                    shutil.copyfile(file, copy)
             fresh = file.with_suffix(".jsonl.tmp")
             with fresh.open("wb") as half:
                 half.writelines(line + b"\n" for _, line, _ in rows_until(file, resume_at))
@@ -88,23 +88,12 @@ def _shortest_names(row: dict) -> dict:
     return part | {"train/metrics_left_out": len(row) - len(kept)}
 
 
-def _damaged_copy(file: Path) -> Path:
-    """A free name for a copy of the file: metrics.damaged-1.jsonl, or the next number."""
-    names = (file.with_name(f"{file.stem}.damaged-{n}{file.suffix}") for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
-
-
 class TensorBoard:
     """Writes event files into the run's folder, for `tensorboard --logdir outputs/`.
 
     tensorboardX's SummaryWriter has a thread of its own, and once a full disk has ended that, its
     next log waits for ever; so this writes in the calling thread.
     """
-
-    # Seconds between two flushes.
-    FLUSH_SECONDS = 30
-    # completions of a step that are shown as text
-    SAMPLES = 5
 
     def __init__(self, folder: Path, resume_at: int | None = None):
         """resume_at: TensorBoard no longer shows later steps of earlier event files."""
@@ -127,35 +116,12 @@ class TensorBoard:
         """Writes the metrics of a step, one event for each number."""
         for name, value in metrics.items():
             if isinstance(value, Real):
-                self._write(step, self._summary.scalar(name, value))
-        if time.monotonic() > self._flushed + self.FLUSH_SECONDS:
+                summary = self._summary.scalar(name, value)
+                event = self._event(wall_time=time.time(), step=step, summary=summary)
+                self._file.write_event(event)
+        if time.monotonic() > self._flushed + _FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
-    def log_samples(self, step: int, rows: list[dict]) -> None:
-        """Writes some completions of a step as text, from the best to the worst."""
-        ranked = sorted(rows, key=lambda row: -(row.get("reward") or 0.0))
-        count = min(self.SAMPLES, len(ranked))
-        places = np.linspace(0, len(ranked) - 1, count).round().astype(int)
-        text = "\n".join(sample_text(ranked[i]) for i in places)
-        if text:
-            self._write(step, self._summary.text("samples", text))
-
-    def _write(self, step: int, summary: Any) -> None:
-        self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
     def close(self) -> None:
         self._file.close()
-
-
-def sample_text(row: dict) -> str:
-    """A completion as Markdown, code from end to end: TensorBoard would read markup in it."""
-    mark = "right" if row.get("correct") else "wrong"
-    reward = row.get("reward")
-    head = f"{mark}, reward {reward:.4g}" if isinstance(reward, float) else mark
-    rewards = (row.get("rewards") or {}).items()
-    named = [f"{name} {value:.4g}" for name, value in rewards if isinstance(value, float)]
-    lines = [f"[{', '.join([head, *named])}]", f"prompt: {row.get('prompt')}"]
-    lines += ["completion:", str(row.get("completion"))]
-    shown = visible("\n".join(lines)[:MOST_TEXT])
-    return "".join(f"    {line}\n" for line in shown.split("\n"))

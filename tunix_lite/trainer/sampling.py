@@ -214,10 +214,9 @@ class SamplingEngine:
             raise
         finally:
             self._engine.wait_until_idle()
-        drawn = {key: sequence.request for key, sequence in sequences.items()}
         return [
             Sample(p, g, one.tokens, one.full_logprobs, one.logprobs, one.reason)
-            for (p, g), one in drawn.items()
+            for (p, g), one in sequences.items()
         ]
 
     def _sequence(

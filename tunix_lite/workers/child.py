@@ -26,17 +26,14 @@ PR_SET_PDEATHSIG = 1
 
 
 class NotANumber(Exception):
-    """A function returned something else than it should. `kind` is the kind of the outcome, and the
-    message says it in words."""
+    """A function returned something else than it should: the kind of the outcome, and its words."""
 
     kind = "not_number"
 
 
 def outcome(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
-    """Returns ("", the result of fn), or the kind of failure and a description of it.
-
-    A child that fn forked and that comes back here ends: it must not go on as a second worker.
-    """
+    """Returns ("", the result of fn), or the kind of failure and a description of it. A child that
+    fn forked and that comes back here ends: it must not go on as a second worker."""
     mine = os.getpid()
     try:
         result = "", fn(*arguments)
@@ -56,12 +53,10 @@ def outcome(fn: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
 def work(
     calls_fd: int, answers_fd: int, parent: int, limits: tuple[int, float] | None = None
 ) -> None:
-    """Answers calls until nobody can make any: at the end of the pipe, or when the process that
-    started it is gone.
+    """Answers calls until the end of the pipe, or until the process that started it is gone.
 
     limits: bytes of memory, and seconds of the processor for a call; with them, the process reads
-    the end of the pipe in time and needs no other watch.
-    """
+    the end of the pipe in time and needs no other watch."""
     with contextlib.suppress(BaseException):
         if limits is None:
             # It ends with its parent: in a loop it would not see the end of the pipe.
@@ -132,8 +127,7 @@ def bounded(text: str) -> str:
 
 
 def _read(calls: Connection, answers: BinaryIO) -> Any:
-    """The next message. What cannot be read, because something cannot be imported here, is said to
-    the other side."""
+    """The next message. The other side is told what cannot be imported here."""
     message = calls.recv_bytes()
     try:
         return pickle.loads(message)
@@ -145,8 +139,7 @@ def _read(calls: Connection, answers: BinaryIO) -> Any:
 def _answer(
     answers: BinaryIO, number: int | None, kind: str, value: object, seconds: float = 0.0
 ) -> None:
-    """Sends an answer. number: of its call, so that no answer is ever taken for that of another.
-    seconds: that the call took."""
+    """Sends an answer with the number of its call, so that none is taken for that of another."""
     answers.write(json.dumps([number, kind, value, seconds]).encode() + b"\n")
     # each at once: the first that is missing is the call that failed
     answers.flush()

@@ -1,9 +1,8 @@
 """Runs code from a folder that we do not trust in another process, with limits: chat templates.
 
-The process has a limit on memory, one on the processor's time of each call, no environment to read
-secrets from, and answers with text only. It is killed when it exceeds a limit. One serves all
-calls. It starts with the first one (some 0.1 s), and an answer takes a fraction of a millisecond.
-"""
+The process has limits on memory and on the processor's time of each call, no environment to read
+secrets from, and answers with text only. One serves all calls; it is killed when it exceeds a
+limit."""
 
 import atexit
 import os
@@ -20,9 +19,8 @@ from tunix_lite.workers.process import START_SECONDS, WorkerProcess
 
 # Bytes of addresses. An interpreter with jinja2 takes some 50 MB.
 MEMORY = 512 * 2**20
-# Of the processor, for one call.
+# Of the processor, for one call; and by the clock, for a process that was stopped.
 SECONDS = 1.0
-# Seconds by the clock, for one call: a second limit, for a process that was stopped.
 WAITED = 30.0
 # Attempts. A signal that was meant for the run may end the process.
 STARTS = 3

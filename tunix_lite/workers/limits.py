@@ -19,10 +19,8 @@ CHILD_MEMORY = 1024**3
 def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Raises TimeoutError, naming `what`, when the block takes longer than this.
 
-    It works by a signal, which Python handles in the main thread of a process; a reward worker
-    makes all its calls there. In another thread the block has no limit of its own, and only
-    rewards.timeout ends it. A part in C that never looks for signals is ended by that, too.
-    """
+    It works by a signal, in the main thread alone, where a reward worker makes its calls. In other
+    threads, and in C that never looks for signals, only rewards.timeout ends the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,12 +38,10 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 def call_with_limits(fn: Callable[[], T], seconds: float, what: str) -> T:
-    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds in any
-    case.
+    """Calls fn in a forked child, which has CHILD_MEMORY and is killed after so many seconds.
 
     Raises what fn raises, TimeoutError naming `what`, and MemoryError where the child was killed.
-    Where jax is loaded, forking is not safe; fn is then called here under `time_limit`.
-    """
+    Where jax is loaded, forking is not safe; fn is then called here under `time_limit`."""
     if "jax" in sys.modules:
         with time_limit(seconds, what):
             return fn()

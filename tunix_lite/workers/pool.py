@@ -1,8 +1,7 @@
 """Functions in processes that can be killed: none of them can hang, crash or end the run.
 
-Each worker has a thread here that feeds it and reads its answers. A call that takes too long, or
-takes its process down, has failed; the worker is replaced, and the calls behind that one are made
-by the next.
+Each worker has a thread that feeds it and reads its answers. A call that takes too long, or takes
+its process down, has failed; the next worker makes the calls behind it.
 """
 
 import io
@@ -75,8 +74,8 @@ def check_workers(on_error: str, timeout: float, workers: int) -> None:
 
 
 def check_portable(functions: dict[str, Callable], group: str = "rewards") -> None:
-    """Raises ValueError naming the first function that a worker could not be given, and the remedy.
-    group: of the settings, as a message names it."""
+    """Raises ValueError naming the first function that a worker could not be given, and the
+    remedy."""
     for name, fn in functions.items():
         try:
             _Packing(io.BytesIO()).dump(fn)
@@ -109,13 +108,11 @@ class _Job(NamedTuple):
 
 
 class Pool:
-    """Calls functions on completions, in `settings.workers` processes or, if that is 0, here and
-    now.
+    """Calls functions on completions, in `settings.workers` processes or, if that is 0, here.
 
     functions, by the name that messages give them: (completion, example) -> anything that JSON can
-    hold. A function of a group gets the list of its completions. group: of the settings, as
-    messages name it.
-    """
+    hold; those of a group get a list of completions. group: of the settings, as messages name
+    it."""
 
     def __init__(
         self, functions: dict[str, Callable], settings: RewardsConfig, group: str = "rewards"
@@ -142,11 +139,9 @@ class Pool:
     def submit(
         self, completion: str | list[str], example: dict, names: Sequence[str] | None = None
     ) -> "Future[dict[str, Outcome]]":
-        """Calls functions on a completion, or on all completions of a group.
-
-        names: which functions; None: all of them. Returns the outcome of each by its name. The
-        future raises ValueError for the first failure if on_error=raise.
-        """
+        """Calls functions on a completion, or on all completions of a group: the outcome of each by
+        its name. names: which functions; None: all of them. The future raises ValueError for the
+        first failure if on_error=raise."""
         names = list(self.functions) if names is None else list(names)
         future: Future = Future()
         if self._threads:
@@ -167,10 +162,9 @@ class Pool:
         return future
 
     def taken_seconds(self) -> list[float]:
-        """The seconds of each call that has been made since this was asked last; of one that was
-        lost with its worker, rewards.timeout."""
-        count = len(self._seconds)
-        return [self._seconds.popleft() for _ in range(count)]
+        """The seconds of each call since this was asked last; of one that was lost with its worker,
+        rewards.timeout."""
+        return [self._seconds.popleft() for _ in range(len(self._seconds))]
 
     def describe_failure(self, name: str, result: Outcome, completion: str | list[str]) -> str:
         """Describes a failure: `reward 'short' is nan for the completion '...'`."""
@@ -194,8 +188,8 @@ class Pool:
     def _by_name(
         self, names: list[str], completion: str | list[str], outcomes: Iterator[Outcome]
     ) -> dict[str, Outcome]:
-        """The next outcomes, by the names of their functions, as the settings have them. Raises
-        ValueError for a failure if on_error=raise."""
+        """The next outcomes by the names of their functions. Raises ValueError for a failure if
+        on_error=raise."""
         on_none = self.settings.on_none
         by_name = {}
         for name in names:
@@ -206,7 +200,7 @@ class Pool:
                 kind, value = "not_number", IS_NONE
             elif kind == "none":
                 kind, value = on_none, IS_NONE
-            by_name[name] = kind, value
+            by_name[name] = Outcome(kind, value)
             if kind in FAILURES and self.settings.on_error == "raise":
                 problem = self.describe_failure(name, by_name[name], completion)
                 raise ValueError(
@@ -217,7 +211,7 @@ class Pool:
     # ---- a thread and its worker
 
     def _serve(self, place: int) -> None:
-        """Starts the worker before the first job; if it cannot start, the first jobs report it."""
+        # starts the worker before the first job; if it cannot start, the first jobs report it
         with suppress(Exception):
             self._worker(place)
         while True:
@@ -239,7 +233,7 @@ class Pool:
                         job.future.set_exception(error)
 
     def _outcomes(self, place: int, jobs: list[_Job]) -> Iterator[Outcome]:
-        """The outcome of each function of each job, in order. The first call without an answer is
+        """The outcome of each function of each job, in order: the first call without an answer is
         the one that failed."""
         places = {name: index for index, name in enumerate(self.functions)}
         calls = [
@@ -277,8 +271,7 @@ class Pool:
         )
 
     def _worker(self, place: int) -> WorkerProcess:
-        """The worker of this place, or a new one if that has ended. It ended while it had nothing
-        to do, so no call is to blame."""
+        """The worker of this place, or a new one if that has ended while it had nothing to do."""
         worker = self._workers[place]
         if worker is not None and worker.process.poll() is None:
             return worker

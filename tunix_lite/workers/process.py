@@ -19,12 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from tunix_lite.workers.child import short_repr
 
-# ("", what a function returned) or (error, timeout, crash or not_number, how it failed)
-Outcome = tuple[str, Any]
 # seconds until a process must have imported what it needs
 START_SECONDS = 120
 # seconds that a killed process may take: one that waits for a lost disk cannot even be killed
@@ -47,14 +45,23 @@ START = (
 )
 
 
+class Outcome(NamedTuple):
+    """The outcome of a call. kind: "", value: what the function returned; or kind: error, timeout,
+    crash or not_number, value: how it failed.
+
+    Example: Outcome("", 0.5), or Outcome("timeout", None).
+    """
+
+    kind: str
+    value: Any
+
+
 class WorkerProcess:
-    """A process, and the pipes to and from it. It is first sent a list of functions, and then calls
-    of them: lists of (number of the call, place of the function in the list, its arguments).
+    """A process, and the pipes to and from it. It is first sent a list of functions, and then lists
+    of (number of the call, place of the function, its arguments).
 
     limits: bytes of memory, and seconds of the processor for a call. output: where it prints; None:
-    where this process does. flags: of Python. longest: bytes of an answer. Raises OSError where no
-    process can be started.
-    """
+    where this process does. longest: bytes of an answer. Raises OSError."""
 
     def __init__(
         self,
@@ -92,8 +99,7 @@ class WorkerProcess:
             )
 
     def send(self, message: bytes, seconds: float) -> None:
-        """Sends a pickled call. A process that does not read a long message in time is killed;
-        `answer` then says so."""
+        """Sends pickled calls. A process that does not read a long message in time is killed."""
         timer = threading.Timer(seconds, self.kill)
         if len(message) > SURELY_FITS:
             timer.start()
@@ -107,8 +113,8 @@ class WorkerProcess:
         number: int | None = None,
         look: Callable[[float], None] = lambda passed: None,
     ) -> Outcome:
-        """Returns the next answer, within so many seconds. If that is not about call `number`, the
-        process has crashed. look: called with the seconds so far, a few times a second."""
+        """Returns the next answer, within so many seconds; it must be about call `number`. look:
+        called with the seconds so far, a few times a second."""
         began = time.monotonic()
         while not self._lines:
             is_gone = self.process.poll() is not None
@@ -132,14 +138,13 @@ class WorkerProcess:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(LOOK_SECONDS)
                 code = self.process.poll()
-                how = f"ended its process with exit code {code}"
                 if code is None:
-                    how = "closed the pipes of its process"
-                elif code < 0:
+                    return "crash", "closed the pipes of its process"
+                how = f"exit code {code}"
+                if code < 0:
                     known = -code in set(signal.Signals)
-                    name = signal.Signals(-code).name if known else f"signal {-code}"
-                    how = f"ended its process with {name}"
-                return "crash", how
+                    how = signal.Signals(-code).name if known else f"signal {-code}"
+                return "crash", f"ended its process with {how}"
             if len(self._rest) > self._longest:
                 how = f"wrote more than {self._longest:,} bytes to the pipe of its process"
                 return "crash", how
@@ -157,8 +162,7 @@ class WorkerProcess:
         return kind, value
 
     def kill(self) -> None:
-        """Kills it and all processes that it started. It may be done twice, and from another
-        thread."""
+        """Kills it and all that it started. It may be done twice, and from another thread."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -197,8 +201,8 @@ def _environment(process: Path) -> bytes:
     """
     deadline = time.monotonic() + LOADING
     while True:
-        # Such a process has memory, but no place in it for an environment: its field env_end, of
-        # number 51 in proc(5), is 0. Asked first, since it may be loaded at any moment.
+        # Such a process has memory, but env_end, field 51 in proc(5), is 0. Asked first, since it
+        # may be loaded at any moment.
         memory = int((process / "statm").read_text().split()[0])
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         is_loading = memory > 0 and fields[51 - 3] == "0"

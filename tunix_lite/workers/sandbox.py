@@ -1,11 +1,10 @@
 """Runs a piece of code once, with limits, in processes of its own (Linux).
 
-`python -I sandbox.py` reads a job as JSON from stdin and writes what became of it as JSON to
-stdout. It is three processes: this one watches; its child is the first process of a new process
-namespace, so that all ends with it; the child of that runs the code. It imports nothing of the
-package: it starts once for each test.
-
-It keeps honest mistakes and clumsy tricks from harming a run. It is no security boundary.
+`python -I sandbox.py` reads a job as JSON from stdin and writes what became of it to stdout. It is
+three processes: this one watches; its child is the first process of a new process namespace, so
+that all ends with it; the child of that runs the code. It imports nothing of the package: it starts
+once for each test. It keeps honest mistakes and clumsy tricks from harming a run. It is no security
+boundary.
 """
 
 import builtins
@@ -127,8 +126,8 @@ def main() -> None:
 
 
 def run(job: dict, folder: str) -> dict:
-    """Runs the code of a job once. Returns `status` (ended, or by which limit it was stopped), what
-    it printed, whether it came to its end, and which protections this kernel refused."""
+    """Runs the code of a job once: `status` (ended, or by which limit it was stopped), what it
+    printed, whether it came to its end, and which protections this kernel refused."""
     missing = _isolate(folder, job)
     output, writes_output = os.pipe()
     # pipe of the code's last words: that it came to its end, or why not
@@ -224,8 +223,8 @@ def _too_much(job: dict, first: int) -> str | None:
 
 
 def _isolate(folder: str, job: dict) -> list[str]:
-    """Makes new namespaces for the processes that are started from here on. Returns which other
-    protections the kernel refused, in words. Raises OSError where it refuses the namespaces."""
+    """Makes new namespaces for the processes that start from here on, or raises OSError. Returns
+    which other protections the kernel refused, in words."""
     missing = []
     if os.getuid() == 0 and not _become_nobody(folder):
         missing.append(
@@ -262,8 +261,8 @@ def _isolate(folder: str, job: dict) -> list[str]:
 
 
 def _become_nobody(folder: str) -> bool:
-    """Turns root into a user without rights, if that one can read Python and its packages. Returns
-    whether it did."""
+    """Turns root into a user without rights, if that one can read Python. Returns whether it
+    did."""
     needed = [sys.executable, os.__file__, json.__file__, *filter(os.path.exists, sys.path)]
     os.seteuid(NOBODY)
     can_read = all(os.access(path, os.R_OK, effective_ids=True) for path in needed)

@@ -8,23 +8,29 @@ import dataclasses
 import os
 import pickle
 import re
-import sys
+import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tunix_lite.commands.checks.lines import CheckLine, fails, ok, warns
-from tunix_lite.distributed.agreement import process_info
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tunix_lite.commands.checks.machine import CheckLine, fails, machine_lines, ok
+from tunix_lite.distributed.agreement import installed_version, process_info
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.join import (
     disable_compilation_cache,
     hosts,
     initialise,
     is_first,
-    nodes_of,
 )
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.distributed.process_place import LaunchConfig, find_place
@@ -33,28 +39,19 @@ from tunix_lite.files.plain_text import device_name
 from tunix_lite.planning import hardware
 from tunix_lite.workers.process import WorkerProcess
 
-if TYPE_CHECKING:
-    import jax
-
-GiB = 2**30
 # Seconds more than the time-out until the probe is ended: it may say by itself what is missing.
-GRACE = 15
-# Characters of a library's last words that are shown.
-LAST_WORDS = 300
-# Times that each program is measured; the fastest counts.
-REPEATS = 5
-# Below this share of what the links between devices can do, something is in the way.
-SLOW = 0.1
+_GRACE = 15
 
-NCCL = "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries"
-TOGETHER = "start the same command on every machine, at one time"
+_NCCL = "NCCL_DEBUG=INFO tunix-lite check  # NCCL says what it tries"
+_TOGETHER = "start the same command on every machine, at one time"
 # stage -> what it does, and what mends it where it hangs or fails
-STAGES = {
+_STAGES = {
     "start": (
         "Python and jax start",
         "python -X importtime -c 'import jax'  # what takes so long",
     ),
-    "processes": ("the processes meet", TOGETHER),
+    "machine": ("Python, jax, the driver", "look at the disk or the driver behind it"),
+    "processes": ("the processes meet", _TOGETHER),
     "devices": (
         "jax starts on the devices",
         "end the program that holds the device: fuser -v /dev/nvidia* /dev/accel*",
@@ -63,72 +60,60 @@ STAGES = {
         "each device computes",
         "reset the device, or leave it out: CUDA_VISIBLE_DEVICES=...",
     ),
-    "all-reduce": ("all devices sum", NCCL),
+    "all-reduce": ("all devices sum", _NCCL),
     "folder": ("all processes look at the folder", "look at the lines of the other processes"),
     "leaving": ("the processes part", "look at the lines of the other processes"),
 }
-
-
-def probe_environment(pretend: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the probe. pretend: so many devices of the CPU in place of those attached.
-
-    It takes as little of a GPU's memory as it can: another program may be using it.
-    """
-    variables = dict(environ)
-    variables["PYTHONPATH"] = os.pathsep.join([path for path in sys.path if path])
-    variables["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if pretend is not None:
-        pretends = r"--xla_force_host_platform_device_count=\S*"
-        variables["JAX_PLATFORMS"] = "cpu"
-        variables["JAX_NUM_CPU_DEVICES"] = str(pretend)
-        variables["XLA_FLAGS"] = re.sub(pretends, "", variables.get("XLA_FLAGS", "")).strip()
-    return variables
 
 
 def look_at_devices(
     launch: LaunchConfig,
     folder: Path,
     timeout: float,
-    environment: dict[str, str],
+    pretend: int | None,
     show: Callable[[CheckLine], None],
 ) -> dict[str, Any]:
     """Shows each line as it comes. Returns the facts about the devices, {} where nothing came.
 
-    folder: where runs will be written. timeout: seconds for each stage.
+    folder: where runs will be written. timeout: seconds for each stage. pretend: so many devices of
+    the CPU in place of those attached.
     """
+    # As little of a GPU's memory as can be: another program may be using it.
+    variables = dict(os.environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if pretend is not None:
+        pretends = r"--xla_force_host_platform_device_count=\S*"
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_NUM_CPU_DEVICES"] = str(pretend)
+        variables["XLA_FLAGS"] = re.sub(pretends, "", variables.get("XLA_FLAGS", "")).strip()
     launch = dataclasses.replace(launch, timeout=min(launch.timeout, max(1, int(timeout))))
     facts: dict[str, Any] = {}
     with tempfile.TemporaryFile() as noise:
         # What libraries print goes into a file, of which a failure shows the end.
-        worker = WorkerProcess(environment, output=noise)
+        worker = WorkerProcess(variables, output=noise)
         try:
             worker.send(pickle.dumps([Probe(launch, folder)]), timeout)
-            for number, (stage, (doing, fix)) in enumerate(STAGES.items()):
+            for number, (stage, (doing, fix)) in enumerate(_STAGES.items()):
                 call = None if stage == "start" else number
-                seconds = timeout + (GRACE if stage == "processes" else 0)
+                seconds = timeout + (_GRACE if stage == "processes" else 0)
                 if call is not None:
                     worker.send(pickle.dumps([(call, 0, (stage,))]), seconds)
                 kind, answer = worker.answer(seconds, call)
                 if kind not in ("", "ready"):
                     # It ended without an answer, or still hangs.
-                    text = f"no answer in {timeout:.0f} s"
-                    if kind != "timeout":
-                        text = answer.replace("ended its process", "the process ended")
-                        text = text.replace("with SIG", "with signal SIG")
-                    size = noise.seek(0, os.SEEK_END)
-                    noise.seek(max(0, size - 20_000))
+                    text = f"no answer in {timeout:.0f} s" if kind == "timeout" else answer
+                    noise.seek(max(0, noise.seek(0, os.SEEK_END) - 20_000))
                     printed = noise.read().decode(errors="replace").strip().splitlines()
-                    last = f"; its last words: {printed[-1][-LAST_WORDS:]}" if printed else ""
+                    last = f"; its last words: {printed[-1][-300:]}" if printed else ""
                     show(fails(stage, f"{doing}: {text}{last}", fix))
                     break
                 lines, seen = answer or ([], {})
                 facts |= seen
                 for line in lines:
                     show(CheckLine(**line))
-                if any(line["state"] == "fails" for line in lines):
+                if any(line["state"] == "fails" for line in lines) and stage != "machine":
                     break
         finally:
-            # Nobody is left behind, whatever it waits for.
+            # The whole process group, whatever it waits for.
             worker.kill()
             worker.release()
     return facts
@@ -150,6 +135,7 @@ class Probe:
     def __call__(self, stage: str) -> tuple[list[dict], dict[str, Any]]:
         """The lines of a stage, and the facts that were found so far."""
         stages = {
+            "machine": machine_lines,
             "processes": self._meet,
             "devices": self._devices,
             "arithmetic": self._arithmetic,
@@ -161,7 +147,7 @@ class Probe:
             lines = stages[stage]()
         except (Exception, SystemExit) as error:
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            fix = STAGES[stage][1]
+            fix = _STAGES[stage][1]
             if is_of_a_peer(error):
                 fix = "look at the lines of the process that was lost"
             elif isinstance(error, ValueError) and not isinstance(error, NotMet):
@@ -183,8 +169,6 @@ class Probe:
 
     def _devices(self) -> list[CheckLine]:
         """Looks at the devices that jax sees, of all processes."""
-        import jax
-
         devices = jax.devices()
         first = devices[0]
         limits = [hardware.memory_limit(device) for device in jax.local_devices()]
@@ -200,9 +184,14 @@ class Probe:
             "memory_bytes": least,
             "process": jax.process_index(),
         }
-        room = "" if least is None else f", {least / GiB:.1f} GiB each for a program"
+        room = "" if least is None else f", {least / 2**30:.1f} GiB each for a program"
         name = device_name(first.device_kind, first.platform)
         lines = [ok("devices", f"{len(devices)} x {name}{room}")]
+        has_gpus = shutil.which("nvidia-smi") and installed_version("jax-cuda12-plugin")
+        if first.platform == "cpu" and has_gpus and not os.environ.get("JAX_PLATFORMS"):
+            text = "jax runs on the CPU, though it has a plugin for the GPUs here"
+            why = "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # says why"
+            lines = [fails("devices", text, why)]
         if len(seen) > 1:
             for index, ((count, _), host) in enumerate(zip(seen, hosts())):
                 lines.append(ok("process", f"{index} on {host}: {count} devices"))
@@ -210,9 +199,6 @@ class Probe:
 
     def _arithmetic(self) -> list[CheckLine]:
         """Each device multiplies matrices of ones, whose product is known."""
-        import jax
-        import jax.numpy as jnp
-
         first = jax.devices()[0]
         side = 256 if first.platform == "cpu" else 4096
         product = jax.jit(lambda x: x @ x)
@@ -223,22 +209,14 @@ class Probe:
                 is_right = bool(jnp.all(product(ones) == side))
                 seconds.append(_fastest(lambda ones=ones: product(ones)))
             if not is_right:
-                text = f"{device} gives wrong products"
-                return [
-                    fails("arithmetic", text, "take the device out: CUDA_VISIBLE_DEVICES=...")
-                ]
+                fix = "take the device out: CUDA_VISIBLE_DEVICES=..."
+                return [fails("arithmetic", f"{device} gives wrong products", fix)]
         rate = 2 * side**3 / max(seconds)
-        known = hardware.of_device(first)
-        peak = f" of {known.peak_flops / 1e12:.0f}" if known else ""
-        text = (
-            f"right on each device, {rate / 1e12:.3g}{peak} TFLOP/s in bfloat16 on the slowest"
-        )
+        text = f"right on each device, {rate / 1e12:.3g} TFLOP/s in bfloat16 on the slowest"
         return [ok("arithmetic", text)]
 
     def _all_reduce(self) -> list[CheckLine]:
         """All devices sum what they hold: the sum is known, and the time gives the bandwidth."""
-        import jax
-
         devices = jax.devices()
         count = len(devices)
         if count == 1:
@@ -246,23 +224,13 @@ class Probe:
         size = (4 if devices[0].platform == "cpu" else 64) * 2**20
         seconds, wrong = reduce_over(devices, size)
         if wrong is not None:
-            return [
-                fails("all-reduce", f"{wrong} where {count * (count + 1) // 2} is right", NCCL)
-            ]
+            text = f"{wrong} where {count * (count + 1) // 2} is right"
+            return [fails("all-reduce", text, _NCCL)]
 
         # Bus bandwidth, as nccl-tests count it: what each device sends and receives.
         bus = size / seconds * 2 * (count - 1) / count
-        latency, _ = reduce_over(devices, 4096)
-        self._facts |= {"all_reduce_bytes_per_second": bus, "latency_seconds": latency}
-        text = f"right over {count} devices, {bus / 1e9:.2f} GB/s each, {latency * 1e6:.0f} µs"
-        known = hardware.of_device(devices[0])
-        if known is not None:
-            is_one_node = len(nodes_of(devices)) == 1
-            links = known.link_bandwidth if is_one_node else known.node_bandwidth
-            text += f"; the links can do {links / 1e9:.0f} GB/s"
-            if bus < SLOW * links:
-                return [warns("all-reduce", text, "nvidia-smi topo -m; NCCL_DEBUG=INFO")]
-        return [ok("all-reduce", text)]
+        self._facts["all_reduce_bytes_per_second"] = bus
+        return [ok("all-reduce", f"right over {count} devices, {bus / 1e9:.2f} GB/s each")]
 
     def _shared_folder(self) -> list[CheckLine]:
         """Whether all machines see the folder that process 0 writes to, as checkpoints need."""
@@ -284,58 +252,45 @@ class Probe:
 
     def _leave(self) -> list[CheckLine]:
         """The processes part, so that none of them waits for this one."""
-        import jax
-
         if jax.distributed.is_initialized():
             jax.distributed.shutdown()
         return []
 
 
-def _row_of(devices: "list[jax.Device]") -> "jax.sharding.Mesh":
+def _row_of(devices: list[jax.Device]) -> jax.sharding.Mesh:
     """A mesh of these devices with one axis, `all`."""
-    import jax
-
     return jax.make_mesh(
         (len(devices),), ("all",), (jax.sharding.AxisType.Auto,), devices=devices
     )
 
 
-def _fastest(run: "Callable[[], jax.Array]") -> float:
-    """Seconds of the fastest of REPEATS calls, after one that warms up."""
-    import jax
-
+def _fastest(run: Callable[[], jax.Array]) -> float:
+    """Seconds of the fastest of five calls, after one that warms up."""
     jax.block_until_ready(run())
     times = []
-    for _ in range(REPEATS):
+    for _ in range(5):
         began = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - began)
     return max(min(times), 1e-9)
 
 
-def reduce_over(devices: "list[jax.Device]", size: int) -> tuple[float, float | None]:
+def reduce_over(devices: list[jax.Device], size: int) -> tuple[float, float | None]:
     """Seconds of an all-reduce of `size` bytes from each device, and a wrong number that came out;
     None: all are right."""
-    import jax
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     count = len(devices)
-    width = max(1, size // 4)
     disable_compilation_cache()  # with several CPUs, a program from disk may exchange wrong arrays
     mesh = _row_of(devices)
 
     # Device i holds i + 1 everywhere, so every element of the sum is n (n + 1) / 2.
     def piece(index: tuple) -> np.ndarray:
-        return np.full((1, width), index[0].start + 1 if count > 1 else 1, np.float32)
+        return np.full((1, size // 4), index[0].start + 1 if count > 1 else 1, np.float32)
 
-    array = jax.make_array_from_callback((count, width), NamedSharding(mesh, P("all")), piece)
-    total = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P()
-        )
+    array = jax.make_array_from_callback(
+        (count, size // 4), NamedSharding(mesh, P("all")), piece
     )
+    psum = partial(jax.lax.psum, axis_name="all")
+    total = jax.jit(jax.shard_map(psum, mesh=mesh, in_specs=P("all"), out_specs=P()))
     right = count * (count + 1) / 2
     with jax.set_mesh(mesh):
         for shard in total(array).addressable_shards:

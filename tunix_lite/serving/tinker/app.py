@@ -42,29 +42,19 @@ if TYPE_CHECKING:
 
 API = "/api/v1"
 # Seconds for which a question for a result waits for it. The SDK waits 45.
-POLL_SECONDS = 30.0
+_POLL_SECONDS = 30.0
 # Results are kept for so long, in seconds, and looked over so often.
-RESULT_SECONDS = 24 * 3600.0
-TIDY_SECONDS = 600.0
-# Entries of an answer where the client does not say how many.
-PAGE = 20
-# Digits of a number of entries; int() refuses thousands of them.
-MOST_DIGITS = 18
-SAVES = ("save_weights", "save_weights_for_sampler")
+_RESULT_SECONDS = 24 * 3600.0
+_TIDY_SECONDS = 600.0
+_SAVES = ("save_weights", "save_weights_for_sampler")
 PROTOBUF = "application/x-protobuf"
-OUTPUT_LAYER = (
-    "this server gives the output layer no adapter of its own: train_unembed has no effect"
-)
 
 
 class TinkerServer(Face):
     """The endpoints, the journal, and the thread that works."""
 
     open_paths = ("/healthz", f"{API}/healthz")
-    often = tuple(
-        f"{API}/{path}" for path in ("retrieve_future", "session_heartbeat", "telemetry")
-    )
-    unlogged = (*open_paths, "/metrics", *often)
+    unlogged = (*open_paths, f"{API}/retrieve_future", f"{API}/session_heartbeat")
     # 408 makes the SDK ask again
     statuses = {TimedOut: 408}
 
@@ -75,14 +65,14 @@ class TinkerServer(Face):
         self.store = store
         self.limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
-        # futures that somebody has waited for
+        # requests whose result somebody waits for
         self._ended: dict[str, asyncio.Event] = {}
         self._began = time.time()
         self._tidied = 0.0
         self.worker = Worker(LiveModels(trainer, store, limits.max_models), store, self._on_end)
 
     def _on_end(self, name: str) -> None:
-        """In the worker's thread, which must not end with the loop."""
+        # Called in the worker's thread, which must not end with the loop.
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake, name)
@@ -91,36 +81,25 @@ class TinkerServer(Face):
         if name in self._ended:
             self._ended.pop(name).set()
 
-    # ---- what a face has
-
     def routes(self) -> Iterator[tuple[str, str, Handler]]:
-        config = {
-            # A request may be a little larger than the SDK estimates.
-            "fwdbwd_max_chunk_bytes_count": self.settings.max_body // 2,
-            "parallel_fwdbwd_chunks": True,
-            "sample_join_sampling_session": True,
-        }
+        # A request may be a little larger than the SDK estimates.
+        most = self.settings.max_body // 2
+        config = {"fwdbwd_max_chunk_bytes_count": most, "parallel_fwdbwd_chunks": True}
         answers: dict[str, Callable[[TinkerBody], dict | None]] = {
             "client/config": lambda body: config,
-            "client/dynamic_config": lambda body: {"sample_cancel_enabled": True},
+            "client/dynamic_config": lambda body: {},
             "telemetry": lambda body: {"status": "accepted"},
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": lambda body: self._end(
-                self._session(body.session_id)
-            ),
+            "sessions/{session_id}/finish": self._finish,
             "create_sampling_session": self._create_sampler,
-            "join_sampling_session": self._join_sampler,
             "get_info": self._model_info,
             "weights_info": self._weights_info,
-            "cancel_future": self._cancel,
         }
-        for path in ("create_model", "optim_step", "load_weights", *SAVES, "asample"):
+        for path in ("create_model", "optim_step", "load_weights", *_SAVES, "asample"):
             answers[path] = partial(self._enqueue, path)
         for path, answer in answers.items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
-        yield "post", f"{API}/forward_backward", self._forward_backward
-        yield "post", f"{API}/retrieve_future", self._retrieve
         for path, kind, view in (
             ("training_runs", "model", self._run_info),
             ("training_runs/{id}", "model", self._run_info),
@@ -128,9 +107,11 @@ class TinkerServer(Face):
             ("checkpoints", "checkpoint", self._checkpoint_info),
         ):
             yield "get", f"{API}/{path}", partial(self._lookup, path, kind, view)
-        yield "get", f"{API}/get_server_capabilities", self._capabilities
         checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
         yield "delete", checkpoint, self._delete_checkpoint
+        yield "post", f"{API}/forward_backward", self._forward_backward
+        yield "post", f"{API}/retrieve_future", self._retrieve
+        yield "get", f"{API}/get_server_capabilities", self._capabilities
         for path in self.open_paths:
             yield "get", path, self._health
 
@@ -151,14 +132,6 @@ class TinkerServer(Face):
 
     def error_body(self, error: Exception, status: int, message: str) -> dict:
         return {"detail": message}
-
-    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        gauges = {
-            "tinker_requests_waiting": len(self.store.waiting()),
-            "tinker_models": len(self.store.all("model")),
-            "tinker_sessions": sum(not one.is_finished for one in self.store.all("session")),
-        }
-        return gauges, {"tinker_requests_done_total": self.worker.done}
 
     async def run(self, ready: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
         """Serves; then waits for the request that is under way. Raises WorkerFailed, sqlite3.Error
@@ -181,22 +154,20 @@ class TinkerServer(Face):
         is_well = self.worker.is_alive and not self.is_stopping
         return (200, {"status": "ok"}) if is_well else (503, {"status": "stopping"})
 
-    # ---- sessions
-
     def check(self) -> None:
         """Drops what nobody can ask for any more. Raises WorkerFailed."""
         if not self.worker.is_alive:
             raise WorkerFailed(f"the worker failed: {self.worker.failure}")
-        if time.time() > self._tidied + TIDY_SECONDS:
+        if time.time() > self._tidied + _TIDY_SECONDS:
             self._tidied = time.time()
             self._tidy(self._tidied)
 
     def _tidy(self, now: float) -> None:
-        self.store.forget_results(now - RESULT_SECONDS)
+        self.store.forget_results(now - _RESULT_SECONDS)
         for session in self.store.all("session"):
             # While the server was away it could hear nobody.
             heard = session.heard if session.is_finished else max(session.heard, self._began)
-            if heard >= now - RESULT_SECONDS:
+            if heard >= now - _RESULT_SECONDS:
                 continue
             # All of it goes but what has a name.
             self._end(session)
@@ -222,7 +193,10 @@ class TinkerServer(Face):
     def _create_session(self, body: TinkerBody) -> dict:
         name = uuid.uuid4().hex
         self.store.put(TinkerSession(name))
-        return {"type": "create_session", "session_id": name, "info_message": OUTPUT_LAYER}
+        return {"type": "create_session", "session_id": name}
+
+    def _finish(self, body: TinkerBody) -> None:
+        self._end(self._session(body.session_id))
 
     def _session(self, name: str) -> TinkerSession:
         session = self.store.found("session", name)
@@ -235,15 +209,7 @@ class TinkerServer(Face):
         self._session(body.session_id).heard = time.time()
         return {"type": "session_heartbeat"}
 
-    def _cancel(self, body: TinkerBody) -> None:
-        # a sample request that nobody has begun
-        if ":sample:" in body.request_id:
-            self.worker.give_up(session_of(body.request_id), body.request_id)
-
-    # ---- models and samplers
-
     def _model(self, body: TinkerBody) -> Model:
-        """Raises BadCall if its session has ended."""
         model = self.store.found("model", body.model_id)
         self._session(model.session)
         return model
@@ -258,26 +224,17 @@ class TinkerServer(Face):
         session = self._session(body.session_id)
         name = f"{session.id}:sample:{body.sampling_session_seq_id}"
         sampler = Sampler(name, session.id, model_path=body.model_path)
-        if body.model_path is not None:
-            sampler.file = self.store.found("checkpoint", body.model_path).file
-        else:
+        if body.model_path is None:
             self._check_base(body)
+        else:
+            sampler.file = self.store.found("checkpoint", body.model_path).file
         self.store.put(sampler)
         return {"type": "create_sampling_session", "sampling_session_id": name}
-
-    def _join_sampler(self, body: TinkerBody) -> dict:
-        with self.store.transaction():
-            sampler = self.store.found("sampler", body.sampling_session_id)
-            sampler.clones += 1
-            self.store.put(sampler)
-        return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
     async def _delete_checkpoint(self, request: "web.Request") -> dict:
         path = "tinker://{run}/{folder}/{name}".format(**request.match_info)
         await asyncio.to_thread(self.store.remove, self.store.found("checkpoint", path))
         return {}
-
-    # ---- what needs the devices
 
     async def _forward_backward(self, request: "web.Request") -> dict:
         raw = await read_body(request)
@@ -288,19 +245,20 @@ class TinkerServer(Face):
         return await asyncio.to_thread(self._enqueue, "forward_backward", body, raw)
 
     def _enqueue(self, path: str, body: TinkerBody, raw: bytes | None = None) -> dict:
-        """Writes a request into the journal, and then says its name."""
         kind, owner, number = self._turn_of(path, body)
         session = session_of(owner)
-        next_seq = self.store.next_seq(owner)
-        if number is None or self.store.result(f"{owner}:{number}") is None:
-            # The result of a request is kept for a day. Nothing is done twice.
-            if number is not None and number < next_seq:
-                raise BadCall(f"request {number} is over; the next one is {next_seq}", "seq_id")
-            # The next request of a model always has room, as those may wait for it.
-            is_next = number == next_seq and self.store.get("model", owner) is not None
-            if not is_next and len(self.store.waiting(session)) >= self.limits.max_waiting:
-                message = f"{self.limits.max_waiting} requests of this session wait already"
-                raise BadCall(message, code="rate_limit_exceeded")
+        model = self.store.get("model", owner)
+        next_seq = model.next_seq if model else 0
+        # The result of a request is kept for a day. Nothing is done twice.
+        is_new = number is None or self.store.result(f"{owner}:{number}") is None
+        if is_new and number is not None and number < next_seq:
+            raise BadCall(f"request {number} is over; the next one is {next_seq}", "seq_id")
+        # The next request of a model always has room, as those that wait may wait for it.
+        is_next = model is not None and number == next_seq
+        most = self.limits.max_waiting
+        if is_new and not is_next and len(self.store.waiting(session)) >= most:
+            message = f"{most} requests of this session wait already"
+            raise BadCall(message, code="rate_limit_exceeded")
         raw = raw or json.dumps(vars(body), sort_keys=True, default=vars).encode()
         name = self.store.accept(owner, number, kind, raw, next_seq).id
         self.worker.wake()
@@ -321,20 +279,18 @@ class TinkerServer(Face):
             if length > (most := self.limits.max_length):
                 message = f"prompt: {length} tokens; this model takes up to {most}"
                 raise BadCall(message, "prompt")
-            return (
-                "sample",
-                self.store.found("sampler", body.sampling_session_id).id,
-                body.seq_id,
-            )
+            sampler = self.store.found("sampler", body.sampling_session_id)
+            return "sample", sampler.id, body.seq_id
         if path == "load_weights":
             self.store.found("checkpoint", body.path)
         if path == "create_model" or (path == "load_weights" and body.session_id):
             owner = f"{self._session(body.session_id).id}:train:{body.model_seq_id}"
-            if path == "create_model":
-                self._check_base(body)
-            return "create_from" if path == "load_weights" else path, owner, 0
+            if path == "load_weights":
+                return "create_from", owner, 0
+            self._check_base(body)
+            return path, owner, 0
         is_named = path == "save_weights" or body.path is not None
-        if path in SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
+        if path in _SAVES and is_named and not bodies.NAME.fullmatch(body.path or ""):
             message = f"path={shown(body.path)}; letters, digits and ._- only, up to 128"
             raise BadCall(message, "path")
         # The number 0 is none.
@@ -352,7 +308,7 @@ class TinkerServer(Face):
         if row[0] == WAITING and not self.is_stopping:
             event = self._ended.setdefault(name, asyncio.Event())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), timeout=POLL_SECONDS)
+                await asyncio.wait_for(event.wait(), timeout=_POLL_SECONDS)
             row = self.store.result(name) or row
         state, kind, result = row
         if state == WAITING:
@@ -360,8 +316,6 @@ class TinkerServer(Face):
         is_protobuf = state == DONE and kind in ("forward_backward", "sample")
         content = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=content)
-
-    # ---- lookups
 
     async def _lookup(
         self, path: str, kind: str, view: Callable[[Record], dict], request: "web.Request"
@@ -371,11 +325,9 @@ class TinkerServer(Face):
             return view(self.store.found(kind, request.match_info["id"]))
         newest = sorted(self.store.all(kind), key=lambda one: -one.created)
         cursor = {"total_count": len(newest)}
-        for name, default in (("offset", 0), ("limit", PAGE)):
-            text = request.query.get(name, "")
-            cursor[name] = (
-                int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
-            )
+        for name, default in (("offset", 0), ("limit", 20)):
+            text = request.query.get(name, "")[:18]
+            cursor[name] = int(text) if text.isdecimal() else default
         some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
         return {path: [view(one) for one in some], "cursor": cursor}
 
@@ -408,12 +360,10 @@ class TinkerServer(Face):
         return {
             "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
             "checkpoint_type": checkpoint.kind,
-            "time": datetime.fromtimestamp(checkpoint.created, UTC).isoformat(),
+            "time": _time(checkpoint),
             "tinker_path": checkpoint.id,
             "size_bytes": checkpoint.size,
             "public": False,
-            "user_metadata": checkpoint.metadata,
-            "expires_at": None,
         }
 
     def _checkpoints_of(self, model: Model) -> dict:
@@ -421,17 +371,16 @@ class TinkerServer(Face):
         return {"checkpoints": [self._checkpoint_info(one) for one in records]}
 
     def _run_info(self, model: Model) -> dict:
-        checkpoints = self._checkpoints_of(model)["checkpoints"]
-        newest = {one["checkpoint_type"]: one for one in checkpoints}
         return _lora(model.adapters) | {
             "training_run_id": model.id,
             "base_model": self.limits.model_name,
             "model_owner": "local",
-            "last_request_time": datetime.fromtimestamp(model.created, UTC).isoformat(),
-            "last_checkpoint": newest.get("training"),
-            "last_sampler_checkpoint": newest.get("sampler"),
-            "user_metadata": model.metadata,
+            "last_request_time": _time(model),
         }
+
+
+def _time(record: Model | Checkpoint) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat()
 
 
 def _lora(adapters: Adapters | None) -> dict:

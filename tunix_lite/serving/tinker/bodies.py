@@ -1,7 +1,6 @@
 """JSON bodies of the Tinker protocol: what they must hold, checked before anything is written."""
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,11 +12,11 @@ from tunix_lite.serving.tinker.store import MOST_RANK, Adapters
 from tunix_lite.trainer.sampling import SampleSettings, as_settings
 
 # Numbers of a sample, which the trainer checks.
-DRAWN_BY = ("max_tokens", "temperature", "top_k", "top_p")
+_DRAWN_BY = ("max_tokens", "temperature", "top_k", "top_p")
 # Names of checkpoints, as files may have them.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Fields that ask for what this server does not have, unless they are empty.
-NOT_SUPPORTED = (
+_NOT_SUPPORTED = (
     "ttl_seconds",
     "optimizer_params",
     "topk_prompt_logprobs",
@@ -27,9 +26,7 @@ NOT_SUPPORTED = (
     "prompt_logprobs_last_n",
     "record_stability_info",
 )
-MOST_SAMPLES = 1024
-# Bytes of what a client writes beside its models.
-MOST_METADATA = 65536
+_MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class TinkerLimits:
 
 
 @dataclass(frozen=True)
-class AdamBody:
+class _AdamBody:
     """The numbers of an optimizer step."""
 
     learning_rate: float = 1e-4
@@ -76,30 +73,25 @@ class TinkerBody:
     path: str | None = None
     overwrite: bool = False
     kind: str = "snapshot"
-    user_metadata: dict[str, Any] = field(default_factory=dict)
     # a model of all weights may leave the rank out
     lora_config: Adapters | None = None
     optimizer_config: dict[str, Any] = field(default_factory=dict)
     # whether the optimizer is loaded, too
     optimizer: bool = False
-    adam_params: AdamBody = AdamBody()
+    adam_params: _AdamBody = _AdamBody()
     prompt: dict[str, Any] = field(default_factory=dict)
-    num_samples: int = between(1, MOST_SAMPLES, 1)
+    num_samples: int = between(1, _MOST_SAMPLES, 1)
     sampling_params: dict[str, Any] = field(default_factory=dict)
     prompt_logprobs: bool = False
 
     def __post_init__(self):
-        if self.kind != "snapshot":
-            raise BadCall(f"kind={shown(self.kind)} is not supported; 'snapshot' is", "kind")
         optimizer = self.optimizer_config.get("type", "adamw")
-        if optimizer != "adamw":
-            raise BadCall(
-                f"optimizer {shown(optimizer)} is not supported; adamw is", "optimizer"
-            )
-        size = len(json.dumps(self.user_metadata))
-        if size > MOST_METADATA:
-            message = f"user_metadata has {size} bytes; there is room for {MOST_METADATA}"
-            raise BadCall(message, "user_metadata")
+        for name, value, ours in (
+            ("kind", self.kind, "snapshot"),
+            ("optimizer", optimizer, "adamw"),
+        ):
+            if value != ours:
+                raise BadCall(f"{name}={shown(value)} is not supported; {ours} is", name)
 
     @property
     def adapters(self) -> Adapters | None:
@@ -135,10 +127,9 @@ class TinkerBody:
         stops = stop if isinstance(stop, list | tuple) else [stop]
         if not all(isinstance(one, int | str) for one in stops):
             raise BadCall("stop must hold texts or tokens", "stop")
-        seed = params.get(
-            "seed", int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
-        )
-        values = {name: params[name] for name in DRAWN_BY if name in params}
+        by_name = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:4])
+        seed = params.get("seed", by_name)
+        values = {name: params[name] for name in _DRAWN_BY if name in params}
         values["seed"] = seed % 2**32 if isinstance(seed, int) else seed
         values["stop"] = tuple(one for one in stops if isinstance(one, str))
         values["stop_token_ids"] = tuple(one for one in stops if isinstance(one, int))
@@ -151,7 +142,7 @@ class TinkerBody:
 def body_of(body: object) -> TinkerBody:
     """Raises BadCall, naming the field."""
     checked = read(TinkerBody, body)
-    for name in NOT_SUPPORTED:
+    for name in _NOT_SUPPORTED:
         if body.get(name):
             raise BadCall(f"{name} is not supported", name)
     return checked

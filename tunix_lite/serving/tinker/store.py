@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,19 +27,19 @@ from tunix_lite.files.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, read
 
-JOURNAL = "journal.sqlite"
+_JOURNAL = "journal.sqlite"
 MOST_RANK = 4096
 WAITING = 0
 DONE = 1
 FAILED = 2
 
 # A second server on the same folder is refused. What is committed outlives a kill.
-TABLES = """
+_TABLES = """
 PRAGMA locking_mode=EXCLUSIVE;
 PRAGMA journal_mode=WAL;
 PRAGMA synchronous=NORMAL;
 CREATE TABLE IF NOT EXISTS records (
-  kind TEXT, id TEXT, session TEXT, value TEXT, PRIMARY KEY (kind, id));
+  kind TEXT, id TEXT, value TEXT, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS requests (
   arrival INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, seq INTEGER, kind TEXT,
   body BLOB, state INTEGER DEFAULT 0, result BLOB, attempts INTEGER DEFAULT 0, ended REAL,
@@ -48,15 +48,8 @@ CREATE INDEX IF NOT EXISTS by_owner ON requests (owner, seq);
 CREATE INDEX IF NOT EXISTS waiting ON requests (arrival, owner) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS with_body ON requests (owner, seq) WHERE body != x'';
 """
-COLUMNS = "arrival, id, owner, seq, kind, body, state, result, attempts, ended, digest"
-# Folders of weights, and what a message calls the files in them.
-ROOMS = {"models": "models", "samplers": "samplers", "checkpoints": "saved checkpoints"}
-OTHER_VERSION = (
-    "it is damaged, or of another version of this server: start that version, or take another "
-    "folder (state_folder=)"
-)
 # Errors of a disk that cannot be written, in whatever file.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @dataclass
@@ -88,7 +81,6 @@ class Model:
     created: float = field(default_factory=time.time)
     # None trains all weights
     adapters: Adapters | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
     # the request that is next
     next_seq: int = 0
     # the last request that the file of weights holds, and that file
@@ -107,7 +99,6 @@ class Sampler:
     # a file below the folder; None: the base model
     file: str | None = None
     model_path: str | None = None
-    clones: int = 0
 
 
 @dataclass
@@ -119,11 +110,9 @@ class Checkpoint:
     # training or sampler
     kind: str
     file: str
-    # as of its model
     adapters: Adapters | None
     created: float = field(default_factory=time.time)
     size: int = 0
-    metadata: dict[str, Any] | None = None
 
 
 class TinkerRequest(NamedTuple):
@@ -140,13 +129,13 @@ class StoreDamaged(ValueError):
     """The folder does not hold what a server of this version left there."""
 
 
-RECORDS = {
+_RECORDS = {
     "session": TinkerSession,
     "model": Model,
     "sampler": Sampler,
     "checkpoint": Checkpoint,
 }
-KINDS = {made: kind for kind, made in RECORDS.items()}
+_KINDS = {made: kind for kind, made in _RECORDS.items()}
 Record = TinkerSession | Model | Sampler | Checkpoint
 
 
@@ -156,12 +145,11 @@ class Store:
     def __init__(self, folder: Path):
         """Raises OSError or sqlite3.Error if the folder cannot be written, StoreDamaged."""
         self.folder = folder
-        for room in ROOMS:
-            (folder / room).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         how = {"check_same_thread": False, "isolation_level": None, "timeout": 1.0}
-        self._db = sqlite3.connect(folder / JOURNAL, **how)
-        self._records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
+        self._db = sqlite3.connect(folder / _JOURNAL, **how)
+        self._records: dict[str, dict[str, Any]] = {kind: {} for kind in _RECORDS}
         try:
             self._read_journal()
         except BaseException:
@@ -169,27 +157,11 @@ class Store:
             raise
 
     def _read_journal(self) -> None:
-        self._db.executescript(TABLES)
-        try:
-            self._db.execute(f"SELECT {COLUMNS} FROM requests LIMIT 0")
-        except sqlite3.OperationalError as error:
-            raise StoreDamaged(f"{JOURNAL}: {error}; {OTHER_VERSION}") from error
+        self._db.executescript(_TABLES)
+        # An error for a journal of a version without it.
+        self._db.execute("SELECT digest, attempts FROM requests LIMIT 0")
         for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
             self._records.setdefault(kind, {})[name] = _record(kind, name, value)
-        if any(self._records.values()):
-            return
-        # Without its newest part, which is a file of its own, SQLite opens an older journal. What a
-        # server that was killed left half written begins with a dot.
-        counts = {}
-        for room in ROOMS:
-            paths = (self.folder / room).glob("*/*/*" if room == "checkpoints" else "*")
-            counts[room] = sum(path.name[:1] != "." for path in paths)
-        if any(counts.values()):
-            lie = " and ".join(f"{count} {ROOMS[room]}" for room, count in counts.items())
-            raise StoreDamaged(
-                f"{JOURNAL} is empty, and {lie} lie beside it: it was damaged, or deleted. Take "
-                "another folder (state_folder=), or move these files away"
-            )
 
     def close(self) -> None:
         with self._lock:
@@ -217,11 +189,6 @@ class Store:
         """The record of this name, or None."""
         return self._records[kind].get(name)
 
-    def next_seq(self, owner: str) -> int:
-        """The number of the next request of a model; 0 if there is no such model."""
-        model = self.get("model", owner)
-        return 0 if model is None else model.next_seq
-
     def found(self, kind: str, name: str) -> Any:
         """The record of this name. Raises BadCall if there is none."""
         record = self.get(kind, name)
@@ -235,15 +202,16 @@ class Store:
 
     def put(self, record: Record) -> None:
         """Writes a record, new or changed."""
-        kind = KINDS[type(record)]
-        values = (kind, record.id, getattr(record, "session", ""), json.dumps(asdict(record)))
+        kind = _KINDS[type(record)]
+        value = json.dumps(asdict(record))
         with self._lock:
-            self._rows("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", *values)
+            query = "INSERT OR REPLACE INTO records (kind, id, value) VALUES (?, ?, ?)"
+            self._rows(query, kind, record.id, value)
             self._records[kind][record.id] = record
 
     def remove(self, record: TinkerSession | Sampler | Checkpoint) -> None:
         """Deletes a record, and then its file."""
-        kind = KINDS[type(record)]
+        kind = _KINDS[type(record)]
         with self._lock:
             self._rows("DELETE FROM records WHERE kind = ? AND id = ?", kind, record.id)
             self._records[kind].pop(record.id, None)
@@ -295,14 +263,11 @@ class Store:
 
     def begin(self, request: TinkerRequest) -> int:
         """Counts an attempt at a request; returns how many there are now."""
-        query = (
-            "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ? RETURNING attempts"
-        )
-        [(count,)] = self._rows(query, request.arrival)
+        query = "UPDATE requests SET attempts = attempts + 1 WHERE arrival = ?"
+        [(count,)] = self._rows(f"{query} RETURNING attempts", request.arrival)
         return count
 
     def end(self, request: TinkerRequest, state: int, result: bytes) -> None:
-        """Writes the result."""
         query = "UPDATE requests SET state = ?, result = ?, ended = ? WHERE arrival = ?"
         self._rows(query, state, result, time.time(), request.arrival)
 
@@ -352,29 +317,25 @@ def session_of(owner: str) -> str:
 
 def _record(kind: str, name: str, value: str) -> Record:
     """A record as the journal holds it. Raises StoreDamaged for one that is not as expected."""
-    problem = "is of no kind that this server knows"
-    if kind in RECORDS:
-        try:
-            values = json.loads(value)
-            record = read(RECORDS[kind], values)
-            wrong = sorted(set(values) - {one.name for one in fields(record)})
-            wrong += [] if record.id == name else ["id"]
-            if not wrong:
-                return record
-        except BadCall as error:
-            wrong = [error.field or "the record itself"]
-        except (ValueError, TypeError, RecursionError):
-            wrong = ["it is no JSON"]
-        problem = f"is not as expected ({shown(', '.join(wrong))})"
+    try:
+        values = json.loads(value)
+        record = read(_RECORDS[kind], values)
+        if record.id == name and values.keys() <= vars(record).keys():
+            return record
+    # KeyError: of no kind that this server knows.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
     raise StoreDamaged(
-        f"{JOURNAL}: the record {shown(kind)} {shown(name)} {problem}; {OTHER_VERSION}"
+        f"{_JOURNAL}: the record {shown(kind)} {shown(name)} is not as expected; it is damaged, or "
+        "of another version of this server: start that version, or take another folder "
+        "(state_folder=)"
     )
 
 
 def disk_trouble(error: BaseException | None) -> str | None:
     """The reason that the journal or a file cannot be written; None: the error has none of it."""
     while error is not None:
-        is_of_disk = isinstance(error, OSError) and error.errno in DISK
+        is_of_disk = isinstance(error, OSError) and error.errno in _DISK
         if is_of_disk or isinstance(error, sqlite3.Error):
             return str(error)
         if "No space left on device" in str(error):

@@ -38,8 +38,6 @@ MESSAGES = {
 # DType of the protocol -> numpy's, little-endian as on the wire.
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
-# Why a sample ended, as the trainer says it.
-STOP_REASONS = {"eos": 0, "stop": 0, "length": 1}
 
 
 def _classes() -> dict[str, type[Message]]:
@@ -135,7 +133,8 @@ def write_samples(samples: list[Sample], prompt_logprobs: list[float | None] | N
     for one in samples:
         tokens = np.asarray(one.tokens, "<i4").tobytes()
         logprobs = np.asarray(one.logprobs, "<f4").tobytes()
-        reason = STOP_REASONS[one.stop_reason]
+        # 0: by an end token or a stop text.
+        reason = int(one.stop_reason == "length")
         result.sequences.add(reason=reason, tokens=tokens, logprobs=logprobs)
     if prompt_logprobs is not None:
         values = [np.nan if value is None else value for value in prompt_logprobs]

@@ -32,20 +32,16 @@ from tunix_lite.serving.tinker.store import (
 if TYPE_CHECKING:
     from tunix_lite.trainer.trainer import LossOutput, Trainer, TrainingClient, Weights
 
-    Live = dict[str, Weights]
-
 # Weights that get adapters, as paths name them.
-ATTENTION = ("q", "k", "v", "o")
-MLP = ("gate", "up", "down")
+_ATTENTION = ("q", "k", "v", "o")
+_MLP = ("gate", "up", "down")
 # Sequences that are drawn in one turn, at most.
-SEQUENCES_PER_TURN = 256
+_SEQUENCES_PER_TURN = 256
 # Times that a request may end with the end of the server before it is given up: somebody else may
 # have ended the server each time.
-MOST_ATTEMPTS = 12
+_MOST_ATTEMPTS = 12
 # A sample request, and its body.
 Sampling = tuple[TinkerRequest, TinkerBody]
-# The result of a request, and what it made.
-Done = tuple[bytes, Checkpoint | Sampler | None]
 
 
 class WorkerFailed(Exception):
@@ -53,8 +49,8 @@ class WorkerFailed(Exception):
 
 
 class LiveModels:
-    """The trainer's clients and samplers on the devices, the ones used last. What is not there is
-    made again from the store. One thread calls it."""
+    """The trainer's clients and samplers on the devices, the ones used last; the others are made
+    again from the store. One thread calls it."""
 
     def __init__(self, trainer: "Trainer", store: Store, most: int = 16):
         """most: models, and samplers, that stay on the devices."""
@@ -62,15 +58,17 @@ class LiveModels:
         self.store = store
         self.most = most
         # the one used last is the last; a sampler has the name of its file
-        self._clients: Live = {}
-        self._samplers: Live = {}
+        self._clients: dict[str, Weights] = {}
+        self._samplers: dict[str, Weights] = {}
 
     def forget(self, name: str) -> None:
         """Takes a model from the devices; the store has it."""
         if name in self._clients:
             self._clients.pop(name).close()
 
-    def _newest(self, live: "Live", name: str, make: "Callable[[], Weights]") -> "Weights":
+    def _newest(
+        self, live: "dict[str, Weights]", name: str, make: "Callable[[], Weights]"
+    ) -> "Weights":
         live[name] = live.pop(name, None) or make()
         while len(live) > self.most:
             live.pop(next(iter(live))).close()
@@ -78,32 +76,30 @@ class LiveModels:
 
     def client(self, model: Model) -> "TrainingClient":
         """The trainer's client of a model, with all that it was asked to do. Raises ValueError."""
-        adapters = model.adapters
-
-        def make() -> "TrainingClient":
-            if adapters is None:
-                # There is room for one of them. Another one comes back when its client asks again.
-                for name in [name for name, one in self._clients.items() if one.lora is None]:
-                    self.forget(name)
-                client = self.trainer.full()
-            else:
-                parts = ATTENTION * adapters.train_attn + MLP * adapters.train_mlp
-                if not parts:
-                    raise ValueError(
-                        "train_attn and train_mlp are both off: nothing would train"
-                    )
-                how = {"rank": adapters.rank, "seed": adapters.seed}
-                client = self.trainer.adapter(targets=f".*/({'|'.join(parts)})", **how)
-            if model.saved is not None:
-                client.load(self.store.folder / model.saved, optimizer=True)
-            return client
-
         is_live = model.id in self._clients
-        client = self._newest(self._clients, model.id, make)
+        client = self._newest(self._clients, model.id, partial(self._made, model))
         if not is_live:
             # Gradients since the weights were saved are in no file.
             for done in self.store.gradients_after(model.id, model.saved_seq):
                 self.forward_backward(model, self.store.body(done))
+        return client
+
+    def _made(self, model: Model) -> "TrainingClient":
+        if (adapters := model.adapters) is None:
+            # There is room for one of them. Another one comes back when its client asks again.
+            for name in [name for name, one in self._clients.items() if one.lora is None]:
+                self.forget(name)
+            client = self.trainer.full()
+        else:
+            parts = _ATTENTION * adapters.train_attn + _MLP * adapters.train_mlp
+            if not parts:
+                raise ValueError("train_attn and train_mlp are both off: nothing would train")
+            targets = f".*/({'|'.join(parts)})"
+            client = self.trainer.adapter(
+                rank=adapters.rank, seed=adapters.seed, targets=targets
+            )
+        if model.saved is not None:
+            client.load(self.store.folder / model.saved, optimizer=True)
         return client
 
     def forward_backward(self, model: Model, body: bytes) -> "LossOutput":
@@ -131,14 +127,14 @@ class LiveModels:
 
 
 def next_turn(
-    waiting: list[TinkerRequest], turns: dict[str, int], next_seq: Callable[[str], int]
+    waiting: list[TinkerRequest], turns: dict[str, int], next_seq: dict[str, int]
 ) -> list[TinkerRequest]:
     """One request of a model, or sample requests of one sampler, of the session whose last turn is
     longest ago. waiting: in the order in which they came. turns: session -> number of its last
     turn. next_seq: model -> the number of its next request."""
     ready: dict[str, list[TinkerRequest]] = {}
     for one in waiting:
-        if one.kind == "sample" or one.seq == next_seq(one.owner):
+        if one.kind == "sample" or one.seq == next_seq.get(one.owner, 0):
             ready.setdefault(session_of(one.owner), []).append(one)
     if not ready:
         return []
@@ -146,7 +142,7 @@ def next_turn(
     turns[session] = max(turns.values(), default=0) + 1
     first = ready[session][0]
     same = [one for one in ready[session] if one.owner == first.owner]
-    return same[: SEQUENCES_PER_TURN if first.kind == "sample" else 1]
+    return same[: _SEQUENCES_PER_TURN if first.kind == "sample" else 1]
 
 
 class Worker:
@@ -158,11 +154,9 @@ class Worker:
         self.store = store
         self.on_end = on_end
         self.failure: BaseException | None = None
-        self.done = 0
         self._lock = threading.Condition()
         self._is_closing = False
         self._turns: dict[str, int] = {}
-        # what is under way
         self._current: list[TinkerRequest] = []
         for session in store.all("session"):
             if session.is_finished:
@@ -178,16 +172,15 @@ class Worker:
         with self._lock:
             self._lock.notify()
 
-    def give_up(self, session: str, name: str | None = None) -> None:
-        """Ends what still waits of a session, or one request of it: nobody will ask for it."""
-        why = "the session has ended" if name is None else "the client cancelled it"
+    def give_up(self, session: str) -> None:
+        """Ends what still waits of a session: nobody will ask for it."""
+        result = _as_json(error="the session has ended", category="user")
         with self._lock:
             for request in self.store.waiting(session):
-                if request not in self._current and name in (None, request.id):
-                    self.store.end(request, FAILED, as_json(error=why, category="user"))
+                if request not in self._current:
+                    self.store.end(request, FAILED, result)
                     self.on_end(request.id)
-            if name is None:
-                self._turns.pop(session, None)
+            self._turns.pop(session, None)
 
     def close(self) -> None:
         """Ends after the request that is under way; the others stay in the journal."""
@@ -199,28 +192,16 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._lock:
-                    while not self._is_closing and not self._current:
-                        waiting = self.store.waiting()
-                        self._current = next_turn(waiting, self._turns, self.store.next_seq)
-                        if not self._current:
-                            self._lock.wait()
-                if self._is_closing:
-                    return
-                tried = []
+            while self._wait_for_turn():
+                tried = [one for one in self._current if self.store.begin(one) <= _MOST_ATTEMPTS]
                 for request in self._current:
-                    if self.store.begin(request) <= MOST_ATTEMPTS:
-                        tried.append(request)
-                    else:
-                        self._fail(
-                            request, "the server ended each time that it did this", "server"
-                        )
+                    if request not in tried:
+                        why = "the server ended each time that it did this"
+                        self._fail(request, why, "server")
                 if tried and tried[0].kind == "sample":
                     self._sample(tried)
                 elif tried:
                     self._train(tried[0])
-                self.done += len(self._current)
                 for request in self._current:
                     self.on_end(request.id)
                 self._current = []
@@ -228,6 +209,17 @@ class Worker:
             self.failure = error
             if disk_trouble(error) is None:
                 traceback.print_exc()
+
+    def _wait_for_turn(self) -> bool:
+        """Waits until there is something to do; False: until the server closes."""
+        with self._lock:
+            while not self._is_closing and not self._current:
+                waiting = self.store.waiting()
+                models = {model.id: model.next_seq for model in self.store.all("model")}
+                self._current = next_turn(waiting, self._turns, models)
+                if not self._current:
+                    self._lock.wait()
+        return not self._is_closing
 
     def _train(self, request: TinkerRequest) -> None:
         try:
@@ -240,7 +232,6 @@ class Worker:
                 if body.path is not None:
                     adapters = self.store.found("checkpoint", body.path).adapters
                 model = Model(request.owner, session_of(request.owner), adapters=adapters)
-                model.metadata = body.user_metadata
             files = {model.saved}
             result, made = self._do(request, model, body)
             if made is not None and (old := self.store.get("checkpoint", made.id)) is not None:
@@ -258,7 +249,7 @@ class Worker:
             for file in files - {model.saved, made and made.file}:
                 self.store.delete(file)
         except Exception as error:
-            message, category = blame(error)
+            message, category = _blame(error)
             if category == "server":
                 # The devices may hold half of it; what the journal holds is whole.
                 self.live.forget(request.owner)
@@ -273,21 +264,22 @@ class Worker:
                 self.store.put(model)
             # Clients need not know where the server keeps its files.
             message = message.replace(f"{self.store.folder}/", "")
-            self.store.end(request, FAILED, as_json(error=message, category=category))
+            self.store.end(request, FAILED, _as_json(error=message, category=category))
         print(visible(f"{request.id} {request.kind}: {message}"), file=sys.stderr, flush=True)
 
-    def _do(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
-        """The result of a request of a model, and the record that it made."""
+    def _do(
+        self, request: TinkerRequest, model: Model, body: TinkerBody
+    ) -> tuple[bytes, Checkpoint | Sampler | None]:
         match request.kind:
             case "create_model":
                 self.live.client(model)
-                return as_json(model_id=model.id, type="create_model"), None
+                return _as_json(model_id=model.id, type="create_model"), None
             case "create_from" | "load_weights":
                 checkpoint = self.store.found("checkpoint", body.path)
                 client = self.live.client(model)
                 client.load(self.store.folder / checkpoint.file, optimizer=body.optimizer)
                 self._save(model, request.seq)
-                return as_json(path=checkpoint.id, model_id=model.id, type="load_weights"), None
+                return _as_json(path=checkpoint.id, model_id=model.id, type="load_weights"), None
             case "forward_backward":
                 out = self.live.forward_backward(model, self.store.body(request))
                 return wire.write_forward_backward(out.logprobs, {"loss:sum": out.loss}), None
@@ -303,7 +295,7 @@ class Worker:
             case "optim_step":
                 metrics = self.live.client(model).optim_step(**asdict(body.adam_params))
                 self._save(model, request.seq)
-                return as_json(metrics=metrics), None
+                return _as_json(metrics=metrics), None
             case "save_weights" | "save_weights_for_sampler":
                 return self._keep(request, model, body)
         raise ValueError(f"this server knows no {request.kind}; another version has accepted it")
@@ -314,14 +306,16 @@ class Worker:
         model.saved_seq = seq
         model.has_failed = False
 
-    def _keep(self, request: TinkerRequest, model: Model, body: TinkerBody) -> Done:
+    def _keep(
+        self, request: TinkerRequest, model: Model, body: TinkerBody
+    ) -> tuple[bytes, Checkpoint | Sampler | None]:
         """Saves weights under a name, or those of a sampler without one."""
         is_training = request.kind == "save_weights"
         save = partial(self.live.client(model).save, optimizer=is_training)
         if body.path is None:
             name = f"{model.session}:sample:{body.sampling_session_seq_id}"
             sampler = Sampler(name, model.session, self.store.write("samplers", name, save))
-            return as_json(sampling_session_id=name, type=request.kind), sampler
+            return _as_json(sampling_session_id=name, type=request.kind), sampler
         folder = "weights" if is_training else "sampler_weights"
         path = f"tinker://{model.id}/{folder}/{body.path}"
         if is_training and not body.overwrite and self.store.get("checkpoint", path) is not None:
@@ -333,8 +327,7 @@ class Worker:
         written = self.store.folder / file
         parts = (written, *written.rglob("*"))
         checkpoint.size = sum(part.stat().st_size for part in parts if part.is_file())
-        checkpoint.metadata = body.user_metadata or None
-        return as_json(path=path, type=request.kind), checkpoint
+        return _as_json(path=path, type=request.kind), checkpoint
 
     def _sample(self, requests: list[TinkerRequest]) -> None:
         """Draws for requests of one sampler, for those with as many samples together."""
@@ -344,29 +337,30 @@ class Worker:
                 body = bodies.body_of(json.loads(self.store.body(request)))
                 by_count.setdefault(body.num_samples, []).append((request, body))
             except ValueError as error:
-                self._fail(request, *blame(error))
-        parts = []
+                self._fail(request, *_blame(error))
         for count, samples in by_count.items():
-            most = max(1, SEQUENCES_PER_TURN // count)
-            parts += [samples[start : start + most] for start in range(0, len(samples), most)]
-        while parts:
-            samples = parts.pop(0)
-            try:
-                results = self.live.sample(samples)
-            except Exception as error:
-                if len(samples) == 1 or disk_trouble(error) is not None:
-                    self._fail(samples[0][0], *blame(error))
-                else:
-                    # One of them may be wrong, and the others are not to fail with it.
-                    parts += [[one] for one in samples]
-                continue
-            with self.store.transaction():
-                for (request, _), result in zip(samples, results):
-                    self.store.end(request, DONE, result)
-                    self.store.forget_bodies(request.owner, request.seq)
+            most = max(1, _SEQUENCES_PER_TURN // count)
+            for start in range(0, len(samples), most):
+                self._draw(samples[start : start + most])
+
+    def _draw(self, samples: list[Sampling]) -> None:
+        try:
+            results = self.live.sample(samples)
+        except Exception as error:
+            if len(samples) == 1 or disk_trouble(error) is not None:
+                self._fail(samples[0][0], *_blame(error))
+                return
+            # One of them may be wrong, and the others are not to fail with it.
+            for one in samples:
+                self._draw([one])
+            return
+        with self.store.transaction():
+            for (request, _), result in zip(samples, results):
+                self.store.end(request, DONE, result)
+                self.store.forget_bodies(request.owner, request.seq)
 
 
-def blame(error: Exception) -> tuple[str, str]:
+def _blame(error: Exception) -> tuple[str, str]:
     """The message of a failed request, and whose fault it is: user or server. An error of the disk
     is raised again: the request stays in the journal, and is done when it can be written."""
     if disk_trouble(error) is not None:
@@ -377,5 +371,5 @@ def blame(error: Exception) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", "server"
 
 
-def as_json(**values: object) -> bytes:
+def _as_json(**values: object) -> bytes:
     return json.dumps(values).encode()

@@ -51,7 +51,7 @@ class Countdown(GeneratedSource):
         super().__post_init__()
 
     def make(self, rng: np.random.Generator) -> dict:
-        """See generated.Generator."""
+        """Makes one problem."""
         count = int(rng.integers(self.min_numbers, self.max_numbers + 1))
         while True:
             numbers = [int(n) for n in rng.integers(1, self.max_value + 1, count)]
