@@ -66,7 +66,9 @@ def text() -> str:
     rows, _ = RowLayout(num_scored=GENERATION.max_new_tokens).lay_out(batch)
     scores = jax.jit(policy.scores)(params, rows)
     loss, metrics = algorithm.loss(scores, rows)
-    grads = jax.grad(lambda params: algorithm.loss(policy.scores(params, rows), rows)[0])(params)
+    grads = jax.grad(lambda params: algorithm.loss(policy.scores(params, rows), rows)[0])(
+        params
+    )
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
     state = TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))
     _, learned = TrainStep(policy, algorithm, optimizer)(state, None, rows)
@@ -120,7 +122,8 @@ def prompt_lines(task: Task, tokenizer: object) -> list[str]:
 
 def shown(tokenizer: object, tokens: object) -> str:
     return "|".join(
-        tokenizer.decode([int(token)], skip_special=False).replace("\n", "⏎") for token in tokens
+        tokenizer.decode([int(token)], skip_special=False).replace("\n", "⏎")
+        for token in tokens
     )
 
 

@@ -96,9 +96,18 @@ def _other_machine(folder: str, found: dict[str, dict]) -> str:
             if "error" in each
         ]
     steps = table(("seconds of a step, median", *NAMES.values()), seconds)
-    head = ("conditions", "matmul peak, GFLOP/s", "load before", "rounds", "measured", "commit")
+    head = (
+        "conditions",
+        "matmul peak, GFLOP/s",
+        "load before",
+        "rounds",
+        "measured",
+        "commit",
+    )
     title = f"## The same workloads on another machine: {folder}"
-    return "\n\n".join([title, about, _overview(found), steps, table(head, conditions), *failed])
+    return "\n\n".join(
+        [title, about, _overview(found), steps, table(head, conditions), *failed]
+    )
 
 
 def _peaks(found: dict[str, dict]) -> str:
@@ -178,7 +187,9 @@ def _machine(one: dict) -> str:
 def _all_versions(found: dict[str, dict]) -> str:
     """The packages of all races, each version once."""
     each = [framework for one in found.values() for framework in one["frameworks"].values()]
-    versions = sorted({f"{name} {v}" for framework in each for name, v in _versions(framework)})
+    versions = sorted(
+        {f"{name} {v}" for framework in each for name, v in _versions(framework)}
+    )
     return "\n".join(textwrap.wrap(f"Versions: {', '.join(versions)}.", WIDTH))
 
 

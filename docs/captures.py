@@ -88,7 +88,9 @@ def full_disk() -> str:
         (Path(folder) / "fingerprint.json").touch()
         full = OSError(errno.ENOSPC, "No space left on device", f"{folder}/checkpoints")
         try:
-            with disk_errors_explained(Path(folder), lambda: "after step 60", lambda: [20, 40]):
+            with disk_errors_explained(
+                Path(folder), lambda: "after step 60", lambda: [20, 40]
+            ):
                 raise full
         except DiskError as error:
             return _filled(f"error: {error}".replace(folder, "/runs/7"))
@@ -155,7 +157,9 @@ def replay(folder: Path) -> str:
     _short_run(folder)
     asked = ["replay", "outputs/short", "step=5", "training.max_steps=5", *SHORT]
     lines = _command(folder, *asked).splitlines()
-    some = [line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]]
+    some = [
+        line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]
+    ]
     return "\n".join(some)
 
 
@@ -174,7 +178,12 @@ def damaged_checkpoint(folder: Path) -> str:
 
 
 def sweep(folder: Path) -> str:
-    words = ["--multirun", "seed=0,1,2", "training.max_steps=3", "training.prompts_per_step=16"]
+    words = [
+        "--multirun",
+        "seed=0,1,2",
+        "training.max_steps=3",
+        "training.prompts_per_step=16",
+    ]
     printed = _run(folder, *words, "evaluation.num_examples=32", "evaluation.num_samples=0")
     table = printed[printed.index("run     status") :]
     return (
@@ -197,10 +206,16 @@ def finding(folder: Path) -> str:
 
 
 def live_region(folder: Path) -> str:
-    words = ["training.max_steps=10", "evaluation.interval_steps=5", "hydra.run.dir=outputs/ten"]
+    words = [
+        "training.max_steps=10",
+        "evaluation.interval_steps=5",
+        "hydra.run.dir=outputs/ten",
+    ]
     _run(folder, *words, "evaluation.num_examples=64", "evaluation.num_samples=0")
     board = Dashboard(10)
-    for row in map(json.loads, (folder / "outputs/ten/metrics.jsonl").read_text().splitlines()):
+    for row in map(
+        json.loads, (folder / "outputs/ten/metrics.jsonl").read_text().splitlines()
+    ):
         board.log(row["step"], row)
     screen = rich.console.Console(file=io.StringIO(), width=80, height=30, color_system=None)
     screen.print(board.drawn(80, 30))
@@ -307,7 +322,9 @@ def masked(text: str) -> str:
     text = re.sub(r"\d+h\d+m|\d+m\d+s", "#s", text)
     text = re.sub(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?", "#", text)
     text = re.sub(r"[▁▂▃▄▅▆▇█]+", "▁", re.sub("[↗↘→]", "→", text))
-    return "\n".join(" ".join(re.sub("[─-╿]", " ", line).split()) for line in text.splitlines())
+    return "\n".join(
+        " ".join(re.sub("[─-╿]", " ", line).split()) for line in text.splitlines()
+    )
 
 
 def main(names: list[str]) -> None:

@@ -82,7 +82,9 @@ def _row(left: list[str], right: str) -> Iterator[str]:
     """Names below each other, and beside them what they are."""
     wide = [name for name in left if len(name) >= NAMES]
     yield from wide
-    wrapped = textwrap.wrap(right, WIDTH - NAMES, break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.wrap(
+        right, WIDTH - NAMES, break_long_words=False, break_on_hyphens=False
+    )
     others = [name for name in left if name not in wide]
     for name, line in itertools.zip_longest(others, wrapped, fillvalue=""):
         yield f"{name:<{NAMES}}{line}".rstrip()

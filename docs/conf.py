@@ -63,7 +63,9 @@ def fill(app, page, source):
 
 def docstrings_of(links: str) -> str:
     """A section with the docstrings of each module that a list of links names."""
-    modules = [file.replace("/", ".") for file in re.findall(r"\(\.\./\.\./(\S+)\.py\)", links)]
+    modules = [
+        file.replace("/", ".") for file in re.findall(r"\(\.\./\.\./(\S+)\.py\)", links)
+    ]
     block = "\n\n### `{0}`\n\n```{{eval-rst}}\n.. automodule:: {0}\n```"
     return "".join(block.format(module) for module in modules)
 

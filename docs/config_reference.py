@@ -51,7 +51,6 @@ from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
 from tunix_lite.rewards import (
     answers,
     code,
-    groups,
     judge,
     math,
     math_verify,
@@ -101,7 +100,9 @@ GROUPS = (
         lambda run: run.task.rewards["correct"],
     ),
     Group("Usual lengths of a task", "task.lengths.", task.TaskLengthsConfig, None),
-    Group("Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source),
+    Group(
+        "Source: arithmetic", "task.source.", sources.Arithmetic, lambda run: run.task.source
+    ),
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
@@ -184,11 +185,6 @@ FUNCTIONS = (
         "Completion to reward: `task.rewards.<name>.fn` and `task.correct`",
         (math, text, answers, math_verify, similarity, code, judge),
         ("completion", "example"),
-    ),
-    (
-        "Completions of a group to rewards: `task.rewards.<name>.fn`, with `group: true`",
-        (groups,),
-        ("completions", "example"),
     ),
     (
         "Completion to the text of its answer: `task.extract`",
@@ -355,7 +351,9 @@ def _yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, partial):
-        return f"{_path(value.func)}({', '.join(f'{k}={v}' for k, v in value.keywords.items())})"
+        return (
+            f"{_path(value.func)}({', '.join(f'{k}={v}' for k, v in value.keywords.items())})"
+        )
     if callable(value):
         return _path(value)
     return as_text(value) if isinstance(value, tuple) else str(value)

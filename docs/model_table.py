@@ -21,8 +21,17 @@ def render() -> str:
     """One row for each size, a family after the other, the small ones first."""
     names = {file.stem for file in conf_dir().glob("model/*.yaml")} - NOT_A_SIZE
     models = {name: compose([f"model={name}"]).model for name in names}
-    order = lambda name: (list(FAMILIES).index(models[name].family), _count(models[name]), name)  # noqa: E731
-    head = ("option", "weights", "parameters", "`tp`", *(f"{storage}, GB" for storage in STORED))
+
+    def order(name: str) -> tuple:
+        return list(FAMILIES).index(models[name].family), _count(models[name]), name
+
+    head = (
+        "option",
+        "weights",
+        "parameters",
+        "`tp`",
+        *(f"{storage}, GB" for storage in STORED),
+    )
     return as_table(head, [_row(name, models[name]) for name in sorted(names, key=order)])
 
 

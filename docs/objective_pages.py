@@ -268,7 +268,12 @@ def formulas(name: str, algorithm: Any) -> tuple[list[str], list[str]]:
         }
         return [_filled(line, known) for line in tex], legend
     clipped = {"clipped": _clipped(algorithm.clip_low, algorithm.clip_high)}
-    pieces = [algorithm.surrogate, algorithm.advantages, algorithm.weighting, algorithm.shaping]
+    pieces = [
+        algorithm.surrogate,
+        algorithm.advantages,
+        algorithm.weighting,
+        algorithm.shaping,
+    ]
     if function_of(algorithm.ratio) is not ratios.token_ratio:
         pieces.insert(1, algorithm.ratio)
     lines, legend = [], []
@@ -338,7 +343,9 @@ def _setting_line(name: str) -> str:
     """The settings in which an objective differs from grpo; all of one that is of another kind."""
     own = settings(name)
     if name in OF_THE_REST:
-        return "Settings: " + ", ".join(f"`{key}: {value}`" for key, value in own.items()) + "."
+        return (
+            "Settings: " + ", ".join(f"`{key}: {value}`" for key, value in own.items()) + "."
+        )
     base = settings("grpo")
     changed = [f"`{key}: {value}`" for key, value in own.items() if base.get(key) != value]
     return "Other than `grpo`: " + ", ".join(changed) + "." if changed else ""
@@ -363,7 +370,9 @@ def section(name: str) -> str:
     words = WORDS[name]
     chosen = " ".join([f"algorithm={name}", *words.more])
     tex, legend = formulas(name, compose(chosen.split()).algorithm)
-    paper = f"[arXiv:{words.paper}](https://arxiv.org/abs/{words.paper})." if words.paper else ""
+    paper = (
+        f"[arXiv:{words.paper}](https://arxiv.org/abs/{words.paper})." if words.paper else ""
+    )
     lines = [chosen, *(f"algorithm={name} {more}" for more in words.others)]
     parts = [
         f"## {name}",

@@ -17,7 +17,9 @@ def agent(client: OpenAI, example: dict) -> float:
     """1 for a right answer, 0.5 for one at the second attempt, else 0."""
     messages = [{"role": "user", "content": f"What is {example['question']}?"}]
     for reward in (1.0, 0.5):
-        answer = client.chat.completions.create(model="tutor", messages=messages, temperature=0)
+        answer = client.chat.completions.create(
+            model="tutor", messages=messages, temperature=0
+        )
         text = answer.choices[0].message.content
         if correct(text, example):
             return reward

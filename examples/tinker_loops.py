@@ -61,7 +61,9 @@ def write_data(folder: Path) -> None:
     for (name, config), entries in sets.items():
         home = folder / name
         home.mkdir(parents=True, exist_ok=True)
-        (home / "train.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        (home / "train.jsonl").write_text(
+            "".join(json.dumps(entry) + "\n" for entry in entries)
+        )
         files = "data_files:\n  - split: train\n    path: train.jsonl"
         (home / "README.md").write_text(
             f"---\nconfigs:\n- config_name: {config}\n  {files}\n---\n"

@@ -32,7 +32,7 @@ from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.train import train
 from tunix_lite.types import TrainState
 
-SHORT = [*test_train.SHORT, "tracking.tensorboard=false", "evaluation.num_examples=0"]
+SHORT = [*test_train.OF_A_RUN, "tracking.tensorboard=false", "evaluation.num_examples=0"]
 SIZE = 10_000_000  # of a disk: one checkpoint of a short run takes 7 MB
 
 

@@ -29,7 +29,7 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import locate
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.resolved.parts import abstract, mesh_of_run, optimizer_of
 from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
@@ -181,10 +181,10 @@ def test_the_plan_counts_the_state_as_it_lies_on_a_mesh(name):
             state = abstract(resolved).state
             arrays = [x for x in jax.tree.leaves(state.opt_state) if x.size > 3]
             counted = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
-        assert Estimate(resolved).resident()["optimizer"] == counted
+        assert MemoryEstimate(resolved).resident()["optimizer"] == counted
         moments = {"default": 2, "lion": 1, "sgd": 0}.get(name)
         if moments is not None:
-            assert counted == moments * Estimate(resolved).resident()["parameters"]
+            assert counted == moments * MemoryEstimate(resolved).resident()["parameters"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -34,7 +34,7 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
@@ -85,8 +85,8 @@ def test_what_save_all_keeps_of_tokens_is_near_what_jax_keeps(precision, off):
     residuals = {id(x): x.aval for x in jax.make_jaxpr(kept)(random_params(cfg)).jaxpr.outvars}
     floats = [x for x in residuals.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     of_tokens = [x.size * x.dtype.itemsize for x in floats if x.size % (rows * width) == 0]
-    matrices = cfg.num_layers * Estimate(case).layer_elements() * jnp.dtype(case.dtype).itemsize
-    assert Estimate(case).kept_layers(rows, width) - matrices == pytest.approx(sum(of_tokens), rel=off)
+    matrices = cfg.num_layers * MemoryEstimate(case).layer_elements() * jnp.dtype(case.dtype).itemsize
+    assert MemoryEstimate(case).kept_layers(rows, width) - matrices == pytest.approx(sum(of_tokens), rel=off)
 
 
 def machine(capacity: int | None, devices: int = 4, hardware=None) -> Machine:
@@ -206,14 +206,14 @@ MATRICES, SCALES = 3 * LAYER + EMBED, 3 * NORMS + 16
 
 def test_what_is_resident_is_what_the_shards_hold(cfg):
     held = MATRICES + SCALES
-    assert Estimate(case_of(cfg)).resident() == {"parameters": 4 * held, "optimizer": 8 * held}
+    assert MemoryEstimate(case_of(cfg)).resident() == {"parameters": 4 * held, "optimizer": 8 * held}
     half = case_of(cfg, ["training.mixed_precision=bf16_params"])
-    assert Estimate(half).resident() == {"parameters": 2 * held, "optimizer": 4 * held}
+    assert MemoryEstimate(half).resident() == {"parameters": 2 * held, "optimizer": 4 * held}
     with_reference = case_of(cfg, ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1"])
-    assert Estimate(with_reference).resident()["reference"] == 2 * MATRICES + 4 * SCALES
+    assert MemoryEstimate(with_reference).resident()["reference"] == 2 * MATRICES + 4 * SCALES
     mean = ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "algorithm.reference_every=20"]
     with_mean = case_of(cfg, [*mean, "algorithm.reference_mix=0.5"])
-    assert Estimate(with_mean).resident()["reference"] == 4 * MATRICES + 4 * SCALES
+    assert MemoryEstimate(with_mean).resident()["reference"] == 4 * MATRICES + 4 * SCALES
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
@@ -221,32 +221,33 @@ def test_under_lora_the_base_is_resident_and_adapters_train(cfg):
     adapters = 3 * ((32 + 64) + 2 * (32 + 32) + (64 + 32) + 2 * (32 + 48) + (48 + 32))
     case = case_of(cfg, ["model.lora.rank=4", "algorithm.kl_coef=0.1"])
     held = {"parameters": 4 * adapters, "optimizer": 8 * adapters, "frozen base": 2 * (MATRICES + SCALES)}
-    assert Estimate(case).resident() == held
+    assert MemoryEstimate(case).resident() == held
     from_adapters = replace(
         case, run=replace(case.run, model=replace(case.run.model, lora=replace(case.run.model.lora, adapter="/my/sft")))
     )
-    assert Estimate(from_adapters).resident() == held | {"reference": 4 * adapters}
+    assert MemoryEstimate(from_adapters).resident() == held | {"reference": 4 * adapters}
     # int8: a byte an element, and float32 scales: one for blocks of up to 128 inputs of an output, powers of two that
     # divide them: 16 of D, 8 of H (o) and 8 of F (down). Per layer q 32, k, v 16, gate, up 24 each /2 (tp; one block of D
     # is not divided over fsdp); o: 4 * 1 * 16 / 4; down: 24 / 8 = 3 blocks, which tp does not divide, * 16 / 2 (fsdp)
     scales = 3 * (32 // 2 + 2 * 16 // 2 + 2 * 24 // 2 + 4 * 16 // 4 + 3 * 16 // 2)
     int8 = case_of(cfg, ["model.lora.rank=4", "model.lora.base=int8"])
-    assert Estimate(int8).resident()["frozen base"] == 3 * LAYER + 4 * scales + 2 * (EMBED + SCALES)
+    assert MemoryEstimate(int8).resident()["frozen base"] == 3 * LAYER + 4 * scales + 2 * (EMBED + SCALES)
 
 
 def test_the_cache_holds_windows_and_whole_lengths(cfg):
     # 8 slots / 2, one of 2 heads, 8 elements; layers local, global, local: 5 + 22 + 5 columns; keys and values
-    assert Estimate(case_of(cfg)).rollout()["cache"] == 2 * 4 * 1 * 8 * (5 + 22 + 5) * 4
+    assert MemoryEstimate(case_of(cfg)).rollout()["cache"] == 2 * 4 * 1 * 8 * (5 + 22 + 5) * 4
     int8 = case_of(cfg, ["rollout.cache=int8"])
-    assert Estimate(int8).rollout()["cache"] == 2 * 4 * 1 * (8 + 4) * (5 + 22 + 5)
+    assert MemoryEstimate(int8).rollout()["cache"] == 2 * 4 * 1 * (8 + 4) * (5 + 22 + 5)
 
 
 def test_sampling_has_a_copy_of_the_weights_whole_over_fsdp(cfg):
     case = case_of(cfg, ["training.mixed_precision=bf16"])
     whole = 2 * MATRICES  # of a tp shard
-    assert Estimate(case).rollout()["weights to sample"] == 2 * whole + 4 * SCALES
+    assert MemoryEstimate(case).rollout()["weights to sample"] == 2 * whole + 4 * SCALES
     assert (
-        Estimate(replace(case, sampling_weights="sharded")).rollout()["weights to sample"] == 2 * MATRICES + 4 * SCALES
+        MemoryEstimate(replace(case, sampling_weights="sharded")).rollout()["weights to sample"]
+        == 2 * MATRICES + 4 * SCALES
     )
 
 
@@ -256,15 +257,15 @@ def test_the_declared_weights_to_sample_with_are_the_arrays_at_hand(cfg, overrid
     set_mesh(2, 2)
     case = case_of(cfg, ["training.mixed_precision=bf16", *overrides])
     acting = abstract(case).acting(case)
-    assert memory.gathered_bytes(acting, cfg, case.dtype) == Estimate(case).sampling_copy(is_gathered=True)
+    assert memory.gathered_bytes(acting, cfg, case.dtype) == MemoryEstimate(case).sampling_copy(is_gathered=True)
 
 
 def test_gradients_are_as_the_weights_and_summed_in_float32(cfg):
     held = MATRICES + SCALES
-    assert Estimate(case_of(cfg)).gradient_bytes() == 4 * held
+    assert MemoryEstimate(case_of(cfg)).gradient_bytes() == 4 * held
     case = case_of(cfg, ["training.mixed_precision=bf16_params", "training.micro_batch_size=1"])
     assert case.rows.num_parts == 4
-    assert Estimate(case).gradient_bytes() == (2 + 4) * held
+    assert MemoryEstimate(case).gradient_bytes() == (2 + 4) * held
 
 
 # ---- rollouts that overlap with learning
@@ -307,11 +308,11 @@ def test_the_plan_counts_the_program_that_reads_again(cfg, fsdp, tp):
     case = case_of(cfg, ["rollout.overlap=carry", "rollout.num_slots=16"], fsdp, tp)
     found = plan.with_compiled(plan.assemble_plan(machine(None), case, {}), jax.devices()[: fsdp * tp])
     reread = found.programs["reread"]
-    assert 1 / 3 < Estimate(case).appending() / reread.temp_bytes < 3
+    assert 1 / 3 < MemoryEstimate(case).appending() / reread.temp_bytes < 3
     most = max(program.added_bytes - program.code_bytes for name, program in found.programs.items() if name != "update")
     rollout = next(phase for phase in found.phases if phase.name == "rollout")
     assert rollout.adds["temporary"] == most == reread.added_bytes - reread.code_bytes
-    assert Estimate(case_of(cfg)).appending() == 0
+    assert MemoryEstimate(case_of(cfg)).appending() == 0
 
 
 # ---- conversations
@@ -368,7 +369,7 @@ def test_the_plan_of_conversations_is_what_their_programs_take(cfg, fsdp, tp, mo
         assert peak == pytest.approx(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes, rel=0.1), name
     # what a host holds of an offloaded slot, by formula
     assert case.sampling_memory.offloaded_bytes() == pytest.approx(real["read_slot"].output_size_in_bytes, rel=0.01)
-    assert 1 / 3 < Estimate(case).appending() / found.programs["extend"].temp_bytes < 3
+    assert 1 / 3 < MemoryEstimate(case).appending() / found.programs["extend"].temp_bytes < 3
 
 
 @pytest.mark.wide

@@ -23,7 +23,7 @@ from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
 from tunix_lite.models.source import TeacherConfig
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
 from tunix_lite.resolved.batch_size import plan_batch
@@ -209,7 +209,7 @@ def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
 def test_a_plan_counts_the_teacher(storage):
     run = compose(["algorithm=distill", f"algorithm.teacher.storage={storage}", "training.packing=none", *QUICK])
     resolved = resolve_run(run, *find_model(run.model), {"fsdp": 2, "tp": 1}, "cpu")
-    found = Estimate(resolved).resident()
+    found = MemoryEstimate(resolved).resident()
     if storage == "fp32":
         # the bundled model twice, once as it trains
         assert found["teacher"] == found["parameters"]

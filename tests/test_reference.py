@@ -68,7 +68,7 @@ def test_a_run_from_a_checkpoint_of_another_is_pulled_back_to_it_and_to_nothing_
     with pytest.raises(ConfigError, match="resume: .*/again has no reference.json: the run had no KL term"):
         prepare(compose(on), RunDir(again))
     assert prepare(compose([*on, "resume.force=true"]), RunDir(again)).reference.words in (
-        "the weights of bundled",
+        "the weights of random",
         "the base",
     )
 
@@ -92,7 +92,7 @@ ADAPTED = SimpleNamespace(lora=LoraConfig(rank=2))
     "run, model, found",
     [
         (asked(reference=False), ADAPTED, None),
-        (asked(), SimpleNamespace(lora=None), Reference("the weights of bundled")),
+        (asked(), SimpleNamespace(lora=None), Reference("the weights of random")),
         (asked(), ADAPTED, Reference("the base")),
         (asked(adapter="/my/sft"), ADAPTED, Reference("the base with the adapters of /my/sft", kept=0)),
     ],

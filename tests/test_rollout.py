@@ -50,6 +50,16 @@ def test_a_row_holds_its_prompt_then_its_completion_then_padding(rollout):
     assert (np.asarray(rollout.tokens)[~np.asarray(rollout.token_mask)] == 0).all()
 
 
+def test_padding_on_either_side_does_not_change_a_logprob(cfg, params):
+    tokens = np.arange(4, 16)[None]
+    score = jax.jit(partial(token_logprobs, cfg=cfg))
+    bare = score(params, tokens, np.ones_like(tokens, bool))
+    for left, right in ((5, 0), (0, 5), (2, 3)):
+        pad = ((0, 0), (left, right))
+        padded = score(params, np.pad(tokens, pad), np.pad(np.ones_like(tokens, bool), pad))
+        np.testing.assert_allclose(padded[:, left + 1 : left + 12], bare[:, 1:], atol=2e-6)
+
+
 # ---- one queue, many ways to work it off
 
 LONG, ROOM = 12, 34  # prompts longer than the window of 5; more room than the longest chunk

@@ -188,7 +188,9 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._check_there()
             self._saving = ({"step": step, _SKIPPED: skipped}, curriculum, in_flight)
-            saved = self._manager.save(step, args=ocp.args.StandardSave(state), metrics=metrics)
+            saved = self._manager.save(
+                step, args=ocp.args.StandardSave(state), metrics=metrics
+            )
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
 
@@ -240,7 +242,9 @@ class Checkpoints:
     def curriculum(self, step: int) -> dict | None:
         """The state of the curriculum at this step, as `save` was given it; None: there is none.
         Raises ValueError if the checkpoint is damaged."""
-        return self._beside(step, _CURRICULUM, lambda file: read_object(file, _MOST_CURRICULUM))
+        return self._beside(
+            step, _CURRICULUM, lambda file: read_object(file, _MOST_CURRICULUM)
+        )
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
         """The completions in flight at this step, as `save` was given them; None: there are none.
@@ -294,7 +298,8 @@ class Checkpoints:
         if is_part:
             handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=host_gb)
             restore = jax.tree.map(
-                lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape), wanted
+                lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape),
+                wanted,
             )
             args = ocp.args.PyTreeRestore(
                 item=wanted, restore_args=restore, partial_restore=True
@@ -321,7 +326,9 @@ class Checkpoints:
         """Says why a step could not be restored: it holds other arrays, or it is damaged."""
         try:
             tree = (
-                ocp.PyTreeCheckpointHandler().metadata(self.folder / str(step) / "default").tree
+                ocp.PyTreeCheckpointHandler()
+                .metadata(self.folder / str(step) / "default")
+                .tree
             )
             here = _shapes(wanted)
             there = _shapes(tree)

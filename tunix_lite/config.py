@@ -590,7 +590,8 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
     hints = get_type_hints(kind)
     with error_context(where):
         built = {
-            name: build(hints[name], value, _join(where, name)) for name, value in values.items()
+            name: build(hints[name], value, _join(where, name))
+            for name, value in values.items()
         }
         return kind(**built)
 

@@ -168,7 +168,9 @@ def _fitting(
         names = None if known is None else set(known)
         for template in each.ours:
             if names is None or all(_exists(part, names) for part in template.split()):
-                overrides = tuple(part.replace("{}", text or "...") for part in template.split())
+                overrides = tuple(
+                    part.replace("{}", text or "...") for part in template.split()
+                )
                 break
     # optimizer.beta is not the KL's: whoever names a section of ours means it.
     section = sections[0] if sections else ""

@@ -44,7 +44,9 @@ def train(
     return session.state
 
 
-def fit(learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int) -> TrainState:
+def fit(
+    learner: Learner, source: ExperienceSource, watch: Watch, max_steps: int
+) -> TrainState:
     """The loop. The watch sees every step and may ask to stop; only the update changes the state.
 
     `step` counts from 0 here: it is the number of updates made before. Messages, metrics.jsonl and

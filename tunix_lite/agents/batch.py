@@ -153,7 +153,9 @@ def settings_for_agents(run: RunConfig) -> RunConfig:
         if is_on:
             raise ConfigError(f"{name}: agents do not follow it; leave it out")
     if run.generation.temperature <= 0:
-        raise ConfigError("generation.temperature=0: all episodes of a group would be the same")
+        raise ConfigError(
+            "generation.temperature=0: all episodes of a group would be the same"
+        )
     if jax.process_count() > 1:
         raise ConfigError("an agent is trained in one process; run_training.py spans several")
     training = replace(run.training, packing="sequences")

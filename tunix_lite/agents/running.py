@@ -161,7 +161,9 @@ class Runner:
         async def finish() -> float | str | None:
             http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
             timeout = self.config.timeout
-            async with openai.AsyncOpenAI(**names, timeout=timeout, http_client=http) as client:
+            async with openai.AsyncOpenAI(
+                **names, timeout=timeout, http_client=http
+            ) as client:
                 return await self.agent(client, episode.example)
 
         try:

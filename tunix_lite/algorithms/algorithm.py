@@ -118,7 +118,9 @@ class TaskInterface(Protocol):
     def prompts(self, examples: list[dict]) -> Prompts:
         """The tokens of each example's prompt."""
 
-    def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
+    def prompts_with(
+        self, examples: list[dict], prompt: str, max_length: int | None
+    ) -> Prompts:
         """The same with another message; {names} are fields of the example. max_length: tokens of
         it; None: as many as of any prompt."""
 
@@ -126,7 +128,9 @@ class TaskInterface(Protocol):
         """Grades one completion per example: repeat an example for each of its completions.
         num_generations: completions of a group, side by side."""
 
-    def grade(self, examples: list[dict], rollout: Rollout, num_generations: int = 1) -> Graded:
+    def grade(
+        self, examples: list[dict], rollout: Rollout, num_generations: int = 1
+    ) -> Graded:
         """Grades all at once: one completion per example."""
 
     def demonstrations(
@@ -192,8 +196,10 @@ class Needs:
 
 
 class Algorithm(Protocol):
-    """Two functions, and what a run must know of them before it starts: algorithms/grpo.py samples,
-    algorithms/sft.py does not."""
+    """Two functions, and what a run must know of them before it starts.
+
+    Example: algorithms/grpo.py samples, algorithms/sft.py does not.
+    """
 
     num_generations: int  # completions per prompt
     updates_per_rollout: int  # optimizer updates made from one batch

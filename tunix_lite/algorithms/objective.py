@@ -224,7 +224,9 @@ class Objective:
         whole = adv.WholeBatch(np.array([[1, 2]]), {"reward": rewards})
         arguments = {
             "advantages": [rewards],
-            "weighting": [mask, np.zeros(1, int)][: 1 + weighting.takes_prompts(self.weighting)],
+            "weighting": [mask, np.zeros(1, int)][
+                : 1 + weighting.takes_prompts(self.weighting)
+            ],
             "ratio": [None, None],
             "surrogate": [None, None][: 1 + surrogates.takes_bounds(self.surrogate)],
             "shaping": [np.array([1, 2])],

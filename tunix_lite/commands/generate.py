@@ -115,7 +115,9 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
     # All of them, in the order of their prompts.
     dropped = len(prompts) - len({completion.prompt for completion in completions})
     if dropped:
-        print(f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr)
+        print(
+            f"{dropped} of {len(prompts)} prompts were too long, and dropped", file=sys.stderr
+        )
     if out is not None:
         out.write_text(_lines(completions, prompts), encoding="utf-8")
         partial.unlink()
@@ -167,7 +169,9 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
             turn += 1
 
 
-def _print_while_sampled(model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int) -> str:
+def _print_while_sampled(
+    model: LanguageModel, prompt: Prompt, run: RunConfig, seed: int
+) -> str:
     """Prints a completion while it is sampled, and returns it. Until its first piece comes,
     standard error says that programs compile."""
     pieces = model.stream(prompt, run.generation, seed, run.rollout)
@@ -217,7 +221,9 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
         raise ConfigError(f"prompts={file} holds no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in lines], [most] * len(lines)
-    read = [_read_prompt(f"prompts={file}, line {number}", line, most) for number, line in lines]
+    read = [
+        _read_prompt(f"prompts={file}, line {number}", line, most) for number, line in lines
+    ]
     return [prompt for prompt, _ in read], [limit for _, limit in read]
 
 

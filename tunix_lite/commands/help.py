@@ -108,7 +108,10 @@ def help_on(about: str, argv: Iterable[str] = ()) -> str:
             if len(options[group]) > 1
         }
         lines = [_INTRODUCTION, *_table(COMMANDS), "", "Flags:", *_table(_FLAGS), ""]
-        lines += ["Groups, chosen as group=option; the first is the default:", *_table(choices)]
+        lines += [
+            "Groups, chosen as group=option; the first is the default:",
+            *_table(choices),
+        ]
         lines += ["", "Settings that people change; `--help GROUP` explains them:", OFTEN]
         return "\n".join(lines)
 

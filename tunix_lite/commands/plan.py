@@ -221,8 +221,18 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
 
 
 # Settings that change no time of a step.
-_NO_MATTER = ("project_name", "hydra.", "seed", "resume", "evaluation.", "tracking.", "runtime.")
-_NO_MATTER += tuple(f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_"))
+_NO_MATTER = (
+    "project_name",
+    "hydra.",
+    "seed",
+    "resume",
+    "evaluation.",
+    "tracking.",
+    "runtime.",
+)
+_NO_MATTER += tuple(
+    f"training.{name}" for name in ("max_", "save_", "keep_", "log_", "grace_")
+)
 
 
 def check_same_overrides(folder: str, words: list[str]) -> None:
@@ -238,4 +248,6 @@ def check_same_overrides(folder: str, words: list[str]) -> None:
     if missing or added:
         kept = [one for one in words if one not in added]
         command = shlex.join(["tunix-lite", "plan", *kept, *missing])
-        raise ConfigError(f"verify={folder}: the run was started with other settings: {command}")
+        raise ConfigError(
+            f"verify={folder}: the run was started with other settings: {command}"
+        )

@@ -126,7 +126,9 @@ def as_lines(done: Replayed) -> list[str]:
         numbers = [each.get(name) for each in (done.logged, done.metrics)]
         texts = ["" if number is None else f"{number:.9g}" for number in numbers]
         apart = 0.0 if None in numbers else abs(numbers[0] - numbers[1])
-        rows.append((name, *texts, "" if None in numbers else f"{apart:.2e}" if apart else "0"))
+        rows.append(
+            (name, *texts, "" if None in numbers else f"{apart:.2e}" if apart else "0")
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [f"step {done.step}"]
     for name, *texts in rows:
@@ -172,7 +174,9 @@ def look_at_skipped(run: RunConfig, settings: Replay) -> None:
     seed = run_settings(folder.path, run.model.family)[1]
     model = open_model(run.model, folder.path, step, run.training.mixed_precision, seed)
     if not 0 <= batch.tokens.min() <= batch.tokens.max() < model.cfg.vocab_size:
-        raise ConfigError(f"skipped={settings.skipped}: its tokens are not those of this model")
+        raise ConfigError(
+            f"skipped={settings.skipped}: its tokens are not those of this model"
+        )
     temperature = run.learning_temperature
     score = jax.jit(
         partial(sequence_scores, cfg=model.cfg, temperature=temperature, dtype=model.dtype)

@@ -66,7 +66,13 @@ class ServeConfig(WhichWeights):
             )
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port}; it is 0 to 65535")
-        for name in ("max_waiting", "max_body", "request_seconds", "stop_seconds", "max_models"):
+        for name in (
+            "max_waiting",
+            "max_body",
+            "request_seconds",
+            "stop_seconds",
+            "max_models",
+        ):
             if getattr(self, name) < (0 if name in ("max_waiting", "stop_seconds") else 1):
                 raise ValueError(f"{name}={getattr(self, name)} is too small")
         super().__post_init__()
@@ -131,7 +137,9 @@ def _serve_openai(run: RunConfig, settings: ServeConfig, how: ServerSettings) ->
     ]
     try:
         # What most requests need is compiled before the server listens.
-        _tell("compiling, before it listens: seconds for a tiny model, minutes for a large one")
+        _tell(
+            "compiling, before it listens: seconds for a tiny model, minutes for a large one"
+        )
         began = time.monotonic()
         engine.warm_up()
         _tell(f"compiled in {time.monotonic() - began:.0f} s")

@@ -128,7 +128,9 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
     inside = {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield name, type(value)
-        inside = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        inside = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        }
     elif isinstance(value, partial):
         yield name, value.func
         inside = value.keywords
@@ -137,7 +139,10 @@ def _named(value: object, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         inside = dict(enumerate(value))
     elif value is not None and not isinstance(value, bool | int | float | str):
-        yield name, value if callable(value) and hasattr(value, "__qualname__") else type(value)
+        yield (
+            name,
+            value if callable(value) and hasattr(value, "__qualname__") else type(value),
+        )
     for part, item in inside.items():
         yield from _named(item, f"{name}.{part}" if name else str(part))
 

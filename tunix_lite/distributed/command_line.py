@@ -45,7 +45,9 @@ def folder_given(words: list[str]) -> str | None:
 def folder_key(words: list[str]) -> str:
     """The setting that gives it: hydra.run.dir or hydra.sweep.dir, the last one on the line."""
     keys = [word.partition("=")[0].lstrip("+") for word in words]
-    return next((key for key in keys[::-1] if re.fullmatch(_FOLDER_KEYS, key)), "hydra.run.dir")
+    return next(
+        (key for key in keys[::-1] if re.fullmatch(_FOLDER_KEYS, key)), "hydra.run.dir"
+    )
 
 
 def in_folder(folder: str, words: list[str]) -> list[str]:

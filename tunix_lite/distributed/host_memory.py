@@ -40,7 +40,9 @@ def prepare_gpu() -> None:
     if not any(name in os.environ for name in FRACTION):
         os.environ[FRACTION[1]] = str(GPU_SHARE)
     # Other compilers may not know the flag.
-    has_gpu = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    has_gpu = any(
+        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+    )
     flags = os.environ.get("XLA_FLAGS", "")
     if has_gpu and "deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {SAME_BITS}".strip()
@@ -60,7 +62,12 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20))
+    settings = (
+        (M_ARENA_MAX, 1),
+        (M_MMAP_MAX, 0),
+        (M_TRIM_THRESHOLD, -1),
+        (M_TOP_PAD, 64 << 20),
+    )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
     if is_set and can_reserve_addresses():
         of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -99,7 +106,9 @@ def can_reserve_addresses() -> bool:
         of_glibc = ctypes.CDLL("libc.so.6").malloc
     except (OSError, ValueError, AttributeError):
         return False
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    limits = [
+        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    ]
     # glibc then fills every block that it gives.
     is_filled = "MALLOC_PERTURB_" in os.environ or "perturb" in os.environ.get(
         "GLIBC_TUNABLES", ""

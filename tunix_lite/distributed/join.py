@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     import jax
 
 # What a process says that ends because another one of its run is gone.
-LOST_A_PEER = "this process lost another process of its run; the output of that process says why"
+LOST_A_PEER = (
+    "this process lost another process of its run; the output of that process says why"
+)
 # The variable with the path of the file that `heartbeat` writes and the launcher watches.
 HEARTBEAT = "TUNIX_LITE_HEARTBEAT"
 # The ending of a file beside it, in which a process tells the launcher its settings of launch.
@@ -83,7 +85,9 @@ def initialise(
     if place.asks_jax:
         import jax
 
-        place = replace(place, process_id=jax.process_index(), num_processes=jax.process_count())
+        place = replace(
+            place, process_id=jax.process_index(), num_processes=jax.process_count()
+        )
         agreed = agree_through_jax(about)
 
     check_devices(launch, place)
@@ -215,7 +219,9 @@ def check_devices(launch: LaunchConfig, place: ProcessPlace) -> None:
     values = {p: {"devices": str(counts[p]), "device": kinds[p]} for p in sorted(counts)}
     text = describe_differences({p: (f"process {p}", own) for p, own in values.items()})
     if text is not None:
-        raise ValueError(f"{text}. All must have as many devices of one kind: check its machine")
+        raise ValueError(
+            f"{text}. All must have as many devices of one kind: check its machine"
+        )
 
     if launch.expect_devices not in (None, len(devices)):
         raise ValueError(

@@ -123,7 +123,9 @@ def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
     parser.add_argument(
         "--nprocs", type=_count, default=1, metavar="N", help="processes on this machine; 1"
     )
-    what = "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
+    what = (
+        "what each runs: FILE.py key=value ..., check or evaluate ...; else tunix-lite train"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=what)
     known, unknown = parser.parse_known_args(arguments)
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
@@ -252,7 +254,10 @@ class Failure(NamedTuple):
 
 
 def supervise(
-    command: list[str], environments: Callable[[], list[dict]], logs: Path, no_restart: str = ""
+    command: list[str],
+    environments: Callable[[], list[dict]],
+    logs: Path,
+    no_restart: str = "",
 ) -> int:
     """Runs `command` in one process for each environment, and returns the exit code of the run.
 
@@ -383,7 +388,9 @@ class _Attempt:
         if len(self.processes) == 1 or not failure.text:
             return failure
         seconds = time.monotonic() - began
-        return Failure(f"{failure.text}\nthe others were ended in {seconds:.1f} s", failure.code)
+        return Failure(
+            f"{failure.text}\nthe others were ended in {seconds:.1f} s", failure.code
+        )
 
     def _stop(self) -> Failure | None:
         """After the first signal: sends it on, and waits while the processes stop by themselves.
@@ -439,9 +446,7 @@ class _Attempt:
             f"{p} {'none' if s is None else f'{s:.0f} s ago'}{p.doing()}"
             for p, s in silent.items()
         )
-        text = (
-            f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
-        )
+        text = f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
         return Failure(f"{text}\n{culprit.last_lines()}", _STALLED)
 
 
@@ -467,7 +472,9 @@ def _blamed(failed: list["Process"]) -> Failure | None:
         how += "; perhaps the machine ran out of memory"
     if culprit.lost_a_peer():
         how += ": it lost a process on another machine, whose own output says why"
-    return Failure(f"{culprit} {how}\n{culprit.last_lines()}", code if code > 0 else 128 - code)
+    return Failure(
+        f"{culprit} {how}\n{culprit.last_lines()}", code if code > 0 else 128 - code
+    )
 
 
 # ---- one process
@@ -550,7 +557,9 @@ class Process(subprocess.Popen):
         if self.index == 0:
             return f"its last words are above, and in {self._log}"
         lines = self._output().decode(errors="replace").splitlines()[-_LAST_LINES:]
-        return "\n".join([f"its last lines, of {self._log}:", *(f"  {line}" for line in lines)])
+        return "\n".join(
+            [f"its last lines, of {self._log}:", *(f"  {line}" for line in lines)]
+        )
 
     def is_victim(self) -> bool:
         """Whether it ended as a process does that has lost another one."""

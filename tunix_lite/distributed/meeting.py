@@ -95,7 +95,9 @@ def meet(
     family = socket.AF_INET6 if both or (local and ":" in host) else socket.AF_INET
     address = (host if local else "", int(port))
     try:
-        server = socket.create_server(address, family=family, dualstack_ipv6=both, backlog=1024)
+        server = socket.create_server(
+            address, family=family, dualstack_ipv6=both, backlog=1024
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise NotMet(

@@ -70,7 +70,13 @@ IDS = ("coordinator", "num_processes", "process_id")
 TORCH_SETS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 # Variables of a task of srun. Those of its step come before those of the job: a shell in a job is a
 # step of one task.
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
 
 
 def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace:
@@ -88,7 +94,9 @@ def find_place(launch: LaunchConfig, environ: Mapping[str, str]) -> ProcessPlace
         or ProcessPlace()
     )
     return (
-        place if place.num_processes > 1 or place.asks_jax else ProcessPlace(source=place.source)
+        place
+        if place.num_processes > 1 or place.asks_jax
+        else ProcessPlace(source=place.source)
     )
 
 
@@ -99,7 +107,9 @@ def _of_settings(launch: LaunchConfig) -> ProcessPlace | None:
     given = {f"launch.{name}": getattr(launch, name) for name in IDS}
     if all(value is None for value in given.values()) or launch.num_processes == 1:
         return (
-            None if launch.num_processes is None else ProcessPlace(source="launch.num_processes")
+            None
+            if launch.num_processes is None
+            else ProcessPlace(source="launch.num_processes")
         )
     missing = [name for name, value in given.items() if value is None]
     if missing:

@@ -113,6 +113,8 @@ class Python:
             why = STOPPED.get(verdict["status"], verdict["status"])
             raise RuntimeError(f"the code {why}")
         if not verdict["is_done"]:
-            why = verdict["why"].strip().splitlines()[-1:] or ["the code did not end by itself"]
+            why = verdict["why"].strip().splitlines()[-1:] or [
+                "the code did not end by itself"
+            ]
             raise RuntimeError("\n".join([*filter(None, [printed]), why[0]]))
         return printed or "(the code printed nothing)"

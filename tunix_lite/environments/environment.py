@@ -83,7 +83,9 @@ def fresh(make: EnvironmentSource) -> Environment:
     return environment
 
 
-def call_reset(environment: Environment, example: dict, loop: "Loop") -> str | list[dict] | None:
+def call_reset(
+    environment: Environment, example: dict, loop: "Loop"
+) -> str | list[dict] | None:
     """The prompt with which the environment begins; None: that of the task.
 
     A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the

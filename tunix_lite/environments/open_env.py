@@ -152,4 +152,6 @@ class OpenEnv:
 def _check_openenv() -> None:
     """Raises ValueError if OpenEnv is not installed."""
     if GenericEnvClient is None:
-        raise ValueError(f"task=openenv needs OpenEnv ({WHY_NOT}): pip install -e '.[openenv]'")
+        raise ValueError(
+            f"task=openenv needs OpenEnv ({WHY_NOT}): pip install -e '.[openenv]'"
+        )

@@ -18,7 +18,9 @@ from tunix_lite.workers.child import short_repr
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-FENCE = re.compile(r"```(tool_code|tool_call|json|python)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCE = re.compile(
+    r"```(tool_code|tool_call|json|python)?[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL
+)
 PYTHON_TAG = "<|python_tag|>"
 ARGUMENTS = ("arguments", "parameters", "args")
 # characters of a completion that are read as code, so that no nesting is too deep for the parser

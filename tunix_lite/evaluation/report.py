@@ -24,7 +24,9 @@ class TaskResult:
     comparison: dict[str, Comparison] = field(default_factory=dict)
 
 
-def task_result(scores: dict[str, dict[str, np.ndarray]], level: float, seed: int) -> TaskResult:
+def task_result(
+    scores: dict[str, dict[str, np.ndarray]], level: float, seed: int
+) -> TaskResult:
     """The means and intervals of per-example scores [E] of one model, or of two and their
     comparison.
 

@@ -25,13 +25,17 @@ def write_digests(folder: Path, but: Collection[str] = ()) -> None:
     but: names of files that are left out. The file is there as a whole or not at all. Uses at most
     a quarter of the cores, because a run trains meanwhile. Raises OSError.
     """
-    paths = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    paths = [
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    ]
     names = [name for name in sorted(paths) if name not in {NAME, *but}]
     num_threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 4))
     with ThreadPoolExecutor(num_threads) as threads:
         digests = list(threads.map(lambda name: _digest(folder / name), names))
 
-    files = {n: {"bytes": size, ALGORITHM: digest} for n, (size, digest) in zip(names, digests)}
+    files = {
+        n: {"bytes": size, ALGORITHM: digest} for n, (size, digest) in zip(names, digests)
+    }
     fresh = folder / f"{NAME}.tmp"
     with fresh.open("w") as file:
         file.write(json.dumps({"files": files}, indent=1) + "\n")
@@ -73,9 +77,7 @@ def changed_files(
         try:
             there = (folder / name).stat().st_size
             if there != size:
-                return (
-                    f"{escaped(name)} has {there:,} bytes, and had {size:,} when it was written"
-                )
+                return f"{escaped(name)} has {there:,} bytes, and had {size:,} when it was written"
             if _digest(folder / name)[1] != digest:
                 return (
                     f"{escaped(name)} was changed after it was written, by the {ALGORITHM} "

@@ -46,7 +46,12 @@ def import_named(path: str) -> Any:
     top = module.partition(".")[0]
     is_here = (here / f"{top}.py").is_file() or (here / top).is_dir()
     is_known = top in sys.modules or str(here) in sys.path
-    if _looks_here.get() and is_here and not is_known and importlib.util.find_spec(top) is None:
+    if (
+        _looks_here.get()
+        and is_here
+        and not is_known
+        and importlib.util.find_spec(top) is None
+    ):
         sys.path.append(str(here))
         importlib.invalidate_caches()
     try:

@@ -44,7 +44,9 @@ def read_object(file: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 def parse_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object in a text. name: where the text is from, for the message of a ValueError."""
-    deep = f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
+    deep = (
+        f"{name} is nested too deep: more than {MOST_DEPTH} lists and objects in one another"
+    )
     try:
         content = json.loads(text)
     except RecursionError:

@@ -315,7 +315,9 @@ def _describe(
             f"vllm serve {about['base']} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
             f"{out.name}={out}"
         )
-    (folder / "README.md").write_text(_card(about, served.replace(str(out), out.name), out.name))
+    (folder / "README.md").write_text(
+        _card(about, served.replace(str(out), out.name), out.name)
+    )
     (folder / _PROVENANCE).write_text(json.dumps(about, indent=2) + "\n")
     return served
 

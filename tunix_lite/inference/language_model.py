@@ -43,7 +43,9 @@ WIDTH = 64
 _STEPS_PER_LOOK = 4
 
 # The same as conf/generation/long.yaml.
-LONG = GenerationConfig(max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95)
+LONG = GenerationConfig(
+    max_prompt_length=2048, max_new_tokens=512, temperature=0.7, top_p=0.95
+)
 # One completion of a prompt is the likeliest one.
 GREEDY = replace(LONG, temperature=0.0)
 
@@ -287,7 +289,9 @@ class LanguageModel:
                 padding = width - len(ids)
                 tokens = put(np.array([[0] * padding + ids], np.int32), "batch", "seq")
                 mask = put(np.arange(width)[None] >= padding, "batch", "seq")
-                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[0]
+                logprobs = np.asarray(_score(self.cfg, self.dtype)(self.params, tokens, mask))[
+                    0
+                ]
                 scores.append(logprobs[padding:][start : start + count])
         return scores
 

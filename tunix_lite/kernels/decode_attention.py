@@ -51,7 +51,9 @@ def fused_attend(
     of_cache = spec(("batch", "kv_heads", "seq", "head_dim"), k_BKCH.shape, mesh)
     qkv = (heads, *[P(of_cache[0], of_cache[1], None)] * 2)
 
-    def on_a_device(qkv: tuple, norms: tuple, angles: tuple, newest_B: jax.Array, cache: tuple):
+    def on_a_device(
+        qkv: tuple, norms: tuple, angles: tuple, newest_B: jax.Array, cache: tuple
+    ):
         B, K, C, H = cache[0].shape
         N = qkv[0].shape[1]
         # As one array, so that XLA ends the product that makes them in one kernel and not in three.

@@ -140,7 +140,9 @@ class FusedProducts(Products):
             matrix = weight.reshape(x_BS.shape[1], -1)
             # A sum that is whole is rounded by the kernel.
             dtype = x.dtype if axis is None else jnp.float32
-            parts = _product("decode_product", self.interpret, x_BS, [matrix], dtype, MOST_PARTS)
+            parts = _product(
+                "decode_product", self.interpret, x_BS, [matrix], dtype, MOST_PARTS
+            )
             out_BO = parts[0] if len(parts) == 1 else parts.sum(axis=0)
             if axis is not None:
                 # As `project`: each device's part is rounded if parts travel rounded.
@@ -193,7 +195,11 @@ def _product(
     call = pl.pallas_call(
         partial(_kernel, tile, activation),
         # programs by rows, parts of the sum, and pieces of the columns
-        grid=(pl.cdiv(B, tile.rows), tile.parts, sum(pl.cdiv(n, tile.columns) for n in widths)),
+        grid=(
+            pl.cdiv(B, tile.rows),
+            tile.parts,
+            sum(pl.cdiv(n, tile.columns) for n in widths),
+        ),
         in_specs=[whole(x) for x in inputs],
         out_specs=whole(out),
         out_shape=out,

@@ -171,7 +171,9 @@ def _kernel(cfg: Architecture, R: int, *refs: Any) -> None:
 TURNS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def _threefry(keys: tuple[jax.Array, jax.Array], low: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _threefry(
+    keys: tuple[jax.Array, jax.Array], low: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The two words of threefry-2x32 with 20 rounds, of a key (two words) and the counter (0, low),
     uint32."""
     schedule = (*keys, keys[0] ^ keys[1] ^ jnp.uint32(0x1BD11BDA))

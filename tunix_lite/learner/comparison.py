@@ -50,7 +50,9 @@ class Teacher:
         """Returns the rows of the teacher's output embedding that the policy has tokens for."""
         return table if len(table) == self.vocabulary else table[: self.vocabulary]
 
-    def shapes(self, rows: RowBatch, table: jax.ShapeDtypeStruct, dtype: DTypeLike) -> RowBatch:
+    def shapes(
+        self, rows: RowBatch, table: jax.ShapeDtypeStruct, dtype: DTypeLike
+    ) -> RowBatch:
         """Adds the shapes of a comparison's arrays; table: that of the teacher's output
         embedding."""
 
@@ -104,7 +106,9 @@ def description_program(
     """(params, batch in rows) -> the streams of a comparison, [R, W, K] each, of one micro-batch.
     scores: those of the teacher, as policy.batch_scores with its settings."""
 
-    def head(before_RMD: jax.Array, table_VD: jax.Array, *settings: Any) -> dict[str, jax.Array]:
+    def head(
+        before_RMD: jax.Array, table_VD: jax.Array, *settings: Any
+    ) -> dict[str, jax.Array]:
         k = teacher.comparison.top_k
         if not k:
             return {HIDDEN: before_RMD}

@@ -59,7 +59,9 @@ class LearningRateConfig:
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}")
+            raise ValueError(
+                f"schedule={self.schedule!r}; it is one of {', '.join(SCHEDULES)}"
+            )
         rate = self.learning_rate
         if isinstance(rate, str) and rate != "auto":
             raise ValueError(f"learning_rate={rate!r}; it is a number such as 1e-6, or auto")
@@ -189,7 +191,9 @@ class MuonConfig(LearningRateConfig):
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates. table: the weights that train, which says which dims are inputs."""
         if table is None:
-            raise ValueError("Muon must know which dims of a weight are inputs: give the table")
+            raise ValueError(
+                "Muon must know which dims of a weight are inputs: give the table"
+            )
         # Not optax.contrib.muon: its AdamW has Nesterov momentum, and decays norms too.
 
         def dims_of(w: Weight) -> Matrix | optax.MaskedNode:
@@ -259,7 +263,11 @@ class LionConfig(LearningRateConfig):
     def scale(self, rate: optax.Schedule, table: Table | None) -> optax.GradientTransformation:
         """Gradients to updates."""
         return optax.lion(
-            rate, b1=self.beta1, b2=self.beta2, weight_decay=self.weight_decay, mask=_decay_mask
+            rate,
+            b1=self.beta1,
+            b2=self.beta2,
+            weight_decay=self.weight_decay,
+            mask=_decay_mask,
         )
 
 
@@ -373,7 +381,10 @@ def _decay_mask(params: Params) -> Params:
 
 def init_opt_state(optimizer: optax.GradientTransformation, params: Params) -> Any:
     """The optimizer's state, born sharded: its moments lie where their weights lie, its counters
-    everywhere."""
+    everywhere.
+
+    Example: `TrainState(put(np.int32(0)), params, init_opt_state(optimizer, params))`.
+    """
     shardings = jax.tree.map(lambda x: x.sharding, opt_state_shapes(optimizer, params))
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
@@ -444,7 +455,9 @@ def _by_path(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 def _names(path: tuple) -> tuple[str, ...]:
     """The keys and attributes along a path, as text."""
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return tuple(
+        str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
+    )
 
 
 def num_updates(opt_state: Any) -> int:

@@ -279,7 +279,9 @@ def _first_fit(
     return places
 
 
-def _first_fit_rows(units: list[_Unit], shape: RowShape) -> tuple[np.ndarray, list[np.ndarray]]:
+def _first_fit_rows(
+    units: list[_Unit], shape: RowShape
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """The row of each unit, first fit from the largest on, and the lanes of its sequences."""
     rows = np.zeros(len(units), int)
     lanes: list = [None] * len(units)

@@ -125,7 +125,10 @@ def make_policy(
 
     generate: None for one that only scores. temperature: what logits are divided by. reference: the
     frozen params of the KL term. rows: the layout where `collect` asks for scores. scoring:
-    settings of decoder.forward, such as `remat`."""
+    settings of decoder.forward, such as `remat`.
+
+    Example: `make_policy(model.cfg, generate, temperature=1.0)`.
+    """
     scores = partial(batch_scores, cfg=cfg, temperature=temperature, dtype=dtype, **scoring)
     # compiled when it is called first, and again for other shapes or types
     rescore = Rescore(rows, compiled_once(scoring_program(scores, rows).lower))
@@ -200,5 +203,7 @@ def sequence_scores(
     meta = attention.one_sequence_per_row(token_mask_BT)
     hidden_BTD = decoder.forward(params, cfg, tokens_BT, meta, dtype)[:, :-1]
     table_VD = decoder.output_table(params, cfg)
-    scores = token_scores(hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature)
+    scores = token_scores(
+        hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature
+    )
     return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))

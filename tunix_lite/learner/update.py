@@ -72,7 +72,9 @@ class TrainStep:
         self, state: TrainState, frozen: Params | None, batch: RowBatch, grad_shardings: Any
     ) -> tuple[TrainState, Metrics]:
         """The update itself, traced inside of jit; grad_shardings: where each gradient lies."""
-        grads, metrics = self.gradients(state.params, frozen, state.step, batch, grad_shardings)
+        grads, metrics = self.gradients(
+            state.params, frozen, state.step, batch, grad_shardings
+        )
         state, moved = apply(self.optimizer, state, grads, metrics["train/loss"], self.seed)
         return state, metrics | moved
 

@@ -108,7 +108,9 @@ class Architecture:
                 raise ValueError(f"{field.name}={value} must be above 0")
             most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
             if isinstance(value, int) and value > most:
-                raise ValueError(f"{field.name}={value} is beyond {most:,}, which no model has")
+                raise ValueError(
+                    f"{field.name}={value} is beyond {most:,}, which no model has"
+                )
         mistakes = {
             f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}": (
                 self.activation not in ACTIVATIONS

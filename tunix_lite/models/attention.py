@@ -381,7 +381,9 @@ def _flash_attention_under_vmap(
     become those of one call. The backward pass runs the forward pass again, because nothing that
     the kernel keeps can be passed on.
     """
-    return _merge_vmapped_rows(partial(flash_attention, scale))(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return _merge_vmapped_rows(partial(flash_attention, scale))(
+        q_BTNH, k_BSKH, v_BSKH, mask_BTS
+    )
 
 
 def _flash_vjp(
@@ -542,7 +544,9 @@ def choose(
             raise type(why)(f"attention={setting}: {why}; use auto or xla")
         return setting, "as training.attention says"
     return (
-        (name, f"the one made for {platform}") if why is None else ("xla", f"not {name}: {why}")
+        (name, f"the one made for {platform}")
+        if why is None
+        else ("xla", f"not {name}: {why}")
     )
 
 
@@ -571,7 +575,8 @@ def obstacle(
         ),
         f"it takes rows of even length, and they have {width}; change "
         "generation.max_prompt_length by 1": width % 2,
-        f"it takes heads of up to 256 in multiples of 8, and head_dim is {H}": H > 256 or H % 8,
+        f"it takes heads of up to 256 in multiples of 8, and head_dim is {H}": H > 256
+        or H % 8,
     }
     if name == "splash":
         reasons = {

@@ -404,7 +404,10 @@ def logits(
     """Logits of hidden states [..., D] over the vocabulary, [..., V], float32."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
     uncapped = jnp.einsum(
-        "...d,vd->...v", hidden, table_VD, preferred_element_type=at_least_float32(hidden.dtype)
+        "...d,vd->...v",
+        hidden,
+        table_VD,
+        preferred_element_type=at_least_float32(hidden.dtype),
     )
     return softcap(uncapped, cfg.final_softcap)
 

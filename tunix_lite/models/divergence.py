@@ -88,7 +88,9 @@ def head_divergence(
     specs = (student, teacher)
     tokens = hidden_BMD.shape[0] * hidden_BMD.shape[1]
     # a block of each model's logits exists at once
-    tables = tuple(table_in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE))
+    tables = tuple(
+        table_in_blocks(table, 2 * tokens) for table in (table_VD, teacher_table_VE)
+    )
     return _divergence(kind, specs, hidden_BMD, tables[0], teacher_hidden_BME, tables[1])
 
 
@@ -101,7 +103,9 @@ def _logits(
     return jnp.where(block_tokens(spec, block_PSD, index) >= 0, logits, BELOW_ALL)
 
 
-def _grown(sums: tuple[jax.Array, jax.Array], logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _grown(
+    sums: tuple[jax.Array, jax.Array], logits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The running maximum and sum of exponentials, with one more block."""
     top, total = sums
     # the sum so far was taken relative to the old maximum

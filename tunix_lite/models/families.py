@@ -113,7 +113,9 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     # key -> its value where config.json leaves it out
     absent: dict[str, Any] = field(default_factory=dict)
-    kinds: Callable[[dict], list[str]] = _local_by_list  # config.json -> the kind of every layer
+    kinds: Callable[[dict], list[str]] = (
+        _local_by_list  # config.json -> the kind of every layer
+    )
     has_windows: bool = True  # config.json lists the kinds of layers
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     # model_type of models that hold one of this family as their text part
@@ -249,7 +251,9 @@ def find_family(name: str) -> Family:
 # ---- config.json
 
 
-def read_config(folder: str | Path, family: Family | None = None) -> tuple[Architecture, Family]:
+def read_config(
+    folder: str | Path, family: Family | None = None
+) -> tuple[Architecture, Family]:
     """The architecture of the model in `folder`, and its family: the one given, or that of its
     model_type.
 
@@ -312,7 +316,9 @@ def _config_from(hf: dict, family: Family) -> Architecture:
     """
     for key, wanted in family.fixed.items():
         if hf.get(key, wanted) not in (wanted, wanted or None):
-            raise ValueError(f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}")
+            raise ValueError(
+                f"{key}={shown(hf[key])} is not supported; supported is {wanted!r}"
+            )
     if hf.get("quantization_config"):
         raise ValueError(
             "quantization_config: quantised weights cannot be read; model.lora.base quantises "
@@ -445,7 +451,8 @@ def _scaling(rope: dict) -> RopeScaling | None:
         keys = ("factor", "low_freq_factor", "high_freq_factor")
         length = "original_max_position_embeddings"
         return RopeScaling(
-            *(_number(rope[key], key, float) for key in keys), _number(rope[length], length, int)
+            *(_number(rope[key], key, float) for key in keys),
+            _number(rope[length], length, int),
         )
     raise ValueError(
         f"rope_type {shown(kind)} is not supported; supported is default, linear or llama3"

@@ -161,7 +161,9 @@ def _without_prefix(name: str, family: Family | None) -> str | None:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     return (
-        name.removeprefix("language_model.") if name == "language_model.lm_head.weight" else name
+        name.removeprefix("language_model.")
+        if name == "language_model.lm_head.weight"
+        else name
     )
 
 
@@ -357,7 +359,9 @@ def _piece(tensors: Tensors, name: str, weight: Weight, copy: str | None) -> jax
                 _check_copy(tensors, name, copy, weight.shape, index)
         return read[key]
 
-    piece = jax.make_array_from_callback(weight.shape, sharding(weight.axes, weight.shape), part)
+    piece = jax.make_array_from_callback(
+        weight.shape, sharding(weight.axes, weight.shape), part
+    )
     # Ready here, so that what was read is freed before the piece is written.
     return jax.block_until_ready(piece)
 
@@ -438,7 +442,9 @@ def save_params(
 
     def tensor(name: str) -> np.ndarray:
         path, layer = where[name]
-        leaf = leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
+        leaf = (
+            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
+        )
         # In float32 first, so that the sum of a base and its adapter is rounded once.
         value = dense(leaf, as_written[name].inputs, jnp.float32)
         on_host = np.asarray(value.astype(DTYPES[types[name]]))

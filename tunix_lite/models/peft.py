@@ -59,7 +59,9 @@ def read_adapter_config(
     folder = as_path(lora.adapter)
     for file in (CONFIG, TENSORS):
         if not (folder / file).is_file():
-            raise ValueError(f"adapter: {folder} has no {file}; a folder in PEFT format has one")
+            raise ValueError(
+                f"adapter: {folder} has no {file}; a folder in PEFT format has one"
+            )
     rank, alpha = _rank_and_alpha(folder)
     try:
         header = hf.header(folder / TENSORS)
@@ -126,7 +128,9 @@ def _rank_and_alpha(folder: Path) -> tuple[int, float]:
         raise ValueError(f"adapter: {file}: peft_type is {shown(kind)}; supported is 'LORA'")
     for key, value in config.items():
         if key not in _HARMLESS and value and value not in ALLOWED.get(key, ()):
-            raise ValueError(f"adapter: {file}: {escaped(key)}={shown(value)} is not supported")
+            raise ValueError(
+                f"adapter: {file}: {escaped(key)}={shown(value)} is not supported"
+            )
     if type(rank) is not int or not 1 <= rank <= MOST_RANK:
         raise ValueError(
             f"adapter: {file}: r={shown(rank)}; it is a whole number from 1 to {MOST_RANK:,}"

@@ -101,7 +101,9 @@ class TeacherConfig:
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
             raise ValueError(f"max_prompt_length={self.max_prompt_length} must be at least 1")
         if self.weights == "random":
-            raise ValueError("weights=random: a teacher needs trained weights; give its folder")
+            raise ValueError(
+                "weights=random: a teacher needs trained weights; give its folder"
+            )
         if self.storage not in _STORAGES:
             raise ValueError(f"storage={self.storage!r}; it is {', '.join(_STORAGES)}")
         check_on_disk("weights", self.weights)
@@ -190,7 +192,9 @@ def locate(model: ModelConfig) -> FoundModel:
         if lora.rank:
             adapter_weights(decoder.weights(cfg), lora)
             stored_table(decoder.weights(cfg), lora.base)
-    return FoundModel(cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights)
+    return FoundModel(
+        cfg, family, folder, tokenizer, lora if lora.rank else None, model.weights
+    )
 
 
 def locate_teacher(teacher: TeacherConfig, student: FoundModel) -> FoundModel:

@@ -241,7 +241,9 @@ class Tokenizer:
         """A decoder for tokens that come one after the other. skip_special: as of `decode`."""
         return TextStream(self, skip_special)
 
-    def chat(self, messages: list[dict], add_generation_prompt: bool = True, **variables) -> str:
+    def chat(
+        self, messages: list[dict], add_generation_prompt: bool = True, **variables
+    ) -> str:
         """The conversation as the model was trained to see it. `variables` go to the template
         (tools, ...).
 
@@ -263,7 +265,12 @@ class Tokenizer:
                     f"{shown(name)} is a token, which the tokenizer names, and no variable of a "
                     "chat template"
                 )
-        values = {"tools": None, "documents": None, **self.special, **to_plain_values(variables)}
+        values = {
+            "tools": None,
+            "documents": None,
+            **self.special,
+            **to_plain_values(variables),
+        }
         return self.template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **values
         )

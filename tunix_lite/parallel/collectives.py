@@ -93,7 +93,9 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
                 ops.extend([] if one is None else [one])
             # These two name again what async-start has called.
             elif instruction.op not in ("async-update", "async-done"):
-                for callee, callee_site in callees_of(instruction, program[name], site, program):
+                for callee, callee_site in callees_of(
+                    instruction, program[name], site, program
+                ):
                     visit(callee, callee_site)
 
     visit(entry, CallSite())
@@ -151,7 +153,9 @@ def callees_of(
     )
     if not site.fused:
         site = replace(
-            site, chains=set(), count_known=site.count_known and instruction.op != "conditional"
+            site,
+            chains=set(),
+            count_known=site.count_known and instruction.op != "conditional",
         )
     if instruction.op != "while":
         yield from ((callee, site) for _, callee in callees)

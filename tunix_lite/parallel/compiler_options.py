@@ -18,7 +18,9 @@ OptionsByPlatform = Mapping[str, Mapping[str, str | bool]]
 # ratio is below this option. A cache that is copied in and out has about 0.5: its size is used
 # once and copied twice. Weights are only copied in, and have 1. With at most 0.5 the cache of
 # Gemma 3 1B was copied, from 0.6 on it was not (docs/log.md, 24 November 2026).
-FOR_DECODING: OptionsByPlatform = {"tpu": {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75"}}
+FOR_DECODING: OptionsByPlatform = {
+    "tpu": {"xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75"}
+}
 
 # XLA for CPUs orders kernels so that many can run beside each other, which keeps more arrays at
 # once. For six layers without a loop that was 1,052 MB of temporaries in place of 979, and nothing

@@ -91,7 +91,9 @@ class ShardingConfig:
                         f"{name}.{axis}={over!r}: the programs need it whole; leave it null"
                     )
                 if over is not None and over not in AXES:
-                    raise ValueError(f"{name}.{axis}={over!r}; it is {', '.join(AXES)} or null")
+                    raise ValueError(
+                        f"{name}.{axis}={over!r}; it is {', '.join(AXES)} or null"
+                    )
         if self.rollout.get("residual_seq"):
             raise ValueError(
                 "rollout.residual_seq: sampling takes one token at a time, which tp cannot divide"
@@ -155,7 +157,9 @@ def check_mesh_shape(mesh_shape: MeshShape) -> None:
     sizes, names = mesh_shape
     unknown = [name for name in names if name not in AXES]
     if unknown:
-        raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}; {right}")
+        raise ValueError(
+            f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}; {right}"
+        )
     if len(set(names)) != len(names):
         raise ValueError(f"an axis is named twice in {as_text(mesh_shape)}; {right}")
     are_sizes = all(type(size) is int and (size >= 1 or size == -1) for size in sizes)

@@ -183,7 +183,9 @@ def _changed_to(
 
     def change(trial: Trial) -> Iterator[Trial]:
         now = getattr(trial.run, section)
-        if where(trial) and any(getattr(now, name) != value for name, value in settings.items()):
+        if where(trial) and any(
+            getattr(now, name) != value for name, value in settings.items()
+        ):
             yield trial.with_settings(section, **settings)
 
     return change

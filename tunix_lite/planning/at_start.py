@@ -14,7 +14,7 @@ from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
 from tunix_lite.planning import hardware
 from tunix_lite.planning.advice import advice, savings
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
@@ -24,7 +24,12 @@ from tunix_lite.planning.plan import (
     largest_micro_batch,
 )
 from tunix_lite.planning.programs import compiled
-from tunix_lite.resolved.parts import abstract, batch_shapes, scored_batch_shapes, train_step_of
+from tunix_lite.resolved.parts import (
+    abstract,
+    batch_shapes,
+    scored_batch_shapes,
+    train_step_of,
+)
 from tunix_lite.resolved.run import ResolvedRun, micro_batches_to_try
 from tunix_lite.types import Params, RowBatch, TrainState
 
@@ -45,7 +50,7 @@ def choose_micro_batch(
 
     def peak_bytes(size: int) -> int:
         sized = resolved.with_micro_batch(size)
-        chosen = Estimate(sized).choose_sampling_weights(machine.capacity)
+        chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
         updates[size] = train_step_of(sized)
         shapes = abstract(sized)
@@ -78,7 +83,9 @@ def training_programs(
     that of the widest."""
 
     def every_width(
-        compile_it: Callable[[RowBatch], jax.stages.Compiled], shapes: RowBatch, rows: RowLayout
+        compile_it: Callable[[RowBatch], jax.stages.Compiled],
+        shapes: RowBatch,
+        rows: RowLayout,
     ) -> jax.stages.Compiled:
         widest, *_ = [compile_it(x) for x in at_every_width(shapes, rows)]
         return widest
@@ -122,7 +129,7 @@ def check_at_rest(resolved: ResolvedRun, say: Callable[[str], None]) -> None:
     """Checks before anything is loaded the bytes that are known exactly: those that stay on a
     device, and while sampling the weights, the cache and the prompts that wait."""
     machine = attached_machine()
-    chosen = Estimate(resolved).choose_sampling_weights(machine.capacity)
+    chosen = MemoryEstimate(resolved).choose_sampling_weights(machine.capacity)
     plan = compile_plan(machine, replace(resolved, sampling_weights=chosen), {})
     phases = []
     for phase in plan.phases:

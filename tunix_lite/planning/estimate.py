@@ -27,8 +27,11 @@ from tunix_lite.rollout.memory import weights_that_fit
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The memory of a run, by part."""
+class MemoryEstimate:
+    """The memory of a run on a device, by part, in bytes.
+
+    Example: `MemoryEstimate(resolved).update()["gradients"]`.
+    """
 
     resolved: ResolvedRun
 
@@ -171,7 +174,7 @@ class Estimate:
         return (
             {}
             if sampler is None
-            else Estimate(sampler)._weights_apart() | Estimate(sampler).rollout()
+            else MemoryEstimate(sampler)._weights_apart() | MemoryEstimate(sampler).rollout()
         )
 
     def with_own_sampling_weights(self, capacity: int | None) -> ResolvedRun | None:
@@ -179,8 +182,8 @@ class Estimate:
         known."""
         if (sampler := self.resolved.apart) is None:
             return None
-        chosen = Estimate(sampler).choose_sampling_weights(
-            capacity, Estimate(sampler)._weights_apart()
+        chosen = MemoryEstimate(sampler).choose_sampling_weights(
+            capacity, MemoryEstimate(sampler)._weights_apart()
         )
         return replace(sampler, sampling_weights=chosen)
 
@@ -211,7 +214,7 @@ class Estimate:
         scoring, and what is kept of all rows on every device, and of its own rows while it is
         made."""
         shards = 1 + self.resolved.fsdp
-        return Estimate(self.resolved.as_scorer(name)).scoring() | {
+        return MemoryEstimate(self.resolved.as_scorer(name)).scoring() | {
             "kept": self._kept_of_teacher() * shards
         }
 
@@ -234,7 +237,7 @@ class Estimate:
         if resolved.teacher is not None and not resolved.teacher.comparison.top_k:
             # Over the whole vocabulary: its blocks of scores, and its table in blocks.
             name = resolved.teacher.comparison.model
-            activations += Estimate(resolved.as_scorer(name))._head_at_work(rows)
+            activations += MemoryEstimate(resolved.as_scorer(name))._head_at_work(rows)
         return {
             "batch": self._batch_bytes() + self._kept_of_teacher(),
             "gradients": self.gradient_bytes(),

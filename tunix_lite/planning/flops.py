@@ -80,7 +80,8 @@ def decode_bytes(
         seen += sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
     weights = matmul_params(cfg) + head_params(cfg)
     return (
-        weights * weight_itemsize + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
+        weights * weight_itemsize
+        + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
     )
 
 

@@ -242,7 +242,9 @@ def compile_only_devices(target: Machine) -> list:
         shapes = slice_shapes(hardware)
         if count not in shapes:
             some = ", ".join(map(str, shapes))
-            raise ValueError(f"no {hardware.name} slice shows {count} devices; some show {some}")
+            raise ValueError(
+                f"no {hardware.name} slice shows {count} devices; some show {some}"
+            )
         topology = {
             "topology_name": f"{hardware.name}:{shapes[count]}",
             "chips_per_host_bounds": HOSTS.get(shapes[count], [2, 2, 1]),

@@ -100,7 +100,9 @@ def kernels(text: str, mesh_shape: dict[str, int] | None = None) -> list[Kernel]
     if total and not moved:
         return [*every, Kernel("links", "collective", 1, 0, 0, sent_bytes=total)]
     return [
-        replace(k, sent_bytes=int(total * k.read_bytes / moved)) if k.kind == "collective" else k
+        replace(k, sent_bytes=int(total * k.read_bytes / moved))
+        if k.kind == "collective"
+        else k
         for k in every
     ]
 

@@ -86,7 +86,9 @@ def recorded_lengths(folder: str, setting: str = "lengths_of") -> Lengths:
     """The lengths that a run recorded in its samples and metrics. Raises ConfigError, which names
     the setting, where it recorded none."""
     path = Path(folder).expanduser()
-    rows = [row for file in sorted(path.glob("samples/step_*.jsonl")) for row in json_rows(file)]
+    rows = [
+        row for file in sorted(path.glob("samples/step_*.jsonl")) for row in json_rows(file)
+    ]
     tokens = [row["tokens"] for row in rows if isinstance(row.get("tokens"), list)]
     completions = tuple(len(row) for row in tokens if row)
     if not completions:

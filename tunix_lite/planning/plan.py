@@ -16,7 +16,7 @@ import jax
 from tunix_lite.config import RunConfig
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
@@ -151,7 +151,7 @@ def assemble_plan(
     refused: Sequence[DoesNotFit] = (),
 ) -> Plan:
     """The plan of a run: what is compiled of it as compiled, the rest by formula."""
-    resident = Estimate(resolved).resident()
+    resident = MemoryEstimate(resolved).resident()
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
     with_code = resident | ({PROGRAMS: code} if code else {})
@@ -161,12 +161,12 @@ def assemble_plan(
     for name in [*resolved.frozen_models, *(["scoring"] if resolved.scores else [])]:
         made[name] = _scoring(name, resolved, done, resident)
     if (update := done.get("update")) is None:
-        made["update"] = ESTIMATE, Estimate(resolved).update()
+        made["update"] = ESTIMATE, MemoryEstimate(resolved).update()
     else:
         others = {"reference", *resolved.frozen_models}
         arguments = sum(size for name, size in resident.items() if name not in others)
-        arguments += Estimate(resolved).teacher_table()
-        gradients = min(Estimate(resolved).gradient_bytes(), update.temp_bytes)
+        arguments += MemoryEstimate(resolved).teacher_table()
+        gradients = min(MemoryEstimate(resolved).gradient_bytes(), update.temp_bytes)
         parts = {"batch": max(0, update.argument_bytes - arguments), "gradients": gradients}
         beside = update.temp_bytes - gradients + update.results_beside_bytes
         made["update"] = COMPILED, parts | {"activations": beside}
@@ -188,7 +188,7 @@ def assemble_plan(
         Phase(name, *source_adds, bounds.get(name)) for name, source_adds in made.items()
     )
     messages = tuple(f"{error.name}: {error.message}" for error in refused)
-    apart = Estimate(resolved).apart(machine.capacity)
+    apart = MemoryEstimate(resolved).apart(machine.capacity)
     return Plan(machine, resolved, with_code, phases, done, messages, apart)
 
 
@@ -200,8 +200,10 @@ def _scoring(
     is_frozen = name in resolved.frozen_models
     if program is None:
         if is_frozen and resolved.compares(name):
-            return ESTIMATE, Estimate(resolved).describing(name)
-        return ESTIMATE, Estimate(resolved.as_scorer(name) if is_frozen else resolved).scoring()
+            return ESTIMATE, MemoryEstimate(resolved).describing(name)
+        return ESTIMATE, MemoryEstimate(
+            resolved.as_scorer(name) if is_frozen else resolved
+        ).scoring()
     # What it is given of the weights: its own, the reference, or what samples now.
     names = ["frozen base"] if resolved.lora else ["parameters"]
     if is_frozen or resolved.copies_reference:
@@ -216,7 +218,7 @@ def _scoring(
 
 def _rollout(resolved: ResolvedRun, done: dict[str, Compiled]) -> tuple[str, dict[str, int]]:
     """The prompt cache is there while decoding, and the slots are while prompts are read."""
-    adds = Estimate(resolved).rollout()
+    adds = MemoryEstimate(resolved).rollout()
     if "decode" not in done or "prefill" not in done:
         return ESTIMATE, adds
     copy = adds["weights to sample"]
@@ -260,7 +262,7 @@ def with_choices(
     # The largest micro-batch that fits by formulas, or the smallest there is.
     for size in sizes:
         sized = resolved if size is None else resolved.with_micro_batch(size)
-        chosen = Estimate(sized).choose_sampling_weights(machine.capacity)
+        chosen = MemoryEstimate(sized).choose_sampling_weights(machine.capacity)
         sized = replace(sized, sampling_weights=chosen)
         if size is None or assemble_plan(machine, sized, {}).fits is not False:
             break

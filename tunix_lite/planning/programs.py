@@ -262,7 +262,9 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
     if resolved.converses and run.generation.stop:
         spec = replace(spec, chunk=longest_chunk(spec))
     if resolved.converses:
-        spec = replace(spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens))
+        spec = replace(
+            spec, chunk=chunk_of_turns(spec.chunk, run.conversation.max_turn_tokens)
+        )
 
     # The weights by layer, whole over fsdp if they are gathered.
     join_qkv = decoder.joins_qkv(acting, resolved.dtype, mesh)

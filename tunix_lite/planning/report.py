@@ -43,7 +43,15 @@ def short_form(plan: Plan | Plans) -> list[str]:
     if len(plans.plans) > 1:
         # Predicted, and what is possible at best.
         rows = [
-            ("mesh", "peak GiB", "fits", "predicted s", "step s >=", "tokens/s <=", "memory is")
+            (
+                "mesh",
+                "peak GiB",
+                "fits",
+                "predicted s",
+                "step s >=",
+                "tokens/s <=",
+                "memory is",
+            )
         ]
         for one in plans.plans[:SHOWN]:
             fits = {True: "yes", False: "no", None: "?"}[one.fits]
@@ -55,7 +63,9 @@ def short_form(plan: Plan | Plans) -> list[str]:
             )
         lines += [*columns(rows), *_more(plans.plans), ""]
     if plans.refused:
-        lines += [f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]]
+        lines += [
+            f"  {_sizes(sizes)} cannot be: {why}" for sizes, why in plans.refused[:SHOWN]
+        ]
         lines += [*_more(plans.refused), ""]
 
     # The best one: its phases, whether it fits, and how fast it is.

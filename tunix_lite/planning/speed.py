@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tunix_lite.models.weights import is_weight, num_params
 from tunix_lite.planning import flops
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import Hardware
 from tunix_lite.resolved.run import ResolvedRun
 
@@ -51,7 +51,10 @@ class _ProgramWork:
 
 @dataclass(frozen=True)
 class Speed:
-    """The bounds of a run, by phase."""
+    """The bounds of a run, by phase.
+
+    Example: `Speed(resolved).bounds(hardware)["update"].seconds`.
+    """
 
     resolved: ResolvedRun
 
@@ -72,7 +75,9 @@ class Speed:
             name: _bound(work, hardware, resolved.mesh_shape, share)
             for name, work in works.items()
         }
-        return phases | {"update": _bound([self._update()], hardware, resolved.mesh_shape, 1.0)}
+        return phases | {
+            "update": _bound([self._update()], hardware, resolved.mesh_shape, 1.0)
+        }
 
     def _ring(self, gathered: float, reduced: float) -> dict[str, float]:
         """Bytes that a device sends: (n - 1) / n of each buffer that is gathered or
@@ -111,7 +116,7 @@ class Speed:
         P = resolved.batch.prompts
         B = resolved.batch.sequences
         fsdp = resolved.fsdp
-        W = Estimate(resolved).sampling_copy(is_gathered=True)
+        W = MemoryEstimate(resolved).sampling_copy(is_gathered=True)
         gathered = W if resolved.sampling_weights == "sharded" else 0
 
         # Each prompt once: 2PT FLOPs and attention.
@@ -170,7 +175,7 @@ class Speed:
         """One forward: 2P a token; W is read and gathered once a micro-batch."""
         resolved = self.resolved
         tokens, scored, attention, parts = self._batch_work()
-        once = parts * Estimate(resolved).sampling_copy(is_gathered=True)
+        once = parts * MemoryEstimate(resolved).sampling_copy(is_gathered=True)
         return _ProgramWork(
             flops.forward_flops(resolved.cfg, tokens, scored, attention),
             once,
@@ -183,11 +188,11 @@ class Speed:
         resolved = self.resolved
         tokens, scored, attention, parts = self._batch_work()
         lora_params = num_params(resolved.tables.trained) if resolved.lora else 0
-        both_ways = 2 * parts * Estimate(resolved).sampling_copy(is_gathered=True)
+        both_ways = 2 * parts * MemoryEstimate(resolved).sampling_copy(is_gathered=True)
         syncs = -(-parts // resolved.run.training.sync_gradients_every)
         here = tokens / resolved.fsdp
         summed = self._streams(here) + self._streams(here, is_forward=False)
-        resident = Estimate(resolved).resident()
+        resident = MemoryEstimate(resolved).resident()
         state = 2 * (resident["parameters"] + resident["optimizer"])
         return _ProgramWork(
             flops.update_flops(resolved.cfg, tokens, scored, attention, lora_params),

@@ -126,7 +126,9 @@ def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
     last = run.evaluations[-1] if run.evaluations else {}
     names = []
     for name in curve.metrics:
-        names += [key for key in last if key.startswith(name)][:1] if name[-1] == "_" else [name]
+        names += (
+            [key for key in last if key.startswith(name)][:1] if name[-1] == "_" else [name]
+        )
     return names
 
 
@@ -141,7 +143,10 @@ def curve_lines(series: Series, name: str, color: int) -> list[Line]:
     # Where the window hangs over an end, the mean is of what there is.
     counts = np.convolve(np.ones(len(steps)), window, "same")
     smooth = np.convolve(series.values, window, "same") / counts
-    return [Line(name, steps, values, color, "faint"), Line(name, steps, smooth.tolist(), color)]
+    return [
+        Line(name, steps, values, color, "faint"),
+        Line(name, steps, smooth.tolist(), color),
+    ]
 
 
 # ---- numbers
@@ -167,7 +172,9 @@ def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     if not math.isfinite(reach) or reach <= 0:
         return [low]
     power = 10.0 ** math.floor(math.log10(reach / count))
-    apart = next(power * nice for nice in (1, 2, 5, 10) if power * nice * count >= reach * 0.999)
+    apart = next(
+        power * nice for nice in (1, 2, 5, 10) if power * nice * count >= reach * 0.999
+    )
     begin = math.floor(low / apart + 1e-9)
     end = math.ceil(high / apart - 1e-9)
     return [i * apart for i in range(begin, end + 1)]

@@ -10,7 +10,14 @@ from markupsafe import Markup
 from tunix_lite.files.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import ScoreChange
-from tunix_lite.report.charts import COLORS, CURVES, Chart, curve_lines, metrics_of, number_text
+from tunix_lite.report.charts import (
+    COLORS,
+    CURVES,
+    Chart,
+    curve_lines,
+    metrics_of,
+    number_text,
+)
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
@@ -47,7 +54,9 @@ class _Compared:
 def runs_in(folder: Path) -> list[Path]:
     """The folders of runs right below a folder, by number and then by name, as a sweep has them."""
     found = [path.parent for path in folder.glob("*/metrics.jsonl")]
-    return sorted(found, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name))
+    return sorted(
+        found, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name)
+    )
 
 
 def _compared(folders: Sequence[Path]) -> list[_Compared]:
@@ -70,7 +79,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
     overrides = [read_overrides(folder, []) or [] for folder in folders]
     common = set.intersection(*map(set, overrides))
     names = [
-        " ".join(text for text in texts if text not in common and not text.startswith("hydra."))
+        " ".join(
+            text for text in texts if text not in common and not text.startswith("hydra.")
+        )
         for texts in overrides
     ]
     if "" in names or len(set(names)) < len(names) or max(map(len, names)) > _MOST_CHARACTERS:
@@ -106,7 +117,10 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
         ("Results", [html.table(heads, rows, 2)]),
         ("Curves", [html.charts(charts, [(one.name, i) for i, one in enumerate(shown)])]),
         ("Where their settings differ", [*_differences(runs)]),
-        ("What may be wrong", [html.table(["run", "first finding", "what shows it"], findings)]),
+        (
+            "What may be wrong",
+            [html.table(["run", "first finding", "what shows it"], findings)],
+        ),
     ]
     if (left_out := len(folders) - len(runs)) > 0:
         sections.insert(0, ("", [html.text(f"{left_out} more runs are left out.", True)]))

@@ -126,7 +126,9 @@ class Evidence:
                 text = excerpt(self.samples[last][0].get("completion", ""), 100)
                 texts.append(f"such as {text} (step {last})")
             elif name == UNREAD and (share := self.share(is_unread)) > 0:
-                texts.append(f"{share:.0%} of the completions in samples/ have extracted: null")
+                texts.append(
+                    f"{share:.0%} of the completions in samples/ have extracted: null"
+                )
         return texts
 
     def setting(self, name: str) -> Any:

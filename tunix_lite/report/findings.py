@@ -79,7 +79,9 @@ def _overrides(run: Evidence, tries: tuple[str | tuple[str, float], ...]) -> lis
         # A count stays one.
         number = max(int(before * factor), 1) if type(before) is int else before * factor
         if before and number != before:
-            texts.append(f"{name}={number:.3g}" if type(number) is float else f"{name}={number}")
+            texts.append(
+                f"{name}={number:.3g}" if type(number) is float else f"{name}={number}"
+            )
     return texts
 
 
@@ -304,13 +306,17 @@ def _groups_mixed(run: Evidence) -> _Shown:
         return None
     shown = []
     if mixed:
-        shown.append(f"{len(mixed)} of {len(groups)} groups of samples/ hold different prompts")
+        shown.append(
+            f"{len(mixed)} of {len(groups)} groups of samples/ hold different prompts"
+        )
     if wrong:
         shown.append(
             f"in {len(wrong)} of {len(groups)} groups the advantages do not follow the rewards, "
             f"such as two of one reward that differ (step {wrong[0]})"
         )
-    return shown, [f"row p * {run.group_size} + g must be completion g of prompt p: see collect"]
+    return shown, [
+        f"row p * {run.group_size} + g must be completion g of prompt p: see collect"
+    ]
 
 
 def _against_rewards(group: list[dict]) -> bool:
@@ -358,7 +364,9 @@ def _reward_sign(run: Evidence) -> _Shown:
     ]
 
 
-@_fault(87, "the reward climbs and right answers do not: it is earned without solving the task")
+@_fault(
+    87, "the reward climbs and right answers do not: it is earned without solving the task"
+)
 def _reward_exploited(run: Evidence) -> _Shown:
     reward = run.series("reward/mean")
     gained = reward.late - reward.early
@@ -504,7 +512,9 @@ def _evaluation_falls(run: Evidence) -> _Shown:
     ]
 
 
-@_fault(57, "the run trains on examples that are held out, so its held-out accuracy is too high")
+@_fault(
+    57, "the run trains on examples that are held out, so its held-out accuracy is too high"
+)
 def _held_out_in_train(run: Evidence) -> _Shown:
     data = run.status.get("data")
     data = data if isinstance(data, dict) else {}

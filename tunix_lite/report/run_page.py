@@ -26,7 +26,9 @@ _ABOUT_CURVES = (
     "A thick line is the moving average of the thin one. Beside a title stand the first and the "
     "last evaluation, or else the means of the first and of the last third of the steps."
 )
-_NO_FINDING = "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
+_NO_FINDING = (
+    "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
+)
 # settings in the table of all, and characters of one
 _MOST_SETTINGS = 400
 _MOST_CHARACTERS = 160
@@ -92,7 +94,10 @@ _STANDINGS = {
     "stopped": ("mid", "It was stopped by {stopped} after {steps}, with its state saved."),
     "failed": ("bad", "{error}"),
     "interrupted": ("bad", "{error}"),
-    "running": ("mid", "It is still running, or was killed: this is what its files say so far."),
+    "running": (
+        "mid",
+        "It is still running, or was killed: this is what its files say so far.",
+    ),
     "killed": (
         "bad",
         "Its process is gone without a word: it was killed, or its machine went down. "
@@ -271,7 +276,9 @@ def _settings(run: Evidence, overrides: list[str] | None) -> Iterator[Markup]:
         return html.table(heads, cells[:_MOST_SETTINGS])
 
     if overrides is None:
-        yield html.text("The run was not started from the command line. Its settings are below.")
+        yield html.text(
+            "The run was not started from the command line. Its settings are below."
+        )
     elif not overrides:
         yield html.text("All settings are the defaults.")
     else:
@@ -294,7 +301,9 @@ def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterat
         again = " ".join(["python run_training.py", *words])
         here = shlex.quote(f"hydra.run.dir={run.folder}")
         if status != "completed":
-            does = "go on from its newest checkpoint" if steps else "begin it anew in its folder"
+            does = (
+                "go on from its newest checkpoint" if steps else "begin it anew in its folder"
+            )
             lines.append((does, f"{again} {here}"))
         elif run.rows:
             more = f"training.max_steps={2 * run.rows[-1]['step']}"
@@ -313,7 +322,9 @@ def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterat
         ]
     place = shlex.quote(str(run.folder))
     lines.append(("ask why it does not learn", f"tunix-lite doctor {place}"))
-    lines.append(("write this report again", f"tunix-lite doctor {place} doctor.report={place}"))
+    lines.append(
+        ("write this report again", f"tunix-lite doctor {place} doctor.report={place}")
+    )
     yield html.commands(lines)
     if any("_target_" in text for text in overrides or []):
         yield html.text(
@@ -331,4 +342,6 @@ def _numbers(run: Evidence) -> Markup:
             values = (series.first, series.last, series.least, series.largest)
             rows.append([name, *(f"{x:.4g}" for x in (*values, series.early, series.late))])
     heads = ["metric", "first", "last", "least", "most", "first third", "last third"]
-    return html.folded("first, last, least and most of each metric", html.table(heads, rows, 1))
+    return html.folded(
+        "first, last, least and most of each metric", html.table(heads, rows, 1)
+    )

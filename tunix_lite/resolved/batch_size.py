@@ -139,7 +139,9 @@ def _check_identity(settings: TrainingConfig, batch: BatchPlan) -> None:
         given = settings.gradient_accumulation_steps
         per_shard = batch.sequences // fsdp
         if micro not in (None, "auto") and per_shard % micro == 0:
-            derived = f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
+            derived = (
+                f"training.gradient_accumulation_steps=null makes it {per_shard // micro}"
+            )
         elif given and per_shard % given == 0:
             derived = f"training.micro_batch_size=null makes it {per_shard // given}"
         else:

@@ -350,7 +350,9 @@ def find_model(model: ModelConfig) -> tuple[Architecture, LoraConfig | None]:
                     f"{model.weights}; choose one with model=NAME, or give model.weights as a "
                     "folder"
                 )
-            folder = BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
+            folder = (
+                BUNDLED if model.weights == "bundled" else Path(model.weights).expanduser()
+            )
             cfg, family = families.read_config(folder, family)
         lora = model.lora
         if lora.adapter is not None:
@@ -376,7 +378,9 @@ def resolve_run(
     None: as settings and files of this machine have them.
     """
     if run.training.packing == "auto":
-        raise ValueError("packing=auto: packing_choice.with_packing chooses it for resolve_run")
+        raise ValueError(
+            "packing=auto: packing_choice.with_packing chooses it for resolve_run"
+        )
     run, reasons = with_defaults(run, cfg, lora, platform)
 
     # The model on the mesh, and what is sampled of it.

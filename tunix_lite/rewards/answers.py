@@ -12,7 +12,13 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tunix_lite.rewards.fields import field_of
-from tunix_lite.rewards.numbers import LOOKED_AT, last_number, number_in, number_of, undecorated
+from tunix_lite.rewards.numbers import (
+    LOOKED_AT,
+    last_number,
+    number_in,
+    number_of,
+    undecorated,
+)
 from tunix_lite.rewards.scores import no_answer
 
 HOW = ("strict", "flexible")

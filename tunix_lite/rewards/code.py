@@ -69,7 +69,9 @@ class PassesTests:
             tests = [tests]
         if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
             wrong = f"{self.field}={tests!r:.200} of an example"
-            raise ValueError(f"{wrong} is not a list of texts or of {{input: ..., output: ...}}")
+            raise ValueError(
+                f"{wrong} is not a list of texts or of {{input: ..., output: ...}}"
+            )
         tests = tests[: self.max_tests]
         code = code_in(completion)
         if code is None:
@@ -115,7 +117,9 @@ class PassesTests:
             is_passed = is_passed and _lines(verdict["printed"]) == _lines(test["output"])
         elif checks.checks:
             is_passed = is_passed and checks.are_met(verdict["reports"])
-        return is_passed, "took more than memory_mib" if "MemoryError" in verdict["why"] else ""
+        return is_passed, "took more than memory_mib" if "MemoryError" in verdict[
+            "why"
+        ] else ""
 
 
 def code_in(completion: str) -> str | None:

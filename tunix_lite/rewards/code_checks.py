@@ -128,7 +128,9 @@ class _Cutter(ast.NodeTransformer):
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         if all(_literal(node.value)):
-            self._lists |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            self._lists |= {
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            }
         return node
 
     def visit_For(self, node: ast.For) -> ast.AST:

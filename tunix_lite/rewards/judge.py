@@ -79,12 +79,16 @@ class Judge:
     def __post_init__(self):
         try:
             parts = urlsplit(self.base_url)
-            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            is_address = (
+                parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            )
         except ValueError:
             # no port, no host
             is_address = False
         if not is_address or " " in self.base_url or not self.base_url.isprintable():
-            raise ValueError(f"base_url={self.base_url!r}; write it as http://127.0.0.1:8000/v1")
+            raise ValueError(
+                f"base_url={self.base_url!r}; write it as http://127.0.0.1:8000/v1"
+            )
         try:
             named = {name for _, name, *_ in string.Formatter().parse(self.prompt) if name}
             groups = re.compile(self.pattern).groups

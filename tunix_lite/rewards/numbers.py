@@ -245,7 +245,9 @@ _ESCAPED_DOLLAR = re.compile(r"\\\$")
 _MATH = re.compile(r"\$\$?([^$\n]{1,2000}?)\$\$?(?!\d)")
 _BOLD = re.compile(r"\*\*([^*\n]{1,2000})\*\*")
 _SEPARATORS = re.compile(r"(?<=\d)(?:\u202f|\{,\}|\\,|_|,\\!)(?=\d{3}(?!\d))")
-_SPACES = re.compile(r"\\[,;:! ()\[\]]|\\q?quad\b|~|\u202f|\\left\b|\\right\b|\\displaystyle\b")
+_SPACES = re.compile(
+    r"\\[,;:! ()\[\]]|\\q?quad\b|~|\u202f|\\left\b|\\right\b|\\displaystyle\b"
+)
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|textit)\s*\{([^{}]{0,200})\}")
 _EQUALS = re.compile(r"≈|≃|\\approx\b")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°")

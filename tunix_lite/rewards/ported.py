@@ -63,7 +63,8 @@ class OfTRL:
         return [
             one.name
             for one in named
-            if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+            if one.default is one.empty
+            and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
         ]
 
 

@@ -12,7 +12,7 @@ SPLITS = ("rouge", "words")
 MOST = 10_000
 
 
-def units_of(text: str, split: str = "rouge") -> list[str]:
+def _units_of(text: str, split: str = "rouge") -> list[str]:
     """A text as the words that are compared.
 
     rouge: as rouge_score has it without stemming: runs of a-z and 0-9 of the text in lower case;
@@ -65,8 +65,8 @@ class RougeL:
             raise ValueError(
                 f"{self.field}={references!r:.200} of an example is not a text or texts"
             )
-        ours = units_of(completion, self.split)[:MOST]
-        return max(f1(ours, units_of(text, self.split)[:MOST]) for text in references)
+        ours = _units_of(completion, self.split)[:MOST]
+        return max(f1(ours, _units_of(text, self.split)[:MOST]) for text in references)
 
 
 def f1(first: Sequence[str], second: Sequence[str]) -> float:
@@ -77,7 +77,7 @@ def f1(first: Sequence[str], second: Sequence[str]) -> float:
 
 def rouge_n(text: str, reference: str, n: int = 1) -> float:
     """F1 of the runs of n words that both have, from 0 to 1; 0 if one of the two has none."""
-    words = (units_of(each) for each in (text, reference))
+    words = (_units_of(each) for each in (text, reference))
     ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0

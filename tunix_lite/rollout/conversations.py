@@ -93,7 +93,7 @@ class Talk:
 
 
 @dataclass
-class Patience:
+class _Patience:
     """Decides how long to wait for answers before a chunk is decoded.
 
     A slot whose answer comes just after a chunk has begun stands still for all of it. Waiting for
@@ -152,7 +152,7 @@ class ConversationScheduler:
         self.slots_decoding = 0
         self.slots_held = 0
         self.seconds_waited = 0.0
-        self.patience = Patience()
+        self.patience = _Patience()
         engine.admit(requests)
 
     @property

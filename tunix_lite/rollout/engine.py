@@ -176,7 +176,9 @@ class Engine:
         """Reads all blocks of prompts for which the prompt cache has room."""
         # A block has room once slots have taken all requests of the block whose place it takes.
         ends = self.block_ends
-        while self.waiting and not (len(ends) == self.cache_blocks and ends[0] > self.num_taken):
+        while self.waiting and not (
+            len(ends) == self.cache_blocks and ends[0] > self.num_taken
+        ):
             first_row = self.num_blocks % self.cache_blocks * self.block_sizes[-1]
             block = self._next_block(first_row)
             if not block:

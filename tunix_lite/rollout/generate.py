@@ -181,7 +181,9 @@ class CompletionSampler:
             spec.generation.temperature if temperature is None else temperature,
         )
 
-    def compile_ahead(self, params: Params, *size: int, **options: Any) -> tuple[Engine, Slots]:
+    def compile_ahead(
+        self, params: Params, *size: int, **options: Any
+    ) -> tuple[Engine, Slots]:
         """Compiles the programs of rollouts of so many prompts, and completions of each. options:
         of `engine`. Returns an engine whose weights are shapes, and the shapes of its slots."""
         # One copy of the weights at a time, and none while programs compile.
@@ -285,7 +287,9 @@ def make_generate(
         if partner is not None:
             sample.criteria.check()
             check_prompts(partner.prompts or prompts, cfg, generation, tokenizer)
-            requests = conversation_requests(prompts, num_generations, generation, partner, key)
+            requests = conversation_requests(
+                prompts, num_generations, generation, partner, key
+            )
             size = (len(prompts), num_generations)
             of_turns = sampler_of_turns(partner.max_turn_tokens)
             engine = of_turns.engine(params, size, temperature)
@@ -307,10 +311,9 @@ def make_generate(
                 if on_finished is not None:
                     on_finished(request.row, request.tokens)
             if on_chunk is not None:
-                alone = {}
-                for one in ended:
-                    row = arrays.only(one.row)
-                    alone[one.row] = row.rollout([one.ids], 1, {})
+                alone = {
+                    one.row: arrays.only(one.row).rollout([one.ids], 1, {}) for one in ended
+                }
                 on_chunk(touched, alone)
             if between_chunks is not None:
                 between_chunks()

@@ -97,7 +97,9 @@ class LiveEngine:
         block = -(-PROMPTS_PER_PREFILL // fsdp) * fsdp
         criteria = StopCriteria(dict.fromkeys(eos_ids, "eos"))
         blocks = ((fsdp, block), 1)
-        self.engine = Engine(programs, per_layer_params, num_slots, num_slots, blocks, criteria)
+        self.engine = Engine(
+            programs, per_layer_params, num_slots, num_slots, blocks, criteria
+        )
         self.programs = programs
         self.spec = programs.spec
         self.mesh = mesh
@@ -216,7 +218,9 @@ class LiveEngine:
         """Sleeps while it is idle; False when it should end."""
         with self._lock:
             while True:
-                is_busy = bool(self._waiting or self.engine.unfinished or self.engine.in_flight)
+                is_busy = bool(
+                    self._waiting or self.engine.unfinished or self.engine.in_flight
+                )
                 is_over = time.monotonic() > self._deadline
                 if self._is_closing and (is_over or not is_busy):
                     return False

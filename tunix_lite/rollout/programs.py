@@ -301,7 +301,7 @@ def on_every_device(x: jax.Array) -> jax.Array:
     return constrain(x, *["seq"] * x.ndim)
 
 
-def where_rows(
+def _where_rows(
     is_row_B: jax.Array,
     new: jax.Array,
     old: jax.Array,
@@ -444,7 +444,7 @@ def admit(
     keys_B = jax.random.wrap_key_data(queue.key_data[place_B])
     keys_B = sampling.row_keys(keys_B, queue.prompts[place_B], queue.generations[place_B])
     limits_B = queue.limits[place_B]
-    take = partial(where_rows, is_new_B)
+    take = partial(_where_rows, is_new_B)
     draws = jax.tree.map(lambda new: new[place_B], queue.draws)
     draws = jax.tree.map(take, draws, slots.draws)
     admitted = Slots(
@@ -634,7 +634,9 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
         kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
         mask = masks[cfg.kinds[layer]]
-        attended_BTNH = attention.attend(cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales)
+        attended_BTNH = attention.attend(
+            cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales
+        )
         return attended_BTNH, kv
 
     return attend_fn
@@ -705,7 +707,7 @@ def append(
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(old.dtype)
         if R == B:
-            return where_rows(is_new_R, new, old)
+            return _where_rows(is_new_R, new, old)
         target_R = jnp.where(is_new_R, rows_R, B)
         return old.at[target_R].set(new, mode="drop")
 
@@ -816,7 +818,7 @@ def write_slot(spec: SamplerSpec, slots: Slots, one: Slots, row: jax.Array) -> S
             return old
         if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
             new = jax.random.wrap_key_data(new)
-        return where_rows(is_row_B, new, old)
+        return _where_rows(is_row_B, new, old)
 
     return at_home(jax.tree.map(put, slots, one), "batch")
 
@@ -864,7 +866,7 @@ def rewind(
     place_T = jnp.arange(spec.chunk)
     is_lost_BT = is_back_B[:, None] & (place_T >= kept_B[:, None])
     rows_B1 = jnp.arange(len(kept_B))[:, None]
-    chosen = partial(where_rows, is_back_B)
+    chosen = partial(_where_rows, is_back_B)
 
     def restored(kv: KV, old: KV | None) -> KV:
         if old is None:

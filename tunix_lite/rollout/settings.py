@@ -71,9 +71,13 @@ class GenerationConfig:
 
         # What ends a completion.
         if not all(self.stop):
-            raise ValueError(f"stop={list(self.stop)}: an empty text would end every completion")
+            raise ValueError(
+                f"stop={list(self.stop)}: an empty text would end every completion"
+            )
         if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids={list(self.stop_token_ids)} must not be negative")
+            raise ValueError(
+                f"stop_token_ids={list(self.stop_token_ids)} must not be negative"
+            )
 
     @property
     def has_cutoffs(self) -> bool:

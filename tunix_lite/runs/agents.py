@@ -186,7 +186,9 @@ class AgentExperience:
         """Returns the episodes as samples/*.jsonl holds them, and their metrics."""
         rewards_B = groups.rewards_PG.reshape(-1)
         ended = groups.ended
-        prompts, completions = zip(*(_texts_of(one, self._tokenizer) for one in groups.episodes))
+        prompts, completions = zip(
+            *(_texts_of(one, self._tokenizer) for one in groups.episodes)
+        )
         return Graded(
             prompts=list(prompts),
             completions=list(completions),

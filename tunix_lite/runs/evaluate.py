@@ -66,7 +66,9 @@ def evaluate(
         return Evaluated(metrics, greedy)
     k = num_samples
     key = jax.random.fold_in(jax.random.fold_in(key, SAMPLES), k)
-    sampled = _complete_and_grade(policy, task, params, examples, key, k, temperature, progress)
+    sampled = _complete_and_grade(
+        policy, task, params, examples, key, k, temperature, progress
+    )
     correct_EN = sampled.correct.reshape(-1, k)
     texts = sampled.extracted
     extracted = [texts[row : row + k] for row in range(0, len(texts), k)]
@@ -103,7 +105,9 @@ def _complete_and_grade(
     grader = task.grader(repeated, num_samples)
     prompts = task.prompts(examples)
     # An engine that is not ours may not know on_chunk.
-    watched = {} if progress is None else {"on_chunk": progress.begin(grader, temperature == 0)}
+    watched = (
+        {} if progress is None else {"on_chunk": progress.begin(grader, temperature == 0)}
+    )
     with error_context("evaluation", RunFailed):
         rollout = policy.generate(
             params,

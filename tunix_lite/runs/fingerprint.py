@@ -96,7 +96,9 @@ def fingerprint(
     if run.model.chat_template is not None:
         values["chat_template"] = _digest(model.tokenizer.template.text)
     if frozen_models:
-        digests = {name: source.weights_digest(frozen) for name, frozen in frozen_models.items()}
+        digests = {
+            name: source.weights_digest(frozen) for name, frozen in frozen_models.items()
+        }
         values["frozen_weights"] = digests
     if run.task.environment is None:
         del task["environment"]
@@ -112,7 +114,10 @@ def fingerprint(
     rollout = run.rollout
     if rollout.is_stale:
         # which tokens are of earlier weights depends on slots and chunks
-        values["rollout"] |= {"overlap": rollout.overlap, "max_staleness": rollout.max_staleness}
+        values["rollout"] |= {
+            "overlap": rollout.overlap,
+            "max_staleness": rollout.max_staleness,
+        }
         if rollout.overlap == "carry":
             slots = rollout.slots(prompts * run.algorithm.num_generations, shards)
             values["rollout"] |= {"slots": slots, "chunk": rollout.chunk}

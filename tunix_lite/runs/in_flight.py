@@ -61,7 +61,9 @@ class InFlight:
             if arrays[name].size != size or arrays[name].dtype.kind not in "if":
                 raise ValueError(f"`{name}` has {arrays[name].size} numbers and not {size}")
         reasons = arrays["reasons"]
-        if lengths.size and (lengths.min() < 0 or not -1 <= reasons.min() <= reasons.max() < 3):
+        if lengths.size and (
+            lengths.min() < 0 or not -1 <= reasons.min() <= reasons.max() < 3
+        ):
             raise ValueError("lengths and reasons are out of range")
 
         ends = np.cumsum(lengths)
@@ -153,7 +155,9 @@ class ConversationsInFlight:
                 )
         conversations = np.empty(shape[0], object)
         conversations[:] = conversations_from(arrays["conversations"].tobytes(), shape)
-        rollout = Rollout(conversations=conversations, **{name: arrays[name] for name in types})
+        rollout = Rollout(
+            conversations=conversations, **{name: arrays[name] for name in types}
+        )
         return cls(int(arrays["step"]), int(arrays["version"]), rollout)
 
 
@@ -164,7 +168,9 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
         conversations = [
             Conversation(
                 [
-                    SampledTurn(int(turn["begin"]), int(turn["end"]), reply_from(turn["reply"]))
+                    SampledTurn(
+                        int(turn["begin"]), int(turn["end"]), reply_from(turn["reply"])
+                    )
                     for turn in one["turns"]
                 ],
                 one["ended"],
@@ -183,7 +189,9 @@ def conversations_from(text: bytes, shape: tuple[int, int]) -> list[Conversation
             or not 0 <= places[0] <= places[-1] <= shape[1]
             or places != sorted(places)
         ):
-            raise ValueError(f"`conversations` has turns at {places}, and rows have {shape[1]}")
+            raise ValueError(
+                f"`conversations` has turns at {places}, and rows have {shape[1]}"
+            )
     return conversations
 
 

@@ -95,7 +95,9 @@ class Learner:
 
         # To evaluate: greedy completions, and samples.
         settings = run.evaluation
-        compile_it = partial(self.sampler.compile_ahead, params, settings.num_examples, **about)
+        compile_it = partial(
+            self.sampler.compile_ahead, params, settings.num_examples, **about
+        )
         if settings.num_examples:
             calls.append(partial(compile_it, 1, temperature=0.0))
         if settings.num_examples and settings.num_samples:

@@ -63,7 +63,9 @@ class Unfinished:
             # nobody could go on.
             state = self.state()
             is_there = not any(x.is_deleted() for x in jax.tree.leaves(state))
-            may_save = is_there and int(state.step) % self.run.algorithm.updates_per_rollout == 0
+            may_save = (
+                is_there and int(state.step) % self.run.algorithm.updates_per_rollout == 0
+            )
             is_shared = any(isinstance(one, SharedError) for one in _behind(error))
             may_save &= jax.process_count() == 1 or is_shared
             if may_save and not is_of_the_machine(error, self.run_dir.path):
@@ -71,7 +73,9 @@ class Unfinished:
                     self.log_pending()
                     self._save_new()
                 except Exception as second:
-                    text = f"the state of step {self.status.steps} could not be saved: {second}"
+                    text = (
+                        f"the state of step {self.status.steps} could not be saved: {second}"
+                    )
                     error.add_note(f"and {text}")
                     self.say(text)
             raise

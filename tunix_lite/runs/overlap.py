@@ -106,7 +106,9 @@ class _BatchesInFlight:
 
     def forget(self, steps: set[int]) -> None:
         """Keeps only the batches of these steps."""
-        self._found = {step: examples for step, examples in self._found.items() if step in steps}
+        self._found = {
+            step: examples for step, examples in self._found.items() if step in steps
+        }
 
 
 class PartialRollouts:
@@ -149,7 +151,9 @@ class PartialRollouts:
         completions = [*self._before.completions, *waiting]
         steps = {one.step for one in completions}
         prompts = {
-            (of, p): prompt for of in steps for p, prompt in enumerate(self._batches.prompts(of))
+            (of, p): prompt
+            for of in steps
+            for p, prompt in enumerate(self._batches.prompts(of))
         }
 
         # Sample until the update has its groups.
@@ -375,7 +379,12 @@ class OneStepOffPolicy:
         rollout = held.rollout.replace(metrics=_staleness_metrics(held.rollout, step))
         task = _TaskInHand(task, held.grader)
         example_metrics = self._batches.dropped([following])
-        return _handed_out(policy, rollout, is_graded=True), task, held.examples, example_metrics
+        return (
+            _handed_out(policy, rollout, is_graded=True),
+            task,
+            held.examples,
+            example_metrics,
+        )
 
     def beside_update(self) -> Metrics:
         """See Overlap. The updates after the first one of a rollout have nothing beside them."""

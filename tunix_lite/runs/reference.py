@@ -66,7 +66,9 @@ def find_reference(
                 return reference
             # Of a moving reference the newest that is not later than the checkpoint.
             at = Checkpoints(resume_from).latest_step()
-            steps = [step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at]
+            steps = [
+                step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at
+            ]
             if not steps:
                 return replace(_of_the_settings(run.model, model), is_new=False)
             text = f"the policy, last taken at step {steps[-1]}"
@@ -82,7 +84,9 @@ def find_reference(
         step = Checkpoints(resume_from).latest_step()
         whose = f"checkpoint {step} of {resume_from.parent}"
         description = (
-            f"the base with the adapters of {whose}" if model.lora else f"the weights of {whose}"
+            f"the base with the adapters of {whose}"
+            if model.lora
+            else f"the weights of {whose}"
         )
         return Reference(description, step, resume_from)
     return _of_the_settings(run.model, model)
@@ -225,7 +229,9 @@ class MovingReference:
         description = f"the policy of step {step}"
         if self.mix < 1:
             description = f"a mean of the policies until step {step}"
-        self.run_dir.write_json(self.run_dir.reference, {"reference": description, "kept": step})
+        self.run_dir.write_json(
+            self.run_dir.reference, {"reference": description, "kept": step}
+        )
         self.last = step
         scorer = replace(timed, scorer=replace(timed.scorer, params=moved))
         return replace(policy, scorers={**policy.scorers, "reference": scorer})

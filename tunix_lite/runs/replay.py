@@ -56,7 +56,9 @@ class Replayed:
     logged_samples: list[dict] | None
 
 
-def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], None]) -> Replayed:
+def replay_step(
+    run: RunConfig, folder: Path, step: int, say: Callable[[str], None]
+) -> Replayed:
     """Makes step number `step` (from 1) of the run in `folder` again.
 
     run: the settings of the run, on the mesh of this machine. say: prints a line about what takes
@@ -116,7 +118,9 @@ def replay_step(run: RunConfig, folder: Path, step: int, say: Callable[[str], No
         began,
         {name: x for name, x in metrics.items() if _is_repeated(name)},
         {name: x for name, x in logged.items() if _is_repeated(name) and is_number(x)},
-        None if graded is None else sample_rows(graded, advantages_of(graded, experience.batch)),
+        None
+        if graded is None
+        else sample_rows(graded, advantages_of(graded, experience.batch)),
         read_sample_file(folder, step),
     )
 

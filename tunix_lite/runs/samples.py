@@ -41,7 +41,9 @@ def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[
     return [ranked[i] for i in chosen]
 
 
-def sample_rows(graded: Graded, advantages_B: np.ndarray | None = None) -> list[dict[str, Any]]:
+def sample_rows(
+    graded: Graded, advantages_B: np.ndarray | None = None
+) -> list[dict[str, Any]]:
     """A line of samples/step_000010.jsonl for each completion, in the order of the rollout.
 
     advantages_B: what is learned from each; None: nothing is, as in an evaluation.

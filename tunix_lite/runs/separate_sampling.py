@@ -12,7 +12,7 @@ from tunix_lite.models import source, weights
 from tunix_lite.models.lora import acting_params
 from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.planning.estimate import Estimate
+from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import attached_machine
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.rollout.generate import Sampling, make_generate
@@ -117,7 +117,7 @@ def separate_sampling(session: Session, resolved: ResolvedRun) -> SeparateSampli
     if mesh is None:
         return None
     model = session.parts.model
-    chosen = Estimate(resolved).with_own_sampling_weights(attached_machine().capacity)
+    chosen = MemoryEstimate(resolved).with_own_sampling_weights(attached_machine().capacity)
     session.console.say(
         f"sampling apart: {chosen.slots} slots, weights {chosen.sampling_weights}, on devices "
         f"{', '.join(str(device.id) for device in mesh.devices.flat)}"

@@ -224,7 +224,13 @@ def find_parts(run: RunConfig) -> Parts:
     )
     data = check_task(run, task, resolved.batch.prompts)
     return Parts(
-        model, mesh, resolved, task, data, frozen_models=frozen_models, rollout_mesh=rollout_mesh
+        model,
+        mesh,
+        resolved,
+        task,
+        data,
+        frozen_models=frozen_models,
+        rollout_mesh=rollout_mesh,
     )
 
 
@@ -395,7 +401,9 @@ def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
                 )
         compares = "completions" in inspect.signature(reward.fn).parameters
         if compares != reward.group:
-            what = "compares the completions of a group" if compares else "takes one completion"
+            what = (
+                "compares the completions of a group" if compares else "takes one completion"
+            )
             raise ValueError(
                 f"rewards.{name} {what}; set task.rewards.{name}.group={str(compares).lower()}"
             )
@@ -572,9 +580,15 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
 def float32_products(mixed_precision: str, platform: str) -> str:
     """Words for a run in fp32 on an accelerator, where jax multiplies with fewer bits by default;
     "" elsewhere."""
-    if mixed_precision != "fp32" or platform == "cpu" or jax.config.jax_default_matmul_precision:
+    if (
+        mixed_precision != "fp32"
+        or platform == "cpu"
+        or jax.config.jax_default_matmul_precision
+    ):
         return ""
-    return "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"
+    return (
+        "; products have fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest makes them float32"
+    )
 
 
 def run_metadata(parts: Parts) -> dict:

@@ -44,7 +44,9 @@ class Throughput:
         if self.hardware is None:
             return "MFU n/a: the peak of this device is not known"
         peak = f"{self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device"
-        rate = "4 FLOPs per frozen and 6 per trained" if self.trained_adapters else "6 FLOPs per"
+        rate = (
+            "4 FLOPs per frozen and 6 per trained" if self.trained_adapters else "6 FLOPs per"
+        )
         return f"MFU of {peak}, {rate} weight and token, plus attention"
 
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:

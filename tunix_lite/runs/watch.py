@@ -334,7 +334,9 @@ class Watch:
         session.console.doing("measuring held-out accuracy")
         step = int(self.state.step)
         patience = 0.0 if is_first else EVALUATION_PATIENCE
-        evaluation = self.source.evaluate(step, self.learner.policy_params(self.state), patience)
+        evaluation = self.source.evaluate(
+            step, self.learner.policy_params(self.state), patience
+        )
         sampled = averages_of_samples(evaluation.metrics)
         session.status.record_accuracy(evaluation.metrics["eval/accuracy"], sampled)
         every = session.run.tracking.samples_interval_steps
@@ -365,7 +367,9 @@ class Watch:
             return 0.0
         # where old_logprobs=rescored the trainer's own are compared before the update
         total = float(np.sum(done.experience.batch.loss_weight))
-        return metrics.get("sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0))
+        return metrics.get(
+            "sampler/logprob_gap", metrics["train/sampler_gap"] / (total or 1.0)
+        )
 
     # ---- what is written
 

@@ -99,7 +99,9 @@ class Server(Face):
         from aiohttp import web
 
         is_well = self.engine.is_alive and not self.is_stopping
-        return web.Response(text="ok" if is_well else "stopping", status=200 if is_well else 503)
+        return web.Response(
+            text="ok" if is_well else "stopping", status=200 if is_well else 503
+        )
 
     async def _models(self, request: "web.Request") -> dict:
         """All models, or the one of this name."""
@@ -124,7 +126,9 @@ class Server(Face):
         # Templates and tokenizers take their time, and other clients do not wait for it.
         call = await asyncio.to_thread(read_call, body, is_chat, self.limits, self.tokenizer)
         if self.recorder is not None:
-            call = await asyncio.to_thread(self.recorder.begin, self._episode_of(request), call)
+            call = await asyncio.to_thread(
+                self.recorder.begin, self._episode_of(request), call
+            )
         answer = ApiAnswer(call, self.tokenizer)
         choices = [
             ApiChoice(i, self.tokenizer, call.stop, call.reads_calls)
@@ -207,7 +211,9 @@ class Server(Face):
         try:
             with contextlib.ExitStack() as submitting:
                 if self.recorder is not None:
-                    submitting.enter_context(self.recorder.submitting(self._episode_of(request)))
+                    submitting.enter_context(
+                        self.recorder.submitting(self._episode_of(request))
+                    )
                 self.engine.submit(sequences)
             while left:
                 arrival = await arrived.get()

@@ -264,7 +264,9 @@ def _chat_prompt(
             raise BadCall(problem, "messages")
         parts = message.get("content")
         if isinstance(parts, list):
-            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            if not all(
+                isinstance(part, dict) and part.get("type") == "text" for part in parts
+            ):
                 problem = "a part of a message is of type text; this model reads no other"
                 raise BadCall(problem, "messages")
             text = "".join(str(part.get("text", "")) for part in parts)

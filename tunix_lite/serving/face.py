@@ -108,7 +108,9 @@ class Face:
             getattr(app.router, f"add_{method}")(path, handler)
         return app
 
-    async def run(self, ready: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
+    async def run(
+        self, ready: Callable[[str], None], stop: asyncio.Event | None = None
+    ) -> None:
         """Serves until SIGTERM or SIGINT, or until `stop` is set; requests under way then have
         stop_seconds to end. ready(address) is called once it listens. Raises what `check` raises.
         """
@@ -175,7 +177,9 @@ class Face:
             if self.settings.log_requests and request.path not in self.unlogged:
                 seconds = time.monotonic() - began
                 what = f"{request.method} {escaped(request.path)} {status} {seconds:.2f} s"
-                line = f"{time.strftime('%H:%M:%S')} {what} {request.get('counts', '')}".rstrip()
+                line = (
+                    f"{time.strftime('%H:%M:%S')} {what} {request.get('counts', '')}".rstrip()
+                )
                 print(line, file=sys.stderr, flush=True)
         return answer
 

@@ -44,7 +44,11 @@ def tools_of(
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         is_function = isinstance(function, dict) and tool.get("type") == "function"
-        if not is_function or not isinstance(function.get("name"), str) or not function["name"]:
+        if (
+            not is_function
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
             form = '{"type": "function", "function": {"name": ...}}'
             raise BadCall(f"a tool is {form}; this is {shown(tool)}", "tools")
         # `strict` says how answers are checked, and is nothing for the model.
@@ -79,7 +83,9 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
             names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
             message = {**message, "content": message.get("content") or "", "tool_calls": calls}
         elif not isinstance(message.get("content"), str):
-            raise BadCall(f"content of a message is text; this is {shown(message)}", "messages")
+            raise BadCall(
+                f"content of a message is text; this is {shown(message)}", "messages"
+            )
         if is_of_tool and "name" not in message and message.get("tool_call_id") in names:
             message = {**message, "name": names[message["tool_call_id"]]}
         for_template.append(message)
@@ -89,7 +95,9 @@ def with_tool_messages(messages: list[dict], tokenizer: Tokenizer) -> list[dict]
 def _call(call: object) -> dict:
     """A call that the model made earlier, with its arguments as an object."""
     try:
-        return with_read_arguments({"function": None} | call if isinstance(call, dict) else call)
+        return with_read_arguments(
+            {"function": None} | call if isinstance(call, dict) else call
+        )
     except ValueError as error:
         raise BadCall(f"tool_calls: {error}", "messages") from error
 

@@ -186,7 +186,9 @@ def explain(
             return _not_an_override(text, of)
 
     # The overrides whose option or key does not exist, all of them.
-    chosen = [text for text, override in parsed.items() if override.get_key_element() in groups]
+    chosen = [
+        text for text, override in parsed.items() if override.get_key_element() in groups
+    ]
     known = _known_settings([*of, *chosen], of, config_name)
     folders = [conf_dir(), *([Path(more_conf)] if more_conf else [])]
     file = f"{config_name.removesuffix('.yaml')}.yaml"

@@ -133,7 +133,9 @@ class EnvironmentPartner:
                 error = str(failed)
             stops = wait_for_one and stopping is not None and stopping.is_requested()
             everyone = self._processes.exchange(own, error, stops)
-            arrived = {row: TurnReply(**reply) for replies in everyone for row, reply in replies}
+            arrived = {
+                row: TurnReply(**reply) for replies in everyone for row, reply in replies
+            }
             self._waiting -= set(arrived)
             if arrived or not wait_for_one:
                 return arrived

@@ -41,7 +41,9 @@ class CurriculumConfig:
                 f"drop_at={self.drop_at} is a pass rate above 0, at most 1; or null"
             )
         if self.band and not (len(self.band) == 2 and 0 <= self.band[0] <= self.band[1] <= 1):
-            raise ValueError(f"band={list(self.band)}: two pass rates, such as [0.2,0.8]; or []")
+            raise ValueError(
+                f"band={list(self.band)}: two pass rates, such as [0.2,0.8]; or []"
+            )
         if not 0 <= self.outside <= 1:
             raise ValueError(f"outside={self.outside} is a share, from 0 to 1")
         if self.min_completions < 1:
@@ -230,7 +232,9 @@ class Curriculum:
         )
         self.draws.append(drawn)
         self.num_prompts = len(train)
-        self.state = replace(self.state, positions=self.state.positions | {key: drawn.position})
+        self.state = replace(
+            self.state, positions=self.state.positions | {key: drawn.position}
+        )
         return drawn.examples, drawn.unfit
 
     def record(self, graded: Graded) -> None:

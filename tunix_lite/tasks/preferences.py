@@ -57,7 +57,9 @@ class PairTemplate(PromptTemplate):
             is_text = len(answer) == 1 and answer[0].more is None
             pair[name] = answer[0].content if is_text else list(row[name][begin:])
         if answers[0] == answers[1]:
-            raise ValueError(f"`chosen` and `rejected` are the same: {shortened(row['chosen'])}")
+            raise ValueError(
+                f"`chosen` and `rejected` are the same: {shortened(row['chosen'])}"
+            )
         return super().check(pair | {"completion": pair["chosen"]})
 
 

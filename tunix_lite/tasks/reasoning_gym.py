@@ -84,7 +84,9 @@ def _dataset_of(name: str, settings: str, seed: int, size: int) -> Any:
         )
     try:
         arguments = json.loads(settings)
-        arguments = {key: tuple(x) if isinstance(x, list) else x for key, x in arguments.items()}
+        arguments = {
+            key: tuple(x) if isinstance(x, list) else x for key, x in arguments.items()
+        }
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **arguments)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"reasoning-gym refuses {name} with {settings}: {error}") from error

@@ -34,7 +34,7 @@ def check_on_error(on_error: str) -> None:
         raise ValueError(f"on_error={on_error!r}; it is raise or skip")
 
 
-class PlacedRow(dict):
+class _PlacedRow(dict):
     """A row of a file, which knows its place. What another process gets is a plain dict.
 
     Example: PlacedRow({"prompt": "hi"}, "train.jsonl, line", 250).place is "train.jsonl, line 250".
@@ -60,7 +60,7 @@ class PlacedRow(dict):
 
 def place_of(example: Mapping) -> str:
     """File and line of an example; "" for one that is not of a file."""
-    return example.place if isinstance(example, PlacedRow) else ""
+    return example.place if isinstance(example, _PlacedRow) else ""
 
 
 class Rows(list):
@@ -89,7 +89,7 @@ class Rows(list):
         for number, raw in rows(file):
             try:
                 row = read(raw)
-                row = PlacedRow(checker.check(row) if checker else row, counted, number)
+                row = _PlacedRow(checker.check(row) if checker else row, counted, number)
             except ValueError as error:
                 why = f"{counted} {number}: {error}"
                 if on_error == "raise":

@@ -39,7 +39,13 @@ from tunix_lite.tasks.grading import (
     shared_outcomes,
     values_of,
 )
-from tunix_lite.tasks.processes import ALONE, Processes, SharedError, same_on_all, shared_errors
+from tunix_lite.tasks.processes import (
+    ALONE,
+    Processes,
+    SharedError,
+    same_on_all,
+    shared_errors,
+)
 from tunix_lite.tasks.prompt_text import PromptTemplate, PromptText
 from tunix_lite.tasks.sources import (
     SPLITS,
@@ -187,7 +193,9 @@ class TaskConfig:
         for name, reward in self.rewards.items():
             weights[name] = reward.weight(step) if callable(reward.weight) else reward.weight
             if not np.isfinite(weights[name]):
-                raise ValueError(f"rewards.{name}.weight is {weights[name]} in step {step + 1}")
+                raise ValueError(
+                    f"rewards.{name}.weight is {weights[name]} in step {step + 1}"
+                )
         return weights
 
     @property
@@ -243,7 +251,9 @@ class Task:
     # what is too long: error; truncate: a prompt keeps its last tokens, and what is learned its
     # first; drop: take another example
     long_prompts: str = "error"
-    pool: Pool | None = None  # workers that call rewards; None: the run's own process calls them
+    pool: Pool | None = (
+        None  # workers that call rewards; None: the run's own process calls them
+    )
     # gets a line where rewards fail; None: only the metrics have it
     say: Callable[[str], None] | None = None
     # processes that take the same batches and share the grades; ALONE until settings are checked
@@ -396,7 +406,9 @@ class Task:
         return row[:most], learned[:most]
 
     @shared_errors()
-    def prompts_with(self, examples: list[dict], prompt: str, max_length: int | None) -> Prompts:
+    def prompts_with(
+        self, examples: list[dict], prompt: str, max_length: int | None
+    ) -> Prompts:
         """The token ids of each prompt with another message, {names} in which are fields of the
         example. Raises ValueError, naming the example, if it has no such field, or for more tokens
         than max_length; None: max_prompt_length."""
@@ -471,7 +483,9 @@ class Task:
         group, which stands side by side."""
         return Grader(self, examples, num_generations)
 
-    def grade(self, examples: list[dict], rollout: Rollout, num_generations: int = 1) -> Graded:
+    def grade(
+        self, examples: list[dict], rollout: Rollout, num_generations: int = 1
+    ) -> Graded:
         """Every completion as text, its rewards, and their metrics."""
         return self.grader(examples, num_generations).results(rollout)
 

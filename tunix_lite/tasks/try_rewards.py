@@ -60,7 +60,10 @@ def failing_functions(
     with suppress(ValueError, TimeoutError), closing(Pool(called, own)) as pool:
         for text in texts:
             calls = [
-                (name, pool.submit([text] * group if name in groups else text, example, [name]))
+                (
+                    name,
+                    pool.submit([text] * group if name in groups else text, example, [name]),
+                )
                 for name in called
             ]
             for name, future in calls:

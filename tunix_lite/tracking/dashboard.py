@@ -139,7 +139,9 @@ class Dashboard:
 
 def headline(step: int, max_steps: int | None, seconds_left: float | None) -> list[str]:
     """`step 12/60 20%` and `eta 1m20s`; None: not known."""
-    parts = [f"step {step}/{max_steps} {step / max_steps:.0%}" if max_steps else f"step {step}"]
+    parts = [
+        f"step {step}/{max_steps} {step / max_steps:.0%}" if max_steps else f"step {step}"
+    ]
     return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
 
 

@@ -208,7 +208,9 @@ class Guarded:
             except Exception as error:
                 self._tracker = None
                 reason = escaped(f"{type(error).__name__}: {error}", 300)
-                self._say(f"warning: {self._name} failed ({reason}); nothing more is sent to it")
+                self._say(
+                    f"warning: {self._name} failed ({reason}); nothing more is sent to it"
+                )
 
         return guarded
 

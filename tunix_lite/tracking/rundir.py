@@ -55,7 +55,9 @@ class RunDir:
         """Raises ValueError if a run could not write here: no such folder can be made, something
         else lies where a run has a file or a folder, or the disk is full."""
         parents = (self.path.absolute(), *self.path.absolute().parents)
-        lost = next((path for path in parents if path.is_symlink() and not path.exists()), None)
+        lost = next(
+            (path for path in parents if path.is_symlink() and not path.exists()), None
+        )
         if lost is not None:
             raise ValueError(
                 f"{lost} is a link to {os.readlink(lost)}, which is not there: make that folder, "
@@ -218,7 +220,9 @@ def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
-        return {encodable(str(key)): json_value(item, depth - 1) for key, item in value.items()}
+        return {
+            encodable(str(key)): json_value(item, depth - 1) for key, item in value.items()
+        }
     if isinstance(value, list | tuple | np.ndarray):
         return [json_value(item, depth - 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -308,7 +312,9 @@ class Status:
             first = self.eval["first"]
             last = self.eval["last"]
             names = sorted(name for name in first.keys() & last.keys() if name != "accuracy")
-            known = [name for name in names if is_number(first[name]) and is_number(last[name])]
+            known = [
+                name for name in names if is_number(first[name]) and is_number(last[name])
+            ]
             texts = [f"held-out accuracy {first['accuracy']:.1%} → {last['accuracy']:.1%}"]
             texts += [f"{as_words(x)} {first[x]:.1%} → {last[x]:.1%}" for x in known]
             lines.append((", ".join(texts), "bold green"))
@@ -329,7 +335,9 @@ def with_chosen_values(settings: dict, fingerprint: dict) -> dict:
         there = fingerprint.get(name)
         if isinstance(value, dict):
             value = with_chosen_values(value, there if isinstance(there, dict) else {})
-        elif isinstance(value, str) and (value == "auto" or "${" in value) and there is not None:
+        elif (
+            isinstance(value, str) and (value == "auto" or "${" in value) and there is not None
+        ):
             value = there
         chosen[name] = value
     return chosen

@@ -62,7 +62,9 @@ class JsonLines:
         line: of more, `train/metrics_left_out` with the longest names are left out."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
-            row[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+            row[name] = (
+                None if isinstance(value, float) and not math.isfinite(value) else value
+            )
         line = json.dumps(row, allow_nan=False)
         if len(line) > MOST_LINE:
             line = json.dumps(_shortest_names(row), allow_nan=False)

@@ -108,7 +108,9 @@ def algorithm_named(loss: str | Algorithm, settings: tuple[tuple[str, Any], ...]
         if settings:
             raise ValueError("settings: an algorithm that is given as an object has its own")
         return loss
-    return compose([f"algorithm={loss}", *(f"algorithm.{k}={v}" for k, v in settings)]).algorithm
+    return compose(
+        [f"algorithm={loss}", *(f"algorithm.{k}={v}" for k, v in settings)]
+    ).algorithm
 
 
 def layout_of(num_sequences: int, length: int, shards: int) -> RowLayout:
@@ -127,7 +129,9 @@ def check_batch(batch: Batch, algorithm: Algorithm, vocab_size: int, max_length:
         )
     tokens = np.asarray(batch.tokens)
     if tokens.ndim != 2 or not tokens.size:
-        raise ValueError(f"batch.tokens has shape {list(tokens.shape)}; it is [B, T], not empty")
+        raise ValueError(
+            f"batch.tokens has shape {list(tokens.shape)}; it is [B, T], not empty"
+        )
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
             f"batch.tokens holds {tokens.min()} to {tokens.max()}; a token of this model is 0 to "
@@ -135,7 +139,9 @@ def check_batch(batch: Batch, algorithm: Algorithm, vocab_size: int, max_length:
         )
     longest = int(np.asarray(batch.token_mask).sum(axis=1).max())
     if longest > max_length:
-        raise ValueError(f"a sequence has {longest} tokens; the model takes up to {max_length}")
+        raise ValueError(
+            f"a sequence has {longest} tokens; the model takes up to {max_length}"
+        )
     for name in algorithm.needs.streams:
         if name not in batch.streams:
             raise ValueError(f"batch.streams[{name!r}] is missing; this loss needs it")

@@ -54,7 +54,9 @@ def check_data(
     for i, datum in enumerate(data):
         length = len(datum.tokens)
         if not 1 <= length <= max_positions:
-            raise ValueError(f"datum {i}: {length} tokens; the model takes 1 to {max_positions}")
+            raise ValueError(
+                f"datum {i}: {length} tokens; the model takes 1 to {max_positions}"
+            )
         for name in ("tokens", "targets"):
             _check_ids(f"datum {i}: {name}", getattr(datum, name), length, vocab_size)
         for name in VALUES:
@@ -62,9 +64,13 @@ def check_data(
             if values is not None:
                 array = _array(f"datum {i}: {name}", values, length)
                 if array.dtype.kind not in "iuf":
-                    raise ValueError(f"datum {i}: {name}: these are numbers, not {array.dtype}")
+                    raise ValueError(
+                        f"datum {i}: {name}: these are numbers, not {array.dtype}"
+                    )
                 for t in np.flatnonzero(~np.isfinite(array.astype(np.float32))):
-                    raise ValueError(f"datum {i}: {name}[{t}] is {array[t]}; it must be finite")
+                    raise ValueError(
+                        f"datum {i}: {name}[{t}] is {array[t]}; it must be finite"
+                    )
             elif name in needs:
                 raise ValueError(f"datum {i}: {name} is missing; this loss needs it")
 
@@ -123,7 +129,9 @@ def parts_of_data(data: Sequence[Datum], shards: int, max_positions: int) -> Ite
             num_rows = _power_of_two(-(-len(chunk) // shards), least) * shards
 
             # a datum a row, then empty rows: arrays [R, W]
-            ids = {name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")}
+            ids = {
+                name: np.zeros((num_rows, width), np.int32) for name in ("tokens", "targets")
+            }
             values = {name: np.zeros((num_rows, width), np.float32) for name in VALUES}
             mask = np.zeros((num_rows, width), bool)
             for row, i in enumerate(chunk):

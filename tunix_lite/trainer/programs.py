@@ -105,7 +105,9 @@ class TrainerPrograms:
 
         def make() -> Gradients:
             settings = {"seed": self.seed, "compiler_options": self.compiler_options}
-            return gradient_program(TrainStep(self.policy, loss, None, lora, **settings), params)
+            return gradient_program(
+                TrainStep(self.policy, loss, None, lora, **settings), params
+            )
 
         return self.once("gradients", (loss, lora, shardings_of(params)), make)
 

@@ -77,7 +77,9 @@ class SampleSettings:
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop={shown(self.stop)}; it is a text, or texts, none empty")
         if not all(isinstance(token, int) for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids={shown(self.stop_token_ids)}; these are token ids")
+            raise ValueError(
+                f"stop_token_ids={shown(self.stop_token_ids)}; these are token ids"
+            )
         if self.seed is not None:
             check_seed(self.seed)
 

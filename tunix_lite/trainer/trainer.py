@@ -255,7 +255,10 @@ class TrainingClient(Weights):
 
     @locked
     def forward(
-        self, data: Sequence[Datum], loss: str = "cross_entropy", settings: Mapping | None = None
+        self,
+        data: Sequence[Datum],
+        loss: str = "cross_entropy",
+        settings: Mapping | None = None,
     ) -> LossOutput:
         """The loss and the log-probabilities of the targets, in nats; no gradient. As
         `forward_backward`."""
@@ -366,7 +369,12 @@ class TrainingClient(Weights):
         if self._grads is None:
             raise ValueError("there are no gradients: call forward_backward before optim_step")
         if optimizer is None:
-            numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+            numbers = {
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            }
             for name, value in {"learning_rate": learning_rate, **numbers}.items():
                 if not (isinstance(value, int | float) and math.isfinite(value)):
                     raise ValueError(f"{name}={value}; it must be a finite number")
@@ -496,9 +504,13 @@ class Trainer:
         # of which there is one at a time
         self.client_of_all_weights: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
-        self.engine = SamplingEngine(model, self.run.rollout, max_prompt_length, max_new_tokens)
+        self.engine = SamplingEngine(
+            model, self.run.rollout, max_prompt_length, max_new_tokens
+        )
         options = update_options(training.scan_layers)
-        scores = partial(target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings)
+        scores = partial(
+            target_scores, cfg=self.cfg, dtype=self.dtype, **self.forward_settings
+        )
         policy = Policy(None, scores)
         self.programs = TrainerPrograms(policy, self.run.seed, training.max_steps, options)
 

@@ -87,7 +87,9 @@ def run_job(job: dict) -> dict:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(json.dumps(job).encode(), timeout=job["seconds"] + GRACE)
+        output, _ = process.communicate(
+            json.dumps(job).encode(), timeout=job["seconds"] + GRACE
+        )
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -216,7 +218,9 @@ def _too_much(job: dict, first: int) -> str | None:
     for pid in processes:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
             pages += int(file.read().split()[1])
-    return "memory" if pages * resource.getpagesize() > job["memory_mib"] * MIB * 1.25 else None
+    return (
+        "memory" if pages * resource.getpagesize() > job["memory_mib"] * MIB * 1.25 else None
+    )
 
 
 # ---- what keeps the code apart
@@ -233,7 +237,9 @@ def _isolate(folder: str, job: dict) -> list[str]:
         )
     user, group = os.getuid(), os.getgid()
     if _landlock_version() < 1:
-        missing.append("it can write wherever this user may write (this kernel has no landlock)")
+        missing.append(
+            "it can write wherever this user may write (this kernel has no landlock)"
+        )
     if libc.unshare(NAMESPACES):
         # Without a process namespace nothing ends code that forks faster than it can be looked for.
         refused = os.strerror(ctypes.get_errno())
@@ -415,7 +421,9 @@ def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
             # of objects of the code alone: what they make of each other
             pairs = zip(signs, values, values[1:], strict=False)
             own = (
-                all(compare[sign](*pair) for sign, *pair in pairs) if signs else bool(values[0])
+                all(compare[sign](*pair) for sign, *pair in pairs)
+                if signs
+                else bool(values[0])
             )
             own = bool(own)
         line = dumps([number, written, own]).encode() + b"\n"

@@ -163,7 +163,9 @@ class Probe:
         if place.num_processes == 1 and not place.asks_jax:
             return []
         seconds = time.perf_counter() - began
-        text = f"{len(hosts())} met in {seconds:.1f} s by {place.source}: one version, one code"
+        text = (
+            f"{len(hosts())} met in {seconds:.1f} s by {place.source}: one version, one code"
+        )
         shown = ", ".join(f"{count} on {name}" for name, count in Counter(hosts()).items())
         return [ok("processes", f"{text}; {shown}")]
 
@@ -236,7 +238,9 @@ class Probe:
         """Whether all machines see the folder that process 0 writes to, as checkpoints need."""
         if len(hosts()) == 1:
             return []
-        file = self._folder.absolute() / f".tunix-lite-check-{allgather_values(os.getpid())[0]}"
+        file = (
+            self._folder.absolute() / f".tunix-lite-check-{allgather_values(os.getpid())[0]}"
+        )
         if is_first():
             self._folder.mkdir(parents=True, exist_ok=True)
             file.write_text("")

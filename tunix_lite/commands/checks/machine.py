@@ -72,7 +72,9 @@ def machine_lines(environ: Mapping[str, str] = os.environ) -> list[CheckLine]:
     for name, number in there.items():
         if name.startswith("jax-") and number != jaxlib:
             text = f"{name} {number} beside jaxlib {jaxlib}: they must be of one version"
-            lines.append(fails("plugin", text, f"pip install -U 'jax[{_PLUGINS[name]}]=={jax}'"))
+            lines.append(
+                fails("plugin", text, f"pip install -U 'jax[{_PLUGINS[name]}]=={jax}'")
+            )
         else:
             lines.append(ok("plugin", f"{name} {number}"))
 
@@ -119,7 +121,9 @@ def gpu_lines(environ: Mapping[str, str]) -> tuple[int, list[CheckLine]]:
     }
     taken = {i: sizes for i, sizes in uses.items() if sizes[0] > max(_MUCH, sizes[1] // 20)}
     if taken:
-        texts = [f"{i}: {u / 1024:.1f} of {all / 1024:.1f} GiB" for i, (u, all) in taken.items()]
+        texts = [
+            f"{i}: {u / 1024:.1f} of {all / 1024:.1f} GiB" for i, (u, all) in taken.items()
+        ]
         free = ",".join(uses.keys() - taken.keys())
         who = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv  # who it is"
         fix = f"CUDA_VISIBLE_DEVICES={free}" if free else who

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 from tunix_lite.files.plain_text import shown
 from tunix_lite.serving.bad_call import BadCall
-from tunix_lite.serving.face import Face, Handler, ServerSettings, TimedOut, read_body, read_json
+from tunix_lite.serving.face import (
+    Face,
+    Handler,
+    ServerSettings,
+    TimedOut,
+    read_body,
+    read_json,
+)
 from tunix_lite.serving.tinker import bodies, wire
 from tunix_lite.serving.tinker.bodies import TinkerBody, TinkerLimits
 from tunix_lite.serving.tinker.store import (
@@ -69,7 +76,9 @@ class TinkerServer(Face):
         self._ended: dict[str, asyncio.Event] = {}
         self._began = time.time()
         self._tidied = 0.0
-        self.worker = Worker(LiveModels(trainer, store, limits.max_models), store, self._on_end)
+        self.worker = Worker(
+            LiveModels(trainer, store, limits.max_models), store, self._on_end
+        )
 
     def _on_end(self, name: str) -> None:
         # Called in the worker's thread, which must not end with the loop.
@@ -133,7 +142,9 @@ class TinkerServer(Face):
     def error_body(self, error: Exception, status: int, message: str) -> dict:
         return {"detail": message}
 
-    async def run(self, ready: Callable[[str], None], stop: asyncio.Event | None = None) -> None:
+    async def run(
+        self, ready: Callable[[str], None], stop: asyncio.Event | None = None
+    ) -> None:
         """Serves; then waits for the request that is under way. Raises WorkerFailed, sqlite3.Error
         if the journal cannot be written."""
         try:
@@ -171,7 +182,9 @@ class TinkerServer(Face):
                 continue
             # All of it goes but what has a name.
             self._end(session)
-            models = [model for model in self.store.all("model") if model.session == session.id]
+            models = [
+                model for model in self.store.all("model") if model.session == session.id
+            ]
             for model in models:
                 file = model.saved
                 model.saved = None

@@ -83,7 +83,9 @@ def data_of(request: Message) -> list[Datum]:
         tokens: list[int] = []
         for chunk in message.chunks:
             if not chunk.HasField("text"):
-                raise BadCall(f"{where}: images and sound are not supported, only encoded_text")
+                raise BadCall(
+                    f"{where}: images and sound are not supported, only encoded_text"
+                )
             tokens += _array(chunk.text.tokens, 3, where).tolist()
         inputs = {}
         for one in message.inputs:
@@ -92,7 +94,9 @@ def data_of(request: Message) -> list[Datum]:
             if one.tensor.sparse:
                 raise BadCall(f"{here}: sparse tensors are not supported")
             if name not in ("targets", *VALUES):
-                raise BadCall(f"{here} is not supported; target_tokens, {', '.join(VALUES)} are")
+                raise BadCall(
+                    f"{here} is not supported; target_tokens, {', '.join(VALUES)} are"
+                )
             inputs[name] = _array(one.tensor.dense, one.tensor.dtype or FLOAT32, here)
             if list(one.tensor.shape) not in ([], [inputs[name].size]):
                 raise BadCall(
@@ -108,7 +112,9 @@ def _array(raw: bytes, dtype: int, where: str) -> np.ndarray:
     if dtype not in DTYPES:
         raise BadCall(f"{where}: dtype {dtype} is not one of {sorted(DTYPES)}")
     if len(raw) % DTYPES[dtype].itemsize:
-        raise BadCall(f"{where}: {len(raw)} bytes are no whole number of {DTYPES[dtype]} values")
+        raise BadCall(
+            f"{where}: {len(raw)} bytes are no whole number of {DTYPES[dtype]} values"
+        )
     return np.frombuffer(raw, DTYPES[dtype])
 
 

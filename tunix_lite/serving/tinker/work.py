@@ -193,7 +193,9 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._wait_for_turn():
-                tried = [one for one in self._current if self.store.begin(one) <= _MOST_ATTEMPTS]
+                tried = [
+                    one for one in self._current if self.store.begin(one) <= _MOST_ATTEMPTS
+                ]
                 for request in self._current:
                     if request not in tried:
                         why = "the server ended each time that it did this"
@@ -279,7 +281,9 @@ class Worker:
                 client = self.live.client(model)
                 client.load(self.store.folder / checkpoint.file, optimizer=body.optimizer)
                 self._save(model, request.seq)
-                return _as_json(path=checkpoint.id, model_id=model.id, type="load_weights"), None
+                return _as_json(
+                    path=checkpoint.id, model_id=model.id, type="load_weights"
+                ), None
             case "forward_backward":
                 out = self.live.forward_backward(model, self.store.body(request))
                 return wire.write_forward_backward(out.logprobs, {"loss:sum": out.loss}), None
@@ -298,7 +302,9 @@ class Worker:
                 return _as_json(metrics=metrics), None
             case "save_weights" | "save_weights_for_sampler":
                 return self._keep(request, model, body)
-        raise ValueError(f"this server knows no {request.kind}; another version has accepted it")
+        raise ValueError(
+            f"this server knows no {request.kind}; another version has accepted it"
+        )
 
     def _save(self, model: Model, seq: int) -> None:
         save = partial(self.live.client(model).save, optimizer=True)
@@ -318,7 +324,11 @@ class Worker:
             return _as_json(sampling_session_id=name, type=request.kind), sampler
         folder = "weights" if is_training else "sampler_weights"
         path = f"tinker://{model.id}/{folder}/{body.path}"
-        if is_training and not body.overwrite and self.store.get("checkpoint", path) is not None:
+        if (
+            is_training
+            and not body.overwrite
+            and self.store.get("checkpoint", path) is not None
+        ):
             raise ValueError(f"{path} exists; overwrite=True replaces it")
         name = f"{model.id}/{folder}/{body.path}.{request.seq}"
         file = self.store.write("checkpoints", name, save)
