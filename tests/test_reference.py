@@ -92,7 +92,7 @@ ADAPTED = SimpleNamespace(lora=LoraConfig(rank=2))
     "run, model, found",
     [
         (asked(reference=False), ADAPTED, None),
-        (asked(), SimpleNamespace(lora=None), Reference("the weights of random")),
+        (asked(), SimpleNamespace(lora=None), Reference("the weights of bundled")),
         (asked(), ADAPTED, Reference("the base")),
         (asked(adapter="/my/sft"), ADAPTED, Reference("the base with the adapters of /my/sft", kept=0)),
     ],

@@ -37,7 +37,7 @@ ESTIMATE = "estimate"
 # Of the memory, what an estimate leaves free where it proposes a setting.
 ESTIMATE_MARGIN = 0.1
 # programs whose memory is that of the rollout
-SAMPLING_PROGRAMS = ("prefill", "decode", "reread", "extend")
+SAMPLING_PROGRAMS = ("prefill", "decode", "append")
 SAMPLING_PROGRAMS += ("read_slot", "write_slot", "save", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"

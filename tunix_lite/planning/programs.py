@@ -204,7 +204,7 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         has_cutoffs = programs.spec.cuts_off(programs.spec.generation.temperature)
         return programs.decode.lower(slots(), layered, temperature, has_cutoffs)
 
-    def extend() -> jax.stages.Lowered:
+    def append() -> jax.stages.Lowered:
         # The widest piece of an answer, or of a completion that is read again after an update.
         longest = [0] * APPEND_WIDTHS[-1]
         call = append_calls({0: (longest, 1)}, resolved.slots)[0]
@@ -223,10 +223,8 @@ def _lowered_sampling(resolved: ResolvedRun, shapes: Shapes) -> dict[str, Lower]
         return programs.rewind.lower(slots(), saved, tokens, kept)
 
     programs: dict[str, Lower] = {"prefill": prefill, "decode": decode}
-    if resolved.carries:
-        programs["reread"] = extend
-    if resolved.converses:
-        programs["extend"] = extend
+    if resolved.carries or resolved.converses:
+        programs["append"] = append
     if resolved.may_offload:
         programs["read_slot"] = lambda: made()[0].read_slot.lower(slots(), row)
         programs["write_slot"] = write_slot
