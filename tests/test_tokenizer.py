@@ -448,6 +448,37 @@ GEMMA_TEMPLATE = r"""{{ bos_token }}
     {{ '<start_of_turn>model\n' }}
 {%- endif -%}
 """
+QWEN_25_TEMPLATE = r"""{%- set first = messages[0]['content'] if messages[0]['role'] == 'system' else 'You help.' %}
+{{- '<|im_start|>system\n' + first }}
+{%- if tools %}
+    {{- "\n\n# Tools\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\n" }}{{- tool | tojson }}
+    {%- endfor %}
+    {{- "\n</tools> {\"name\": <name>, \"arguments\": <args>}" }}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+            {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' + (call.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
 QWEN_3_TEMPLATE = r"""{%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
 {%- endif %}
@@ -545,6 +576,7 @@ LLAMA_TEMPLATE = r"""{{- bos_token }}
 """
 FAMILIES = {
     "gemma": (gemma, GEMMA_TEMPLATE),
+    "qwen2.5": (qwen, QWEN_25_TEMPLATE),
     "qwen3": (qwen, QWEN_3_TEMPLATE),
     "llama3": (llama, LLAMA_TEMPLATE),
     "marked": (

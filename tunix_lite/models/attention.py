@@ -26,7 +26,7 @@ from tunix_lite.parallel.mesh import constrain, current_rules, parts_of, spec, u
 from tunix_lite.types import RowBatch
 
 # A masked score. It is finite, so that a row that sees nothing stays finite.
-_FAR_BELOW = -1e30
+FAR_BELOW = -1e30
 # Scores on one device at a time, in float32: 64 MiB. Longer rows go in pieces of their queries.
 SCORES_AT_ONCE = 2**24
 MOST_PIECES = 16
@@ -139,7 +139,7 @@ def attend(
     if cfg.attn_softcap is not None:
         scores = cfg.attn_softcap * jnp.tanh(scores / cfg.attn_softcap)
 
-    probs = jax.nn.softmax(jnp.where(mask, scores, _FAR_BELOW), axis=-1)
+    probs = jax.nn.softmax(jnp.where(mask, scores, FAR_BELOW), axis=-1)
     if not is_rounded(dtype):
         # In the backward pass a product makes this cotangent. It is faster in its own kernel
         # than in one with the softmax.
