@@ -40,7 +40,7 @@ help:
 	@echo 'make wide     run the rest: wide products of settings, and comparisons with transformers and PEFT'
 	@echo 'make test-all run both'
 	@echo 'make conformance print what each framework means by an objective, and whether settings of ours give its numbers'
-	@echo 'make golden   compare texts, settings and memory plans with those that are recorded'
+	@echo 'make golden   compare texts, settings, memory plans and programs with those that are recorded'
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
 	@echo 'make lint     ruff: rules and formatting'
 	@echo 'make gate     count FLOPs, bytes, kernels and more of tiny programs; more than benchmarks/gate.json has is an error'

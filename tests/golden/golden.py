@@ -3,14 +3,18 @@
     python tests/golden/golden.py                 compares; exits with 1 and lists what differs
     python tests/golden/golden.py --write         writes golden.json
     python tests/golden/golden.py --runs COMMIT   makes the runs of recorded_runs.py at that commit and here, and compares
+    python tests/golden/golden.py --stablehlo DIR writes the programs that are lowered, one file each, to compare them
 
-Nothing in golden.json depends on a machine: numbers of plans are formulas. Runs are compared with those of an older
-state on the same machine, to the bit.
+Nothing in golden.json depends on a machine: numbers of plans are formulas, and programs are the StableHLO that JAX
+makes before any compiler sees them. Equal StableHLO is the same program. It belongs to one version of jax; with another
+it is not compared. Runs are compared with those of an older state on the same machine, to the bit.
 """
 
 import argparse
 import difflib
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +39,26 @@ PLANS = (
     "model=gemma2_9b target=v5e-32 training.mixed_precision=bf16_params",
     "model=qwen3_0.6b target=h100x1 rollout.overlap=carry",
 )
+
+TINY = [
+    *("model=random", "model.architecture.num_layers=2", "model.architecture.vocab_size=512"),
+    *("training.prompts_per_step=4", "evaluation.num_examples=0"),
+    *("generation.max_prompt_length=32", "generation.max_new_tokens=32", "rollout.chunk=8", "rollout.num_slots=8"),
+]
+# name -> (settings beside TINY, fsdp, tp, programs)
+PROGRAMS = {
+    "grpo": (["training.packing=none", "algorithm.kl_coef=0.04"], 1, 1, ("update", "scoring", "prefill", "decode")),
+    "prefix": (["training.packing=prefix", "training.micro_batch_tokens=320"], 1, 1, ("update",)),
+    "sft": (["algorithm=sft", "training.packing=sequences", "training.micro_batch_tokens=320"], 1, 1, ("update",)),
+    "lora_nf4": (
+        ["training.packing=none", "model.lora.rank=4", "model.lora.base=nf4"],
+        1,
+        1,
+        ("update", "prefill", "decode"),
+    ),
+    "fsdp4": (["training.packing=none", "rollout.weights=gathered"], 4, 1, ("update", "decode")),
+    "fsdp2_tp2": (["training.packing=none", "rollout.weights=sharded"], 2, 2, ("update", "prefill", "decode")),
+}
 
 
 def told(line: str, folder: Path) -> tuple[int | None, str]:
@@ -86,7 +110,35 @@ def plans(folder: Path) -> dict[str, dict]:
     return found
 
 
+def stablehlo() -> dict[str, str]:
+    """The text of each program of PROGRAMS. Wants four devices."""
+    import jax
+
+    from tunix_lite.planning.programs import lowered
+    from tunix_lite.resolved.parts import abstract, mesh_of_run
+    from tunix_lite.resolved.run import find_model, resolve_run
+    from tunix_lite.settings.compose import compose
+
+    texts = {}
+    for name, (settings, fsdp, tp, wanted) in PROGRAMS.items():
+        run = compose([*TINY, *settings])
+        resolved = resolve_run(run, *find_model(run.model), {"fsdp": fsdp, "tp": tp}, "cpu")
+        with mesh_of_run(resolved, jax.devices()[: fsdp * tp]):
+            lowers = lowered(resolved, abstract(resolved))
+            texts |= {f"{name}_{program}": lowers[program]().as_text() for program in wanted}
+    return texts
+
+
+def programs(folder: Path) -> dict[str, str]:
+    """A digest of each program. They are lowered in a process with four devices, which plans have not."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    subprocess.run([sys.executable, __file__, "--stablehlo", str(folder)], check=True, env=env)
+    return {file.stem: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in sorted(folder.glob("*.mlir"))}
+
+
 def recorded() -> dict:
+    import jax
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = [line for line in LINES.read_text().splitlines() if line and not line.startswith("#")]
@@ -94,6 +146,7 @@ def recorded() -> dict:
             "api": api(),
             "settings": settings(folder),
             "plans": plans(folder),
+            "programs": {"jax": jax.__version__, **programs(folder / "programs")},
             "errors": {line: list(told(line, folder)) for line in lines},
         }
 
@@ -125,13 +178,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--runs", metavar="COMMIT")
+    parser.add_argument("--stablehlo", metavar="DIR", type=Path)
     args = parser.parse_args()
+    if args.stablehlo:
+        args.stablehlo.mkdir(parents=True, exist_ok=True)
+        for name, text in stablehlo().items():
+            (args.stablehlo / f"{name}.mlir").write_text(text)
+        return
     if args.runs:
         sys.exit(compare_runs(args.runs))
     now = recorded()
     if args.write:
         FILE.write_text(json.dumps(now, indent=1, sort_keys=True) + "\n")
-    elif lines := difference(json.loads(FILE.read_text()), now):
+        return
+    before = json.loads(FILE.read_text())
+    if before["programs"]["jax"] != now["programs"]["jax"]:
+        print(f"Programs are not compared: those in {FILE.name} are of jax {before['programs']['jax']}.")
+        before["programs"] = now["programs"]
+    if lines := difference(before, now):
         print(*lines, sep="\n")
         sys.exit("It differs. If that is meant: python tests/golden/golden.py --write, and the message says why.")
 
