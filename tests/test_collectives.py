@@ -260,3 +260,11 @@ def test_programs_for_absent_devices_are_read(module, name):
     assert sums["all-gather", "fsdp"].total_bytes in (weights, 2 * weights)  # again for the way back, or kept
     assert weights <= sums["reduce-scatter", "fsdp"].total_bytes < 1.1 * weights  # each gradient once; TPU may pad
     assert sums["all-reduce", "tp"].total_bytes % (L * B // 2 * D * 2) == 0
+
+
+def test_a_branch_may_not_be_taken():
+    def branch(x_BD, y_BD):
+        return jax.lax.cond(y_BD[0, 0] > 0, lambda x: constrained(x, P()), lambda x: constrained(x + 1, P()), x_BD)
+
+    found = [c for c in read(branch, BATCH, ((ROWS, EMBED), P())) if c.kind == "all-gather"]
+    assert found and {(c.axis, c.count, c.count_known) for c in found} == {("fsdp", 1, False)}

@@ -10,6 +10,7 @@ import pytest
 from conftest import EOS, PROMPT, ragged_prompts, random_params, set_mesh
 from test_rollout import Letters
 
+from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.policy import make_policy, token_logprobs
@@ -309,3 +310,21 @@ def test_every_family_holds_conversations_as_if_it_read_everything_again(family)
     scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
     gap = np.abs(np.where(rollout.completion_mask, scored - rollout.logprobs, 0.0))
     assert gap.max() < 1e-4
+
+
+@pytest.mark.wide
+def test_no_gradient_comes_from_answers(cfg, params, talked):
+    """The gradient of the loss by the logits of every position: other values at answers' tokens change nothing."""
+    rollout = talked[0]
+    weights = per_token(rollout.completion_mask)
+    assert (weights[~rollout.completion_mask] == 0).all()
+    policy = make_policy(cfg, None, 1.0)
+
+    def gradient(old_logprobs):
+        batch = Batch(rollout.tokens, rollout.token_mask, weights, np.ones_like(weights), old_logprobs)
+        rows, _ = RowLayout(num_scored=NEW).lay_out(batch)
+        return jax.grad(lambda params: GRPO().loss(policy.scores(params, rows), rows)[0])(params)
+
+    noise = np.where(rollout.completion_mask, rollout.full_logprobs, -5.0).astype(np.float32)
+    for ours, theirs in zip(jax.tree.leaves(gradient(rollout.full_logprobs)), jax.tree.leaves(gradient(noise))):
+        np.testing.assert_array_equal(ours, theirs)

@@ -12,6 +12,7 @@ import pickle
 import shlex
 import shutil
 import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -414,12 +415,16 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "10^9 layers": (config(num_hidden_layers=10**9), ("num_hidden_layers=1000000000; it is at most 1,024",)),
     "1,024 layers": (config(num_hidden_layers=1024), ("missing: model.layers.2.", "more")),
     "layers that are NaN": (config(num_hidden_layers=float("nan")), ("num_hidden_layers=nan",)),
+    "layers of 4,000 digits": (config(num_hidden_layers=10**4000), ("num_hidden_layers=1000",)),
+    "a vocabulary of 10^15": (config(vocab_size=10**15), ("vocab_size=1000000000000000 is beyond",)),
     "a vocabulary that the file has not": (config(vocab_size=10**7), ("shape: model.embed_tokens.weight",)),
     "rope_theta of 4,000 digits": (config(rope_parameters={"rope_type": "default", "rope_theta": 10**4000}),
                                    ("rope_theta=1000",)),
     "rope_parameters is a target": (config(rope_parameters={"_target_": "hostile_plug.Plug"}), ("'rope_theta'",)),
     "eos beyond everything": (lambda f: change_json(f / "generation_config.json", eos_token_id=10**12), ("token 1000",)),
     "a template that is a number": (template(5), ("chat template", "tokenizer_config.json is 5")),
+    "names that are objects": (template([{"name": {}, "template": "x"}]), ("tokenizer_config.json: chat_template=[{",)),
+    "a template in the third file": (template({"a": 1}, "chat_template.json"), ("chat_template.json is {'a': 1}",)),
     "5,000 parentheses": (template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), ("json cannot be compiled",)),
     "a template of 2 MB": (template("x" * 2_000_000), ("up to 1,048,576 characters",)),
     "a template that is no text": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe{{ 1 }}"),
@@ -430,16 +435,23 @@ MODELS = {  # what is done to the folder, and words of the refusal; none: it is 
     "an invalid expression": (tokenizer(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated",
                                                        "invert": False}), ("tokenizer.json cannot be read (Onig",)),
     "a header of 2^60 bytes": (safetensors(b"{}", length=2**60), ("is damaged or cut short",)),
+    "a header longer than its file": (safetensors(b"{}", length=10_000), ("is damaged or cut short",)),
+    "a header that is a list": (safetensors(b"[]"), ("is damaged or cut short",)),
     "no header": (lambda f: (f / hf.SINGLE).write_bytes(b"\1"), ("is damaged or cut short",)),
     "weights that are a pickle": (lambda f: put_in(f, hf.SINGLE, "a pickle"), ("is damaged or cut short",)),
+    "weights that are a pipe": (lambda f: put_in(f, hf.SINGLE, "a pipe"), ("has no weights",)),
     "a pickle alone": (only_a_pickle, ("has no weights",)),
+    "offsets that overlap": (tensors(one([16]) | one([16], name="b")), ("is damaged or cut short",)),
     "offsets beyond the file": (tensors(one([2**20], (0, 2**22))), ("is damaged or cut short",)),
     "a shape that overflows": (tensors(one([2**32, 2**32])), ("is damaged or cut short",)),
     "a type that is none": (tensors(one([16], dtype="hostile_plug.Plug")), ("is damaged or cut short",)),
     "whole numbers": (tensors(one([16], dtype="I32")), ("dtype: model.norm.weight is I32",)),
     "a name that clears the screen": (tensors(one([16], name="\x1b[2J\n")), ("\\x1b[2J",)),
     "a hole of a terabyte": (sparse, ("model.norm.weight is [274877906944]",)),
+    "an index outside": (index({"a": "../model.safetensors"}), ("index.json: a is said to be in '../model",)),
     "an index to the root": (index({"a": "/etc/passwd"}), ("which is not the name of a file",)),
+    "an index of numbers": (index({"a": 5}), ("a is said to be in 5",)),
+    "an index that is a list": (index([["a", "b"]]), ("weight_map=[[",)),
     "an index of a pipe": (lambda f: (index({"a": "pipe"})(f), os.mkfifo(f / "pipe")), ("holds weights twice",)),
     "a head of another shape": (head((3, 7)), ("shape: lm_head.weight is [3, 7], and should be [512, 16]",)),
 }  # fmt: skip
@@ -480,7 +492,10 @@ TEMPLATES = {
     "a large text": ("{{ 'a' * 17 * 10**6 }}", "16,777,216 are the most"),
     "a lone surrogate": ("{{ '\\ud800' }}", "writes what is no text"),
     "escape codes": ("{{ raise_exception('\x1b[2J\n\x07') }}", "fails in line 1: \\x1b[2J \\x07"),
+    "the class": ("{{ ''.__class__.__mro__ }}", "fails in line 1"),
+    "include": ("{% include '/etc/passwd' %}", "fails in line 1"),
     "cycler": ("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}", "fails in line 1"),
+    "divides by zero": ("{{ 1 // 0 }}", "fails in line 1"),
 }
 
 
@@ -575,7 +590,9 @@ ADAPTERS = {
     "auto_mapping": (adapter(auto_mapping={"base_model_class": "hostile_plug.Plug", "parent_library": "hostile_plug"}), ()),
     "target_modules for ever": (adapter(target_modules="(a|a)*" * 30 + "x"), ()),
     "rank 10^12": (adapter(r=10**12), ("r=1000000000000; it is a whole number from 1 to 65,536",)),
+    "rank true": (adapter(r=True), ("r=True",)),
     "alpha nan": (adapter(lora_alpha=float("nan")), ("lora_alpha=nan; it is a finite number above 0",)),
+    "alpha of 4,000 digits": (adapter(lora_alpha=10**4000), ("lora_alpha=1000",)),
     "a kind with escape codes": (adapter(peft_type="\x1b[2J"), ("peft_type is '\\x1b[2J'",)),
     "a key with escape codes": (adapter(**{"\x1b[2J": 1}), ("\\x1b[2J=1 is not supported",)),
     "tensors that are a pickle": (lambda f: put_in(f, peft.TENSORS, "a pickle"), ("is damaged or cut short",)),
@@ -603,6 +620,22 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
 # ---- the batch that replay reads
 
 
+def packed(**changes):
+    return lambda file: np.savez(file, **(arrays() | changes))
+
+
+def with_header(header: str):
+    """tokens.npy with this header and no numbers."""
+
+    def change(file: Path) -> None:
+        np.savez(file, **{name: x for name, x in arrays().items() if name != "tokens"})
+        text = header.encode().ljust(117) + b"\n"
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr("tokens.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+
+    return change
+
+
 def bomb(file: Path) -> None:
     """A few kilobytes that say they are 5 GB."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -618,7 +651,11 @@ def bomb(file: Path) -> None:
 
 BATCHES = {
     "pickled objects": lambda file: np.savez(file, **arrays() | {"advantages": np.array([[Pickled("touch CANARY")] * 4] * 2)}),
-    "another name": lambda file: np.savez(file, **arrays(), hostile=np.ones(2)),
+    "another shape": packed(loss_weight=np.ones((2, 5), np.float32)),
+    "texts": packed(tokens=np.full((2, 4), "x")),
+    "another name": packed(hostile=np.ones(2)),
+    "a shape of 10^15": with_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1000000, 1000000000), }"),
+    "a header that is code": with_header("__import__('os').system('touch CANARY')"),
     "no archive": lambda file: file.write_bytes(b"PK\x03\x04" + b"x" * 100),
     "5 GB of zeros": bomb,
 }  # fmt: skip
@@ -651,12 +688,16 @@ YAML = {
 }
 
 
-@pytest.mark.parametrize("kind", YAML)
+@pytest.mark.parametrize("kind", [*FILES_THAT_ARE_NONE, *YAML])
 def test_settings_that_are_none_are_named_by_the_doctor(kind, tmp_path, canary):
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
-    (tmp_path / ".hydra" / "config.yaml").write_text(YAML[kind])
-    lines = within_two_seconds(lambda: doctor_says(tmp_path))
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    if kind in YAML:
+        (folder / ".hydra" / "config.yaml").write_text(YAML[kind])
+    else:
+        put_in(folder / ".hydra", "config.yaml", kind)
+    lines = within_two_seconds(lambda: doctor_says(folder))
     assert all(line.isprintable() for line in lines)
 
 
@@ -670,9 +711,7 @@ def doctor_says(folder: Path) -> list[str]:
 @pytest.mark.parametrize("kind", FILES_THAT_ARE_NONE)
 def test_the_doctor_waits_for_no_file_and_runs_none(kind, tmp_path, canary):
     (tmp_path / "samples").mkdir()
-    (tmp_path / ".hydra").mkdir()
-    names = ("status.json", "model.json", "samples/step_000001.jsonl", "fingerprint.json", ".hydra/config.yaml")
-    for name in names:
+    for name in ("status.json", "model.json", "samples/step_000001.jsonl", "fingerprint.json"):
         put_in(tmp_path, name, kind)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
     said = within_two_seconds(lambda: doctor_says(tmp_path))
@@ -704,11 +743,11 @@ def test_a_line_without_an_end_is_given_up(tmp_path):
 # ---- evaluate, which writes into the folder
 
 
-RUN = SimpleNamespace(task=SimpleNamespace(source=Arithmetic()))
-
-
 def evaluation(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(out=None, checkpoint=str(folder), step=1, overwrite=False)
+
+
+RUN = SimpleNamespace(task=SimpleNamespace(source=Arithmetic()))
 
 
 def test_the_results_of_an_evaluation_do_not_follow_a_link_out_of_the_run(tmp_path):
@@ -908,3 +947,36 @@ def test_a_line_of_metrics_is_read_up_to_a_megabyte_and_those_behind_it_are_stil
     run = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
     run.training = SimpleNamespace(max_steps=8)
     np.testing.assert_equal(leaving.unmeasured(run, RunDir(tmp_path), 4), {"train/loss": 0.5, "none": math.nan})
+
+
+# ---- export
+
+
+# ---- through the real command line
+
+REAL = {
+    "generate": ["generate", "checkpoint=RUN", "prompt=hi"],
+    "train": ["train", "model.weights=MODEL"],
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_command_line_refuses_in_one_line(name, good, tmp_path, canary):
+    run, model = (shutil.copytree(good / kind, tmp_path / kind) for kind in ("run", "model"))
+    settings_with(run, "architecture", "POPEN", canary)
+    template(LOOP)(model)
+    words = [word.replace("RUN", str(run)).replace("MODEL", str(model)) for word in REAL[name]]
+    done = subprocess.run(
+        [sys.executable, "-m", "tunix_lite", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'path'}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        "model.json: model.architecture._target_" if name == "generate" else "takes more than 1 second"
+    ) in done.stderr
+    assert not (tmp_path / "outputs").exists()

@@ -239,3 +239,10 @@ def test_whole_logprobs_are_the_trainers_where_tokens_are_cut_off(params, rollou
     scored = token_logprobs(params, rollout.tokens[rows], rollout.token_mask[rows], cfg=CFG, temperature=0.9)
     np.testing.assert_allclose(rollout.full_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
     assert np.abs(rollout.logprobs - rollout.full_logprobs)[rows, 4:].max() > 0.1
+
+
+def test_a_repetition_penalty_moves_scores_towards_the_unlikely():
+    got = sampling.apply_repetition_penalty(
+        jnp.array([[3.0, -3.0, 0.0, 3.0]]), jnp.array([[True, True, True, False]]), 1.5
+    )
+    np.testing.assert_allclose(got, [[2.0, -4.5, 0.0, 3.0]])

@@ -542,3 +542,21 @@ def test_settings_that_belong_to_the_other_face_are_refused():
     with pytest.raises(ValueError, match="model.weights"):
         ServeConfig(api="tinker", checkpoint="outputs/latest")
     assert dataclasses.replace(ServeConfig(), api="tinker").state_folder == "outputs/tinker"
+
+
+@pytest.mark.parametrize("how", ["gone", "emptied", "no records"])
+def test_an_empty_journal_beside_weights_is_refused(left_behind, tmp_path, how):
+    shutil.copytree(left_behind, tmp_path / "a")
+    for file in (tmp_path / "a").glob("journal*"):
+        if how == "no records" and file.name == "journal.sqlite":
+            continue
+        file.write_bytes(b"") if how == "emptied" else file.unlink()
+    if how == "no records":
+        with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
+            db.execute("DELETE FROM records")
+        db.close()
+    with pytest.raises(StoreDamaged, match="is empty, and models/.* lies beside it"):
+        Store(tmp_path / "a")
+    # and a second try is no other
+    with pytest.raises(StoreDamaged):
+        Store(tmp_path / "a")
