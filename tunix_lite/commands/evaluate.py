@@ -139,7 +139,9 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
 
         # One model after the other: the second may need the memory of the first.
         name = _task_name(run.task)
-        models, scores, files = {}, {}, {}
+        models = {}
+        scores = {}
+        files = {}
         for which in ("model", "against") if options.against is not None else ("model",):
             if which == "model":
                 model = open_chosen_model(run, settings)
