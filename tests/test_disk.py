@@ -221,6 +221,21 @@ def test_the_only_checkpoint_outlives_the_one_that_was_to_replace_it(disk):
     assert again.steps() == [2]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("INTERNAL: Failed to write [os_error_code='28']"),
+    ],
+)
+def test_an_error_of_a_write_names_the_folder(tmp_path, error):
+    """Python's own writes name no file, and tensorstore gives the number only in its text."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(OSError, match="No space left on device") as caught, checkpoints._as_os_error():
+        raise error
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / "checkpoints")
+
+
 # ---- parts
 
 

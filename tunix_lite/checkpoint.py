@@ -357,8 +357,9 @@ class Checkpoints:
             if earlier
             else "begin anew: there is no earlier one"
         )
-        then = f"to {then}"
-        return f"step {step} cannot be read ({why}); remove {self.folder / str(step)} {then}"
+        return (
+            f"step {step} cannot be read ({why}); remove {self.folder / str(step)} to {then}"
+        )
 
     def check(self) -> None:
         """Raises OSError if the folder is gone, or if the last save has failed by now. Does not
@@ -377,8 +378,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:
-        """Inside, errors of the disk become OSError: tensorstore raises others, which have the
-        number of the OSError only in their text."""
+        """Inside, errors of the disk become OSError with a file: tensorstore raises others, which
+        have the number of the OSError only in their text, and a failed write names no file."""
         try:
             yield
         except Exception as error:
@@ -386,8 +387,8 @@ class Checkpoints:
                 self._check_there()
             except OSError as gone:
                 raise gone from error
-            match = re.search(r"os_error_code='(\d+)'", str(error))
-            if isinstance(error, OSError) or not match:
+            match = re.search(r"(?:os_error_code='|^\[Errno )(\d+)", str(error))
+            if not match or getattr(error, "filename", None):
                 raise
             number = int(match[1])
             raise OSError(number, os.strerror(number), str(self.folder)) from error

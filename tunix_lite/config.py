@@ -623,24 +623,22 @@ def _build_target(kind: Kind, values: dict, where: str) -> Any:
 def _find_target(kind: Kind, path: object, where: str) -> Any:
     """The class or function of this dotted path. Raises ConfigError if it may not stand where
     `kind` is expected."""
-    path = _expect_type(str, path, f"{where}.{TARGET}")
+    where = _join(where, TARGET)
+    path = _expect_type(str, path, where)
     kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
     takes_any = any(kind is Any or Callable in (kind, get_origin(kind)) for kind in kinds)
     classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
     if not takes_any and not classes:
         raise ConfigError(
-            f"{_join(where, TARGET)}: no class or function stands here, only a plain value; remove "
-            "it"
+            f"{where}: no class or function stands here, only a plain value; remove it"
         )
-    with error_context(f"{where}._target_"):
+    with error_context(where):
         target = import_named(path)
     if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
         names = " or ".join(_path(each) for each in classes)
-        raise ConfigError(
-            f"{_join(where, TARGET)}: {path} is not {names}, nor derived from it; remove it"
-        )
+        raise ConfigError(f"{where}: {path} is not {names}, nor derived from it; remove it")
     if not callable(target):
-        raise ConfigError(f"{where}._target_: {path} is neither a class nor a function")
+        raise ConfigError(f"{where}: {path} is neither a class nor a function")
     return target
 
 
