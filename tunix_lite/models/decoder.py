@@ -34,7 +34,7 @@ from tunix_lite.models.activations import gated
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
-from tunix_lite.models.unfused import unfused_on_cpu
+from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
     Leaf,
     Weight,
@@ -403,12 +403,18 @@ def logits(
 ) -> jax.Array:
     """Logits of hidden states [..., D] over the vocabulary, [..., V], float32."""
     table_VD = stored(output_table(params, cfg), hidden.dtype)
-    uncapped = jnp.einsum(
-        "...d,vd->...v",
-        hidden,
-        table_VD,
-        preferred_element_type=at_least_float32(hidden.dtype),
+    product = partial(
+        jnp.einsum, "...d,vd->...v", preferred_element_type=at_least_float32(hidden.dtype)
     )
+    if hidden.ndim == 2 and not is_rounded(hidden.dtype):
+        uncapped = jax.lax.platform_dependent(
+            hidden,
+            table_VD,
+            cpu=lambda hidden_BD, table_VD: matrix_first(table_VD, hidden_BD),
+            default=product,
+        )
+    else:
+        uncapped = product(hidden, table_VD)
     return softcap(uncapped, cfg.final_softcap)
 
 

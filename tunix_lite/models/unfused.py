@@ -42,6 +42,18 @@ def _backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
 with_unfused_cotangent.defvjp(lambda x: (x, None), _backward)
 
 
+@jax.jit
+def matrix_first(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+    """rows [..., R, I] times the transpose of matrix [..., O, I]: [..., R, O], where R is small.
+
+    XLA for CPUs would take the rows as its first factor, and then transpose the matrix for every
+    product, or compute in tiles that are too small. The barriers keep the factors in this order.
+    """
+    barrier = jax.lax.optimization_barrier
+    columns = barrier(jnp.swapaxes(rows, -1, -2))
+    return jnp.swapaxes(barrier(jnp.matmul(matrix, columns)), -1, -2)
+
+
 @jax.custom_vjp
 def matmul(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     """rows [R, I] times matrix [I, O]: [R, O]. On a CPU the gradient of the matrix is faster.

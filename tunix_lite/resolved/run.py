@@ -95,6 +95,8 @@ class ResolvedRun:
     slots: int
     # one of attention.IMPLEMENTATIONS, and why it was chosen
     attention: str
+    # of the mesh's devices, as JAX calls it
+    platform: str
     attention_reason: str = ""
     # why rows are packed as they are, where the run chose it
     packing_reason: str = ""
@@ -228,6 +230,7 @@ class ResolvedRun:
             self.rollouts,
             self.mesh_shape,
             self.run.sharding.table("rollout"),
+            self.platform == "cpu",
         )
 
     @property
@@ -423,6 +426,7 @@ def resolve_run(
         rows,
         slots,
         implementation,
+        platform,
         attention_reason=reason,
         **reasons,
     )

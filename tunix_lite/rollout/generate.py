@@ -169,7 +169,13 @@ class CompletionSampler:
         fsdp = axis_size("fsdp")
         num_slots = self.rollout.slots(num_requests, fsdp)
         block, cache_blocks = prompt_cache_blocks(
-            spec.generation, spec.chunk, num_prompts, num_generations, num_slots, fsdp
+            spec.generation,
+            spec.chunk,
+            num_prompts,
+            num_generations,
+            num_slots,
+            fsdp,
+            spec.on_cpu,
         )
         return Engine(
             self.programs,

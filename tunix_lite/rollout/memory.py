@@ -18,6 +18,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import (
     AXES,
     axis_size,
+    current_platform,
     current_rules,
     elements_on_device,
     gathered_sharding,
@@ -55,6 +56,8 @@ class SamplingMemory:
     mesh_shape: dict[str, int]
     # the sharding rules while sampling
     rules: dict[str, str | None]
+    # whether the devices are CPUs
+    on_cpu: bool = False
 
     @property
     def chunk(self) -> int:
@@ -71,7 +74,7 @@ class SamplingMemory:
         caches = []
         for size in self.rollouts:
             block, blocks = prompt_cache_blocks(
-                self.generation, self.chunk, *size, self.num_slots, fsdp
+                self.generation, self.chunk, *size, self.num_slots, fsdp, self.on_cpu
             )
             caches.append((block, self.generation.max_prompt_length, block * blocks))
         return max(caches, key=lambda sizes: sizes[2], default=(0, 0, 0))
@@ -139,7 +142,15 @@ def memory_here(
     with use_rules("rollout"):
         rules = current_rules()
     return SamplingMemory(
-        cfg, dtype, generation, rollout, num_slots, tuple(rollouts), mesh_shape, rules
+        cfg,
+        dtype,
+        generation,
+        rollout,
+        num_slots,
+        tuple(rollouts),
+        mesh_shape,
+        rules,
+        current_platform() == "cpu",
     )
 
 
