@@ -52,7 +52,7 @@ from tunix_lite.planning.kernels import kernels, predicted_seconds
 from tunix_lite.planning.lengths import recorded_lengths
 from tunix_lite.planning.packing_choice import with_packing
 from tunix_lite.planning.plan import assemble_plan, with_compiled
-from tunix_lite.resolved.run import resolve_run
+from tunix_lite.planning.resolved import resolve_run
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import sampling
 from tunix_lite.rollout.generate import make_generate, make_sampler

@@ -35,8 +35,8 @@ from tunix_lite.planning.hardware import Hardware, compile_only_devices, devices
 from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import lowered
-from tunix_lite.resolved.parts import abstract, mesh_of_run
-from tunix_lite.resolved.run import ResolvedRun, find_model
+from tunix_lite.planning.parts import abstract, mesh_of_run
+from tunix_lite.planning.resolved import ResolvedRun, find_model
 from tunix_lite.settings.compose import compose
 
 LENGTHS = 256  # tokens of a prompt and of a completion

@@ -10,7 +10,7 @@ from tunix_lite.config import TrainingConfig
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.resolved.batch_size import plan_batch, plan_rows
+from tunix_lite.planning.batch_size import plan_batch, plan_rows
 from tunix_lite.settings.compose import compose
 
 

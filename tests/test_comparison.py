@@ -22,7 +22,7 @@ from tunix_lite.models.source import TeacherConfig
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.resolved.run import find_model, resolve_run
+from tunix_lite.planning.resolved import find_model, resolve_run
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch, realigned
 

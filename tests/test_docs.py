@@ -42,8 +42,8 @@ from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import report
-from tunix_lite.resolved.batch_size import plan_batch
-from tunix_lite.resolved.run import check_generation, check_model_divides
+from tunix_lite.planning.batch_size import plan_batch
+from tunix_lite.planning.resolved import check_generation, check_model_divides
 from tunix_lite.settings import compose as composing
 from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task

@@ -14,7 +14,7 @@ from tunix_lite.algorithms.algorithm import Needs, Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.parallel.mesh import put
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.runs.experience import FreshExperience
 from tunix_lite.runs.reference import MovingReference, find_reference
 from tunix_lite.settings.compose import compose

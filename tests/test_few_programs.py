@@ -11,7 +11,7 @@ import pytest
 from conftest import set_mesh
 
 from tunix_lite.parallel.compiling import compiled_together, stopwatch, watching_compiler
-from tunix_lite.resolved import run as resolved
+from tunix_lite.planning import resolved
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout import engine
 from tunix_lite.rollout.generate import results

@@ -26,7 +26,7 @@ from tunix_lite.planning.hardware import find_target
 from tunix_lite.planning.kernels import Kernel
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
+from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose

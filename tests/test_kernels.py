@@ -10,7 +10,7 @@ from test_decode_products import CFG
 
 from tunix_lite.inference.live import live_engine
 from tunix_lite.kernels.choice import check_fused
-from tunix_lite.resolved.run import check_decode_kernels
+from tunix_lite.planning.resolved import check_decode_kernels
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose

@@ -15,8 +15,8 @@ from tunix_lite.models import attention, decoder
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.planning import programs as planned_programs
-from tunix_lite.resolved.parts import abstract
-from tunix_lite.resolved.run import find_model, resolve_run
+from tunix_lite.planning.parts import abstract
+from tunix_lite.planning.resolved import find_model, resolve_run
 from tunix_lite.settings.compose import compose
 
 

@@ -30,8 +30,8 @@ from tunix_lite.models.source import locate
 from tunix_lite.models.weights import Weight, is_weight
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.resolved.parts import abstract, mesh_of_run, optimizer_of
-from tunix_lite.resolved.run import find_model, resolve_run
+from tunix_lite.planning.parts import abstract, mesh_of_run, optimizer_of
+from tunix_lite.planning.resolved import find_model, resolve_run
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import TrainState

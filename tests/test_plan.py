@@ -36,12 +36,12 @@ from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
+from tunix_lite.planning.parts import abstract, scored_batch_shapes
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
+from tunix_lite.planning.resolved import ResolvedRun, find_model, resolve_run
 from tunix_lite.planning.speed import Speed
-from tunix_lite.resolved.parts import abstract, scored_batch_shapes
-from tunix_lite.resolved.run import ResolvedRun, find_model, resolve_run
 from tunix_lite.rollout import generate as sampler
 from tunix_lite.rollout import memory
 from tunix_lite.runs.profiler import Profile

@@ -23,12 +23,12 @@ from tunix_lite.learner.policy import make_policy, token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import source
 from tunix_lite.models.source import TeacherConfig
+from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
+from tunix_lite.planning.parts import policy_of
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.resolved.batch_size import plan_batch
-from tunix_lite.resolved.parts import policy_of
-from tunix_lite.resolved.run import FrozenModel, ResolvedRun, find_model, resolve_run
+from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.setup import check_resumed, find_parts, locate_frozen, write_fingerprint
 from tunix_lite.settings import compose as composing

@@ -20,7 +20,7 @@ from tunix_lite.models import decoder, weights
 from tunix_lite.planning.advice import savings
 from tunix_lite.planning.at_start import out_of_memory_lines
 from tunix_lite.planning.hardware import find_target
-from tunix_lite.resolved.run import find_model, resolve_run
+from tunix_lite.planning.resolved import find_model, resolve_run
 from tunix_lite.runs import session, setup
 from tunix_lite.runs.session import unusual_settings
 from tunix_lite.settings import compose as composing

@@ -14,7 +14,7 @@ import pytest
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.planning.hardware import Machine
 from tunix_lite.planning.plan import estimated
-from tunix_lite.resolved.run import find_model
+from tunix_lite.planning.resolved import find_model
 from tunix_lite.runs.learner import build_learner
 from tunix_lite.runs.setup import prepare, write_fingerprint
 from tunix_lite.settings.compose import compose

@@ -10,6 +10,7 @@ from tunix_lite.algorithms.dpo import DPO
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.commands.evaluate import EvaluateTaskConfig, evaluate_model
+from tunix_lite.commands.train_agent import train_agent
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.inference.export import export
@@ -29,7 +30,6 @@ from tunix_lite.tasks.sources import Arithmetic, Jsonl
 from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.tracker import Tracker
 from tunix_lite.train import train
-from tunix_lite.train_agent import train_agent
 from tunix_lite.trainer.data import Datum
 from tunix_lite.trainer.sampling import SampleSettings
 from tunix_lite.trainer.trainer import Trainer, TrainingClient

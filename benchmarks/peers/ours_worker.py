@@ -33,8 +33,8 @@ from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put
-from tunix_lite.resolved.batch_size import plan_batch, plan_rows
-from tunix_lite.resolved.run import has_large_head
+from tunix_lite.planning.batch_size import plan_batch, plan_rows
+from tunix_lite.planning.resolved import has_large_head
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.types import Graded, Rollout, TrainState

@@ -114,9 +114,9 @@ def stablehlo() -> dict[str, str]:
     """The text of each program of PROGRAMS. Wants four devices."""
     import jax
 
+    from tunix_lite.planning.parts import abstract, mesh_of_run
     from tunix_lite.planning.programs import lowered
-    from tunix_lite.resolved.parts import abstract, mesh_of_run
-    from tunix_lite.resolved.run import find_model, resolve_run
+    from tunix_lite.planning.resolved import find_model, resolve_run
     from tunix_lite.settings.compose import compose
 
     texts = {}

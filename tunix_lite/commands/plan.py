@@ -20,8 +20,8 @@ from tunix_lite.planning.hardware import devices_of, find_machine
 from tunix_lite.planning.lengths import Lengths, recorded_lengths
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.report import Plans
+from tunix_lite.planning.resolved import find_model
 from tunix_lite.report.evidence import read_overrides
-from tunix_lite.resolved.run import find_model
 
 # Most meshes that are compiled with mesh=all: each may take minutes.
 _COMPILED = 4

@@ -16,6 +16,12 @@ from tunix_lite.planning import hardware
 from tunix_lite.planning.advice import advice, savings
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import GiB, Machine, attached_machine
+from tunix_lite.planning.parts import (
+    abstract,
+    batch_shapes,
+    scored_batch_shapes,
+    train_step_of,
+)
 from tunix_lite.planning.plan import (
     COMPILED,
     Plan,
@@ -24,13 +30,7 @@ from tunix_lite.planning.plan import (
     largest_micro_batch,
 )
 from tunix_lite.planning.programs import compiled
-from tunix_lite.resolved.parts import (
-    abstract,
-    batch_shapes,
-    scored_batch_shapes,
-    train_step_of,
-)
-from tunix_lite.resolved.run import ResolvedRun, micro_batches_to_try
+from tunix_lite.planning.resolved import ResolvedRun, micro_batches_to_try
 from tunix_lite.types import Params, RowBatch, TrainState
 
 

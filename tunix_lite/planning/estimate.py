@@ -21,7 +21,7 @@ from tunix_lite.learner.optim import make_optimizer, state_layout
 from tunix_lite.models import attention, decoder, vocabulary
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout.engine import APPEND_WIDTHS, FEW_SLOTS
 from tunix_lite.rollout.memory import weights_that_fit
 

@@ -25,7 +25,7 @@ from tunix_lite.planning.kernels import predicted_seconds
 from tunix_lite.planning.lengths import Lengths, json_rows
 from tunix_lite.planning.packing_choice import batch_of, row_work
 from tunix_lite.planning.programs import Compiled
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout.engine import padded_width, prompt_widths
 
 # Steps left out at the start of a run, which compile.

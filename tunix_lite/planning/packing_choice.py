@@ -17,7 +17,7 @@ from tunix_lite.learner import packing
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.planning.flops import forward_flops
 from tunix_lite.planning.lengths import Lengths
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.types import Batch
 
 AUTO = "auto"

@@ -20,15 +20,15 @@ from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.forecast import Forecast
 from tunix_lite.planning.hardware import GiB, Machine
 from tunix_lite.planning.packing_choice import with_packing
+from tunix_lite.planning.parts import abstract, mesh_of_run
 from tunix_lite.planning.programs import Compiled, DoesNotFit, compiled, lowered
-from tunix_lite.planning.speed import Bound, Speed
-from tunix_lite.resolved.parts import abstract, mesh_of_run
-from tunix_lite.resolved.run import (
+from tunix_lite.planning.resolved import (
     ResolvedRun,
     check_can_be_lowered,
     micro_batches_to_try,
     resolve_run,
 )
+from tunix_lite.planning.speed import Bound, Speed
 from tunix_lite.rollout.memory import Offloading
 
 # where the bytes of a phase come from

@@ -21,7 +21,7 @@ from tunix_lite.models import decoder
 from tunix_lite.parallel.collectives import CollectiveTotal, collectives, grouped
 from tunix_lite.parallel.mesh import gathered_sharding, sharding, use_rules
 from tunix_lite.planning.kernels import Kernel, kernels
-from tunix_lite.resolved.parts import (
+from tunix_lite.planning.parts import (
     Shapes,
     batch_shapes,
     description_of,
@@ -30,7 +30,7 @@ from tunix_lite.resolved.parts import (
     scored_batch_shapes,
     train_step_of,
 )
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout.conversations import chunk_of_turns
 from tunix_lite.rollout.engine import APPEND_WIDTHS, append_calls
 from tunix_lite.rollout.programs import (

@@ -15,7 +15,7 @@ from tunix_lite.models.weights import is_weight, num_params
 from tunix_lite.planning import flops
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import Hardware
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.evaluation import statistics
-from tunix_lite.evaluation.statistics import Comparison, Estimate, estimate, wilson
+from tunix_lite.report import statistics
 from tunix_lite.report.evidence import Evidence, read_samples, sample_steps
+from tunix_lite.report.statistics import Comparison, Estimate, estimate, wilson
 from tunix_lite.tracking.rows import is_number
 
 _LEVEL = 0.95

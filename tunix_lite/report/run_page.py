@@ -8,7 +8,6 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from tunix_lite.evaluation.statistics import Estimate
 from tunix_lite.files.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import Measured, ScoreChange
@@ -16,6 +15,7 @@ from tunix_lite.report.charts import CURVES, curves, ends, metrics_of, number_te
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
+from tunix_lite.report.statistics import Estimate
 from tunix_lite.tracking.console import as_words
 from tunix_lite.tracking.dashboard import best_middle_worst, seconds_in_words
 from tunix_lite.tracking.plugs import flat

@@ -19,8 +19,8 @@ from tunix_lite.models.lora import acting_params
 from tunix_lite.parallel.compiling import compiled_together
 from tunix_lite.parallel.mesh import put
 from tunix_lite.planning.at_start import check_at_rest
-from tunix_lite.resolved.parts import optimizer_of, policy_of, train_step_of
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.parts import optimizer_of, policy_of, train_step_of
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout import memory
 from tunix_lite.rollout.generate import Sampling
 from tunix_lite.runs.overlap import Overlap, overlap_of

@@ -22,7 +22,7 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
 from tunix_lite.parallel.compiling import stopwatch
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout.generate import Sampling, make_sampler, to_the_end
 from tunix_lite.rollout.partial import (
     OpenCompletion,

@@ -9,15 +9,15 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
-from tunix_lite.evaluation.rouge import rouge_scores
-from tunix_lite.evaluation.statistics import (
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.report.statistics import (
     avg_at_k,
     maj_at_k,
     pass_at_k,
     powers_up_to,
 )
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.similarity import rouge_scores
 from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task

@@ -14,7 +14,7 @@ from tunix_lite.models.source import FoundModel
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import attached_machine
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.rollout.generate import Sampling, make_generate
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Params, Prompts, Rollout

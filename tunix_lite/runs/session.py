@@ -22,9 +22,9 @@ from tunix_lite.planning.at_start import (
     is_out_of_memory,
     out_of_memory_lines,
 )
+from tunix_lite.planning.resolved import ResolvedRun, learns_from
 from tunix_lite.report.page import write_at_end
 from tunix_lite.report.run_page import run_page
-from tunix_lite.resolved.run import ResolvedRun, learns_from
 from tunix_lite.runs.setup import (
     Parts,
     prepare,

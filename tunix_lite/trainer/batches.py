@@ -21,7 +21,7 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, source
 from tunix_lite.models.lora import LoraConfig, acting_params
 from tunix_lite.models.source import FoundModel
-from tunix_lite.resolved.parts import policy_of
+from tunix_lite.planning.parts import policy_of
 from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.setup import find_parts
 from tunix_lite.settings.compose import compose

@@ -19,9 +19,8 @@ from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria
 from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
-from tunix_lite.seeds import check_seed
 from tunix_lite.trainer.data import check_tokens
-from tunix_lite.types import Params
+from tunix_lite.types import Params, check_seed
 
 # Sequences that may wait for a slot: one call may ask for many.
 MOST_WAITING = 1 << 20

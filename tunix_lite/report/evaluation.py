@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix_lite.evaluation.statistics import Comparison, Estimate, compare, estimate
+from tunix_lite.report.statistics import Comparison, Estimate, compare, estimate
 
 # scores that are shares, and are shown in percent; the others are plain numbers
 SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")

@@ -23,7 +23,7 @@ from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
-from tunix_lite.resolved.run import ResolvedRun
+from tunix_lite.planning.resolved import ResolvedRun
 from tunix_lite.types import Params, RowBatch, TrainState
 
 # ---- shapes, placed on the current mesh

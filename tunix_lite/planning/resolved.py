@@ -36,7 +36,7 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import BLOCKS, STORAGE, stored_table
 from tunix_lite.models.source import BUNDLED, ModelConfig
 from tunix_lite.parallel.mesh import AXES, elements_on_device
-from tunix_lite.resolved.batch_size import (
+from tunix_lite.planning.batch_size import (
     BatchPlan,
     lengths_of,
     plan_batch,
