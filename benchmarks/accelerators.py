@@ -38,8 +38,8 @@ from tunix_lite.models import attention
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.planning.hardware import COMPILERS, compile_only_devices, find_target
-from tunix_lite.planning.programs import lowered
 from tunix_lite.planning.parts import abstract
+from tunix_lite.planning.programs import lowered
 from tunix_lite.planning.resolved import ResolvedRun, resolve_run
 from tunix_lite.settings.compose import compose
 

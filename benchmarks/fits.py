@@ -12,7 +12,7 @@ import json
 import time
 from pathlib import Path
 
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, _make_plans
 from tunix_lite.errors import ConfigError
 from tunix_lite.planning.hardware import GiB, devices_of
 from tunix_lite.planning.plan import Plan, with_compiled
@@ -53,7 +53,7 @@ def best(model: str, way: str, target: str) -> Plan | None:
     """The plan of the best mesh, by formulas; None: no mesh divides model and batch."""
     run = compose([f"model={model}", *WORKLOAD, *WAYS[way]])
     try:
-        return make_plans(run, PlanConfig(target=target, mesh="all", analytic=True), []).plans[0]
+        return _make_plans(run, PlanConfig(target=target, mesh="all", analytic=True), []).plans[0]
     except ConfigError:
         return None
 

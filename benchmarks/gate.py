@@ -43,10 +43,10 @@ import jax
 import numpy as np
 
 from tunix_lite.models import decoder, weights
-from tunix_lite.parallel.collectives import CallSite, callees_of, collectives, grouped, parse
+from tunix_lite.parallel.collectives import _CallSite, callees_of, collectives, grouped, parse
 from tunix_lite.parallel.mesh import make_mesh
-from tunix_lite.planning.programs import lowered
 from tunix_lite.planning.parts import abstract, mesh_of_run
+from tunix_lite.planning.programs import lowered
 from tunix_lite.planning.resolved import find_model, resolve_run
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -101,7 +101,7 @@ def kernels(text: str) -> Counter:
                 continue
             conditions = instruction.rest.split("condition=%")[1:]
             skipped = {text.split(",")[0].split(" ")[0] for text in conditions}
-            for callee, _ in callees_of(instruction, program[name], CallSite(), program):
+            for callee, _ in callees_of(instruction, program[name], _CallSite(), program):
                 if callee not in skipped:
                     visit(callee)
 

@@ -22,9 +22,9 @@ import jax
 
 from tunix_lite.parallel.mesh import as_text, resolve_mesh_shape
 from tunix_lite.planning.hardware import devices_of, find_machine
+from tunix_lite.planning.parts import abstract, mesh_of_run
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import DoesNotFit, lowered, of_executable
-from tunix_lite.planning.parts import abstract, mesh_of_run
 from tunix_lite.planning.resolved import find_model
 from tunix_lite.settings.compose import compose
 

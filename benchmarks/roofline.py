@@ -32,10 +32,10 @@ from tunix_lite.parallel.hlo import op_name, parse
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import flops
 from tunix_lite.planning.hardware import Hardware, compile_only_devices, devices_of, find_machine, find_target
-from tunix_lite.planning.kernels import Kernel, bytes_of, kernels, predicted_seconds
+from tunix_lite.planning.kernels import Kernel, _bytes_of, kernels, predicted_seconds
+from tunix_lite.planning.parts import abstract, mesh_of_run
 from tunix_lite.planning.plan import with_choices
 from tunix_lite.planning.programs import lowered
-from tunix_lite.planning.parts import abstract, mesh_of_run
 from tunix_lite.planning.resolved import ResolvedRun, find_model
 from tunix_lite.settings.compose import compose
 
@@ -54,7 +54,7 @@ def argument_bytes(text: str, prefix: str) -> int:
     program, entry = parse(text)
     found = program[entry].instructions.values()
     chosen = [i for i in found if i.op == "parameter" and op_name(i).startswith(prefix)]
-    return sum(bytes_of(i.type) for i in chosen)
+    return sum(_bytes_of(i.type) for i in chosen)
 
 
 @dataclass(frozen=True)

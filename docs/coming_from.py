@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunix_lite.hints import Word, foreign_words
+from tunix_lite.hints import _foreign_words, _Word
 
 PAGE = Path(__file__).parent / "guide" / "coming_from.md"
 # what stands before the tables
@@ -38,7 +38,7 @@ SPECIAL = {
 def render() -> str:
     """The whole page. Values and notes of a word stand where it is named first."""
     parts = [TEMPLATE.read_text()]
-    table, _ = foreign_words()
+    table, _ = _foreign_words()
     first: dict[int, str] = {}
     for project, title in PROJECTS.items():
         lines = []
@@ -50,7 +50,7 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def _names(word: Word, project: str) -> list[str]:
+def _names(word: _Word, project: str) -> list[str]:
     """The names that a project, or one shown with it, has for a word."""
     names = []
     for where, name in word.all_names():
@@ -59,7 +59,7 @@ def _names(word: Word, project: str) -> list[str]:
     return names
 
 
-def _lines(word: Word, names: list[str], before: str | None) -> Iterator[str]:
+def _lines(word: _Word, names: list[str], before: str | None) -> Iterator[str]:
     """Names, and what they are here: one row, and one for each value. `before` is the name under
     which an earlier table has the word."""
     shown = " or ".join(SPECIAL.get(text, text.replace("{}", "X")) for text in word.ours)

@@ -17,7 +17,7 @@ import yaml
 
 from tunix_lite.algorithms import advantages as adv
 from tunix_lite.algorithms import ratios, shaping, surrogates, weighting
-from tunix_lite.algorithms.objective import function_of, settings_of
+from tunix_lite.algorithms.objective import _function_of, settings_of
 from tunix_lite.settings.compose import compose, conf_dir
 
 PAGE = Path(__file__).parent / "references" / "objectives.md"
@@ -274,11 +274,11 @@ def formulas(name: str, algorithm: Any) -> tuple[list[str], list[str]]:
         algorithm.weighting,
         algorithm.shaping,
     ]
-    if function_of(algorithm.ratio) is not ratios.token_ratio:
+    if _function_of(algorithm.ratio) is not ratios.token_ratio:
         pieces.insert(1, algorithm.ratio)
     lines, legend = [], []
     for piece in filter(None, pieces):
-        function = function_of(piece)
+        function = _function_of(piece)
         known = {key: _number(value) for key, value in settings_of(piece).items()} | clipped
         if function is shaping.overlong:
             known["free"] = f"{1 - settings_of(piece)['buffer']:g}"

@@ -25,7 +25,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import PartialSampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import InFlight
-from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
+from tunix_lite.runs.overlap import _OneStepOffPolicy, _PartialRollouts
 from tunix_lite.tasks.processes import Processes
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import Task, TaskConfig
@@ -78,10 +78,10 @@ def draw() -> dict:
             arguments = CFG, GENERATION, (1, 2, 3), 0
             if overlap == "carry":
                 sampler = PartialSampler(make_sampler(*arguments, rollout=rollout))
-                kept = PartialRollouts(session, session.run, sampler, InFlight([], 0))
+                kept = _PartialRollouts(session, session.run, sampler, InFlight([], 0))
                 policy = Policy(None, None)
             else:
-                kept = OneStepOffPolicy(session, session.run, InFlight([], 0))
+                kept = _OneStepOffPolicy(session, session.run, InFlight([], 0))
                 policy = Policy(make_generate(*arguments, rollout=rollout), None)
             found[overlap] = updates(kept, policy, Numbers(), CFG)
         found["conversations"] = conversations()
@@ -97,7 +97,7 @@ def conversations() -> dict:
     policy = Policy(make_generate(cfg, generation, tokenizer.eos_ids, tokenizer.pad_id, rollout=rollout), None)
     with talking_task(tokenizer) as task:
         session = session_of(rollout, task)
-        found = updates(OneStepOffPolicy(session, session.run, InFlight([], 0)), policy, task, cfg)
+        found = updates(_OneStepOffPolicy(session, session.run, InFlight([], 0)), policy, task, cfg)
     assert max(turn for rows in found["turns"] for row in rows for turn in row) > 1
     return found
 

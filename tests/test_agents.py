@@ -17,7 +17,7 @@ from test_trainer import ONE, TINY
 
 from tunix_lite.agents.batch import EpisodeGroups, settings_for_agents
 from tunix_lite.agents.endpoint import Endpoint
-from tunix_lite.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
+from tunix_lite.agents.episodes import Episode, OpenEpisodes, _TokenSequence, add_choice, with_tokens_as_sampled
 from tunix_lite.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
@@ -43,7 +43,7 @@ def tokenizer():
 # ---- calls become sequences
 
 
-def sequences(*sampled: tuple) -> list[TokenSequence]:
+def sequences(*sampled: tuple) -> list[_TokenSequence]:
     found = []
     for one in sampled:
         add_choice(found, *one)
@@ -104,16 +104,16 @@ def test_a_conversation_keeps_the_tokens_that_were_sampled(tokenizer):
 # ---- groups
 
 
-def groups_of(rewards: list, sequences_of: list[list[TokenSequence]], on_error: str = "drop") -> EpisodeGroups:
+def groups_of(rewards: list, sequences_of: list[list[_TokenSequence]], on_error: str = "drop") -> EpisodeGroups:
     episodes = [Episode(str(i), {}, i, sequences=found) for i, found in enumerate(sequences_of)]
     ended = [Ended(value, 0.1, "" if value is not None else "error", "it broke") for value in rewards]
     return EpisodeGroups(episodes, ended, 2, on_error)
 
 
-def sequence(prompt: int, sampled: int) -> TokenSequence:
+def sequence(prompt: int, sampled: int) -> _TokenSequence:
     tokens = list(range(20, 20 + prompt + sampled))
     mask = [False] * prompt + [True] * sampled
-    return TokenSequence(tokens, mask, [-0.5 if is_on else 0.0 for is_on in mask], 1)
+    return _TokenSequence(tokens, mask, [-0.5 if is_on else 0.0 for is_on in mask], 1)
 
 
 def test_rows_of_episodes_by_hand():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix_lite.distributed.folder_lock import lock_folder, lock_owner
+from tunix_lite.distributed.folder_lock import _lock_owner, lock_folder
 
 ROOT = Path(__file__).parents[1]
 HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\nwith lock_folder(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
@@ -40,7 +40,7 @@ def test_whoever_has_the_folder_is_named(other, tmp_path):
 def test_a_process_that_is_killed_leaves_it_to_the_one_that_waits(other, tmp_path):
     os.kill(other.pid, signal.SIGKILL)
     with lock_folder(tmp_path / "run", 5):
-        assert lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
+        assert _lock_owner(tmp_path / "run").startswith(f"process {os.getpid()} of {socket.gethostname()}, since ")
     with lock_folder(tmp_path / "run", 0):
         pass
 

@@ -7,25 +7,25 @@ import pytest
 
 from tunix_lite.algorithms.advantages import centre
 from tunix_lite.algorithms.algorithm import Policy
-from tunix_lite.algorithms.groups import Groups, TurnCredit, sample_groups, turn_advantages
+from tunix_lite.algorithms.groups import Groups, _TurnCredit, sample_groups, turn_advantages
 from tunix_lite.types import Conversation, Graded, Rollout, SampledTurn, TurnReply
 
 
 def test_what_a_turn_is_worth():
     rewards = [1.0, 0.0, 4.0]
-    assert TurnCredit("end").values(rewards).tolist() == [5, 5, 5]
-    assert TurnCredit("turn").values(rewards).tolist() == [1, 0, 4]
-    assert TurnCredit("discount", 0.5).values(rewards).tolist() == [1 + 0 + 1, 0 + 2, 4]
+    assert _TurnCredit("end").values(rewards).tolist() == [5, 5, 5]
+    assert _TurnCredit("turn").values(rewards).tolist() == [1, 0, 4]
+    assert _TurnCredit("discount", 0.5).values(rewards).tolist() == [1 + 0 + 1, 0 + 2, 4]
     # undiscounted, a turn has all that came after it; fully discounted, its own
-    assert TurnCredit("discount", 1.0).values(rewards).tolist() == [5, 4, 4]
-    assert TurnCredit("discount", 0.0).values(rewards).tolist() == [1, 0, 4]
+    assert _TurnCredit("discount", 1.0).values(rewards).tolist() == [5, 4, 4]
+    assert _TurnCredit("discount", 0.0).values(rewards).tolist() == [1, 0, 4]
 
 
 def test_all_turns_of_a_group_are_compared():
     """Group 1: turns worth 1, 3 and 2, mean 2. Group 2: one conversation is dropped, one turn is left."""
     rewards = [[1.0, 3.0], [2.0], [5.0], [7.0, 7.0]]
     kept = np.array([[True, True], [True, False]])
-    found = turn_advantages(centre, TurnCredit("turn"), rewards, kept)
+    found = turn_advantages(centre, _TurnCredit("turn"), rewards, kept)
     assert [one.tolist() for one in found] == [[-1, 1], [0], [0], [0, 0]]
 
 
@@ -34,7 +34,7 @@ def test_advantages_of_completions_cannot_compare_turns():
         return rewards_PG
 
     with pytest.raises(ValueError, match="conversation.credit=end"):
-        turn_advantages(with_lengths, TurnCredit("turn"), [[1.0]], np.array([[True]]))
+        turn_advantages(with_lengths, _TurnCredit("turn"), [[1.0]], np.array([[True]]))
 
 
 def two_conversations(credit: str, on_limit: str = "keep", discount: float = 1.0) -> Groups:

@@ -23,7 +23,7 @@ from jax.experimental import mesh_utils, topologies
 from processes import free_port, own_lines
 
 from tunix_lite.distributed import agreement, join
-from tunix_lite.distributed.agreement import ProcessInfo, describe_differences, flatten_settings
+from tunix_lite.distributed.agreement import ProcessInfo, _flatten_settings, describe_differences
 from tunix_lite.distributed.meeting import NotMet, meet
 from tunix_lite.distributed.process_place import LaunchConfig, ProcessPlace, find_place
 from tunix_lite.errors import RunFailed, error_context, is_of_a_peer
@@ -157,7 +157,7 @@ def test_the_odd_one_out_is_named_and_of_two_it_is_not_process_0():
 
 
 def test_paths_that_belong_to_a_machine_are_compared_by_their_end():
-    one = flatten_settings({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
+    one = _flatten_settings({"model": {"weights": "/data/a/gemma"}, "launch": {"process_id": 3}, "seed": 1})
     assert one == {"model.weights": "gemma", "seed": "1"}
 
 

@@ -30,7 +30,7 @@ from tunix_lite.commands.doctor import Doctor
 from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, _make_plans
 from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
@@ -43,7 +43,7 @@ from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import resolve_mesh_shape
 from tunix_lite.planning import report
 from tunix_lite.planning.batch_size import plan_batch
-from tunix_lite.planning.resolved import check_generation, check_model_divides
+from tunix_lite.planning.resolved import _check_model_divides, check_generation
 from tunix_lite.settings import compose as composing
 from tunix_lite.tasks import reasoning_gym
 from tunix_lite.tasks.task import Task
@@ -318,7 +318,7 @@ def check_model(run: RunConfig, devices: int | None) -> dict[str, int]:
     if (cfg := architecture(run)) is None:
         return mesh
     lora = run.model.lora if run.model.lora.rank else None
-    check_model_divides(run, cfg, lora, mesh)
+    _check_model_divides(run, cfg, lora, mesh)
     return mesh
 
 
@@ -330,7 +330,7 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     settings = build(PROGRAMS[name], {f.name: values.pop(f.name) for f in dataclasses.fields(PROGRAMS[name])})
     run = build(RunConfig, values)
     if name == "plan":
-        make_plans(run, dataclasses.replace(settings, analytic=True, verify=None), overrides)
+        _make_plans(run, dataclasses.replace(settings, analytic=True, verify=None), overrides)
         return
     if getattr(settings, "checkpoint", None) is not None:
         assert not any(word.startswith("model=") for word in overrides), "the run says which model it is"
@@ -435,7 +435,7 @@ def test_readme_shows_what_plan_prints(with_the_example):
     name, overrides = of_a_program(shlex.split(command))
     values = composing.compose_values(overrides, of=(f"+command={name}",))
     settings = build(PlanConfig, {f.name: values.pop(f.name) for f in dataclasses.fields(PlanConfig)})
-    printed = [plain(line) for line in report.short_form(make_plans(build(RunConfig, values), settings, overrides))]
+    printed = [plain(line) for line in report.short_form(_make_plans(build(RunConfig, values), settings, overrides))]
     for line in map(plain, shown.splitlines()):
         before, _, after = line.partition("... ")
         assert any(text.startswith(before) and text.endswith(after) for text in printed), line

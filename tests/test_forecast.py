@@ -10,7 +10,7 @@ import pytest
 from conftest import NEW, PROMPT, ragged_prompts, set_mesh
 
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, _make_plans
 from tunix_lite.errors import ConfigError
 from tunix_lite.parallel.collectives import CollectiveTotal
 from tunix_lite.planning import lengths
@@ -196,7 +196,7 @@ def test_kernels_count_with_their_launches_and_what_crosses_nodes_takes_longer(c
 
 def test_a_plan_of_compiled_programs_has_a_forecast_and_an_estimate_has_none(cfg, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite"])
-    monkeypatch.setattr(command, "make_plans", lambda *given: with_programs(make_plans(*given)))
+    monkeypatch.setattr(command, "make_plans", lambda *given: with_programs(_make_plans(*given)))
 
     def with_programs(plans):
         one = replace(plans.plans[0], programs=PROGRAMS)

@@ -11,7 +11,7 @@ import pytest
 
 from tunix_lite.commands import program
 from tunix_lite.errors import ConfigError
-from tunix_lite.hints import foreign_words, translated
+from tunix_lite.hints import _foreign_words, translated
 from tunix_lite.parallel.mesh import spec
 from tunix_lite.planning.batch_size import plan_batch
 from tunix_lite.settings import compose as composing
@@ -19,7 +19,7 @@ from tunix_lite.settings.compose import compose, compose_values, conf_dir
 from tunix_lite.settings.flags import HYDRA, check_values, refuse_foreign, wrong_override
 
 ROOT = Path(__file__).parents[1]
-WORDS, FAMILIES = foreign_words()
+WORDS, FAMILIES = _foreign_words()
 LINES = (ROOT / "tests" / "foreign_names.txt").read_text().split("## traps")
 
 

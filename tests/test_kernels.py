@@ -10,7 +10,7 @@ from test_decode_products import CFG
 
 from tunix_lite.inference.live import live_engine
 from tunix_lite.kernels.choice import check_fused
-from tunix_lite.planning.resolved import check_decode_kernels
+from tunix_lite.planning.resolved import _check_decode_kernels
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
@@ -85,10 +85,10 @@ def test_a_run_with_adapters_or_cut_offs_refuses_them_before_it_starts():
     ):
         run = compose([*settings, *more])
         if reason is None:
-            check_decode_kernels(run, run.model.architecture, "cuda", 1)
+            _check_decode_kernels(run, run.model.architecture, "cuda", 1)
             cut = replace(run, generation=replace(run.generation, top_p=0.9))
             with pytest.raises(ValueError, match="they draw from all tokens"):
-                check_decode_kernels(cut, run.model.architecture, "cuda", 1)
+                _check_decode_kernels(cut, run.model.architecture, "cuda", 1)
             continue
         with pytest.raises(ValueError, match=reason):
-            check_decode_kernels(run, run.model.architecture, "cuda", 1)
+            _check_decode_kernels(run, run.model.architecture, "cuda", 1)

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tunix_lite.distributed import command_line, join, launcher
 from tunix_lite.distributed.join import LOST_A_PEER
-from tunix_lite.distributed.launcher import LocalProcesses, local_processes
+from tunix_lite.distributed.launcher import _LocalProcesses, local_processes
 from tunix_lite.distributed.process_place import (
     TORCH_SETS,
     LaunchConfig,
@@ -279,7 +279,7 @@ def test_as_the_seed_says_it_of_two_machines():
     """RANK is the first process on this machine."""
     said = {"MASTER_ADDR": "192.168.1.10", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
     group = local_processes(4, said)
-    assert group == LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
+    assert group == _LocalProcesses(4, 8, 4, "192.168.1.10", "29500")
     told = group.environments()
     assert [e["RANK"] for e in told] == ["4", "5", "6", "7"] and [e["LOCAL_RANK"] for e in told] == ["0", "1", "2", "3"]
     assert {e["WORLD_SIZE"] for e in told} == {"8"} and {e["MASTER_ADDR"] for e in told} == {"192.168.1.10"}
@@ -287,7 +287,7 @@ def test_as_the_seed_says_it_of_two_machines():
 
 def test_where_slurm_numbers_machines_each_has_a_launcher():
     where = {"MASTER_ADDR": "gpu003"}
-    assert local_processes(4, SLURM | where) == LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
+    assert local_processes(4, SLURM | where) == _LocalProcesses(4, 8, 4, "gpu003", str(77 + 61440))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tunix_lite.rollout.generate import make_generate, make_sampler
 from tunix_lite.rollout.partial import OpenCompletion, PartialSampler, rollout_of
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.runs.in_flight import ConversationsInFlight, InFlight, in_flight_from
-from tunix_lite.runs.overlap import OneStepOffPolicy, PartialRollouts
+from tunix_lite.runs.overlap import _OneStepOffPolicy, _PartialRollouts
 from tunix_lite.runs.overlap_rules import groups_to_take
 from tunix_lite.runs.separate_sampling import SeparateSampling, shardings_on
 from tunix_lite.settings.compose import compose
@@ -188,14 +188,14 @@ def session_of(overlap, staleness, prompts=3):
 
 def carry_of(cfg, staleness, start=None, sampler=None):
     session = session_of("carry", staleness)
-    return PartialRollouts(
+    return _PartialRollouts(
         session, session.run, sampler or PartialSampler(of_cfg(make_sampler, cfg)), start or InFlight([], 0)
     )
 
 
 def one_step_of(cfg, staleness, start=None, sampler=None, apart=None):
     session = session_of("one_step", staleness)
-    return OneStepOffPolicy(session, session.run, start or InFlight([], 0), apart)
+    return _OneStepOffPolicy(session, session.run, start or InFlight([], 0), apart)
 
 
 def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
@@ -207,9 +207,9 @@ def drawn(overlap, step, cfg, generate=None, params=None, updated=None):
     # the update takes the weights away
     jax.tree.map(lambda x: x.delete(), params if updated is None else updated)
     beside = overlap.beside_update()
-    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, OneStepOffPolicy)
+    assert (beside.get("time/rollout_beside_update", 0) > 0) == isinstance(overlap, _OneStepOffPolicy)
     assert overlap.beside_update() == {}
-    grader = task.grader(None) if isinstance(overlap, OneStepOffPolicy) else Grades(examples)
+    grader = task.grader(None) if isinstance(overlap, _OneStepOffPolicy) else Grades(examples)
     answers = who_answers(task, examples)
     rollout = found.generate(None, examples, None, GENERATIONS, on_finished=grader.submit, **answers)
     for row, mask in enumerate(rollout.completion_mask):
@@ -314,7 +314,7 @@ class Talks(Numbers):
 def one_step_of_talks(start=None, delay=0):
     session = session_of("one_step", 1)
     session.task = Talks(delay=delay)
-    return OneStepOffPolicy(session, session.run, start or InFlight([], 0))
+    return _OneStepOffPolicy(session, session.run, start or InFlight([], 0))
 
 
 def test_conversations_are_sampled_a_step_ahead_and_a_resumed_run_has_the_same(cfg):

@@ -22,7 +22,7 @@ from test_conversations import Numbers
 from test_hardware import needs_compiler
 
 from tunix_lite.commands import plan as command
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, _make_plans
 from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
@@ -511,7 +511,7 @@ def test_bounds_are_flops_bytes_and_links_over_what_the_hardware_does(cfg):
 
 
 def planned(overrides, words=(), **settings):
-    return make_plans(compose(list(overrides)), PlanConfig(analytic=True, **settings), list(words))
+    return _make_plans(compose(list(overrides)), PlanConfig(analytic=True, **settings), list(words))
 
 
 def test_all_meshes_are_ranked_what_fits_first_and_then_the_fastest():

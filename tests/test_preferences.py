@@ -28,7 +28,7 @@ from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.parts import policy_of
 from tunix_lite.planning.plan import assemble_plan
-from tunix_lite.planning.resolved import FrozenModel, ResolvedRun, find_model, resolve_run
+from tunix_lite.planning.resolved import ResolvedRun, _FrozenModel, find_model, resolve_run
 from tunix_lite.runs.fingerprint import fingerprint
 from tunix_lite.runs.setup import check_resumed, find_parts, locate_frozen, write_fingerprint
 from tunix_lite.settings import compose as composing
@@ -196,7 +196,7 @@ def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
     run = compose(["algorithm=distill", *words, *QUICK])
     other = replace(cfg, num_layers=1, mlp_dim=40)
     resolved = ResolvedRun(run, cfg, None, {"fsdp": 1, "tp": 1}, plan_batch(run, 1), RowLayout(), 4, "xla")
-    resolved = replace(resolved, frozen_models={"teacher": FrozenModel(other, "fp32", "xla")})
+    resolved = replace(resolved, frozen_models={"teacher": _FrozenModel(other, "fp32", "xla")})
     weights = random_params(other, seed=9)
     policy = policy_of(resolved, frozen_models={"teacher": weights})
     mask = np.asarray(rollout.completion_mask)

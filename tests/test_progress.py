@@ -8,12 +8,12 @@ import sys
 from pseudo_terminal import seen_on_terminal
 
 from tunix_lite.rollout.requests import Request
-from tunix_lite.runs.sampling_progress import SamplingClock
+from tunix_lite.runs.sampling_progress import _SamplingClock
 
 
 def test_the_time_left_is_by_the_completions_that_have_ended_and_compiling_is_no_part_of_it():
     now, compiled = [0.0], [0.0]
-    clock = SamplingClock(8, lambda: compiled[0], lambda: now[0])
+    clock = _SamplingClock(8, lambda: compiled[0], lambda: now[0])
     requests = [Request(i, i, 0, 64, num_new=16) for i in range(4)]
     now[0] = 4.0
     clock.take(requests)

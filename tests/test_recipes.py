@@ -15,7 +15,7 @@ import jax
 import pytest
 from test_hardware import needs_compiler
 
-from tunix_lite.commands.plan import PlanConfig, make_plans
+from tunix_lite.commands.plan import PlanConfig, _make_plans
 from tunix_lite.models import decoder, weights
 from tunix_lite.planning.advice import savings
 from tunix_lite.planning.at_start import out_of_memory_lines
@@ -58,7 +58,7 @@ def target(name: str) -> str | None:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if target(name)])
 def test_a_recipe_fits_the_devices_that_it_names(name):
-    plan = make_plans(recipe(name), PlanConfig(target=target(name), analytic=True), []).plans[0]
+    plan = _make_plans(recipe(name), PlanConfig(target=target(name), analytic=True), []).plans[0]
     # formulas have been up to a quarter too low (docs/guide/plan.md)
     assert plan.fits and plan.peak_bytes < 0.75 * plan.machine.capacity
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
@@ -196,7 +196,7 @@ def test_a_recipe_gives_way_to_the_command_line_and_a_wrong_name_lists_those_the
 
 def test_out_of_memory_names_what_takes_less_the_cheapest_first():
     settings = ["model=gemma3_1b", "training.micro_batch_size=4", "generation.max_new_tokens=512"]
-    plan = make_plans(compose(settings), PlanConfig(analytic=True), []).plans[0]
+    plan = _make_plans(compose(settings), PlanConfig(analytic=True), []).plans[0]
     found = savings(plan)
     changes = [overrides[0].partition("=")[0] for overrides, _ in found]
     order = ["rollout.weights", "rollout.num_slots", "rollout.cache", "training.remat", "training.mixed_precision",
@@ -205,7 +205,7 @@ def test_out_of_memory_names_what_takes_less_the_cheapest_first():
     assert places == sorted(places) and len(found) >= 3 and all(size > 0 for _, size in found)
     # Each saving is what a plan with the override says.
     overrides, size = found[0]
-    better = make_plans(compose([*settings, *overrides]), PlanConfig(analytic=True), []).plans[0]
+    better = _make_plans(compose([*settings, *overrides]), PlanConfig(analytic=True), []).plans[0]
     assert size == plan.peak_bytes - better.peak_bytes
 
     lines = out_of_memory_lines(plan.resolved)
@@ -215,7 +215,7 @@ def test_out_of_memory_names_what_takes_less_the_cheapest_first():
 
 def test_a_run_that_is_out_of_memory_says_so_and_another_does_not(tmp_path, monkeypatch):
     said = []
-    resolved = make_plans(compose([]), PlanConfig(analytic=True), []).plans[0].resolved
+    resolved = _make_plans(compose([]), PlanConfig(analytic=True), []).plans[0].resolved
     run_session = SimpleNamespace(
         status=SimpleNamespace(started=True, steps=3, write=lambda *a, **k: None),
         run_dir=RunDir(tmp_path),

@@ -15,7 +15,7 @@ import yaml
 
 from tunix_lite.__main__ import main
 from tunix_lite.distributed.folder_lock import is_held
-from tunix_lite.report.charts import Chart, Line, line_chart
+from tunix_lite.report.charts import Chart, _Line, line_chart
 from tunix_lite.report.comparison import runs_in
 from tunix_lite.report.page import MOST_BYTES, page_as_html, write_at_end, write_page
 from tunix_lite.report.run_page import run_page
@@ -245,7 +245,7 @@ def test_the_head_and_the_examples_are_those_of_the_files(run):
 def test_a_drawn_curve_lies_where_its_numbers_are():
     """Read back through the numbers at the grid, as an eye does."""
     steps, values = list(range(1, 41)), np.random.default_rng(0).normal(3, 1, 40).tolist()
-    drawn = line_chart(Chart("loss", [Line("", steps, values)]))
+    drawn = line_chart(Chart("loss", [_Line("", steps, values)]))
     marks = re.findall(r'<text class="tick" x="38" y="([\d.]+)" text-anchor="end">([-\d.]+)<', drawn)
     (y0, v0), (y1, v1) = [(float(y) - 3.5, float(v)) for y, v in (marks[0], marks[-1])]
     below = re.findall(r'<text class="tick" x="([\d.]+)" y="172" text-anchor="middle">(\d+)<', drawn)

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tunix_lite.rewards.judge import Judge, JudgeError
+from tunix_lite.rewards.judge import Judge, _JudgeError
 from tunix_lite.workers.pool import Pool, RewardsConfig
 
 ZERO = RewardsConfig("zero", timeout=20.0)
@@ -119,7 +119,7 @@ def test_the_last_score_of_the_answer_counts(answer, settings, score):
 def test_an_answer_without_a_score_is_an_error(answer, message):
     with serving(answer, "Score: 5") as server:
         asks = judge(server)
-        with pytest.raises(JudgeError, match=message):
+        with pytest.raises(_JudgeError, match=message):
             asks("4", EXAMPLE)
         assert asks("4", EXAMPLE) == 0.5, "it was asked again"
 
@@ -128,10 +128,10 @@ def test_what_may_pass_is_tried_again_and_what_will_not_is_not():
     with serving(503, 429, "Score: 5") as server:
         assert judge(server, retries=2)("4", EXAMPLE) == 0.5 and len(server.asked) == 3
     twice = "gave no answer, asked 2 times: HTTP 503 Service Unavailable busy"
-    with serving(503) as server, pytest.raises(JudgeError, match=twice):
+    with serving(503) as server, pytest.raises(_JudgeError, match=twice):
         judge(server)("4", EXAMPLE)
     with serving(401) as server:
-        with pytest.raises(JudgeError, match="asked once: HTTP 401"):
+        with pytest.raises(_JudgeError, match="asked once: HTTP 401"):
             judge(server)("4", EXAMPLE)
         assert len(server.asked) == 1
     with serving(lambda handler: handler.say(200, b"<html>"), "Score: 5") as server:
@@ -140,7 +140,7 @@ def test_what_may_pass_is_tried_again_and_what_will_not_is_not():
         assert judge(server)("4", EXAMPLE) == 0.5
     closed = Server("")
     closed.server_close()
-    with pytest.raises(JudgeError, match="refused"):
+    with pytest.raises(_JudgeError, match="refused"):
         judge(closed)("4", EXAMPLE)
 
 
@@ -170,7 +170,7 @@ def test_a_judge_that_is_slow_or_endless_is_given_up():
     for answer, message in ((lambda _: time.sleep(1), late), (drip, late), (drip_headers, late), (flood, "bytes")):
         with serving(answer) as server:
             began = time.monotonic()
-            with pytest.raises(JudgeError, match=message):
+            with pytest.raises(_JudgeError, match=message):
                 judge(server, timeout=0.3, retries=0)("4", EXAMPLE)
             assert time.monotonic() - began < 2
 
@@ -194,7 +194,7 @@ def test_what_is_no_answer_is_a_judge_error_and_asked_for_again(said, message):
     with serving(lambda handler: handler.wfile.write(said), "Score: 5") as server:
         assert judge(server)("4", EXAMPLE) == 0.5 and len(server.asked) == 2
     with serving(lambda handler: handler.wfile.write(said)) as server:
-        with pytest.raises(JudgeError, match=message) as failed:
+        with pytest.raises(_JudgeError, match=message) as failed:
             judge(server)("4", EXAMPLE)
         assert str(failed.value).isprintable()
 
@@ -216,7 +216,7 @@ def test_only_the_named_server_is_asked_and_gets_the_key(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with serving("Score: 5") as other:
         with serving(lambda handler: handler.say(302, b"", Location=other.url)) as server:
-            with pytest.raises(JudgeError, match="HTTP 302"):
+            with pytest.raises(_JudgeError, match="HTTP 302"):
                 judge(server, api_key_env="MY_KEY")("4", EXAMPLE)
             assert server.headers[0]["Authorization"] == "Bearer secret"
         assert not other.asked

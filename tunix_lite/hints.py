@@ -80,7 +80,7 @@ def unknown_key(key: str, known: Iterable[str], value: object = None) -> str:
 
 
 @dataclass(frozen=True)
-class Word:
+class _Word:
     """A row of conf/words.yaml, which describes its fields."""
 
     # project -> its names for this, separated by spaces
@@ -97,7 +97,7 @@ class Word:
 
 
 @functools.cache
-def foreign_words() -> tuple[list[Word], dict[str, str]]:
+def _foreign_words() -> tuple[list[_Word], dict[str, str]]:
     """The words of other projects, and the families of settings that have no equivalent."""
     # the loader in C reads the file in a tenth of the time
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -107,14 +107,14 @@ def foreign_words() -> tuple[list[Word], dict[str, str]]:
         ours = row.pop("write", [])
         ours = (ours,) if isinstance(ours, str) else tuple(ours)
         rest = (row.pop("note", ""), row.pop("values", {}))
-        rows.append(Word(row, ours, *rest))
+        rows.append(_Word(row, ours, *rest))
     return rows, table["families"]
 
 
 @functools.cache
-def _index() -> dict[str, tuple[Word, bool]]:
+def _index() -> dict[str, tuple[_Word, bool]]:
     """Name, in small letters -> the word, and whether it is the name of a setting of ours."""
-    names = [(each, *pair) for each in foreign_words()[0] for pair in each.all_names()]
+    names = [(each, *pair) for each in _foreign_words()[0] for pair in each.all_names()]
     return {name.lower(): (each, project == "ours") for each, project, name in names}
 
 
@@ -129,7 +129,7 @@ def translated(key: str, value: object, known: Iterable[str] | None = None) -> H
     first meaning is.
     """
     name = _normal(key)
-    families = foreign_words()[1]
+    families = _foreign_words()[1]
     family = next((families[f] for f in families if "." in f and f".{f}" in f".{name}"), "")
     if family:
         return Hint((), family)
@@ -153,7 +153,7 @@ def foreign_value(key: str, value: object) -> Hint | None:
 
 
 def _fitting(
-    each: Word, sections: list[str], value: object, known: Iterable[str] | None
+    each: _Word, sections: list[str], value: object, known: Iterable[str] | None
 ) -> Hint | None:
     """The word with this value, if it can be meant in these sections."""
     text = _text(value)

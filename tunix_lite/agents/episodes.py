@@ -25,7 +25,7 @@ IS_OVER = (
 
 
 @dataclass
-class TokenSequence:
+class _TokenSequence:
     """Tokens that an agent's calls read and sampled.
 
     Example: TokenSequence([2, 17, 9, 1], [F, F, T, T], [0.0, 0.0, -0.3, -0.1], num_calls=1).
@@ -44,7 +44,7 @@ class TokenSequence:
 
 
 def add_choice(
-    sequences: list[TokenSequence],
+    sequences: list[_TokenSequence],
     prompt: Sequence[int],
     tokens: Sequence[int],
     logprobs: Sequence[float],
@@ -53,7 +53,7 @@ def add_choice(
     new one. logprobs: of its tokens, in nats."""
     beginnings = [one for one in sequences if one.is_start_of(prompt)]
     if not beginnings:
-        beginnings = [TokenSequence()]
+        beginnings = [_TokenSequence()]
         sequences += beginnings
     longest = max(beginnings, key=lambda one: len(one.tokens))
     read = prompt[len(longest.tokens) :]
@@ -64,7 +64,7 @@ def add_choice(
 
 
 def with_tokens_as_sampled(
-    prompt: Sequence[int], sequences: Sequence[TokenSequence], tokenizer: Tokenizer
+    prompt: Sequence[int], sequences: Sequence[_TokenSequence], tokenizer: Tokenizer
 ) -> list[int]:
     """Returns the tokens of a prompt. Where its text begins with that of an earlier sequence, it
     gets the tokens of that sequence; its text stays the same, character by character."""
@@ -97,7 +97,7 @@ class Episode:
     # sampling settings that override the agent's; None: the agent's
     draw: DrawSettings | None = None
     # sequences in the order in which calls ended
-    sequences: list[TokenSequence] = field(default_factory=list)
+    sequences: list[_TokenSequence] = field(default_factory=list)
     num_calls: int = 0
     is_over: bool = False
 
@@ -152,7 +152,7 @@ class OpenEpisodes:
             number = opened.num_calls
             opened.num_calls += 1
             # others of its calls may end meanwhile
-            earlier = [TokenSequence(list(one.tokens)) for one in opened.sequences]
+            earlier = [_TokenSequence(list(one.tokens)) for one in opened.sequences]
         how = call.draw if opened.draw is None else opened.draw
         seed = seed_of_call(opened.seed, number, 0)
         draw = replace(how, seed=seed, top_logprobs=call.draw.top_logprobs)

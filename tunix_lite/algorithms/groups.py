@@ -38,7 +38,7 @@ Weighting = Callable[..., np.ndarray]
 
 
 @dataclass(frozen=True)
-class TurnCredit:
+class _TurnCredit:
     """Assigns the rewards of a conversation to its turns.
     Example: TurnCredit("discount", 0.5).values([0.0, 1.0]) is [0.5, 1.0]."""
 
@@ -73,7 +73,7 @@ class Groups:
     # parts of the rewards beside those of the task, [P, G], by name
     added: dict[str, np.ndarray] = field(default_factory=dict)
     # credit of turns in conversations; None: there are no turns
-    credit: TurnCredit | None = None
+    credit: _TurnCredit | None = None
 
     def batch(
         self,
@@ -192,7 +192,7 @@ def sample_groups(
     if rollout.conversations is None:
         return groups
     settings = task.conversation
-    groups = replace(groups, credit=TurnCredit(settings.credit, settings.discount))
+    groups = replace(groups, credit=_TurnCredit(settings.credit, settings.discount))
     if settings.on_limit == "mask":
         is_whole_B = np.array([not one.reached_limit for one in rollout.conversations])
         groups = groups.learning_from(is_whole_B.reshape(rewards_PG.shape))
@@ -201,7 +201,7 @@ def sample_groups(
 
 def turn_advantages(
     function: Advantages,
-    credit: TurnCredit,
+    credit: _TurnCredit,
     turn_rewards: Sequence[Sequence[float]],
     kept_PG: np.ndarray,
 ) -> list[np.ndarray]:

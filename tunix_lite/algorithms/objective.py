@@ -63,14 +63,14 @@ SHOWN = {"num_generations", "advantages", "weighting", "ratio", "surrogate", "en
 SHOWN |= {"clip_low", "clip_high"}
 
 
-def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
+def _function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function itself, without the settings that are bound to it."""
     return piece.func if isinstance(piece, partial) else piece
 
 
 def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
     """Returns every setting of a function that has a value, bound or by default."""
-    parameters = inspect.signature(function_of(piece)).parameters.values()
+    parameters = inspect.signature(_function_of(piece)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | (piece.keywords if isinstance(piece, partial) else {})
 
@@ -78,7 +78,7 @@ def settings_of(piece: Callable[..., Any]) -> dict[str, Any]:
 def _same(one: object, other: object) -> bool:
     """Compares two values; of functions, their settings too."""
     if callable(one) and callable(other):
-        is_same_function = function_of(one) is function_of(other)
+        is_same_function = _function_of(one) is _function_of(other)
         return is_same_function and settings_of(one) == settings_of(other)
     return type(one) is type(other) and one == other
 
@@ -87,7 +87,7 @@ def _name_of(piece: object) -> str:
     """`clip` or `clip(dual=3)` of a function, the value itself of anything else."""
     if not callable(piece):
         return str(piece)
-    function = function_of(piece)
+    function = _function_of(piece)
     name = getattr(function, "__name__", type(function).__name__)
     bound = piece.keywords if isinstance(piece, partial) else {}
     settings = ", ".join(f"{key}={value}" for key, value in bound.items())
@@ -163,7 +163,7 @@ class Objective:
         """Says what may be wrong with single settings and with several together, and whether it
         is."""
         surrogate = _name_of(self.surrogate)
-        has_no_ratio = function_of(self.ratio) is ratios.no_ratio
+        has_no_ratio = _function_of(self.ratio) is ratios.no_ratio
         is_shaped = self.shaping is not None or self.is_kl_reward
         updates = f"updates_per_rollout={self.updates_per_rollout}"
         problems = {
@@ -201,7 +201,7 @@ class Objective:
             "that sampled; use token_ratio": has_no_ratio and self.updates_per_rollout > 1,
             f"surrogate={surrogate} is a function of the ratio, which is 1 with ratio=no_ratio; "
             "take surrogate=policy_gradient": (
-                has_no_ratio and function_of(self.surrogate) in OF_THE_RATIO
+                has_no_ratio and _function_of(self.surrogate) in OF_THE_RATIO
             ),
             "correction compares the trainer with the sampler, so it needs the trainer's own "
             "log-probabilities: set old_logprobs=rescored": (
@@ -213,7 +213,7 @@ class Objective:
             ),
             "advantages=max_likelihood takes rewards of 0 and 1 only: leave out shaping and "
             "kl_estimator=k1_reward": (
-                is_shaped and function_of(self.advantages) is adv.max_likelihood
+                is_shaped and _function_of(self.advantages) is adv.max_likelihood
             ),
         }
 
@@ -244,7 +244,7 @@ class Objective:
                 raise ValueError(
                     f"{name} is called with {len(values)} arguments and its settings: {error}"
                 ) from error
-            is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
+            is_ours = _function_of(function).__module__.startswith("tunix_lite.algorithms.")
             if is_ours and name not in ("ratio", "surrogate"):
                 function(*values, **known)
 
@@ -273,7 +273,7 @@ class Objective:
         """Explains why these settings cannot learn from tokens that earlier weights drew, and what
         to set. None: they can, since all that they compute of such a token has its importance
         weight."""
-        if function_of(self.ratio) is ratios.no_ratio:
+        if _function_of(self.ratio) is ratios.no_ratio:
             return (
                 "algorithm.ratio=no_ratio is right only for tokens of the current weights; set "
                 "algorithm.ratio._target_=tunix_lite.algorithms.ratios.token_ratio"
@@ -285,7 +285,7 @@ class Objective:
             )
         # The trainer's own are of the weights of now. Only a correction has the weight of such a
         # token, and only the gain is multiplied by it.
-        masks = function_of(self.correction) is corrections.mask_sequences
+        masks = _function_of(self.correction) is corrections.mask_sequences
         without = {
             "without algorithm.correction": self.correction is None,
             "with algorithm.correction=mask_sequences": masks,
@@ -316,7 +316,7 @@ class Objective:
 
         def text(piece: Callable[..., Any]) -> str:
             # of a piece that is not ours, its name
-            template = PIECES.get(function_of(piece), f"{_name_of(piece)}(...)")
+            template = PIECES.get(_function_of(piece), f"{_name_of(piece)}(...)")
             return template.format(**settings_of(piece), clipped=clipped)
 
         gain = text(self.surrogate)

@@ -82,7 +82,7 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     there = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"out={folder}: {there} is no folder that can be written")
-    found = make_plans(run, settings, sys.argv[1:])
+    found = _make_plans(run, settings, sys.argv[1:])
     found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
@@ -98,7 +98,7 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
         )
 
 
-def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
+def _make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     """Makes a plan for each mesh, the best first.
 
     words: the command line, which is repeated with what would fit, if no plan fits. Raises
@@ -151,25 +151,19 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
         best = [planning.with_compiled(plan, devices, _say) for plan in plans[:_COMPILED]]
         plans[:_COMPILED] = best
         plans.sort(key=lambda plan: plan.rank)
-    return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
-    """The plans, and if none fits, with a command that would. What is advised is compiled too,
-    unless the plan is analytic."""
-    if any(plan.fits is not False for plan in plans.plans):
-        return plans
+    # If none fits, a command that would. What is advised is compiled, too, unless the plan is
+    # analytic.
+    made = Plans(tuple(plans), tuple(refused))
+    if any(plan.fits is not False for plan in made.plans):
+        return made
 
     def compile_again(changed: Plan) -> Plan:
         if settings.analytic:
             return changed
         return planning.with_compiled(changed, devices_of(changed.machine), _say)
 
-    overrides, found = advice(plans.plans[0], compile_again)
+    overrides, found = advice(made.plans[0], compile_again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
         f"{report.source(found)}"
@@ -185,12 +179,16 @@ def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
         if "model.mesh_shape" in new:
             kept = [word for word in kept if word != "mesh=all"]
         command = shlex.join(["tunix-lite", "plan", *kept, *overrides])
-        return replace(plans, command=command, change=change)
+        return replace(made, command=command, change=change)
     least = "nothing makes it smaller"
     if overrides:
         least = f"the least is {peak}, with {' '.join(overrides)}"
     change = f"nothing that was tried fits, and a larger target is needed: {least}"
-    return replace(plans, change=change)
+    return replace(made, change=change)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:
@@ -208,7 +206,7 @@ def verified(run: RunConfig, settings: PlanConfig) -> list[str]:
     took = forecast.measured(settings.verify)
     check_same_overrides(settings.verify, sys.argv[1:])
     lengths = recorded_lengths(settings.verify, "verify")
-    best = make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
+    best = _make_plans(run, replace(settings, mesh="run"), sys.argv[1:]).plans[0]
     found = _with_forecast(best, lengths).forecast
     if found is None:
         raise ConfigError(f"verify={settings.verify}: {report.verdict(best)}")

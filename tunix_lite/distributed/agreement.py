@@ -88,18 +88,18 @@ def process_info(settings: dict, folder: str | None = None) -> ProcessInfo:
     values["python"] = platform.python_version()
     values["accelerator"] = accelerator()
     values |= compiler_variables(os.environ)
-    values |= flatten_settings(settings)
+    values |= _flatten_settings(settings)
     return ProcessInfo(values, folder, socket.gethostname())
 
 
-def flatten_settings(value: object, name: str = "") -> dict[str, str]:
+def _flatten_settings(value: object, name: str = "") -> dict[str, str]:
     """Nested settings as one dict of texts, keyed by dotted names. An absolute path keeps only its
     last part: `{"model": {"weights": "/data/gemma"}}` becomes `{"model.weights": "gemma"}`."""
     if isinstance(value, dict):
         prefix = f"{name}." if name else ""
         flat = {}
         for part, item in value.items():
-            flat |= flatten_settings(item, f"{prefix}{part}")
+            flat |= _flatten_settings(item, f"{prefix}{part}")
         return flat
     if name == "launch.process_id":
         return {}
@@ -159,7 +159,7 @@ def compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
             flag, _, value = word.partition("=")
             if not _OWN_FLAGS.match(flag):
                 variables[f"{_VARIABLE}{name} {flag}"] = value or "true"
-    return flatten_settings(variables)
+    return _flatten_settings(variables)
 
 
 def accelerator() -> str:

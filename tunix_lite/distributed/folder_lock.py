@@ -50,7 +50,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
                     break
                 raise
             if other is None:
-                other = (lock_owner(folder) or "another process").partition(",")[0]
+                other = (_lock_owner(folder) or "another process").partition(",")[0]
                 text = f"waiting for {folder}, which is in use by {other}"
                 print(text, file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
@@ -86,7 +86,7 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
         join.agree({}, error)
 
         # The lock file that process 0 wrote must be visible at this path on every host.
-        reports = allgather_values([str(folder.absolute()), lock_owner(folder)])
+        reports = allgather_values([str(folder.absolute()), _lock_owner(folder)])
         first_folder, owner = reports[0]
         error = (
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
@@ -100,14 +100,14 @@ def _is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
     """Whether `lock_owner(folder)` is `owner`, or becomes it in some `seconds`, as on a network
     disk."""
     deadline = time.monotonic() + seconds
-    while lock_owner(folder) != owner:
+    while _lock_owner(folder) != owner:
         if time.monotonic() >= deadline:
             return False
         time.sleep(POLL)
     return True
 
 
-def lock_owner(folder: Path) -> str | None:
+def _lock_owner(folder: Path) -> str | None:
     """The text in the lock file: process id, host and time of the last lock, in microseconds, so no
     two locks have the same text. None if there is none."""
     with contextlib.suppress(OSError):
@@ -131,5 +131,5 @@ def is_held(folder: Path) -> bool | None:
 
 def is_abandoned(folder: Path) -> bool:
     """Whether a process of this machine had the lock of a folder, and no process has it now."""
-    is_ours = f" of {socket.gethostname()}," in (lock_owner(folder) or "")
+    is_ours = f" of {socket.gethostname()}," in (_lock_owner(folder) or "")
     return is_ours and is_held(folder) is False

@@ -37,7 +37,7 @@ FEWEST_PROGRAMS = 66
 
 
 @dataclass(frozen=True)
-class Tile:
+class _Tile:
     """The part of a product that a program computes: so many rows and columns, of one of so many
     parts of the sum.
 
@@ -53,14 +53,14 @@ class Tile:
         return pl.cdiv(B, self.rows) * pl.cdiv(O, self.columns) * self.parts
 
 
-def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> Tile:
+def tile_of(B: int, S: int, O: int, most_parts: int = 1) -> _Tile:
     """The largest tile with enough programs: the sum over S numbers is parted first, where it may
     be, and then the longer side of B rows and O outputs is halved.
 
     Example: tile_of(64, 1024, 1152, most_parts=8) is Tile(64, 64, 4).
     """
     rows = max(FEWEST, min(MOST_OF_A_SIDE, 1 << (B - 1).bit_length()))
-    tile = Tile(rows, MOST_OF_A_SIDE)
+    tile = _Tile(rows, MOST_OF_A_SIDE)
     while tile.programs(B, O) < FEWEST_PROGRAMS:
         parts = 2 * tile.parts
         if parts <= most_parts and S % (parts * FEWEST) == 0:
@@ -215,7 +215,7 @@ def _product(
     return call(*inputs)
 
 
-def _kernel(tile: Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
+def _kernel(tile: _Tile, activation: str | None, x_BS: Any, *refs: Any) -> None:
     """A part of the sum of some rows and columns: of one of the weights whose outputs stand side by
     side, or of gate and up. What lies beyond the last row or column is read as the last one;
     several programs then write the same numbers."""

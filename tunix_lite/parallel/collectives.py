@@ -33,7 +33,7 @@ GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))
 
 
 @dataclass(frozen=True)
-class Collective:
+class _Collective:
     """One collective instruction of a program.
 
     Example: Collective("all-gather", "fsdp", count=26, num_bytes=15_925_248,
@@ -74,7 +74,7 @@ class CollectiveTotal:
     count_known: bool
 
 
-def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
+def collectives(text: str, mesh_shape: dict[str, int]) -> list[_Collective]:
     """Every collective of the program, in the order of a walk from its entry through loops,
     branches, fusions and calls. mesh_shape: size by axis, first axis first. Raises ValueError if
     the program is for another number of devices than the mesh has."""
@@ -84,9 +84,9 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             f"the program is for {partitions[1]} devices, but the mesh is {mesh_shape}"
         )
     program, entry = parse(text)
-    ops: list[Collective] = []
+    ops: list[_Collective] = []
 
-    def visit(name: str, site: CallSite) -> None:
+    def visit(name: str, site: _CallSite) -> None:
         for instruction in program[name].instructions.values():
             if instruction.op.removesuffix("-start") in KINDS:
                 one = _read_collective(instruction, program[name], site, mesh_shape)
@@ -98,11 +98,11 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
                 ):
                     visit(callee, callee_site)
 
-    visit(entry, CallSite())
+    visit(entry, _CallSite())
     return ops
 
 
-def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
+def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:
     """Sums by kind and axis, separately where the count is not known; most bytes first."""
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
     for c in ops:
@@ -115,7 +115,7 @@ def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
     return sorted(totals, key=lambda total: -total.total_bytes)
 
 
-def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
+def sent_bytes(c: _Collective, axis_size: int | None = None) -> int:
     """Bytes that one device sends, all runs together, if the devices form a ring."""
     n = axis_size or c.group_size
     # In parts of the buffer, which has n of them.
@@ -127,7 +127,7 @@ def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class CallSite:
+class _CallSite:
     """Facts about a computation that its callers give.
 
     Example: CallSite(times=12, in_loop=True) for the body of a scan over 12 layers.
@@ -143,8 +143,8 @@ class CallSite:
 
 
 def callees_of(
-    instruction: Instruction, caller: Computation, site: CallSite, program: Program
-) -> Iterator[tuple[str, CallSite]]:
+    instruction: Instruction, caller: Computation, site: _CallSite, program: Program
+) -> Iterator[tuple[str, _CallSite]]:
     """Lists the computations that an instruction of `caller` runs, each with the facts about the
     call. site: of the caller."""
     callees = called(instruction)
@@ -172,9 +172,9 @@ def callees_of(
 def _read_collective(
     instruction: Instruction,
     computation: Computation,
-    site: CallSite,
+    site: _CallSite,
     mesh_shape: dict[str, int],
-) -> Collective | None:
+) -> _Collective | None:
     """The collective that an instruction is; None if it goes over a single device, or was read
     before."""
     kind = instruction.op.removesuffix("-start")
@@ -203,7 +203,7 @@ def _read_collective(
     names = (op_name(instruction) or site.source).split("/")
     inner = names[1:] if len(names) > 1 else names
     source = "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
-    return Collective(
+    return _Collective(
         kind=kind,
         axis=axis,
         count=site.times,

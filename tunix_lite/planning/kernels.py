@@ -213,7 +213,7 @@ class _Walk:
                 continue
             if name in computation.instructions:
                 share = min(1.0, by_number.get(number, 0.0))
-                total += share * bytes_of(computation.instructions[name].type)
+                total += share * _bytes_of(computation.instructions[name].type)
         return round(total)
 
     def written_bytes(
@@ -222,30 +222,30 @@ class _Walk:
         types = tuple_types(i.type) if i.type.startswith("(") else [i.type]
         if i.op.endswith("-start"):
             # (operands, results, ...), but for a copy, which is (result, operand, ...)
-            return bytes_of(types[0 if i.op == "copy-start" or len(types) == 1 else 1])
+            return _bytes_of(types[0 if i.op == "copy-start" or len(types) == 1 else 1])
         # A library call may update operands in place: number of the result -> of the operand.
         aliases = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", i.rest)
         if i.op == "custom-call" and aliases:
             pairs = re.findall(r"\{(\d*)\}: \((\d+),", aliases[1])
             in_place = {int(result or 0): int(operand) for result, operand in pairs}
             taken = set(i.operands) - {i.operands[n] for n in in_place.values()}
-            new = sum(bytes_of(computation.instructions[name].type) for name in taken)
+            new = sum(_bytes_of(computation.instructions[name].type) for name in taken)
             return sum(
-                min(bytes_of(type_), new) if n in in_place else bytes_of(type_)
+                min(_bytes_of(type_), new) if n in in_place else _bytes_of(type_)
                 for n, type_ in enumerate(types)
             )
         results = self.results(inner) if inner else [(i, computation)]
         if len(results) != len(types):
-            return bytes_of(i.type)
+            return _bytes_of(i.type)
         total = 0
         for (result, of), type_ in zip(results, types):
-            size = bytes_of(type_)
+            size = _bytes_of(type_)
             if result.op in UPDATES:
                 # scatter(buffers, indices, updates), as many updates as buffers
                 new_values = result.operands[1 if result.op != "scatter" else -1]
                 if update := of.instructions.get(new_values):
                     # What lies in on-chip memory stays free, whatever is written to it.
-                    size = min(size, bytes_of(update.type))
+                    size = min(size, _bytes_of(update.type))
             total += size
         return total
 
@@ -292,7 +292,7 @@ class _Walk:
         return self.shares_by_number(inner)[number] if inner else 1.0
 
 
-def bytes_of(type_: str) -> int:
+def _bytes_of(type_: str) -> int:
     """Bytes of the arrays of a type that lie in the device's own memory: XLA for TPU writes S(n) on
     those that lie elsewhere."""
     return sum(

@@ -52,7 +52,7 @@ LARGE_HEAD_SHARE = 0.15
 
 
 @dataclass(frozen=True)
-class FrozenModel:
+class _FrozenModel:
     """A model that only scores, beside the one that trains.
 
     Example: FrozenModel(cfg, "int8", "xla").
@@ -106,7 +106,7 @@ class ResolvedRun:
     # memory that is free once it is loaded.
     sampling_weights: str = "gathered"
     # models of the algorithm that score, by name, such as a teacher
-    frozen_models: dict[str, FrozenModel] = field(default_factory=dict)
+    frozen_models: dict[str, _FrozenModel] = field(default_factory=dict)
 
     @property
     def dtype(self) -> type:
@@ -385,7 +385,7 @@ def resolve_run(
 
     # The model on the mesh, and what is sampled of it.
     with error_context("model.mesh_shape"):
-        check_model_divides(run, cfg, lora, mesh_shape)
+        _check_model_divides(run, cfg, lora, mesh_shape)
     base = run.model.lora.base
     if lora is None and base in BLOCKS:
         raise ConfigError(
@@ -413,7 +413,7 @@ def resolve_run(
     with error_context("training"):
         implementation, reason = _choose_attention(run, cfg, rows, platform, is_attached)
     with error_context("rollout"):
-        check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
+        _check_decode_kernels(run, cfg, platform, mesh_shape["tp"])
     resolved = ResolvedRun(
         run,
         cfg,
@@ -444,7 +444,7 @@ def resolve_run(
                     f"max_prompt_length + generation.max_new_tokens is {total}"
                 )
             chosen, _ = _choose_attention(run, theirs, rows, platform, is_attached)
-        frozen[name] = FrozenModel(theirs, settings.storage, chosen)
+        frozen[name] = _FrozenModel(theirs, settings.storage, chosen)
     return replace(resolved, frozen_models=frozen)
 
 
@@ -486,7 +486,7 @@ def learns_from(needs: Needs) -> str:
     return "demonstrations" if needs.demonstrations == ("completion",) else "preferences"
 
 
-def check_model_divides(
+def _check_model_divides(
     run: RunConfig, cfg: Architecture, lora: LoraConfig | None, mesh_shape: dict[str, int]
 ) -> None:
     """Raises ValueError, naming the weight, if the mesh does not divide the model or its
@@ -510,12 +510,12 @@ def check_apart(
     sizes = dict.fromkeys(AXES, 1) | dict(zip(shape[1], shape[0]))
     with error_context("rollout.mesh_shape"):
         try:
-            check_model_divides(run, cfg, lora, sizes)
+            _check_model_divides(run, cfg, lora, sizes)
         except ValueError as error:
             text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
             raise ValueError(text) from error
     with error_context("rollout"):
-        check_decode_kernels(run, cfg, platform, sizes["tp"])
+        _check_decode_kernels(run, cfg, platform, sizes["tp"])
 
 
 def check_generation(run: RunConfig, cfg: Architecture) -> None:
@@ -559,7 +559,7 @@ def _choose_attention(
         return choice, "as training.attention says"
 
 
-def check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
+def _check_decode_kernels(run: RunConfig, cfg: Architecture, platform: str, tp: int) -> None:
     """Raises ValueError where decoding cannot use the kernels that `rollout.kernels` asks for."""
     if run.rollout.is_fused:
         check_fused(

@@ -29,7 +29,7 @@ MANY = 20
 
 
 @dataclass(frozen=True)
-class Line:
+class _Line:
     """A curve of a chart. color: which of the COLORS.
 
     Example: Line("seed 0", [0, 15, 30], [0.42, 0.93, 0.95], color=1, kind="points").
@@ -51,7 +51,7 @@ class Chart:
     """
 
     title: str
-    lines: list[Line] = field(default_factory=list)
+    lines: list[_Line] = field(default_factory=list)
     # shown in percent
     is_share: bool = False
     note: str = ""
@@ -132,27 +132,27 @@ def metrics_of(run: Evidence, curve: _Curve) -> list[str]:
     return names
 
 
-def curve_lines(series: Series, name: str, color: int) -> list[Line]:
+def curve_lines(series: Series, name: str, color: int) -> list[_Line]:
     """A metric as it is, and where it has many steps its moving average over it."""
     steps = series.steps.tolist()
     values = series.values.tolist()
     if len(steps) < MANY:
         kind = "points" if series.name.startswith("eval/") else "line"
-        return [Line(name, steps, values, color, kind)]
+        return [_Line(name, steps, values, color, kind)]
     window = np.ones(max(len(steps) // 12, 4))
     # Where the window hangs over an end, the mean is of what there is.
     counts = np.convolve(np.ones(len(steps)), window, "same")
     smooth = np.convolve(series.values, window, "same") / counts
     return [
-        Line(name, steps, values, color, "faint"),
-        Line(name, steps, smooth.tolist(), color),
+        _Line(name, steps, values, color, "faint"),
+        _Line(name, steps, smooth.tolist(), color),
     ]
 
 
 # ---- numbers
 
 
-def _thinned(line: Line) -> list[tuple[float, float]]:
+def _thinned(line: _Line) -> list[tuple[float, float]]:
     """Few enough points of a line: the first, the last, and of every stretch between them the
     smallest and the largest, so that no peak is lost."""
     points = list(zip(line.steps, line.values))
@@ -194,7 +194,8 @@ def number_text(value: float, is_share: bool = False) -> str:
 
 def line_chart(chart: Chart) -> str:
     """The SVG element of a chart; one without any number is a frame with a word in it."""
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_safe(chart.title)}"'
+    title = html.escape(visible(chart.title))
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}"'
     parts = [f'<svg class="chart" {box}>']
 
     def write(text: str, x: float, y: float, anchor: str = "middle") -> None:
@@ -247,7 +248,3 @@ def line_chart(chart: Chart) -> str:
                 f'<circle class="dot {color}" cx="{a}" cy="{b}" r="3"/>' for a, b in points
             ]
     return "".join([*parts, "</svg>"])
-
-
-def _safe(text: str) -> str:
-    return html.escape(visible(text))

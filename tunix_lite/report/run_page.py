@@ -45,6 +45,13 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     scores = before_after.scores(measured)
     charts = curves(run)
     status, mood, words = standing(run, is_alive)
+    # Every curve in numbers.
+    rows = []
+    for name in [name for curve in CURVES for name in metrics_of(run, curve)]:
+        if series := run.series(name):
+            values = (series.first, series.last, series.least, series.largest)
+            rows.append([name, *(f"{x:.4g}" for x in (*values, series.early, series.late))])
+    heads = ["metric", "first", "last", "least", "most", "first third", "last third"]
     sections = [
         ("How it ended", [html.text(words, is_warning=mood != "good")] if words else []),
         ("Before and after", [*_scores(scores, measured)]),
@@ -54,7 +61,14 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         ("Time", [*_times(run)]),
         ("Settings", [*_settings(run, overrides)]),
         ("Go on from here", [*_commands(run, overrides, status)]),
-        ("Numbers behind the curves", [_numbers(run)]),
+        (
+            "Numbers behind the curves",
+            [
+                html.folded(
+                    "first, last, least and most of each metric", html.table(heads, rows, 1)
+                )
+            ],
+        ),
     ]
     # At last what the parts before could not read.
     for text in dict.fromkeys(run.unread):
@@ -332,16 +346,3 @@ def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterat
             "line of somebody else's run.",
             is_warning=True,
         )
-
-
-def _numbers(run: Evidence) -> Markup:
-    """Every curve in numbers."""
-    rows = []
-    for name in [name for curve in CURVES for name in metrics_of(run, curve)]:
-        if series := run.series(name):
-            values = (series.first, series.last, series.least, series.largest)
-            rows.append([name, *(f"{x:.4g}" for x in (*values, series.early, series.late))])
-    heads = ["metric", "first", "last", "least", "most", "first third", "last third"]
-    return html.folded(
-        "first, last, least and most of each metric", html.table(heads, rows, 1)
-    )

@@ -44,7 +44,7 @@ SCORE = (
 WORDS_OF_YAML = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 
 
-class JudgeError(RuntimeError):
+class _JudgeError(RuntimeError):
     """Raised if the judge could not be asked, or its answer holds no score."""
 
 
@@ -141,7 +141,7 @@ class Judge:
             match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None
         ]
         if not matches:
-            raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
+            raise _JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
             scores = {
                 name.casefold(): score
@@ -149,17 +149,17 @@ class Judge:
                 for name in (WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)])
             }
             if matches[-1].casefold() not in scores:
-                raise JudgeError(
+                raise _JudgeError(
                     f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}"
                 )
             return scores[matches[-1].casefold()]
         try:
             number = float(matches[-1])
         except ValueError as error:
-            raise JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is no number") from error
+            raise _JudgeError(f"the judge's {matches[-1][:SHOWN]!r} is no number") from error
         if not self.lowest <= number <= self.highest:
             wrong = f"the judge's {number:g} is not from {self.lowest:g} to {self.highest:g}"
-            raise JudgeError(wrong)
+            raise _JudgeError(wrong)
         return (number - self.lowest) / (self.highest - self.lowest)
 
     def _key(self) -> str:
@@ -187,7 +187,7 @@ class Judge:
         attempts = f"asked {attempt + 1} times" if attempt else "asked once"
         failed = f"the judge at {self.base_url} gave no answer, {attempts}: {failure}"
         # a server may say anything, also what acts on a terminal
-        raise JudgeError("".join(c if c.isprintable() else repr(c)[1:-1] for c in failed))
+        raise _JudgeError("".join(c if c.isprintable() else repr(c)[1:-1] for c in failed))
 
     def _post(self, body: dict) -> str:
         headers = {"Content-Type": "application/json; charset=utf-8"}

@@ -111,7 +111,7 @@ class _BatchesInFlight:
         }
 
 
-class PartialRollouts:
+class _PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
     its groups, and the completions under way go on with the new weights."""
 
@@ -147,7 +147,12 @@ class PartialRollouts:
         self._began = step
         last = step + self._behind * self._updates
         new_steps = range(self._before.next_step, last + 1, self._updates)
-        waiting = [one for new in new_steps for one in self._new_completions(new)]
+        waiting = [
+            OpenCompletion(new, p, g)
+            for new in new_steps
+            for p in range(len(self._batches.prompts(new)))
+            for g in range(self._generations)
+        ]
         completions = [*self._before.completions, *waiting]
         steps = {one.step for one in completions}
         prompts = {
@@ -158,7 +163,16 @@ class PartialRollouts:
 
         # Sample until the update has its groups.
         groups = np.array([one.group for one in completions])
-        take = self._taking(completions, step)
+        now = step // self._updates
+        shape = (-1, self._generations)
+        first = [one.versions[0] if one.versions else step for one in completions]
+        oldest = np.reshape(first, shape).min(axis=1) // self._updates
+
+        def take(has_ended: np.ndarray) -> list[int] | None:
+            """[N] bool, which completions have ended -> the places of the groups to take."""
+            is_whole = has_ended.reshape(shape).all(axis=1)
+            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
+
         completions, metrics = self._sampler.go_on(
             params,
             completions,
@@ -197,29 +211,6 @@ class PartialRollouts:
     def beside_update(self) -> Metrics:
         """See Overlap: all was sampled before."""
         return {}
-
-    def _new_completions(self, step: int) -> list[OpenCompletion]:
-        """Returns the empty completions of a step; those of a group stand side by side."""
-        return [
-            OpenCompletion(step, p, g)
-            for p in range(len(self._batches.prompts(step)))
-            for g in range(self._generations)
-        ]
-
-    def _taking(
-        self, completions: Sequence[OpenCompletion], step: int
-    ) -> Callable[[np.ndarray], list[int] | None]:
-        """([N] bool, which completions have ended) -> the places of the groups to take, or None."""
-        now = step // self._updates
-        shape = (-1, self._generations)
-        first = [one.versions[0] if one.versions else step for one in completions]
-        oldest = np.reshape(first, shape).min(axis=1) // self._updates
-
-        def take(has_ended: np.ndarray) -> list[int] | None:
-            is_whole = has_ended.reshape(shape).all(axis=1)
-            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
-
-        return take
 
 
 def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
@@ -278,7 +269,7 @@ class _TaskInHand:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class _Sampled:
     """A whole rollout that waits for its update, with its grades on the way.
 
     Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader).
@@ -293,7 +284,7 @@ class Sampled:
 
 
 @dataclass
-class UnderWay:
+class _UnderWay:
     """A rollout whose sampling has begun, and goes on beside the update.
 
     Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1).
@@ -309,7 +300,7 @@ class UnderWay:
     # seconds of sampling until now
     seconds: float
 
-    def sampled(self) -> Sampled:
+    def sampled(self) -> _Sampled:
         """Samples the rest."""
         elapsed = stopwatch()
         rollout = to_the_end(self.steps)
@@ -317,10 +308,10 @@ class UnderWay:
         versions = np.where(rollout.completion_mask, self.version, -1).astype(np.int32)
         seconds = {"time/rollout": self.seconds, "time/rollout_beside_update": beside}
         rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
-        return Sampled(self.step, self.version, rollout, self.examples, self.grader)
+        return _Sampled(self.step, self.version, rollout, self.examples, self.grader)
 
 
-class OneStepOffPolicy:
+class _OneStepOffPolicy:
     """rollout.overlap=one_step: the batch of the next rollout is sampled, with the weights before
     the updates of this one, while the devices compute the first of them.
 
@@ -346,7 +337,7 @@ class OneStepOffPolicy:
         self._seed_key = jax.random.key(run.seed)
         self._after = self._restored(start)
         self._before = self._after
-        self._under_way: UnderWay | None = None
+        self._under_way: _UnderWay | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
@@ -402,7 +393,7 @@ class OneStepOffPolicy:
 
     def _start_rollout(
         self, step: int, version: int, policy: Policy, params: Params
-    ) -> UnderWay:
+    ) -> _UnderWay:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end."""
         elapsed = stopwatch()
@@ -419,7 +410,7 @@ class OneStepOffPolicy:
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
         examples = self._batches.examples(step)
-        return UnderWay(step, version, steps, examples, grader, elapsed())
+        return _UnderWay(step, version, steps, examples, grader, elapsed())
 
     def _grader(self, step: int) -> Any:
         """Grades completions with the weights that the rewards have in that step."""
@@ -430,7 +421,7 @@ class OneStepOffPolicy:
         examples = self._batches.examples(step)
         return [example for example in examples for _ in range(self._generations)]
 
-    def _restored(self, start: InFlight | ConversationsInFlight) -> Sampled | None:
+    def _restored(self, start: InFlight | ConversationsInFlight) -> _Sampled | None:
         """The rollout that waited in a checkpoint; None: there was none. Its grades are computed
         again."""
         if isinstance(start, ConversationsInFlight):
@@ -451,7 +442,7 @@ class OneStepOffPolicy:
         grader = self._grader(step)
         for row, tokens in enumerate(last_turns):
             grader.submit(row, tokens)
-        return Sampled(step, version, rollout, self._batches.examples(step), grader)
+        return _Sampled(step, version, rollout, self._batches.examples(step), grader)
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:
@@ -464,7 +455,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
         return None
     start = restored(run, session.parts, step)
     if run.rollout.overlap == "one_step":
-        return OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
+        return _OneStepOffPolicy(session, run, start, separate_sampling(session, resolved))
     tokenizer = session.task.tokenizer
     sampler = make_sampler(
         resolved.cfg,
@@ -476,7 +467,7 @@ def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | 
         tokenizer,
         jnp.dtype(run.training.tp_reduce_dtype),
     )
-    return PartialRollouts(session, run, PartialSampler(sampler), start)
+    return _PartialRollouts(session, run, PartialSampler(sampler), start)
 
 
 def restored(run: RunConfig, parts: Parts, step: int) -> InFlight | ConversationsInFlight:

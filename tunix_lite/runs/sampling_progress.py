@@ -13,7 +13,7 @@ from tunix_lite.tracking.progress import Output, Progress, after
 from tunix_lite.types import Rollout
 
 
-class SamplingClock:
+class _SamplingClock:
     """Estimates the time left, as if the other completions took as long as those that have ended.
 
     Example: `clock = SamplingClock(160)`; `clock.take(requests)` after each chunk.
@@ -68,7 +68,7 @@ class SamplingProgress:
         patience: float = 0.0,
     ):
         """rollouts: how many completions each one samples. patience: as of a Progress."""
-        self.clock = SamplingClock(sum(rollouts))
+        self.clock = _SamplingClock(sum(rollouts))
         self.line = Progress(output, self.text, self._text_at_end, patience)
         self._compiled_before = compile_seconds()
         self._is_rate_said = False

@@ -22,7 +22,7 @@ def whole_text(completion: str) -> str:
 
 
 @dataclass(frozen=True)
-class FileRows(FileSource):
+class _FileRows(FileSource):
     """Rows of files as a source: each makes a prompt, or is refused or left out when it is read.
 
     Example: `task=jsonl task.train=train.jsonl` makes one, with the template of task.prompt.
@@ -117,7 +117,7 @@ class FilesTaskConfig(TaskConfig):
         if self.correct is None and not single and rewards:
             raise ValueError("correct is missing: rewards of a group do not say what is right")
         settle("correct", self.correct or next(iter(single), TaskConfig.correct))
-        source = FileRows(
+        source = _FileRows(
             self.train,
             self.held_out,
             self.format,
