@@ -151,19 +151,25 @@ def _make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans
         best = [planning.with_compiled(plan, devices, _say) for plan in plans[:_COMPILED]]
         plans[:_COMPILED] = best
         plans.sort(key=lambda plan: plan.rank)
+    return _advised(Plans(tuple(plans), tuple(refused)), settings, words)
 
-    # If none fits, a command that would. What is advised is compiled, too, unless the plan is
-    # analytic.
-    made = Plans(tuple(plans), tuple(refused))
-    if any(plan.fits is not False for plan in made.plans):
-        return made
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _advised(plans: Plans, settings: PlanConfig, words: list[str]) -> Plans:
+    """The plans, and if none fits, with a command that would. What is advised is compiled too,
+    unless the plan is analytic."""
+    if any(plan.fits is not False for plan in plans.plans):
+        return plans
 
     def compile_again(changed: Plan) -> Plan:
         if settings.analytic:
             return changed
         return planning.with_compiled(changed, devices_of(changed.machine), _say)
 
-    overrides, found = advice(made.plans[0], compile_again)
+    overrides, found = advice(plans.plans[0], compile_again)
     peak = (
         f"{report.gib(found.peak_bytes)} of {report.gib(found.machine.capacity)} GiB, "
         f"{report.source(found)}"
@@ -179,16 +185,12 @@ def _make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans
         if "model.mesh_shape" in new:
             kept = [word for word in kept if word != "mesh=all"]
         command = shlex.join(["tunix-lite", "plan", *kept, *overrides])
-        return replace(made, command=command, change=change)
+        return replace(plans, command=command, change=change)
     least = "nothing makes it smaller"
     if overrides:
         least = f"the least is {peak}, with {' '.join(overrides)}"
     change = f"nothing that was tried fits, and a larger target is needed: {least}"
-    return replace(made, change=change)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return replace(plans, change=change)
 
 
 def _with_forecast(plan: Plan, lengths: Lengths) -> Plan:

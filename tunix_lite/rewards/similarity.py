@@ -68,13 +68,12 @@ class RougeL:
                 f"{self.field}={references!r:.200} of an example is not a text or texts"
             )
         ours = _units_of(completion, self.split)[:MOST]
-        return max(f1(ours, _units_of(text, self.split)[:MOST]) for text in references)
-
-
-def f1(first: Sequence[str], second: Sequence[str]) -> float:
-    """2 c / (units of both), c the length of their longest common subsequence; 0 if c is 0."""
-    common = common_length(first, second)
-    return 2 * common / (len(first) + len(second)) if common else 0.0
+        best = 0.0
+        for text in references:
+            theirs = _units_of(text, self.split)[:MOST]
+            if common := common_length(ours, theirs):
+                best = max(best, 2 * common / (len(ours) + len(theirs)))
+        return best
 
 
 def rouge_n(text: str, reference: str, n: int = 1) -> float:

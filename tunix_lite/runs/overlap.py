@@ -7,7 +7,7 @@ checkpoint holds them, so that a resumed run learns from what it would have lear
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,29 +40,6 @@ from tunix_lite.types import Metrics, Params, Prompts, Rollout
 
 # a policy that hands out what was sampled, the task that grades it, its examples, metrics
 Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
-
-
-class Overlap(Protocol):
-    """Gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
-
-    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
-        those that are missing, and more for later updates."""
-        ...
-
-    def beside_update(self) -> Metrics:
-        """Finishes the sampling that was begun, while the devices compute the update; returns its
-        metrics."""
-        ...
-
-    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
-        run's conversations."""
-        ...
-
-    def at(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
-        ...
 
 
 @dataclass
@@ -113,7 +90,9 @@ class _BatchesInFlight:
 
 class _PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
-    its groups, and the completions under way go on with the new weights."""
+    its groups, and the completions under way go on with the new weights.
+
+    It gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
     def __init__(
         self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight
@@ -133,16 +112,18 @@ class _PartialRollouts:
         self._began = -1
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See Overlap."""
+        """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
         return (self._before if step <= self._began else self._after).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """See Overlap."""
+        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
+        run's conversations."""
         in_flight = (self._behind + 1) * self._count * self._generations
         self._sampler.compile_ahead(params, self._count, self._generations, in_flight)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """See Overlap."""
+        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
+        those that are missing, and more for later updates."""
         self._before = self._after
         self._began = step
         last = step + self._behind * self._updates
@@ -209,7 +190,7 @@ class _PartialRollouts:
         )
 
     def beside_update(self) -> Metrics:
-        """See Overlap: all was sampled before."""
+        """Returns no metrics: all was sampled before."""
         return {}
 
 
@@ -343,7 +324,7 @@ class _OneStepOffPolicy:
         self._began = -1
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See Overlap."""
+        """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
         if held is None:
             return InFlight([], step).as_arrays()
@@ -353,12 +334,12 @@ class _OneStepOffPolicy:
         return InFlight(completions, held.step + self._updates).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """See Overlap."""
+        """See PartialRollouts."""
         samples = sampler if self._apart is None else self._apart
         samples.compile_ahead(params, self._count, self._generations, **about)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """See Overlap. Raises what went wrong beside the update before."""
+        """See PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
         self._before = self._after
@@ -378,7 +359,8 @@ class _OneStepOffPolicy:
         )
 
     def beside_update(self) -> Metrics:
-        """See Overlap. The updates after the first one of a rollout have nothing beside them."""
+        """Finishes the sampling that was begun, while the devices compute the update; returns its
+        metrics. The updates after the first one of a rollout have nothing beside them."""
         if self._under_way is None:
             return {}
         under_way, self._under_way = self._under_way, None
@@ -443,6 +425,10 @@ class _OneStepOffPolicy:
         for row, tokens in enumerate(last_turns):
             grader.submit(row, tokens)
         return _Sampled(step, version, rollout, self._batches.examples(step), grader)
+
+
+# what gives a run its completions where rollouts overlap with learning
+Overlap = _PartialRollouts | _OneStepOffPolicy
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:

@@ -73,13 +73,13 @@ def model_scores(
     seed: int,
     num_samples: int,
     temperature: float,
-    reference: str | None = None,
-    progress: SamplingProgress | None = None,
+    reference: str | None,
+    progress: SamplingProgress,
 ) -> tuple[Evaluated, dict[str, np.ndarray]]:
     """The completions of a model, and its scores by name, [E] float64 each: one number an example.
 
     A reward that failed makes nan. The completions are those of an evaluation of a run with this
-    seed. progress: None: nothing is said meanwhile. Raises RunFailed if a reward fails and
+    seed. Raises RunFailed if a reward fails and
     rewards.on_error=raise.
     """
     evaluated = evaluate(

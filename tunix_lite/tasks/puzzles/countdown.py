@@ -41,7 +41,7 @@ class Countdown(GeneratedSource):
     use_all: bool = False
 
     def __post_init__(self):
-        check_range(self, 2, "min_numbers", "max_numbers")
+        check_range(self, "min_numbers", "max_numbers")
         if self.max_numbers > 8:
             raise ValueError(f"max_numbers={self.max_numbers} must be at most 8")
         if self.max_value < 9 or self.max_target < 10:
