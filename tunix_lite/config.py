@@ -596,7 +596,24 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
 def _build_target(kind: Kind, values: dict, where: str) -> Any:
     """A class is built from the settings beside its name, a function gets them bound."""
     settings = {key: value for key, value in values.items() if key != TARGET}
-    target = _find_target(kind, values[TARGET], where)
+    place = _join(where, TARGET)
+    path = _expect_type(str, values[TARGET], place)
+
+    # What the path names may stand where `kind` is expected.
+    kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
+    takes_any = any(kind is Any or Callable in (kind, get_origin(kind)) for kind in kinds)
+    classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
+    with error_context(place):
+        if not takes_any and not classes:
+            raise ValueError("no class or function stands here, only a plain value; remove it")
+        target = import_named(path)
+        if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
+            names = " or ".join(_path(each) for each in classes)
+            raise ValueError(f"{path} is not {names}, nor derived from it; remove it")
+        if not callable(target):
+            raise ValueError(f"{path} is neither a class nor a function")
+
+    # A class is made, a function bound.
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
     parameters = inspect.signature(target).parameters.values()
@@ -615,28 +632,6 @@ def _build_target(kind: Kind, values: dict, where: str) -> Any:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
     with error_context(where):
         return target(**settings)
-
-
-def _find_target(kind: Kind, path: object, where: str) -> Any:
-    """The class or function of this dotted path. Raises ConfigError if it may not stand where
-    `kind` is expected."""
-    where = _join(where, TARGET)
-    path = _expect_type(str, path, where)
-    kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
-    takes_any = any(kind is Any or Callable in (kind, get_origin(kind)) for kind in kinds)
-    classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
-    if not takes_any and not classes:
-        raise ConfigError(
-            f"{where}: no class or function stands here, only a plain value; remove it"
-        )
-    with error_context(where):
-        target = import_named(path)
-    if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
-        names = " or ".join(_path(each) for each in classes)
-        raise ConfigError(f"{where}: {path} is not {names}, nor derived from it; remove it")
-    if not callable(target):
-        raise ConfigError(f"{where}: {path} is neither a class nor a function")
-    return target
 
 
 def _refuse_unknown(values: dict, known: list[str], where: str) -> None:

@@ -10,10 +10,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.checkpoint import Checkpoints, shapes_of
 from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.lora import LoraConfig
@@ -81,10 +80,7 @@ def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
     like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
     """
     if not kind.optimizer:
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like.params
-        )
-        step, params = load_trained(folder, shapes, kind)
+        step, params = load_trained(folder, shapes_of(like.params), kind)
         return like.replace(step=put(np.int32(step)), params=params)
     if not _check_kind(folder, kind, MADE_ALIKE).optimizer:
         raise ValueError(
