@@ -159,11 +159,11 @@ def number_of(text: str, percent: str = "unit") -> Fraction | None:
     return _value(match, text, percent)
 
 
-def number_in(text: str) -> Fraction | None:
+def number_in(text: str, percent: str = "unit") -> Fraction | None:
     """The number that a text gives as its answer, with words around it; None if the number is only
     a part of what is given: of a pair, a range, a product, a root.
     Example: number_in("she has 5, not 6") == 5; number_in("5 or 6"), number_in("2x") are None."""
-    if (whole := number_of(text)) is not None:
+    if (whole := number_of(text, percent)) is not None:
         return whole
     text = undecorated(text)
     match = NUMBER.search(text)
@@ -178,7 +178,7 @@ def number_in(text: str) -> Fraction | None:
     remark = _REMARK.search(rest)
     if larger_at is not None and (remark is None or remark.start() > larger_at):
         return None
-    return _value(match, text, "unit")
+    return _value(match, text, percent)
 
 
 def last_number(text: str, percent: str = "unit") -> tuple[str, Fraction] | None:
