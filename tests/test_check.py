@@ -64,7 +64,7 @@ def run_probe(tmp_path, monkeypatch, body: str, timeout: float) -> list[CheckLin
     (tmp_path / "spoilt_probe.py").write_text(spoilt)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "spoilt_probe", raising=False)
-    monkeypatch.setattr(devices, "Probe", importlib.import_module("spoilt_probe").Probe)
+    monkeypatch.setattr(devices, "_Probe", importlib.import_module("spoilt_probe").Probe)
     shown = []
     devices.look_at_devices(LaunchConfig(), tmp_path, timeout, None, shown.append)
     return shown

@@ -7,14 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tunix_lite.evaluation.rouge import rouge_scores
-from tunix_lite.evaluation.statistics import (
+from tunix_lite.report.statistics import (
     avg_at_k,
     compare,
     estimate,
     maj_at_k,
     pass_at_k,
 )
+from tunix_lite.rewards.similarity import rouge_scores
 
 
 def subsets(n: int, k: int):

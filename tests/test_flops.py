@@ -8,10 +8,10 @@ import pytest
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.flops import (
+    _head_params,
+    _matmul_params,
     attention_flops,
     decode_bytes,
-    head_params,
-    matmul_params,
     roofline,
     update_flops,
 )
@@ -25,14 +25,14 @@ GEMMA3_1B = Architecture(262144, 26, 1152, num_heads=4, num_kv_heads=1, head_dim
 def test_gemma3_1b_multiplies_with_its_published_params_less_the_norms():
     q_and_o, k_and_v, gate_up_down = 2 * 1152 * 4 * 256, 2 * 1152 * 256, 3 * 1152 * 6912
     norms = 26 * (4 * 1152 + 2 * 256) + 1152
-    assert matmul_params(GEMMA3_1B) == 26 * (q_and_o + k_and_v + gate_up_down) == 697_761_792
-    assert head_params(GEMMA3_1B) == 262144 * 1152 == 301_989_888
-    assert matmul_params(GEMMA3_1B) + head_params(GEMMA3_1B) + norms == 999_885_952  # as the hub counts them
+    assert _matmul_params(GEMMA3_1B) == 26 * (q_and_o + k_and_v + gate_up_down) == 697_761_792
+    assert _head_params(GEMMA3_1B) == 262144 * 1152 == 301_989_888
+    assert _matmul_params(GEMMA3_1B) + _head_params(GEMMA3_1B) + norms == 999_885_952  # as the hub counts them
 
 
 def test_matmul_params_are_those_that_the_table_declares_as_multiplied(cfg):
     declared = sum(math.prod(w.shape) for w in decoder.layer_weights(cfg).values() if w.inputs)
-    assert matmul_params(cfg) == cfg.num_layers * declared
+    assert _matmul_params(cfg) == cfg.num_layers * declared
 
 
 def pairs(length: int, window: int) -> int:
@@ -66,7 +66,7 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights():
 
 
 def test_a_decode_step_reads_weights_once_and_of_each_sequence_what_it_sees(cfg):
-    weights = matmul_params(cfg) + head_params(cfg)
+    weights = _matmul_params(cfg) + _head_params(cfg)
     kept = 2 * min(9, 5) + 9 + 2 * 3 + 3  # two local layers and a global one, sequences of 9 and 3 tokens
     assert decode_bytes(cfg, [9, 3]) == 2 * weights + 2 * kept * 2 * 2 * 8
     assert decode_bytes(cfg, []) == 2 * weights

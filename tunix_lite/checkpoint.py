@@ -202,10 +202,7 @@ class Checkpoints:
         before. Raises ValueError if there is no checkpoint, if it cannot be read, has changed since
         it was written, or does not match `like`.
         """
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
-        )
-        return self._read(self._chosen(step), abstract)
+        return self._read(self._chosen(step), shapes_of(like))
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
         """Reads only the parameters of a checkpoint: (its step, params). Arguments and errors are
@@ -417,6 +414,13 @@ class Checkpoints:
 
 
 # ---- details
+
+
+def shapes_of(arrays: Tree) -> Tree:
+    """Arrays, or their shapes, as ShapeDtypeStructs with shardings."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
 
 
 def is_step(name: str) -> bool:

@@ -27,9 +27,9 @@ from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.seeds import check_seed
 from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.task import TaskConfig
+from tunix_lite.types import check_seed
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
 
 # ---- the settings of a run, one class per folder of conf/
@@ -293,7 +293,32 @@ class RunConfig:
 
     def __post_init__(self):
         check_seed(self.seed)
-        _check_algorithm(self.algorithm, self.training, self.model.lora.dropout)
+        # The needs of the algorithm, and a loss that goes with packed rows.
+        dropout = self.model.lora.dropout
+        name = type(self.algorithm).__name__
+        if not isinstance(getattr(self.algorithm, "needs", None), Needs):
+            raise ValueError(
+                f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for "
+                "completions that are sampled, write into the class: needs = Needs()"
+            )
+        choices = ", ".join(
+            f'loss_reduction = "{key}" for {text}' for key, text in _LOSS_REDUCTIONS.items()
+        )
+        declared = reduction_of(self.algorithm)
+        if declared not in (None, *_LOSS_REDUCTIONS):
+            raise ValueError(f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}")
+        packing = f"training.packing={self.training.packing}"
+        if declared is None and self.training.is_packed:
+            raise ValueError(
+                f"{packing}: a row then holds several completions, and {name} does not say "
+                f"that its loss may be computed so; write into the class {choices}; or give "
+                "training.packing=none"
+            )
+        if self.training.is_packed and dropout:
+            raise ValueError(
+                f"{packing} and model.lora.dropout={dropout}: what is dropped belongs to one "
+                "sequence, and a packed row has several; leave out one of the two"
+            )
         _check_task(self)
         _check_overlap(self)
 
@@ -352,34 +377,6 @@ def reduction_of(algorithm: Algorithm) -> str | None:
         if "loss" in vars(kind):
             return None
     return getattr(algorithm, "loss_reduction", None)
-
-
-def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -> None:
-    """Raises ValueError for malformed needs, or a loss that does not go with packed rows."""
-    name = type(algorithm).__name__
-    if not isinstance(getattr(algorithm, "needs", None), Needs):
-        raise ValueError(
-            f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for completions that "
-            "are sampled, write into the class: needs = Needs()"
-        )
-    choices = ", ".join(
-        f'loss_reduction = "{key}" for {text}' for key, text in _LOSS_REDUCTIONS.items()
-    )
-    declared = reduction_of(algorithm)
-    if declared not in (None, *_LOSS_REDUCTIONS):
-        raise ValueError(f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}")
-    packing = f"training.packing={training.packing}"
-    if declared is None and training.is_packed:
-        raise ValueError(
-            f"{packing}: a row then holds several completions, and {name} does not say that its "
-            f"loss may be computed so; write into the class {choices}; or give "
-            "training.packing=none"
-        )
-    if training.is_packed and dropout:
-        raise ValueError(
-            f"{packing} and model.lora.dropout={dropout}: what is dropped belongs to one sequence, "
-            "and a packed row has several; leave out one of the two"
-        )
 
 
 def _check_task(run: RunConfig) -> None:
@@ -599,7 +596,24 @@ def _build_dataclass(kind: type, values: object, where: str) -> Any:
 def _build_target(kind: Kind, values: dict, where: str) -> Any:
     """A class is built from the settings beside its name, a function gets them bound."""
     settings = {key: value for key, value in values.items() if key != TARGET}
-    target = _find_target(kind, values[TARGET], where)
+    place = _join(where, TARGET)
+    path = _expect_type(str, values[TARGET], place)
+
+    # What the path names may stand where `kind` is expected.
+    kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
+    takes_any = any(kind is Any or Callable in (kind, get_origin(kind)) for kind in kinds)
+    classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
+    with error_context(place):
+        if not takes_any and not classes:
+            raise ValueError("no class or function stands here, only a plain value; remove it")
+        target = import_named(path)
+        if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
+            names = " or ".join(_path(each) for each in classes)
+            raise ValueError(f"{path} is not {names}, nor derived from it; remove it")
+        if not callable(target):
+            raise ValueError(f"{path} is neither a class nor a function")
+
+    # A class is made, a function bound.
     if dataclasses.is_dataclass(target):
         return _build_dataclass(target, settings, where)
     parameters = inspect.signature(target).parameters.values()
@@ -618,28 +632,6 @@ def _build_target(kind: Kind, values: dict, where: str) -> Any:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
     with error_context(where):
         return target(**settings)
-
-
-def _find_target(kind: Kind, path: object, where: str) -> Any:
-    """The class or function of this dotted path. Raises ConfigError if it may not stand where
-    `kind` is expected."""
-    where = _join(where, TARGET)
-    path = _expect_type(str, path, where)
-    kinds = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else [kind]
-    takes_any = any(kind is Any or Callable in (kind, get_origin(kind)) for kind in kinds)
-    classes = tuple(kind for kind in kinds if dataclasses.is_dataclass(kind))
-    if not takes_any and not classes:
-        raise ConfigError(
-            f"{where}: no class or function stands here, only a plain value; remove it"
-        )
-    with error_context(where):
-        target = import_named(path)
-    if not takes_any and not (isinstance(target, type) and issubclass(target, classes)):
-        names = " or ".join(_path(each) for each in classes)
-        raise ConfigError(f"{where}: {path} is not {names}, nor derived from it; remove it")
-    if not callable(target):
-        raise ConfigError(f"{where}: {path} is neither a class nor a function")
-    return target
 
 
 def _refuse_unknown(values: dict, known: list[str], where: str) -> None:

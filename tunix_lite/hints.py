@@ -223,7 +223,7 @@ def _data_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
     return _file_setting(value) if re.search(r"\.(jsonl|parquet|csv)$", value) else ()
 
 
-def _file_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def _file_setting(value: str, *_: object) -> tuple[str, ...]:
     """Files of rows, by the ending of their name."""
     ending = re.search(r"\.(jsonl|parquet|csv)\]?$", value)
     task = ending[1] if ending else "jsonl"
@@ -245,7 +245,7 @@ _AXIS_NAMES = dict.fromkeys(("fsdp", "data", "dp"), "fsdp")
 _AXIS_NAMES |= dict.fromkeys(("tp", "tensor", "model", "mp"), "tp")
 
 
-def mesh_setting(value: str, known: Iterable[str] | None = None) -> tuple[str, ...]:
+def mesh_setting(value: str, *_: object) -> tuple[str, ...]:
     """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape; ():
     something else."""
     # 4x1 is two sizes.

@@ -10,8 +10,10 @@ Shape letters, used as suffixes on array names across the package:
 A file whose arrays have other dims may give S, P, Q, M or N another meaning, and says so there.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -25,6 +27,24 @@ Metrics = dict[str, Any]
 # The token ids of each of P prompts, of any lengths: [[5, 6], [7, 8, 9]]. Not padded:
 # the sampler pads them.
 Prompts = Sequence[Sequence[int]]
+
+# JAX silently drops the bits above 32: it would draw the same for the seeds 2**32 + 1 and 1.
+MAX_SEED = 2**32 - 1
+
+
+def check_seed(seed: int) -> int:
+    """`seed` as an int. Raises ValueError unless it is a whole number of 32 bits."""
+    is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if not is_number or not 0 <= seed <= MAX_SEED:
+        raise ValueError(
+            f"seed={str(seed)[:80]}; a seed is a whole number from 0 to {MAX_SEED} (2**32-1)"
+        )
+    return int(seed)
+
+
+def seed_of_call(base: int, call: int, prompt: int) -> int:
+    """A seed for a prompt of a call that gave none: another one for each of them."""
+    return zlib.crc32(f"{base} {call} {prompt}".encode())
 
 
 @flax.struct.dataclass

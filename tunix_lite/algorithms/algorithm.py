@@ -98,7 +98,7 @@ class Policy:
     compare: Comparer | None = None
 
 
-class GroupGrader(Protocol):
+class _GroupGrader(Protocol):
     """Grades the completions of a batch of examples, one by one, while others are still sampled."""
 
     def submit(self, row: int, tokens: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class TaskInterface(Protocol):
         """The same with another message; {names} are fields of the example. max_length: tokens of
         it; None: as many as of any prompt."""
 
-    def grader(self, examples: list[dict], num_generations: int = 1) -> GroupGrader:
+    def grader(self, examples: list[dict], num_generations: int = 1) -> _GroupGrader:
         """Grades one completion per example: repeat an example for each of its completions.
         num_generations: completions of a group, side by side."""
 

@@ -116,8 +116,10 @@ class GRPO(Objective):
         if self.old_logprobs == "rescored":
             batch, metrics = corrected(self.correction, batch, sampler_BT)
         if self.is_kl_reward:
-            penalty_B = -self.kl_coef * kl.k1_of_completions(batch, mask_BT)
-            groups = groups.with_reward("kl", penalty_B)
+            # k1 of each completion: the sum over its tokens, learned from or not
+            gap_BT = np.float64(batch.old_logprobs) - np.float64(batch.ref_logprobs)
+            k1_B = np.where(mask_BT, gap_BT, 0.0).sum(axis=1)
+            groups = groups.with_reward("kl", -self.kl_coef * k1_B)
             advantages_BT = groups.token_advantages(self.advantages, self.advantage_clip)
             batch = batch.replace(advantages=advantages_BT)
         return batch, metrics

@@ -7,10 +7,8 @@ as a part of the reward (`k1_reward`).
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tunix_lite.algorithms.ratios import MAX_LOG_RATIO, TokenTerms
-from tunix_lite.types import Batch
 
 
 def k3_exact(ref_gap_RW: jax.Array, ratio_RW: jax.Array) -> jax.Array:
@@ -57,10 +55,3 @@ def token_kl(estimator: str, terms: TokenTerms) -> jax.Array:
     # the token's own ratio, whatever the ratio of the surrogate is
     ratio_RW = jnp.exp(jnp.clip(terms.gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return ESTIMATORS.get(estimator, k3_exact)(ref_gap_RW, ratio_RW)
-
-
-def k1_of_completions(batch: Batch, mask_BT: np.ndarray) -> np.ndarray:
-    """[B] float64: sum over the tokens of each completion of old_logprob - ref_logprob, learned
-    from or not."""
-    gap_BT = np.float64(batch.old_logprobs) - np.float64(batch.ref_logprobs)
-    return np.where(mask_BT, gap_BT, 0.0).sum(axis=1)

@@ -31,8 +31,6 @@ from tunix_lite.distributed.join import (
 )
 from tunix_lite.distributed.meeting import NotMet
 from tunix_lite.errors import ConfigError, RunFailed, error_context
-from tunix_lite.evaluation import report
-from tunix_lite.evaluation.statistics import Estimate
 from tunix_lite.files.imports import looking_in_working_folder
 from tunix_lite.files.plain_text import visible
 from tunix_lite.files.untrusted import as_path
@@ -41,6 +39,8 @@ from tunix_lite.inference.rollouts import generate_of
 from tunix_lite.models import source
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.compiling import keep_programs
+from tunix_lite.report import evaluation
+from tunix_lite.report.statistics import Estimate
 from tunix_lite.runs.evaluate import rollout_sizes
 from tunix_lite.runs.samples import evaluation_rows
 from tunix_lite.runs.sampling_progress import SamplingProgress
@@ -159,7 +159,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             rows, scores[which] = _score(run, options, model, which)
             files[f"{which}.{name}.jsonl"] = json_lines(rows)
             del model
-        result = report.task_result(scores, options.level, run.seed)
+        result = evaluation.task_result(scores, options.level, run.seed)
         if out is None:
             return
 
@@ -169,7 +169,7 @@ def _evaluate_models(run: RunConfig, settings: EvaluateConfig) -> None:
             "generation": asdict(run.generation),
             "mixed_precision": run.training.mixed_precision,
         }
-        text = report.as_markdown(models, facts, {name: result})
+        text = evaluation.as_markdown(models, facts, {name: result})
         print(escape_for_terminal(text), end="")
         numbers = {"models": models, "settings": facts, "tasks": {name: asdict(result)}}
         files["results.md"] = text
@@ -203,7 +203,7 @@ def evaluate_model(
     if asked.against is not None:
         raise ConfigError("against is a setting of the command: call this once for each model")
     _, scores = _score(run, asked, model, "model")
-    return report.task_result({"model": scores}, asked.level, run.seed).scores["model"]
+    return evaluation.task_result({"model": scores}, asked.level, run.seed).scores["model"]
 
 
 def _task_name(task: TaskConfig) -> str:

@@ -87,7 +87,7 @@ def main() -> None:
 def replay(run: RunConfig, settings: Replay) -> None:
     """Makes a step again, or looks at the batch of one that was skipped."""
     if settings.skipped is not None:
-        look_at_skipped(run, settings)
+        _look_at_skipped(run, settings)
         return
     # The folder may be somebody else's, so no setting is taken from it: they are to be pasted.
     folder = Path(settings.checkpoint).expanduser()
@@ -164,7 +164,7 @@ def as_lines(done: Replayed) -> list[str]:
 # ---- an update that was skipped
 
 
-def look_at_skipped(run: RunConfig, settings: Replay) -> None:
+def _look_at_skipped(run: RunConfig, settings: Replay) -> None:
     """Prints the loss, and every sequence of the batch in which a number is not finite."""
     folder = RunDir(Path(settings.checkpoint).expanduser())
     batch = read_batch(folder, settings)

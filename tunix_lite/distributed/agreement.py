@@ -107,12 +107,12 @@ def flatten_settings(value: object, name: str = "") -> dict[str, str]:
     return {name: Path(value).name if is_path else str(value)}
 
 
-def user_code_digests(settings: object, name: str = "") -> dict[str, str]:
+def user_code_digests(settings: object) -> dict[str, str]:
     """Digests of the files that define the user's own functions and classes in built settings, by
     `code of SETTING`. Those of this package are left out: `process_info` has a digest of it."""
     own_package = __name__.partition(".")[0]
     digests = {}
-    for where, named in _named(settings, name):
+    for where, named in _named(settings, ""):
         if (named.__module__ or "").partition(".")[0] == own_package:
             continue
         # What is written in C, or in a notebook, has no file.

@@ -60,7 +60,7 @@ def lock_folder(folder: Path, timeout: float) -> Iterator[None]:
                 )
             time.sleep(POLL)
 
-        # Write our name on disk: other hosts compare it (is_locked_by).
+        # Write our name on disk: other hosts compare it.
         file.truncate(0)
         now = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
         file.write(f"process {os.getpid()} of {socket.gethostname()}, since {now}\n")
@@ -92,19 +92,12 @@ def lock_folder_for_all(folder: Path, timeout: float) -> Iterator[None]:
             f"hydra.run.dir: {folder} is not the folder that process 0 writes to, {first_folder}; "
             "all hosts must see it"
         )
-        join.agree({}, None if _is_locked_by(owner, folder) else error)
+        # On a network disk it may take some seconds.
+        deadline = time.monotonic() + 10
+        while not (is_same := lock_owner(folder) == owner) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        join.agree({}, None if is_same else error)
         yield
-
-
-def _is_locked_by(owner: str, folder: Path, seconds: float = 10) -> bool:
-    """Whether `lock_owner(folder)` is `owner`, or becomes it in some `seconds`, as on a network
-    disk."""
-    deadline = time.monotonic() + seconds
-    while lock_owner(folder) != owner:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL)
-    return True
 
 
 def lock_owner(folder: Path) -> str | None:

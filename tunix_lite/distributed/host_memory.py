@@ -69,33 +69,27 @@ def keep_freed_memory() -> bool:
         (M_TOP_PAD, 64 << 20),
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if is_set and can_reserve_addresses():
-        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        ask_for_huge_pages(min(of_machine // 2, MOST_RESERVED))
-    return is_set
+    if not is_set or not can_reserve_addresses():
+        return is_set
 
-
-def ask_for_huge_pages(size: int) -> bool:
-    """Reserves addresses for `size` bytes of glibc's heap, and asks Linux for huge pages there.
-    Returns whether Linux agreed.
-
-    The heap must keep what is freed (keep_freed_memory). It then serves later blocks from these
-    addresses. Linux gives memory when an address is first written. calloc writes all that it gives
-    from here, so a large array of zeros takes its memory at once.
-    """
+    # Reserve addresses of the heap, and ask Linux for huge pages there. The heap serves later
+    # blocks from them. Linux gives memory when an address is first written. calloc writes all that
+    # it gives from here, so a large array of zeros takes its memory at once.
+    of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = min(of_machine // 2, MOST_RESERVED)
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     block = libc.malloc(size)
-    if not block:
-        return False
-    first = -(-block // HUGE_PAGE) * HUGE_PAGE
-    length = (block + size - first) // HUGE_PAGE * HUGE_PAGE
-    has_agreed = length > 0 and libc.madvise(first, length, MADV_HUGEPAGE) == 0
-    libc.free(block)
-    return has_agreed
+    if block:
+        first = -(-block // HUGE_PAGE) * HUGE_PAGE
+        length = (block + size - first) // HUGE_PAGE * HUGE_PAGE
+        if length > 0:
+            libc.madvise(first, length, MADV_HUGEPAGE)
+        libc.free(block)
+    return is_set
 
 
 def can_reserve_addresses() -> bool:

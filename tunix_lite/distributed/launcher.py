@@ -242,7 +242,7 @@ def local_processes(nprocs: int, environ: Mapping[str, str]) -> LocalProcesses:
 # ---- a run, from its first attempt to its end
 
 
-class Failure(NamedTuple):
+class _Failure(NamedTuple):
     """The end of a run that failed. text: what to print; empty if a process has printed it already.
     code: the exit code of the launcher.
 
@@ -332,7 +332,7 @@ class _Attempt:
                 settings |= json.loads(file.read_text())
         return settings
 
-    def watch(self) -> Failure | None:
+    def watch(self) -> _Failure | None:
         """Waits until all processes have ended. None: all succeeded.
 
         If one fails or stalls, ends the others. After a signal, lets them stop by themselves.
@@ -381,18 +381,18 @@ class _Attempt:
         """Those that had failed at the last look."""
         return [process for process in self.processes if process.returncode]
 
-    def _end_others(self, failure: Failure) -> Failure:
+    def _end_others(self, failure: _Failure) -> _Failure:
         """Ends the other processes after a failure, and adds to its text how long that took."""
         began = time.monotonic()
         self.end(GRACE)
         if len(self.processes) == 1 or not failure.text:
             return failure
         seconds = time.monotonic() - began
-        return Failure(
+        return _Failure(
             f"{failure.text}\nthe others were ended in {seconds:.1f} s", failure.code
         )
 
-    def _stop(self) -> Failure | None:
+    def _stop(self) -> _Failure | None:
         """After the first signal: sends it on, and waits while the processes stop by themselves.
 
         If one fails, the others have GRACE seconds more. A second signal ends all at once. The
@@ -420,13 +420,13 @@ class _Attempt:
             too_late = f"\n{names}: still running {GRACE:g} s later, and ended"
         self.end(0.0)
         if failure is not None:
-            return Failure(failure.text and failure.text + too_late, failure.code)
+            return _Failure(failure.text and failure.text + too_late, failure.code)
         if not (left or early or failed):
             return None
         number = self._signals[-1]
-        return Failure(f"stopped by {signal.Signals(number).name}{too_late}", 128 + number)
+        return _Failure(f"stopped by {signal.Signals(number).name}{too_late}", 128 + number)
 
-    def _stalled(self) -> Failure | None:
+    def _stalled(self) -> _Failure | None:
         """The failure of a run whose processes have all been silent too long; None: not so.
 
         All wait for one: for one that has not made its first step, else for the one that has been
@@ -447,10 +447,10 @@ class _Attempt:
             for p, s in silent.items()
         )
         text = f"{culprit} stalled {since}, and launch.stall_timeout={limit:g}. Last signs: {signs}"
-        return Failure(f"{text}\n{culprit.last_lines()}", _STALLED)
+        return _Failure(f"{text}\n{culprit.last_lines()}", _STALLED)
 
 
-def _blamed(failed: list["Process"]) -> Failure | None:
+def _blamed(failed: list["Process"]) -> _Failure | None:
     """The failure of the process that probably failed first; None if none has failed.
 
     A process that reports a lost peer, or that jax aborted, comes after all others.
@@ -464,7 +464,7 @@ def _blamed(failed: list["Process"]) -> Failure | None:
     code = culprit.returncode
     # Process 0 has printed on the screen what is wrong with the settings.
     if culprit.index == 0 and code == WRONG_SETTINGS:
-        return Failure("", WRONG_SETTINGS)
+        return _Failure("", WRONG_SETTINGS)
     how = f"ended with exit code {code}"
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"
@@ -472,7 +472,7 @@ def _blamed(failed: list["Process"]) -> Failure | None:
         how += "; perhaps the machine ran out of memory"
     if culprit.lost_a_peer():
         how += ": it lost a process on another machine, whose own output says why"
-    return Failure(
+    return _Failure(
         f"{culprit} {how}\n{culprit.last_lines()}", code if code > 0 else 128 - code
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Split(Sequence):
+class _Split(Sequence):
     """The training stream or the held-out set of a DrawnSource.
 
     Example: Split(Secrets(), held_out=True, count=64)[0]["secret"] is the same on every machine.
@@ -51,14 +51,14 @@ class DrawnSource:
             )
 
     @property
-    def train(self) -> Split:
+    def train(self) -> _Split:
         """The training stream."""
-        return Split(self, held_out=False, count=self.num_train)
+        return _Split(self, held_out=False, count=self.num_train)
 
     @property
-    def held_out(self) -> Split:
+    def held_out(self) -> _Split:
         """The held-out set."""
-        return Split(self, held_out=True, count=self.num_held_out)
+        return _Split(self, held_out=True, count=self.num_held_out)
 
     def draw(self, rng: np.random.Generator, held_out: bool) -> dict:
         """One example of a split."""

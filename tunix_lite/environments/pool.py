@@ -250,7 +250,7 @@ class _Call:
         self.reply.set_result(Reply(None, kind, message, seconds))
 
 
-class Tried(NamedTuple):
+class _Tried(NamedTuple):
     """Result of a try: how the environment fails, in words ("": it does not); the prompt with which
     it begins (None: that of the task); and its answer to a made-up completion (None: nothing that
     is read).
@@ -265,7 +265,7 @@ class Tried(NamedTuple):
 
 def try_environment(
     environment: EnvironmentSource, example: dict, settings: ConversationConfig
-) -> Tried:
+) -> _Tried:
     """Tries an environment with an example and a made-up completion, in a process of its own.
 
     A run does so before it compiles anything: what fails always is found in a second, not after the
@@ -280,6 +280,6 @@ def try_environment(
         if not first.failure:
             last = pool.step(0, COMPLETION).result()
     if last.failure:
-        return Tried(last.message if last.failure != "timeout" else "")
+        return _Tried(last.message if last.failure != "timeout" else "")
     prompt = None if first.turn is None else first.turn.observation
-    return Tried("", prompt, None if last.turn.done else last.turn.observation)
+    return _Tried("", prompt, None if last.turn.done else last.turn.observation)

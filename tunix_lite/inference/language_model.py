@@ -32,10 +32,9 @@ from tunix_lite.rollout.engine import next_power_of_two
 from tunix_lite.rollout.generate import make_sampler
 from tunix_lite.rollout.requests import Request
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig, round_up_to_shards
-from tunix_lite.seeds import check_seed
 from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.tracking.rundir import RunDir
-from tunix_lite.types import Params
+from tunix_lite.types import Params, check_seed
 
 # Prompts are padded to a multiple of this many tokens, so that few lengths are compiled.
 WIDTH = 64

@@ -33,7 +33,7 @@ GROUP_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))
 
 
 @dataclass(frozen=True)
-class Collective:
+class _Collective:
     """One collective instruction of a program.
 
     Example: Collective("all-gather", "fsdp", count=26, num_bytes=15_925_248,
@@ -74,7 +74,7 @@ class CollectiveTotal:
     count_known: bool
 
 
-def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
+def collectives(text: str, mesh_shape: dict[str, int]) -> list[_Collective]:
     """Every collective of the program, in the order of a walk from its entry through loops,
     branches, fusions and calls. mesh_shape: size by axis, first axis first. Raises ValueError if
     the program is for another number of devices than the mesh has."""
@@ -84,7 +84,7 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             f"the program is for {partitions[1]} devices, but the mesh is {mesh_shape}"
         )
     program, entry = parse(text)
-    ops: list[Collective] = []
+    ops: list[_Collective] = []
 
     def visit(name: str, site: CallSite) -> None:
         for instruction in program[name].instructions.values():
@@ -102,7 +102,7 @@ def collectives(text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     return ops
 
 
-def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
+def grouped(ops: list[_Collective]) -> list[CollectiveTotal]:
     """Sums by kind and axis, separately where the count is not known; most bytes first."""
     sums: dict[tuple, np.ndarray] = defaultdict(lambda: np.zeros(3, object))
     for c in ops:
@@ -115,7 +115,7 @@ def grouped(ops: list[Collective]) -> list[CollectiveTotal]:
     return sorted(totals, key=lambda total: -total.total_bytes)
 
 
-def sent_bytes(c: Collective, axis_size: int | None = None) -> int:
+def sent_bytes(c: _Collective, axis_size: int | None = None) -> int:
     """Bytes that one device sends, all runs together, if the devices form a ring."""
     n = axis_size or c.group_size
     # In parts of the buffer, which has n of them.
@@ -174,7 +174,7 @@ def _read_collective(
     computation: Computation,
     site: CallSite,
     mesh_shape: dict[str, int],
-) -> Collective | None:
+) -> _Collective | None:
     """The collective that an instruction is; None if it goes over a single device, or was read
     before."""
     kind = instruction.op.removesuffix("-start")
@@ -203,7 +203,7 @@ def _read_collective(
     names = (op_name(instruction) or site.source).split("/")
     inner = names[1:] if len(names) > 1 else names
     source = "/".join(part for part in inner if part not in ("while", "body", "closed_call"))
-    return Collective(
+    return _Collective(
         kind=kind,
         axis=axis,
         count=site.times,

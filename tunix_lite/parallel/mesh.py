@@ -407,9 +407,9 @@ def parts_of(logical: str) -> int:
     return 1 if axis is None else axis_size(axis)
 
 
-def gathered_sharding(divided: NamedSharding, axis: str = "fsdp") -> NamedSharding:
-    """The same sharding without a division over `axis`."""
-    return NamedSharding(divided.mesh, without(divided.spec, axis))
+def gathered_sharding(divided: NamedSharding) -> NamedSharding:
+    """The same sharding without a division over fsdp."""
+    return NamedSharding(divided.mesh, without(divided.spec, "fsdp"))
 
 
 def put(x: ArrayLike, *axes: str) -> jax.Array:

@@ -20,7 +20,7 @@ FARTHEST = 10_000
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     """A run with some changes: their overrides, and the run and the machine that they make.
 
     Example: `Trial(("training.remat=block",), run, machine, {"fsdp": 4, "tp": 1})`.
@@ -43,7 +43,7 @@ class Trial:
         plan = self.plan()
         return math.inf if plan is None else plan.peak_bytes
 
-    def with_settings(self, section: str, **settings: str | int | bool | None) -> "Trial":
+    def with_settings(self, section: str, **settings: str | int | bool | None) -> "_Trial":
         """Changes settings of `section`: training, rollout or model.lora."""
         new = {
             f"{section}.{name}": "null" if value is None else value
@@ -58,7 +58,7 @@ class Trial:
         overrides = (*kept, *(f"{name}={value}" for name, value in new.items()))
         return replace(self, run=run, overrides=overrides)
 
-    def with_mesh(self, machine: Machine, tp: int) -> "Trial":
+    def with_mesh(self, machine: Machine, tp: int) -> "_Trial":
         sizes = {"fsdp": machine.num_devices // tp, "tp": tp}
         mesh = f"model.mesh_shape={as_text((tuple(sizes.values()), tuple(sizes)))}"
         target = () if machine == self.machine else (f"target={machine.name}",)
@@ -67,7 +67,7 @@ class Trial:
 
 
 # (trial) -> the same with one setting changed, a little first and then further.
-Change = Callable[[Trial], Iterator[Trial]]
+Change = Callable[[_Trial], Iterator[_Trial]]
 
 
 def advice(
@@ -80,7 +80,7 @@ def advice(
     estimate must leave ESTIMATE_MARGIN of the memory free. refine(estimate that fits) -> a plan
     that knows more, by compiling it.
     """
-    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
+    start = _Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     for trial in _trials(start):
         changed = trial.plan()
         if changed is not None and changed.fits:
@@ -99,14 +99,14 @@ def savings(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
 
     The cheapest first; of each only its first step. A larger mesh is not among them.
     """
-    start = Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
+    start = _Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
     now = start.peak()
     first_steps = [trial for make in CHANGES for trial in list(make(start))[:1]]
     peaks = [(trial.overrides, trial.peak()) for trial in first_steps]
     return [(overrides, int(now - peak)) for overrides, peak in peaks if peak < now]
 
 
-def _trials(start: Trial) -> Iterator[Trial]:
+def _trials(start: _Trial) -> Iterator[_Trial]:
     """What is tried, one after the other."""
     for make in CHANGES:
         yield from make(start)
@@ -134,7 +134,7 @@ def _trials(start: Trial) -> Iterator[Trial]:
                 yield _few_changes(larger)
 
 
-def _few_changes(start: Trial) -> Trial:
+def _few_changes(start: _Trial) -> _Trial:
     """Changes in order until they fit together, or all that do not make it larger; each only as far
     as it must go."""
     # What is proposed by an estimate leaves some memory free.
@@ -163,7 +163,7 @@ def _few_changes(start: Trial) -> Trial:
     return _applied(start, steps)
 
 
-def _applied(start: Trial, steps: list[int]) -> Trial:
+def _applied(start: _Trial, steps: list[int]) -> _Trial:
     """Each change as many steps as it is to go, or as it has."""
     for make, count in zip(CHANGES, steps):
         ways = [start, *make(start)]
@@ -176,12 +176,12 @@ def _applied(start: Trial, steps: list[int]) -> Trial:
 
 def _changed_to(
     section: str,
-    where: Callable[[Trial], bool] = lambda trial: True,
+    where: Callable[[_Trial], bool] = lambda trial: True,
     **settings: str | bool,
 ) -> Change:
     """These settings of a section, unless it has them already. where: the trials it is for."""
 
-    def change(trial: Trial) -> Iterator[Trial]:
+    def change(trial: _Trial) -> Iterator[_Trial]:
         now = getattr(trial.run, section)
         if where(trial) and any(
             getattr(now, name) != value for name, value in settings.items()
@@ -191,7 +191,7 @@ def _changed_to(
     return change
 
 
-def _slots(trial: Trial) -> Iterator[Trial]:
+def _slots(trial: _Trial) -> Iterator[_Trial]:
     """Half as many sequences sampled at once, and again: slower, and less cache."""
     fsdp = trial.mesh_shape["fsdp"]
     slots = trial.run.rollout.slots(plan_batch(trial.run, fsdp).sequences, fsdp)
@@ -200,7 +200,7 @@ def _slots(trial: Trial) -> Iterator[Trial]:
         yield trial.with_settings("rollout", num_slots=slots)
 
 
-def _micro_batch(trial: Trial) -> Iterator[Trial]:
+def _micro_batch(trial: _Trial) -> Iterator[_Trial]:
     """Every size below the one at hand, and as many as follow from it."""
     settings = trial.run.training
     if settings.packing != "none":
@@ -218,7 +218,7 @@ def _micro_batch(trial: Trial) -> Iterator[Trial]:
             )
 
 
-def _adapters(trial: Trial, **more: str) -> Iterator[Trial]:
+def _adapters(trial: _Trial, **more: str) -> Iterator[_Trial]:
     lora = trial.run.model.lora
     rank = {} if lora.rank or lora.adapter else {"rank": 16}
     if any(getattr(lora, name) != value for name, value in (rank | more).items()):

@@ -14,14 +14,14 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.hardware import Hardware
 
 
-def matmul_params(cfg: Architecture) -> int:
+def _matmul_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with on its way through the layers: L * (2DNH + 2DKH +
     3DF), without the head, the embedding, norms and biases."""
     attention = 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
     return cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
 
 
-def head_params(cfg: Architecture) -> int:
+def _head_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with to be scored, tied to the embedding or not."""
     return cfg.vocab_size * cfg.embed_dim
 
@@ -43,7 +43,7 @@ def forward_flops(cfg: Architecture, tokens: float, scored: float, attention: fl
     """One forward over `tokens` tokens of which `scored` get scores over the vocabulary: 2PT + 2VS
     + attention, with P = matmul_params and V = head_params. Sampling is the same: each token passes
     once."""
-    return 2.0 * matmul_params(cfg) * tokens + 2.0 * head_params(cfg) * scored + attention
+    return 2.0 * _matmul_params(cfg) * tokens + 2.0 * _head_params(cfg) * scored + attention
 
 
 def update_flops(
@@ -54,8 +54,8 @@ def update_flops(
     weights, the head among them, get no gradient."""
     if not lora_params:
         return 3 * forward_flops(cfg, tokens, scored, attention)
-    layers = (4.0 * matmul_params(cfg) + 6.0 * lora_params) * tokens
-    return layers + 4.0 * head_params(cfg) * scored + 3 * attention
+    layers = (4.0 * _matmul_params(cfg) + 6.0 * lora_params) * tokens
+    return layers + 4.0 * _head_params(cfg) * scored + 3 * attention
 
 
 def mfu(
@@ -78,7 +78,7 @@ def decode_bytes(
     seen = 0
     for kind in cfg.kinds:
         seen += sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
-    weights = matmul_params(cfg) + head_params(cfg)
+    weights = _matmul_params(cfg) + _head_params(cfg)
     return (
         weights * weight_itemsize
         + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize

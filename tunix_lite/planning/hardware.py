@@ -24,7 +24,7 @@ GiB = 2**30
 
 
 @dataclass(frozen=True)
-class Gpu:
+class _Gpu:
     """What XLA's code generator asks of a GPU: CUDA's table of compute capabilities, and what a
     board reports.
 
@@ -40,7 +40,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Tpu:
+class _Tpu:
     """How TPUs come in slices.
 
     Example: Tpu(("2x2", "2x4", "4x4")) comes in slices of 4, 8 and 16 chips.
@@ -71,7 +71,7 @@ class Hardware:
     node_bandwidth: float
     host_devices: int  # devices of one host
     kinds: tuple[str, ...]  # what `device_kind` says
-    chip: Gpu | Tpu
+    chip: _Gpu | _Tpu
 
     @property
     def launch_seconds(self) -> float:
@@ -103,21 +103,21 @@ HOSTS = {"1x1": [1, 1, 1], "1x1x1": [1, 1, 1], "2x4": [2, 4, 1]}
 # devices with half of everything each; their short cut within the chip is not counted.
 TABLE = (
     Hardware("a100", "cuda", int(79.1 * GiB), 312e12, 2.039e12, 300e9, 25e9, 8,
-             ("NVIDIA A100-SXM4-80GB",), Gpu(8, 108, 64, 167936, 40 * 2**20, 1.41)),
+             ("NVIDIA A100-SXM4-80GB",), _Gpu(8, 108, 64, 167936, 40 * 2**20, 1.41)),
     Hardware("h100", "cuda", int(79.1 * GiB), 989e12, 3.35e12, 450e9, 50e9, 8,
-             ("NVIDIA H100 80GB HBM3",), Gpu(9, 132, 128, 233472, 50 * 2**20, 1.98)),
+             ("NVIDIA H100 80GB HBM3",), _Gpu(9, 132, 128, 233472, 50 * 2**20, 1.98)),
     Hardware("h200", "cuda", int(139.7 * GiB), 989e12, 4.8e12, 450e9, 50e9, 8, ("NVIDIA H200",),
-             Gpu(9, 132, 128, 233472, 60 * 2**20, 1.98)),
+             _Gpu(9, 132, 128, 233472, 60 * 2**20, 1.98)),
     Hardware("v4", "tpu", int(30.75 * GiB), 275e12, 1.2e12, 270e9, 270e9, 4, ("TPU v4",),
-             Tpu(CUBES, cores=2, config="megacore")),
+             _Tpu(CUBES, cores=2, config="megacore")),
     Hardware("v5e", "tpu", int(15.75 * GiB), 197e12, 819e9, 200e9, 200e9, 4,
-             ("TPU v5 lite", "TPU v5e"), Tpu(FLAT)),
+             ("TPU v5 lite", "TPU v5e"), _Tpu(FLAT)),
     Hardware("v5p", "tpu", int(95.74 * GiB), 459e12, 2.765e12, 600e9, 600e9, 4,
-             ("TPU v5", "TPU v5p"), Tpu(LARGE_CUBES, cores=2)),
+             ("TPU v5", "TPU v5p"), _Tpu(LARGE_CUBES, cores=2)),
     Hardware("v6e", "tpu", int(31.25 * GiB), 918e12, 1.638e12, 400e9, 400e9, 4,
-             ("TPU v6 lite", "TPU v6e"), Tpu(FLAT)),
+             ("TPU v6 lite", "TPU v6e"), _Tpu(FLAT)),
     Hardware("tpu7x", "tpu", int(94.75 * GiB), 1153.5e12, 3.69e12, 300e9, 300e9, 8, ("TPU7x",),
-             Tpu(("1x1x1", *LARGE_CUBES, "16x24x24"), devices=2)),
+             _Tpu(("1x1x1", *LARGE_CUBES, "16x24x24"), devices=2)),
 )  # fmt: skip
 HARDWARE = {hardware.name: hardware for hardware in TABLE}
 # Google Cloud's accelerator type

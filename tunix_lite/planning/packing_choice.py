@@ -28,7 +28,7 @@ PROMPT_TOKENS = 1_000
 
 
 @dataclass(frozen=True)
-class RowWork:
+class _RowWork:
     """What an update or a scorer computes: rows, padding included, on all devices together.
 
     Example: RowWork(parts=2, rows=64, width=96, scored=64, tokens=3000) has 2 micro-batches of 64
@@ -149,7 +149,7 @@ def batch_of(resolved: ResolvedRun, prompt_lengths: np.ndarray, lengths: np.ndar
     return Batch(tokens, mask, weight, **values)
 
 
-def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
+def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
     """The rows of the batch, by the packing that a run uses."""
     rows = resolved.rows
     fsdp = resolved.fsdp
@@ -157,7 +157,7 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
     counts = batch.loss_weight != 0
     if rows.packing == "none":
         per_part = len(counts) // rows.num_parts
-        return RowWork(rows.num_parts, per_part, counts.shape[1], rows.num_scored, tokens)
+        return _RowWork(rows.num_parts, per_part, counts.shape[1], rows.num_scored, tokens)
     packed = packing.packed(
         batch.tokens,
         batch.token_mask,
@@ -168,4 +168,4 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> RowWork:
         fsdp,
     )
     scored = packed.is_scored.shape[1]
-    return RowWork(packed.num_parts, rows.rows_per_part * fsdp, rows.width, scored, tokens)
+    return _RowWork(packed.num_parts, rows.rows_per_part * fsdp, rows.width, scored, tokens)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.evaluation import statistics
-from tunix_lite.evaluation.statistics import Comparison, Estimate, estimate, wilson
+from tunix_lite.report import statistics
 from tunix_lite.report.evidence import Evidence, read_samples, sample_steps
+from tunix_lite.report.statistics import Comparison, Estimate, estimate, wilson
 from tunix_lite.tracking.rows import is_number
 
 _LEVEL = 0.95
@@ -76,7 +76,13 @@ def scores(measured: list[Measured]) -> list[ScoreChange]:
         if both:
             first_E, last_E = (np.array([x[name][g] for g in both]) for x in (before, after))
             change = statistics.compare(last_E, first_E, _LEVEL, _RESAMPLES)
-            ends = (_estimated(name, values_E) for values_E in (first_E, last_E))
+            ends = []
+            for values_E in (first_E, last_E):
+                end = estimate(values_E, _LEVEL, _RESAMPLES)
+                # a bootstrap takes an accuracy of 0 or 1 for certain
+                if name == "accuracy" and values_E.min() == values_E.max():
+                    end = wilson(float(values_E[0]), len(values_E))
+                ends.append(end)
             changes.append(ScoreChange(name, *ends, change))
     return changes
 
@@ -96,14 +102,6 @@ def _scores_of(measured: Measured) -> dict[str, dict[int, float]]:
             by_name[name] = dict(zip(measured.samples, values_E.tolist()))
     rewards = {g: row["reward"] for g, row in greedy.items() if is_number(row.get("reward"))}
     return by_name | ({"reward": rewards} if rewards else {})
-
-
-def _estimated(name: str, values_E: np.ndarray) -> Estimate:
-    """The mean and its bootstrap interval; of an accuracy of 0 or 1, which a bootstrap takes for
-    certain, Wilson's."""
-    if name == "accuracy" and values_E.min() == values_E.max():
-        return wilson(float(values_E[0]), len(values_E))
-    return estimate(values_E, _LEVEL, _RESAMPLES)
 
 
 def moved(before: Measured, after: Measured) -> dict[tuple[bool, bool], list[int]]:

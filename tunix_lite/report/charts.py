@@ -194,7 +194,8 @@ def number_text(value: float, is_share: bool = False) -> str:
 
 def line_chart(chart: Chart) -> str:
     """The SVG element of a chart; one without any number is a frame with a word in it."""
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_safe(chart.title)}"'
+    title = html.escape(visible(chart.title))
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}"'
     parts = [f'<svg class="chart" {box}>']
 
     def write(text: str, x: float, y: float, anchor: str = "middle") -> None:
@@ -247,7 +248,3 @@ def line_chart(chart: Chart) -> str:
                 f'<circle class="dot {color}" cx="{a}" cy="{b}" r="3"/>' for a, b in points
             ]
     return "".join([*parts, "</svg>"])
-
-
-def _safe(text: str) -> str:
-    return html.escape(visible(text))

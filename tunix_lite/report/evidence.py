@@ -105,10 +105,10 @@ class Evidence:
             self._columns[name] = Series(name, np.array([*numbers], np.int64), values)
         return self._columns[name]
 
-    def at_rollouts(self, name: str) -> Series:
-        """A metric of the first updates of rollouts alone."""
+    def sampler_gap(self) -> Series:
+        """train/sampler_gap of the first updates of rollouts alone."""
         every = max(self.number("algorithm.updates_per_rollout", 1), 1)
-        column = self.series(name)
+        column = self.series("train/sampler_gap")
         return column.where((column.steps - 1) % every == 0)
 
     def shown(self, *names: str) -> list[str]:

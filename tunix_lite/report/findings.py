@@ -211,7 +211,7 @@ def _step_too_small(run: Evidence) -> _Shown:
     92, "sampler and trainer disagree on the same tokens: another temperature, place or token"
 )
 def _sampler_gap(run: Evidence) -> _Shown:
-    gap = run.at_rollouts("train/sampler_gap")
+    gap = run.sampler_gap()
     if not gap.first >= _LARGE_GAP:
         return None
     shown = [
@@ -238,7 +238,7 @@ def _learning_rate_zero(run: Evidence) -> _Shown:
 
 @_fault(91, "the sampler does not have the weights that learn: the gap grows with the updates")
 def _sampler_stale(run: Evidence) -> _Shown:
-    gap = run.at_rollouts("train/sampler_gap")
+    gap = run.sampler_gap()
     is_small = len(gap) > 2 and gap.first < _LARGE_GAP
     if not is_small or gap.late < max(30 * gap.first, 2e-3):
         return None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from tunix_lite.evaluation.statistics import Estimate
 from tunix_lite.files.plain_text import escaped
 from tunix_lite.report import before_after
 from tunix_lite.report.before_after import Measured, ScoreChange
@@ -16,6 +15,7 @@ from tunix_lite.report.charts import CURVES, curves, ends, metrics_of, number_te
 from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
+from tunix_lite.report.statistics import Estimate
 from tunix_lite.tracking.console import as_words
 from tunix_lite.tracking.dashboard import best_middle_worst, seconds_in_words
 from tunix_lite.tracking.plugs import flat
@@ -45,6 +45,13 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     scores = before_after.scores(measured)
     charts = curves(run)
     status, mood, words = standing(run, is_alive)
+    # Every curve in numbers.
+    rows = []
+    for name in [name for curve in CURVES for name in metrics_of(run, curve)]:
+        if series := run.series(name):
+            values = (series.first, series.last, series.least, series.largest)
+            rows.append([name, *(f"{x:.4g}" for x in (*values, series.early, series.late))])
+    heads = ["metric", "first", "last", "least", "most", "first third", "last third"]
     sections = [
         ("How it ended", [html.text(words, is_warning=mood != "good")] if words else []),
         ("Before and after", [*_scores(scores, measured)]),
@@ -54,7 +61,14 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         ("Time", [*_times(run)]),
         ("Settings", [*_settings(run, overrides)]),
         ("Go on from here", [*_commands(run, overrides, status)]),
-        ("Numbers behind the curves", [_numbers(run)]),
+        (
+            "Numbers behind the curves",
+            [
+                html.folded(
+                    "first, last, least and most of each metric", html.table(heads, rows, 1)
+                )
+            ],
+        ),
     ]
     # At last what the parts before could not read.
     for text in dict.fromkeys(run.unread):
@@ -332,16 +346,3 @@ def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterat
             "line of somebody else's run.",
             is_warning=True,
         )
-
-
-def _numbers(run: Evidence) -> Markup:
-    """Every curve in numbers."""
-    rows = []
-    for name in [name for curve in CURVES for name in metrics_of(run, curve)]:
-        if series := run.series(name):
-            values = (series.first, series.last, series.least, series.largest)
-            rows.append([name, *(f"{x:.4g}" for x in (*values, series.early, series.late))])
-    heads = ["metric", "first", "last", "least", "most", "first third", "last third"]
-    return html.folded(
-        "first, last, least and most of each metric", html.table(heads, rows, 1)
-    )

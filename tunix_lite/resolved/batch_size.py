@@ -190,7 +190,29 @@ def plan_rows(run: RunConfig, batch: BatchPlan, has_large_head: bool = False) ->
         shape = RowShape(longest + longest % 2)
         most = rows_needed_at_most(batch.sequences, longest, shape.width)
     else:
-        shape = shared_row(run, batch)
+        # The row of shared prompts that makes the fewest tokens for a shard; of equals, the
+        # one that shares more. Lengths are even, which cuDNN wants.
+        prompt, new = (length + length % 2 for length in lengths_of(run.generation))
+        shapes = [
+            RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)
+        ]
+        tokens_given = settings.micro_batch_tokens
+        most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)
+
+        def tokens(shape: RowShape) -> int:
+            rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
+            return math.prod(_parts(settings, batch.fsdp, shape, rows)) * shape.width
+
+        # rounded, it may be a token too wide
+        fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
+        shape = min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))
+
+        # room for further prompts where they are short beside the lanes
+        added = MORE_PROMPTS_SHARE * shape.width
+        if tokens_given:
+            added = min(added, max(0, tokens_given - shape.width))
+        more_prompts = min(int(added // prompt), batch.prompts - 1)
+        shape = replace(shape, prefix_columns=prompt * (1 + more_prompts))
         most = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
     parts, rows_per_part = _parts(settings, batch.fsdp, shape, most)
     shape = replace(shape, narrows=has_large_head)
@@ -210,27 +232,3 @@ def _parts(
     every = settings.sync_gradients_every
     parts = -(-num_rows // (at_once * fsdp * every)) * every
     return parts, -(-num_rows // (parts * fsdp))
-
-
-def shared_row(run: RunConfig, batch: BatchPlan) -> RowShape:
-    """The row of shared prompts that makes the fewest tokens for a shard; of equals, the one that
-    shares more. With room for further prompts where they are short beside the lanes."""
-    # even: cuDNN wants it
-    prompt, new = (length + length % 2 for length in lengths_of(run.generation))
-    shapes = [RowShape(new, lanes, prompt) for lanes in range(1, batch.num_generations + 1)]
-    tokens_given = run.training.micro_batch_tokens
-    most = tokens_given or max(TOKENS_AT_ONCE, prompt + LANES * new)
-
-    def tokens(shape: RowShape) -> int:
-        rows = shared_rows_at_most(batch.prompts, batch.num_generations, shape.num_lanes)
-        return math.prod(_parts(run.training, batch.fsdp, shape, rows)) * shape.width
-
-    # rounded, it may be a token too wide
-    fitting = [shape for shape in shapes if shape.width <= most] or shapes[:1]
-    shape = min(fitting, key=lambda shape: (tokens(shape), -shape.num_lanes))
-
-    added = MORE_PROMPTS_SHARE * shape.width
-    if tokens_given:
-        added = min(added, max(0, tokens_given - shape.width))
-    more_prompts = min(int(added // prompt), batch.prompts - 1)
-    return replace(shape, prefix_columns=prompt * (1 + more_prompts))

@@ -14,12 +14,12 @@ import optax
 from tunix_lite.algorithms.algorithm import Generate
 from tunix_lite.learner.comparison import FrozenComparer, description_program, with_divergence
 from tunix_lite.learner.optim import make_optimizer, opt_state_shapes
-from tunix_lite.learner.policy import STORED, Policy, make_policy, on_every_device
+from tunix_lite.learner.policy import Policy, make_policy, on_every_device
 from tunix_lite.learner.rows import row_shapes
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, weights
-from tunix_lite.models.lora import acting_params, adapter_weights
-from tunix_lite.models.quantize import STORAGE, stored_table
+from tunix_lite.models.lora import acting_params
+from tunix_lite.models.quantize import stored_table
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.compiling import compiled_once
 from tunix_lite.parallel.mesh import make_mesh, set_rules, sharding
@@ -62,14 +62,9 @@ def mesh_of_run(resolved: ResolvedRun, devices: list) -> Iterator[None]:
 def abstract(resolved: ResolvedRun) -> Shapes:
     """The state of a run, its frozen base and its reference, on the current mesh."""
     # What is stored of the weights.
-    table = decoder.weights(resolved.cfg)
-    storage = STORED[resolved.run.training.mixed_precision]
-    if resolved.lora is None:
-        frozen = None
-        params = weights.shapes(stored_table(table, storage))
-    else:
-        frozen = weights.shapes(stored_table(table, resolved.lora.base))
-        params = weights.shapes(adapter_weights(table, resolved.lora), STORAGE[storage])
+    table = resolved.tables
+    params = weights.shapes(table.trained)
+    frozen = None if table.frozen is None else weights.shapes(table.frozen)
 
     # The reference: a copy in the type of the computation, or the base.
     reference = None

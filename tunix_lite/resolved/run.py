@@ -63,7 +63,7 @@ class FrozenModel:
     attention: str  # one of attention.IMPLEMENTATIONS
 
 
-class Tables(NamedTuple):
+class _Tables(NamedTuple):
     """The declared weights of a run, in the types that they are stored in.
 
     Example: resolved.tables.frozen is None, unless adapters train.
@@ -299,18 +299,18 @@ class ResolvedRun:
         return elements_on_device(shape, axes, mesh_shape, rules)
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> _Tables:
         """The weights that train, and those of the frozen base."""
         table = decoder.weights(self.cfg)
         storage = STORED[self.run.training.mixed_precision]
         if self.lora is None:
-            return Tables(stored_table(table, storage), None)
+            return _Tables(stored_table(table, storage), None)
         adapters = jax.tree.map(
             lambda w: replace(w, dtype=STORAGE[storage]),
             adapter_weights(table, self.lora),
             is_leaf=weights.is_weight,
         )
-        return Tables(adapters, stored_table(table, self.lora.base))
+        return _Tables(adapters, stored_table(table, self.lora.base))
 
     def table_bytes(
         self,

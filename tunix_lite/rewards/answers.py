@@ -50,7 +50,7 @@ _WORDS = re.compile(
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|</|<answer>|\n", re.IGNORECASE)
 
 
-class Mark(NamedTuple):
+class _Mark(NamedTuple):
     """An answer that the completion marks as such. place: the character where the mark begins.
     text: what it holds, "" if it is empty or was not closed.
     Example: "The answer is 12." -> Mark(4, "words", "12")."""
@@ -60,7 +60,7 @@ class Mark(NamedTuple):
     text: str
 
 
-def marked_answers(text: str) -> list[Mark]:
+def marked_answers(text: str) -> list[_Mark]:
     """Finds the answers that a text marks, in the order in which the marks begin."""
     # An end that is cut off at its front may begin within a mark, which is then not seen.
     text = text[-LOOKED_AT:]
@@ -70,25 +70,25 @@ def marked_answers(text: str) -> list[Mark]:
     last_closed = -1
     for match in _BOX_OR_BRACE.finditer(text):
         if match["bare"]:
-            answers.append(Mark(match.start(), "boxed", match["bare"]))
+            answers.append(_Mark(match.start(), "boxed", match["bare"]))
         elif match[0] != "}":
             boxes.append(match if match["box"] else None)
         # of boxes within a box, the inner ones
         elif boxes and (box := boxes.pop()) and box.start() > last_closed:
             last_closed = box.start()
-            answers.append(Mark(box.start(), "boxed", text[box.end() : match.start()]))
-    answers += [Mark(box.start(), "boxed", "") for box in boxes if box]
+            answers.append(_Mark(box.start(), "boxed", text[box.end() : match.start()]))
+    answers += [_Mark(box.start(), "boxed", "") for box in boxes if box]
     opened = None
     for tag in _TAG.finditer(text):
         # one that is opened again was not closed
         if opened is not None:
             held = text[opened.end() : tag.start()] if tag[1] else ""
-            answers.append(Mark(opened.start(), "tag", held))
+            answers.append(_Mark(opened.start(), "tag", held))
         opened = None if tag[1] else tag
     if opened is not None:
-        answers.append(Mark(opened.start(), "tag", ""))
+        answers.append(_Mark(opened.start(), "tag", ""))
     answers += [
-        Mark(match.start(), "hashes", match["line"] or match["next"] or "")
+        _Mark(match.start(), "hashes", match["line"] or match["next"] or "")
         for match in _HASHES.finditer(text)
     ]
     for match in _WORDS.finditer(text):
@@ -97,7 +97,7 @@ def marked_answers(text: str) -> list[Mark]:
         if not said.strip("*_ "):
             said = text[match.end() : match.end() + _LINE].lstrip().partition("\n")[0]
         end = _SENTENCE_END.search(said)
-        answers.append(Mark(match.start(), "words", said[: end.start()] if end else said))
+        answers.append(_Mark(match.start(), "words", said[: end.start()] if end else said))
     return sorted(answers)
 
 
@@ -162,7 +162,7 @@ class NumericAnswer:
         return None if last is None else last[1]
 
 
-def is_sentence(mark: Mark, text: str) -> bool:
+def is_sentence(mark: _Mark, text: str) -> bool:
     """True if a mark is words that give no number, such as `the answer is clear`, or a heading
     behind `####` with more text below it. A number before such a mark still counts."""
     if any(sign.isdigit() for sign in mark.text) or not _PROSE.search(mark.text):

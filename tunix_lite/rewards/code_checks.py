@@ -39,7 +39,7 @@ class _Opaque:
 
 
 @dataclass(frozen=True)
-class CutAssert:
+class _CutAssert:
     """Comparison of one assert. Example: `assert f(1) == 3` is CutAssert(["=="], {1: 3}, 2)."""
 
     operators: list[str]
@@ -74,7 +74,7 @@ class Checks:
     """
 
     source: str
-    checks: list[CutAssert] = field(default_factory=list)
+    checks: list[_CutAssert] = field(default_factory=list)
 
     def are_met(self, reports: list[str]) -> bool:
         """True if each report is right, and none is missing."""
@@ -111,7 +111,7 @@ class _Cutter(ast.NodeTransformer):
     """Replaces each assert by a report."""
 
     def __init__(self, tree: ast.Module):
-        self.checks: list[CutAssert] = []
+        self.checks: list[_CutAssert] = []
         # names of lists that are written out and not empty
         self._lists: set[str] = set()
         self._is_required = True
@@ -185,7 +185,7 @@ class _Cutter(ast.NodeTransformer):
         literals = {place: value for place, (is_one, value) in enumerate(read) if is_one}
         left = [operand for place, operand in enumerate(operands) if place not in literals]
 
-        check = CutAssert(names, literals, len(operands), is_negated, self._is_required)
+        check = _CutAssert(names, literals, len(operands), is_negated, self._is_required)
         if not left and check.holds([], None):
             # it looks at nothing of the code
             return ast.Pass()

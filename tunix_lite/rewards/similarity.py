@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tunix_lite.rewards.fields import field_of
 
 SPLITS = ("rouge", "words")
@@ -66,13 +68,12 @@ class RougeL:
                 f"{self.field}={references!r:.200} of an example is not a text or texts"
             )
         ours = _units_of(completion, self.split)[:MOST]
-        return max(f1(ours, _units_of(text, self.split)[:MOST]) for text in references)
-
-
-def f1(first: Sequence[str], second: Sequence[str]) -> float:
-    """2 c / (units of both), c the length of their longest common subsequence; 0 if c is 0."""
-    common = common_length(first, second)
-    return 2 * common / (len(first) + len(second)) if common else 0.0
+        best = 0.0
+        for text in references:
+            theirs = _units_of(text, self.split)[:MOST]
+            if common := common_length(ours, theirs):
+                best = max(best, 2 * common / (len(ours) + len(theirs)))
+        return best
 
 
 def rouge_n(text: str, reference: str, n: int = 1) -> float:
@@ -81,3 +82,16 @@ def rouge_n(text: str, reference: str, n: int = 1) -> float:
     ours, theirs = (Counter(zip(*(units[i:] for i in range(n)))) for units in words)
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+
+
+def rouge_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns rouge_1, rouge_2 and rouge_l (Lin 2004) of each text, F1 from 0 to 1: [E] float64.
+
+    They are the numbers of `rouge_score` with use_stemmer=False.
+    """
+    pairs = list(zip(texts, references))
+    return {
+        "rouge_1": np.array([rouge_n(text, other, 1) for text, other in pairs]),
+        "rouge_2": np.array([rouge_n(text, other, 2) for text, other in pairs]),
+        "rouge_l": np.array([RougeL()(text, {"answer": other}) for text, other in pairs]),
+    }

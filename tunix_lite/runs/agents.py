@@ -10,20 +10,19 @@ from tunix_lite.agents.endpoint import Endpoint
 from tunix_lite.agents.episodes import Episode, OpenEpisodes
 from tunix_lite.agents.running import Agent, AgentConfig, Runner
 from tunix_lite.errors import RunFailed, error_context
-from tunix_lite.evaluation.statistics import avg_at_k, pass_at_k
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.inference.live import live_engine
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.report.statistics import avg_at_k, pass_at_k
 from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.runs.evaluate import Evaluated
 from tunix_lite.runs.experience import Experience
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.session import Session
-from tunix_lite.seeds import seed_of_call
 from tunix_lite.serving.calls import Limits
 from tunix_lite.tasks.task import TaskConfig
-from tunix_lite.types import Graded, Metrics, Params, TrainState
+from tunix_lite.types import Graded, Metrics, Params, TrainState, seed_of_call
 
 # calls that may wait for a slot
 MOST_WAITING = 1 << 20

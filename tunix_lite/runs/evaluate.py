@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix_lite.algorithms.algorithm import Policy, who_answers
 from tunix_lite.errors import RunFailed, error_context
-from tunix_lite.evaluation.statistics import avg_at_k, maj_at_k, pass_at_k
+from tunix_lite.report.statistics import avg_at_k, maj_at_k, pass_at_k
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.grading import FAILED
 from tunix_lite.tasks.task import Task

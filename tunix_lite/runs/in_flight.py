@@ -41,7 +41,10 @@ class InFlight:
             "prompts": [one.prompt for one in self.completions],
             "generations": [one.generation for one in self.completions],
             "lengths": [len(one.tokens) for one in self.completions],
-            "reasons": [_number(one.reason) for one in self.completions],
+            "reasons": [
+                -1 if one.reason is None else FINISH.index(one.reason)
+                for one in self.completions
+            ],
         }
         for name in OF_TOKENS:
             columns[name] = [x for one in self.completions for x in getattr(one, name)]
@@ -79,10 +82,6 @@ class InFlight:
             for i in range(lengths.size)
         ]
         return cls(completions, int(arrays["next_step"]))
-
-
-def _number(reason: str | None) -> int:
-    return -1 if reason is None else FINISH.index(reason)
 
 
 # by name, the type of the arrays [B, T] of a rollout of conversations, and of those of its rows

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.checkpoint import Checkpoints, shapes_of
 from tunix_lite.distributed.stopping import COMPILATION, Stopping
 from tunix_lite.errors import error_context
 from tunix_lite.learner.optim import init_opt_state, opt_state_shapes
@@ -193,10 +193,7 @@ def state_at_start(
         return TrainState(step, params, init_opt_state(optimizer, params)), 0
 
     # The newest checkpoint, in the place of what was loaded.
-    shapes = TrainState(step, params, opt_state_shapes(optimizer, params))
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), shapes
-    )
+    shapes = shapes_of(TrainState(step, params, opt_state_shapes(optimizer, params)))
     for loaded in jax.tree.leaves((step, params)):
         loaded.delete()
     checkpoints = Checkpoints(parts.resume_from)

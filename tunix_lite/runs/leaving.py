@@ -155,14 +155,3 @@ def diverged(
         "resume.force=true goes on from the newest checkpoint with other settings, a higher "
         "training.max_skipped_in_a_row with the same ones"
     )
-
-
-def sampler_fault(step: int, gap: float, most: float) -> str:
-    """Says why a run stops whose sampler and trainer disagree. gap, most: nats a token."""
-    return (
-        f"step {step}: the trainer gives the sampler's tokens log-probabilities that differ by "
-        f"{gap:.3g} nats a token on average; training.max_sampler_gap={most:g} is the limit, and "
-        "rounding in bfloat16 is below 0.01. The weights that sample, or one of the two programs, "
-        "are wrong, so the update is not kept. training.max_sampler_gap=null turns this "
-        "check off"
-    )

@@ -7,7 +7,7 @@ checkpoint holds them, so that a resumed run learns from what it would have lear
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,29 +40,6 @@ from tunix_lite.types import Metrics, Params, Prompts, Rollout
 
 # a policy that hands out what was sampled, the task that grades it, its examples, metrics
 Drawn = tuple[Policy, TaskInterface, list[dict], Metrics]
-
-
-class Overlap(Protocol):
-    """Gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
-
-    def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
-        those that are missing, and more for later updates."""
-        ...
-
-    def beside_update(self) -> Metrics:
-        """Finishes the sampling that was begun, while the devices compute the update; returns its
-        metrics."""
-        ...
-
-    def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
-        run's conversations."""
-        ...
-
-    def at(self, step: int) -> dict[str, np.ndarray]:
-        """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
-        ...
 
 
 @dataclass
@@ -113,7 +90,9 @@ class _BatchesInFlight:
 
 class PartialRollouts:
     """rollout.overlap=carry: more prompts are in flight than an update needs; it goes once it has
-    its groups, and the completions under way go on with the new weights."""
+    its groups, and the completions under way go on with the new weights.
+
+    It gives runs/experience.py its completions, and runs/watch.py the arrays for a checkpoint."""
 
     def __init__(
         self, session: Session, run: RunConfig, sampler: PartialSampler, start: InFlight
@@ -133,21 +112,28 @@ class PartialRollouts:
         self._began = -1
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See Overlap."""
+        """Returns the rollouts in flight after `step` updates, as arrays for a checkpoint."""
         return (self._before if step <= self._began else self._after).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """See Overlap."""
+        """Compiles all that sampling for updates can need. sampler: of the policy. about: of the
+        run's conversations."""
         in_flight = (self._behind + 1) * self._count * self._generations
         self._sampler.compile_ahead(params, self._count, self._generations, in_flight)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """See Overlap."""
+        """Returns the completions of update number `step` (from 0). `policy` and `params` sample
+        those that are missing, and more for later updates."""
         self._before = self._after
         self._began = step
         last = step + self._behind * self._updates
         new_steps = range(self._before.next_step, last + 1, self._updates)
-        waiting = [one for new in new_steps for one in self._new_completions(new)]
+        waiting = [
+            OpenCompletion(new, p, g)
+            for new in new_steps
+            for p in range(len(self._batches.prompts(new)))
+            for g in range(self._generations)
+        ]
         completions = [*self._before.completions, *waiting]
         steps = {one.step for one in completions}
         prompts = {
@@ -158,7 +144,16 @@ class PartialRollouts:
 
         # Sample until the update has its groups.
         groups = np.array([one.group for one in completions])
-        take = self._taking(completions, step)
+        now = step // self._updates
+        shape = (-1, self._generations)
+        first = [one.versions[0] if one.versions else step for one in completions]
+        oldest = np.reshape(first, shape).min(axis=1) // self._updates
+
+        def take(has_ended: np.ndarray) -> list[int] | None:
+            """[N] bool, which completions have ended -> the places of the groups to take."""
+            is_whole = has_ended.reshape(shape).all(axis=1)
+            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
+
         completions, metrics = self._sampler.go_on(
             params,
             completions,
@@ -195,31 +190,8 @@ class PartialRollouts:
         )
 
     def beside_update(self) -> Metrics:
-        """See Overlap: all was sampled before."""
+        """Returns no metrics: all was sampled before."""
         return {}
-
-    def _new_completions(self, step: int) -> list[OpenCompletion]:
-        """Returns the empty completions of a step; those of a group stand side by side."""
-        return [
-            OpenCompletion(step, p, g)
-            for p in range(len(self._batches.prompts(step)))
-            for g in range(self._generations)
-        ]
-
-    def _taking(
-        self, completions: Sequence[OpenCompletion], step: int
-    ) -> Callable[[np.ndarray], list[int] | None]:
-        """([N] bool, which completions have ended) -> the places of the groups to take, or None."""
-        now = step // self._updates
-        shape = (-1, self._generations)
-        first = [one.versions[0] if one.versions else step for one in completions]
-        oldest = np.reshape(first, shape).min(axis=1) // self._updates
-
-        def take(has_ended: np.ndarray) -> list[int] | None:
-            is_whole = has_ended.reshape(shape).all(axis=1)
-            return groups_to_take(oldest, is_whole, self._count, now, self._behind)
-
-        return take
 
 
 def _staleness_metrics(rollout: Rollout, step: int) -> Metrics:
@@ -278,7 +250,7 @@ class _TaskInHand:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class _Sampled:
     """A whole rollout that waits for its update, with its grades on the way.
 
     Example: the batch of step 3, sampled in step 2: Sampled(3, 2, rollout, examples, grader).
@@ -293,7 +265,7 @@ class Sampled:
 
 
 @dataclass
-class UnderWay:
+class _UnderWay:
     """A rollout whose sampling has begun, and goes on beside the update.
 
     Example: of step 3, begun in step 2: UnderWay(3, 2, steps, examples, grader, 0.1).
@@ -309,7 +281,7 @@ class UnderWay:
     # seconds of sampling until now
     seconds: float
 
-    def sampled(self) -> Sampled:
+    def sampled(self) -> _Sampled:
         """Samples the rest."""
         elapsed = stopwatch()
         rollout = to_the_end(self.steps)
@@ -317,7 +289,7 @@ class UnderWay:
         versions = np.where(rollout.completion_mask, self.version, -1).astype(np.int32)
         seconds = {"time/rollout": self.seconds, "time/rollout_beside_update": beside}
         rollout = rollout.replace(versions=versions, metrics=rollout.metrics | seconds)
-        return Sampled(self.step, self.version, rollout, self.examples, self.grader)
+        return _Sampled(self.step, self.version, rollout, self.examples, self.grader)
 
 
 class OneStepOffPolicy:
@@ -346,13 +318,13 @@ class OneStepOffPolicy:
         self._seed_key = jax.random.key(run.seed)
         self._after = self._restored(start)
         self._before = self._after
-        self._under_way: UnderWay | None = None
+        self._under_way: _UnderWay | None = None
         # why the next rollout failed beside an update; raised where that rollout is needed
         self._failed: SharedError | None = None
         self._began = -1
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """See Overlap."""
+        """See PartialRollouts."""
         held = self._before if step <= self._began else self._after
         if held is None:
             return InFlight([], step).as_arrays()
@@ -362,12 +334,12 @@ class OneStepOffPolicy:
         return InFlight(completions, held.step + self._updates).as_arrays()
 
     def compile_ahead(self, sampler: Sampling, params: Params, **about: Any) -> None:
-        """See Overlap."""
+        """See PartialRollouts."""
         samples = sampler if self._apart is None else self._apart
         samples.compile_ahead(params, self._count, self._generations, **about)
 
     def draw(self, step: int, policy: Policy, task: Any, params: Params) -> Drawn:
-        """See Overlap. Raises what went wrong beside the update before."""
+        """See PartialRollouts. Raises what went wrong beside the update before."""
         if self._failed is not None:
             raise self._failed
         self._before = self._after
@@ -387,7 +359,8 @@ class OneStepOffPolicy:
         )
 
     def beside_update(self) -> Metrics:
-        """See Overlap. The updates after the first one of a rollout have nothing beside them."""
+        """Finishes the sampling that was begun, while the devices compute the update; returns its
+        metrics. The updates after the first one of a rollout have nothing beside them."""
         if self._under_way is None:
             return {}
         under_way, self._under_way = self._under_way, None
@@ -402,7 +375,7 @@ class OneStepOffPolicy:
 
     def _start_rollout(
         self, step: int, version: int, policy: Policy, params: Params
-    ) -> UnderWay:
+    ) -> _UnderWay:
         """Starts the rollout of a step with the current weights: its first chunk is read, and the
         next ones are on the devices. Completions are graded from the moment they end."""
         elapsed = stopwatch()
@@ -419,7 +392,7 @@ class OneStepOffPolicy:
         # From here on it has weights of its own: the update donates `params`.
         next(steps)
         examples = self._batches.examples(step)
-        return UnderWay(step, version, steps, examples, grader, elapsed())
+        return _UnderWay(step, version, steps, examples, grader, elapsed())
 
     def _grader(self, step: int) -> Any:
         """Grades completions with the weights that the rewards have in that step."""
@@ -430,7 +403,7 @@ class OneStepOffPolicy:
         examples = self._batches.examples(step)
         return [example for example in examples for _ in range(self._generations)]
 
-    def _restored(self, start: InFlight | ConversationsInFlight) -> Sampled | None:
+    def _restored(self, start: InFlight | ConversationsInFlight) -> _Sampled | None:
         """The rollout that waited in a checkpoint; None: there was none. Its grades are computed
         again."""
         if isinstance(start, ConversationsInFlight):
@@ -451,7 +424,11 @@ class OneStepOffPolicy:
         grader = self._grader(step)
         for row, tokens in enumerate(last_turns):
             grader.submit(row, tokens)
-        return Sampled(step, version, rollout, self._batches.examples(step), grader)
+        return _Sampled(step, version, rollout, self._batches.examples(step), grader)
+
+
+# what gives a run its completions where rollouts overlap with learning
+Overlap = PartialRollouts | OneStepOffPolicy
 
 
 def overlap_of(session: Session, resolved: ResolvedRun, step: int) -> Overlap | None:

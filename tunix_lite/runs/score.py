@@ -9,15 +9,15 @@ import numpy as np
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import error_context
-from tunix_lite.evaluation.rouge import rouge_scores
-from tunix_lite.evaluation.statistics import (
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.report.statistics import (
     avg_at_k,
     maj_at_k,
     pass_at_k,
     powers_up_to,
 )
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.similarity import rouge_scores
 from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.tasks.task import Task
@@ -73,13 +73,13 @@ def model_scores(
     seed: int,
     num_samples: int,
     temperature: float,
-    reference: str | None = None,
-    progress: SamplingProgress | None = None,
+    reference: str | None,
+    progress: SamplingProgress,
 ) -> tuple[Evaluated, dict[str, np.ndarray]]:
     """The completions of a model, and its scores by name, [E] float64 each: one number an example.
 
     A reward that failed makes nan. The completions are those of an evaluation of a run with this
-    seed. progress: None: nothing is said meanwhile. Raises RunFailed if a reward fails and
+    seed. Raises RunFailed if a reward fails and
     rewards.on_error=raise.
     """
     evaluated = evaluate(

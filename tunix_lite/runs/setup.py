@@ -336,7 +336,13 @@ def check_task(run: RunConfig, task: Task, num_prompts: int) -> str:
     with error_context("task"):
         needs = run.algorithm.needs
         if not needs.demonstrations and not needs.frozen_models:
-            check_rewards(run.task.rewards)
+            rewards = run.task.rewards
+            if rewards and all(reward.fn is is_chosen for reward in rewards.values()):
+                raise ValueError(
+                    "reward=tunix_lite.tasks.preferences.is_chosen is for evaluation: it "
+                    "gives 1 to the very text of `chosen` alone. Learn from the pairs with "
+                    "algorithm=dpo, or give another task.reward=module.function"
+                )
         data = check_all_rows(task, bool(task.learned), run.evaluation.num_examples)
         first, _ = task.batch(num_prompts, run.seed, 0)
         held_out = task.held_out(run.evaluation.num_examples)
@@ -369,17 +375,6 @@ def check_embedded(task: Task, learned: Sequence[str]) -> None:
             task.text.prompt(row)
             for name in learned if rows is source.train else ():
                 task.text.demonstration(row, name)
-
-
-def check_rewards(rewards: dict[str, Reward]) -> None:
-    """Raises ValueError if the only reward to learn from is for evaluation: it is 0 for all but one
-    text."""
-    if rewards and all(reward.fn is is_chosen for reward in rewards.values()):
-        raise ValueError(
-            "reward=tunix_lite.tasks.preferences.is_chosen is for evaluation: it gives 1 to the "
-            "very text of `chosen` alone. Learn from the pairs with algorithm=dpo, or give another "
-            "task.reward=module.function"
-        )
 
 
 def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:

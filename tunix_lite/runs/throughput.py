@@ -82,7 +82,7 @@ TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
-class Timed:
+class _Timed:
     """A scorer, comparer or rescorer that adds the seconds of each call to `seconds`.
 
     Example: Timed("time/reference", scorer, seconds)(batch); seconds["time/reference"] grows.
@@ -107,9 +107,9 @@ def timed(policy: Policy, seconds: Counter) -> Policy:
     """Wraps the policy, whose scorers add their time to `seconds`; sampling keeps its own time."""
     scorers = {}
     for name, scorer in policy.scorers.items():
-        scorers[name] = Timed(f"time/{name}", scorer, seconds)
-    rescore = Timed("time/rescore", policy.rescore, seconds)
+        scorers[name] = _Timed(f"time/{name}", scorer, seconds)
+    rescore = _Timed("time/rescore", policy.rescore, seconds)
     compare = policy.compare
     if compare is not None:
-        compare = Timed(f"time/{TEACHER}", compare, seconds)
+        compare = _Timed(f"time/{TEACHER}", compare, seconds)
     return replace(policy, scorers=scorers, rescore=rescore, compare=compare)

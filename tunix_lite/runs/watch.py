@@ -38,7 +38,6 @@ from tunix_lite.runs.leaving import (
     diverged,
     is_due,
     loss_numbers,
-    sampler_fault,
     unmeasured,
 )
 from tunix_lite.runs.profiler import Profile
@@ -234,7 +233,13 @@ class Watch:
         gap = self.sampler_gap(done, metrics)
         if limit is not None and gap > limit:
             self.log(done.step, metrics)
-            raise SamplerFault(sampler_fault(done.step, gap, limit))
+            raise SamplerFault(
+                f"step {done.step}: the trainer gives the sampler's tokens log-probabilities that "
+                f"differ by {gap:.3g} nats a token on average; training.max_sampler_gap={limit:g} "
+                "is the limit, and rounding in bfloat16 is below 0.01. The weights that sample, or "
+                "one of the two programs, are wrong, so the update is not kept. "
+                "training.max_sampler_gap=null turns this check off"
+            )
         metrics |= self.observed(done)
         if self.is_due(done.step, session.run.evaluation.interval_steps):
             metrics |= self.evaluated()

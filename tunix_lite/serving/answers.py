@@ -62,7 +62,23 @@ class ApiChoice:
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
         if self.stop:
-            piece = self._until_stop(new)
+            # The tokens up to the one that completes a stop text, each decoded by itself.
+            piece = Piece("", [], [], [])
+            top = new.top or [[] for _ in new.tokens]
+            for token, logprob, likeliest in zip(new.tokens, new.full_logprobs, top):
+                piece.tokens.append(token)
+                piece.logprobs.append(logprob)
+                piece.top.append(likeliest)
+                self.held += self.stream.feed([token])
+                if (end := self._stop_at()) is not None:
+                    piece.text += self.held[:end]
+                    self.held = ""
+                    piece.finish_reason = "stop"
+                    break
+                # The last characters may be the beginning of a stop text.
+                free = max(0, len(self.held) - max(map(len, self.stop)) + 1)
+                piece.text += self.held[:free]
+                self.held = self.held[free:]
         else:
             # No text ends the choice, so all tokens are decoded together.
             top = list(new.top) or [[] for _ in new.tokens]
@@ -81,26 +97,6 @@ class ApiChoice:
             if piece.calls and piece.finish_reason == "stop":
                 piece.finish_reason = "tool_calls"
         self.whole.add(piece)
-        return piece
-
-    def _until_stop(self, new: NewTokens) -> Piece:
-        """The tokens up to the one that completes a stop text, each decoded by itself."""
-        piece = Piece("", [], [], [])
-        top = new.top or [[] for _ in new.tokens]
-        for token, logprob, likeliest in zip(new.tokens, new.full_logprobs, top):
-            piece.tokens.append(token)
-            piece.logprobs.append(logprob)
-            piece.top.append(likeliest)
-            self.held += self.stream.feed([token])
-            if (end := self._stop_at()) is not None:
-                piece.text += self.held[:end]
-                self.held = ""
-                piece.finish_reason = "stop"
-                break
-            # The last characters may be the beginning of a stop text.
-            free = max(0, len(self.held) - max(map(len, self.stop)) + 1)
-            piece.text += self.held[:free]
-            self.held = self.held[free:]
         return piece
 
     def _stop_at(self) -> int | None:

@@ -118,7 +118,7 @@ class CurriculumState:
         )
 
 
-class Draw(NamedTuple):
+class _Draw(NamedTuple):
     """Prompts to ask, and what was passed over for them.
 
     Example: draw_prompts(...).examples, a batch of rows of data.
@@ -142,7 +142,7 @@ def draw_prompts(
     count: int,
     seed: int,
     look: Callable[[dict], str] | None = None,
-) -> Draw:
+) -> _Draw:
     """The next `count` examples in the order of `seed`, without those that are not asked now.
 
     look: why an example is left out; None: none is. A batch looks at each example at most once.
@@ -178,7 +178,7 @@ def draw_prompts(
             f"of {num_examples:,} training prompts too few can be taken, and a batch takes "
             f"{count}; the first that cannot: {unfit[0]}"
         )
-    return Draw(chosen + refilled, position, len(passed), len(refilled), len(unfit))
+    return _Draw(chosen + refilled, position, len(passed), len(refilled), len(unfit))
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Curriculum:
     began: int = field(init=False, default=-1)
     # that rollout's groups: (example, right, all); its draws
     groups: list[tuple[dict, int, int]] = field(init=False, default_factory=list)
-    draws: list[Draw] = field(init=False, default_factory=list)
+    draws: list[_Draw] = field(init=False, default_factory=list)
     num_prompts: int = field(init=False, default=1)
 
     def __post_init__(self):

@@ -42,11 +42,11 @@ def is_held_out(question: str) -> bool:
     return (value >> 16) % 8 == 0
 
 
-def check_range(source: GeneratedSource, least: int, low: str, high: str) -> None:
-    """Raises ValueError unless least <= low <= high, two settings by their names."""
-    if not least <= getattr(source, low) <= getattr(source, high):
+def check_range(source: GeneratedSource, low: str, high: str) -> None:
+    """Raises ValueError unless 2 <= low <= high, two settings by their names."""
+    if not 2 <= getattr(source, low) <= getattr(source, high):
         raise ValueError(
-            f"{low}={getattr(source, low)}, {high}={getattr(source, high)}: need {least} <= {low} "
+            f"{low}={getattr(source, low)}, {high}={getattr(source, high)}: need 2 <= {low} "
             f"<= {high}"
         )
 

@@ -11,7 +11,7 @@ FIELDS = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
-class PairTemplate(PromptTemplate):
+class _PairTemplate(PromptTemplate):
     """A prompt template whose examples have two answers, too: texts, or conversations that end with
     the assistant.
 
@@ -85,9 +85,9 @@ class PreferencesTaskConfig(FilesTaskConfig):
     """
 
     @property
-    def row_template(self) -> PairTemplate:
+    def row_template(self) -> _PairTemplate:
         """Template that makes pairs of the rows."""
-        return PairTemplate(self.prompt, self.system, self.learned_turns)
+        return _PairTemplate(self.prompt, self.system, self.learned_turns)
 
 
 def is_chosen(completion: str, example: dict) -> float:

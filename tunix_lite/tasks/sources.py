@@ -270,7 +270,7 @@ class Arithmetic(GeneratedSource):
     worked: float = 0.45
 
     def __post_init__(self):
-        check_range(self, 2, "min_terms", "max_terms")
+        check_range(self, "min_terms", "max_terms")
         if self.max_value < 9:
             raise ValueError(
                 f"max_value={self.max_value} leaves too few different problems; use at least 9"

@@ -584,7 +584,27 @@ class Grader:
             "rewards/dropped": int(graded.dropped.sum()),
             "rewards/unscorable": int(unscorable_B.sum()),
         }
-        self._report(graded, calls, counts)
+        # Says what failed, and how the first did.
+        replies = failed_replies(graded.rollout)
+        first = self._first_failure(calls) or next((reply.message for reply in replies), "")
+        total = len(self.examples)
+        if graded.dropped.all():
+            raise SharedError(f"all {total} completions were dropped; the first: {first}")
+        say = self.task.say
+        if say is not None and any(counts[metric] for metric in FAILED):
+            failed = ", ".join(
+                f"{metric.removeprefix('rewards/')} {counts[metric]}"
+                for metric in (*FAILED, "rewards/dropped")
+                if counts[metric]
+            )
+            say(f"rewards that failed, of {total} completions: {failed}; the first: {first}")
+        if say is not None and replies:
+            kinds = Counter(reply.failure for reply in replies)
+            how = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+            say(
+                f"environments that failed, of {total} conversations: {how}; the first: "
+                f"{replies[0].message}"
+            )
         groups = [self._rows(group) for group in range(len(rows) // self.num_generations)]
         metrics = reward_metrics(graded, kinds_BN, groups) | counts
         for name, reward in task.config.rewards.items():
@@ -606,32 +626,6 @@ class Grader:
         if task.on_graded is not None:
             task.on_graded(graded)
         return graded
-
-    def _report(
-        self, graded: Graded, calls: dict[int, dict[str, Outcome]], counts: dict[str, int]
-    ) -> None:
-        """Says what failed, and how the first did. Raises SharedError if all completions are
-        dropped."""
-        replies = failed_replies(graded.rollout)
-        first = self._first_failure(calls) or next((reply.message for reply in replies), "")
-        total = len(self.examples)
-        if graded.dropped.all():
-            raise SharedError(f"all {total} completions were dropped; the first: {first}")
-        say = self.task.say
-        if say is not None and any(counts[metric] for metric in FAILED):
-            failed = ", ".join(
-                f"{metric.removeprefix('rewards/')} {counts[metric]}"
-                for metric in (*FAILED, "rewards/dropped")
-                if counts[metric]
-            )
-            say(f"rewards that failed, of {total} completions: {failed}; the first: {first}")
-        if say is not None and replies:
-            kinds = Counter(reply.failure for reply in replies)
-            how = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
-            say(
-                f"environments that failed, of {total} conversations: {how}; the first: "
-                f"{replies[0].message}"
-            )
 
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""

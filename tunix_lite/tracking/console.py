@@ -270,18 +270,15 @@ class Screen:
                 # Without a name it would be taken for a file of the run.
                 raise OSError(error.errno, error.strerror, "standard output") from error
             with contextlib.suppress(OSError, ValueError):
-                _redirect_to_null(self._stream.fileno())
+                # Redirects descriptor `gone` to /dev/null, and standard error if it is the
+                # same terminal: Python would fail at its end, when it flushes them.
+                gone = self._stream.fileno()
+                before = os.fstat(gone)
+                null = os.open(os.devnull, os.O_WRONLY)
+                for file in {gone, sys.__stderr__.fileno()}:
+                    now = os.fstat(file)
+                    is_same = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+                    if file == gone or (stat.S_ISCHR(before.st_mode) and is_same):
+                        os.dup2(null, file)
+                os.close(null)
             self._stream = open(os.devnull, "w")  # noqa: SIM115
-
-
-def _redirect_to_null(gone: int) -> None:
-    """Redirects descriptor `gone` to /dev/null, and standard error if it is the same terminal:
-    Python would fail at its end, when it flushes them."""
-    before = os.fstat(gone)
-    null = os.open(os.devnull, os.O_WRONLY)
-    for file in {gone, sys.__stderr__.fileno()}:
-        now = os.fstat(file)
-        is_same = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
-        if file == gone or (stat.S_ISCHR(before.st_mode) and is_same):
-            os.dup2(null, file)
-    os.close(null)

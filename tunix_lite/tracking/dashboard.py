@@ -6,7 +6,7 @@ It is drawn from metrics alone, so `tunix-lite watch` draws the same from the fi
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import rich.console
@@ -62,27 +62,20 @@ class Dashboard:
     Example: `board.log(1, {"reward/mean": 0.5})`, then `board.drawn(80, 24)` is drawn by rich.
     """
 
-    def __init__(
-        self,
-        max_steps: int | None,
-        clock: Callable[[], float] = time.monotonic,
-        evaluates_every: int = 0,
-    ):
+    def __init__(self, max_steps: int | None, evaluates_every: int = 0):
         """max_steps: None: not known. evaluates_every: steps between two evaluations; 0: there is
         one at the end, or none."""
         self.max_steps = max_steps
         self.step = 0
         self._evaluates_every = evaluates_every
-        self._clock = clock
         # metric -> its values, the newest last
         self._course: dict[str, deque[float]] = {}
         self._busy: tuple[str, float | None] | None = None
 
-    def busy(self, text: str, since: float | None = None, has_clock: bool = True) -> None:
-        """Takes what is done until the next step; "": nothing. since: when it began; None: now.
-        has_clock: False where the text itself says how long it takes."""
-        since = self._clock() if since is None else since
-        self._busy = (text, since if has_clock else None) if text else None
+    def busy(self, text: str, has_clock: bool = True) -> None:
+        """Takes what is done from now until the next step; "": nothing. has_clock: False where the
+        text itself says how long it takes."""
+        self._busy = (text, time.monotonic() if has_clock else None) if text else None
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of a step; what is no finite number is left out."""
@@ -132,7 +125,7 @@ class Dashboard:
         parts = headline(self.step, self.max_steps, self.seconds_left())
         if self._busy is not None:
             text, since = self._busy
-            clock = "" if since is None else f" {seconds_in_words(self._clock() - since)}"
+            clock = "" if since is None else f" {seconds_in_words(time.monotonic() - since)}"
             parts.append(f"{visible(text)}{clock}")
         return " | ".join(parts)
 

@@ -5,7 +5,7 @@ base lie on the devices once as sampling reads them, and each client attaches it
 """
 
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
@@ -19,9 +19,8 @@ from tunix_lite.rollout.generate import make_prepare
 from tunix_lite.rollout.live import LiveEngine, LiveSequence, NewTokens
 from tunix_lite.rollout.requests import DrawSettings, StopCriteria
 from tunix_lite.rollout.settings import LEAST_POSITIVE, GenerationConfig, RolloutConfig
-from tunix_lite.seeds import check_seed
 from tunix_lite.trainer.data import check_tokens
-from tunix_lite.types import Params
+from tunix_lite.types import Params, check_seed
 
 # Sequences that may wait for a slot: one call may ask for many.
 MOST_WAITING = 1 << 20
@@ -155,33 +154,31 @@ class SamplingEngine:
         if self._engine is not None:
             # sequences that nobody waits for any more may still leave their slots
             self._engine.wait_until_idle()
-        prepared = self._prepared(frozen, params, lora)
+        # Layer by layer; those of a base are made once.
+        if frozen is None:
+            prepared = self._prepare(params)
+        else:
+            if self._base is None:
+                self._base = self._prepare_named(frozen)
+            prepared = self._base
+        if frozen is not None and params is not None:
+            layers = []
+            adapters = self._prepare_named(params)
+            for base, mine in zip(prepared["layers"], adapters["layers"]):
+                attached = {
+                    name: Lora(
+                        base[name], pair["a"], pair["b"], None, lora.scale, lora.dropout
+                    )
+                    for name, pair in mine.items()
+                }
+                layers.append(base | attached)
+            prepared = prepared | {"layers": layers}
         if self._engine is None:
             self._engine = live_engine(
                 self.model, self.generation, self.rollout, MOST_WAITING, prepared
             )
         self._engine.set_params(prepared)
         self._holds = owner
-
-    def _prepared(
-        self, frozen: Params | None, params: Params | None, lora: LoraConfig | None
-    ) -> Params:
-        """The weights layer by layer; those of a base are made once."""
-        if frozen is None:
-            return self._prepare(params)
-        if self._base is None:
-            self._base = self._prepare_named(frozen)
-        if params is None:
-            return self._base
-        adapters = self._prepare_named(params)
-        layers = []
-        for base, mine in zip(self._base["layers"], adapters["layers"]):
-            attached = {
-                name: Lora(base[name], pair["a"], pair["b"], None, lora.scale, lora.dropout)
-                for name, pair in mine.items()
-            }
-            layers.append(base | attached)
-        return self._base | {"layers": layers}
 
     def sample(
         self,
@@ -200,11 +197,23 @@ class SamplingEngine:
             if new.reason is not None:
                 ended.put(new.message)
 
-        sequences = {
-            (p, g): self._sequence(prompt, how, g, on_tokens)
-            for p, (prompt, how) in enumerate(zip(prompts, settings))
-            for g in range(num_samples)
-        }
+        sequences: dict[tuple[int, int], LiveSequence] = {}
+        for p, (prompt, how) in enumerate(zip(prompts, settings)):
+            room = self.model.cfg.max_positions - len(prompt)
+            limit = min(room, self.generation.max_new_tokens, how.max_tokens or room)
+            tokens = dict.fromkeys(how.stop_token_ids, "stop")
+            for g in range(num_samples):
+                draw = DrawSettings(
+                    temperature=float(how.temperature),
+                    top_p=float(how.top_p),
+                    top_k=max(0, int(how.top_k)),
+                    min_p=float(how.min_p),
+                    seed=how.seed,
+                    generation=g,
+                )
+                criteria = StopCriteria(tokens, tuple(how.stop), self.model.tokenizer)
+                ids = tuple(map(int, prompt))
+                sequences[p, g] = LiveSequence(ids, draw, limit, on_tokens, criteria)
         try:
             self._engine.submit(list(sequences.values()))
             for _ in sequences:
@@ -220,27 +229,6 @@ class SamplingEngine:
             Sample(p, g, one.tokens, one.full_logprobs, one.logprobs, one.reason)
             for (p, g), one in sequences.items()
         ]
-
-    def _sequence(
-        self,
-        prompt: Sequence[int],
-        how: SampleSettings,
-        generation: int,
-        on_tokens: Callable[[NewTokens], None],
-    ) -> LiveSequence:
-        room = self.model.cfg.max_positions - len(prompt)
-        limit = min(room, self.generation.max_new_tokens, how.max_tokens or room)
-        draw = DrawSettings(
-            temperature=float(how.temperature),
-            top_p=float(how.top_p),
-            top_k=max(0, int(how.top_k)),
-            min_p=float(how.min_p),
-            seed=how.seed,
-            generation=generation,
-        )
-        tokens = dict.fromkeys(how.stop_token_ids, "stop")
-        criteria = StopCriteria(tokens, tuple(how.stop), self.model.tokenizer)
-        return LiveSequence(tuple(map(int, prompt)), draw, limit, on_tokens, criteria)
 
     def close(self) -> None:
         """Ends the engine's thread, and frees its memory."""

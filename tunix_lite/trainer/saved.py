@@ -10,10 +10,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from tunix_lite.checkpoint import Checkpoints
+from tunix_lite.checkpoint import Checkpoints, shapes_of
 from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.models.lora import LoraConfig
@@ -28,7 +27,7 @@ MADE_ALIKE = "load it into a client that is made like that"
 
 
 @dataclass(frozen=True)
-class SavedKind:
+class _SavedKind:
     """What a folder holds.
 
     Example: SavedKind("bundled", 8, 32.0, ".*/(q|v)", True): adapters of rank 8, and their
@@ -45,14 +44,14 @@ class SavedKind:
     optimizer: bool
 
 
-def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> SavedKind:
+def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> _SavedKind:
     """What a client with these adapters saves."""
     if lora is None:
-        return SavedKind(model, 0, 0.0, "", optimizer)
-    return SavedKind(model, lora.rank, lora.alpha, lora.targets, optimizer)
+        return _SavedKind(model, 0, 0.0, "", optimizer)
+    return _SavedKind(model, lora.rank, lora.alpha, lora.targets, optimizer)
 
 
-def save_state(folder: Path, state: TrainState, kind: SavedKind) -> None:
+def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:
     """Saves the state as checkpoint number `state.step` of the folder, and waits until it is on
     disk. Raises ValueError if the folder holds something else, or this step."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,16 +74,13 @@ def save_state(folder: Path, state: TrainState, kind: SavedKind) -> None:
         checkpoints.save(state)
 
 
-def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
+def load_state(folder: Path, like: TrainState, kind: _SavedKind) -> TrainState:
     """The newest checkpoint of the folder; without its optimizer, opt_state is as in `like`.
 
     like: the state that is replaced, or its shapes. Raises ValueError if it does not fit.
     """
     if not kind.optimizer:
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like.params
-        )
-        step, params = load_trained(folder, shapes, kind)
+        step, params = load_trained(folder, shapes_of(like.params), kind)
         return like.replace(step=put(np.int32(step)), params=params)
     if not _check_kind(folder, kind, MADE_ALIKE).optimizer:
         raise ValueError(
@@ -94,7 +90,7 @@ def load_state(folder: Path, like: TrainState, kind: SavedKind) -> TrainState:
         return checkpoints.restore(like)
 
 
-def load_trained(folder: Path, like: Params, kind: SavedKind) -> tuple[int, Params]:
+def load_trained(folder: Path, like: Params, kind: _SavedKind) -> tuple[int, Params]:
     """(step, the weights that train) of the newest checkpoint of the folder. like: their shapes.
 
     Raises ValueError if it does not fit.
@@ -104,7 +100,7 @@ def load_trained(folder: Path, like: Params, kind: SavedKind) -> tuple[int, Para
         return checkpoints.restore_params(like)
 
 
-def read_kind(folder: Path) -> SavedKind:
+def read_kind(folder: Path) -> _SavedKind:
     """What a folder holds. Raises ValueError if its file is damaged."""
     if not (folder / KIND).exists():
         raise ValueError(f"{folder} holds nothing that a client of a Trainer has saved")
@@ -112,10 +108,10 @@ def read_kind(folder: Path) -> SavedKind:
     types = {"model": str, "rank": int, "alpha": float, "targets": str, "optimizer": bool}
     if set(values) != set(types) or any(type(values[k]) is not t for k, t in types.items()):
         raise ValueError(f"{folder / KIND} is damaged: {shown(values)}")
-    return SavedKind(**values)
+    return _SavedKind(**values)
 
 
-def _check_kind(folder: Path, kind: SavedKind, remedy: str) -> SavedKind:
+def _check_kind(folder: Path, kind: _SavedKind, remedy: str) -> _SavedKind:
     """What the folder holds. Raises ValueError if this client's weights are of another kind."""
     saved = read_kind(folder)
     differ = [

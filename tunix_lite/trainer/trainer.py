@@ -39,7 +39,6 @@ from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
 from tunix_lite.resolved.parts import policy_of
 from tunix_lite.resolved.run import with_defaults
-from tunix_lite.seeds import check_seed, seed_of_call
 from tunix_lite.settings.compose import compose
 from tunix_lite.trainer.batches import Collecting, algorithm_named, check_batch, layout_of
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
@@ -61,7 +60,16 @@ from tunix_lite.trainer.saved import (
     read_kind,
     save_state,
 )
-from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
+from tunix_lite.types import (
+    Batch,
+    Graded,
+    Metrics,
+    Params,
+    RowBatch,
+    TrainState,
+    check_seed,
+    seed_of_call,
+)
 
 
 @dataclass(frozen=True)

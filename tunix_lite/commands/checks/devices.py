@@ -91,7 +91,7 @@ def look_at_devices(
         # What libraries print goes into a file, of which a failure shows the end.
         worker = WorkerProcess(variables, output=noise)
         try:
-            worker.send(pickle.dumps([Probe(launch, folder)]), timeout)
+            worker.send(pickle.dumps([_Probe(launch, folder)]), timeout)
             for number, (stage, (doing, fix)) in enumerate(_STAGES.items()):
                 call = None if stage == "start" else number
                 seconds = timeout + (_GRACE if stage == "processes" else 0)
@@ -119,7 +119,7 @@ def look_at_devices(
     return facts
 
 
-class Probe:
+class _Probe:
     """The stages of a look at the devices, in their order; each needs those before it.
 
     Example: `Probe(LaunchConfig(), Path("outputs"))("devices")` is (lines, facts), which JSON can

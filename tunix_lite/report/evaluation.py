@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tunix_lite.evaluation.statistics import Comparison, Estimate, compare, estimate
+from tunix_lite.report.statistics import Comparison, Estimate, compare, estimate
 
 # scores that are shares, and are shown in percent; the others are plain numbers
 SHARES = ("accuracy", "truncated", "avg_at_", "pass_at_", "maj_at_", "rouge_")
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class _TaskResult:
     """Scores of one task.
 
     Example: TaskResult(256, {"model": {"accuracy": Estimate(0.5, 0.44, 0.56)}}).
@@ -26,7 +26,7 @@ class TaskResult:
 
 def task_result(
     scores: dict[str, dict[str, np.ndarray]], level: float, seed: int
-) -> TaskResult:
+) -> _TaskResult:
     """The means and intervals of per-example scores [E] of one model, or of two and their
     comparison.
 
@@ -42,16 +42,16 @@ def task_result(
     }
     num_examples = len(next(iter(scores["model"].values())))
     if len(scores) == 1:
-        return TaskResult(num_examples, estimates)
+        return _TaskResult(num_examples, estimates)
     ours, theirs = scores.values()
     comparison = {}
     for name in [name for name in ours if name in theirs]:
         both = ~np.isnan(ours[name] - theirs[name])
         comparison[name] = compare(ours[name][both], theirs[name][both], level, seed=seed)
-    return TaskResult(num_examples, estimates, comparison)
+    return _TaskResult(num_examples, estimates, comparison)
 
 
-def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> str:
+def as_markdown(models: dict, settings: dict, tasks: dict[str, _TaskResult]) -> str:
     """The results for people: which models, and a table of each task."""
     lines = ["# Evaluation", ""]
     for name, model in models.items():
@@ -66,35 +66,31 @@ def as_markdown(models: dict, settings: dict, tasks: dict[str, TaskResult]) -> s
     lines.append(f"- intervals hold {100 * level:g}%: bootstrap over the examples")
     for name, result in tasks.items():
         lines += ["", f"## {name}: {result.num_examples:,} examples", ""]
-        lines += _table(result, level)
-    return "\n".join(lines) + "\n"
-
-
-def _table(result: TaskResult, level: float) -> list[str]:
-    """A score a row: of one model its value, of two both and their difference."""
-    ours, *others = result.scores
-    interval = f"{100 * level:g}% interval"
-    if others:
-        heads = ["score", ours, *others, "difference", interval, "p", "higher, lower"]
-        rows = [
-            [
-                name,
-                _shown(name, result.scores[ours][name].value),
-                _shown(name, result.scores[others[0]][name].value),
-                _shown(name, compared.difference.value, "+"),
-                _interval(name, compared.difference, "+"),
-                f"{compared.p_value:.3g}",
-                f"{compared.better}, {compared.worse}",
+        # A score a row: of one model its value, of two both and their difference.
+        ours, *others = result.scores
+        interval = f"{100 * level:g}% interval"
+        if others:
+            heads = ["score", ours, *others, "difference", interval, "p", "higher, lower"]
+            rows = [
+                [
+                    name,
+                    _shown(name, result.scores[ours][name].value),
+                    _shown(name, result.scores[others[0]][name].value),
+                    _shown(name, compared.difference.value, "+"),
+                    _interval(name, compared.difference, "+"),
+                    f"{compared.p_value:.3g}",
+                    f"{compared.better}, {compared.worse}",
+                ]
+                for name, compared in result.comparison.items()
             ]
-            for name, compared in result.comparison.items()
-        ]
-    else:
-        heads = ["score", "value", interval]
-        rows = [
-            [name, _shown(name, x.value), _interval(name, x)]
-            for name, x in result.scores[ours].items()
-        ]
-    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+        else:
+            heads = ["score", "value", interval]
+            rows = [
+                [name, _shown(name, x.value), _interval(name, x)]
+                for name, x in result.scores[ours].items()
+            ]
+        lines += [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+    return "\n".join(lines) + "\n"
 
 
 def _interval(name: str, estimated: Estimate, sign: str = "") -> str:

@@ -77,13 +77,13 @@ def avg_at_k(correct_EN: np.ndarray) -> np.ndarray:
 
 
 def maj_at_k(
-    answers: Sequence[Sequence[str | None]], correct_EN: np.ndarray, k: int, seed: int = 0
+    answers: Sequence[Sequence[str | None]], correct_EN: np.ndarray, k: int
 ) -> np.ndarray:
     """[E] float64: the chance that the most frequent answer of k samples is right.
 
     answers: of each example the answers of its N samples; None: there is none, and it does not
     vote. Of answers that are equally frequent each counts its share; where nobody votes it is 0. It
-    is the mean over all subsets of k samples, or over _MOST_SUBSETS that are drawn with `seed`.
+    is the mean over all subsets of k samples, or over _MOST_SUBSETS that are drawn.
     """
     correct_EN = np.asarray(correct_EN)
     num_samples = correct_EN.shape[1]
@@ -91,7 +91,7 @@ def maj_at_k(
         subsets_SK = np.array(list(itertools.combinations(range(num_samples), k)))
     else:
         every = np.tile(np.arange(num_samples), (_MOST_SUBSETS, 1))
-        subsets_SK = np.random.default_rng(seed).permuted(every, axis=1)[:, :k]
+        subsets_SK = np.random.default_rng(0).permuted(every, axis=1)[:, :k]
     return np.array(
         [_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)]
     )

@@ -1,1 +1,0 @@
-"""Turns graded completions into statistics and texts. It knows no model and no run."""
