@@ -5,6 +5,7 @@ before anything of that size is made. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import itertools
 import math
 import mmap
 import struct
@@ -102,10 +103,15 @@ class GgufFile:
         if about is None:
             raise ValueError(f"{self.path}: {key} is missing")
         letter = _FORMATS.get(about.kind, "s") if isinstance(about, _Array) else ""
-        if not letter or letter not in {str: "s", bool: "?", int: "BbHhIiQq", float: "fd"}[kind]:
+        if (
+            not letter
+            or letter not in {str: "s", bool: "?", int: "BbHhIiQq", float: "fd"}[kind]
+        ):
             raise ValueError(f"{self.path}: {key} is not a list of type {kind.__name__}")
         if count is not None and about.count != count:
-            raise ValueError(f"{self.path}: {key} has {about.count} items; expected is {count}")
+            raise ValueError(
+                f"{self.path}: {key} has {about.count} items; expected is {count}"
+            )
         with opened(self.path) as stream:
             stream.seek(about.offset)
             if about.kind != _TEXT:
@@ -164,7 +170,9 @@ def _opened_once(path: Path, size: int, _changed: int) -> GgufFile:
                 raise ValueError(f"{path} is no GGUF file: it does not begin with GGUF")
             (version,) = cursor.unpack("I", "its version")
             if version not in (2, 3):
-                raise ValueError(f"{path}: GGUF version {version}; read are 2 and 3, little-endian")
+                raise ValueError(
+                    f"{path}: GGUF version {version}; read are 2 and 3, little-endian"
+                )
             num_tensors, num_values = cursor.unpack("QQ", "its counts")
             values = {}
             for i in range(cursor.checked(num_values, 13, "number of keys")):
@@ -205,7 +213,9 @@ def _checked_tensors(
             raise ValueError(f"{where} has type {number}, which gguf does not know") from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block or 0 in shape:
-            raise ValueError(f"{where} has rows of {shape[-1]}, and {kind.name} blocks of {block}")
+            raise ValueError(
+                f"{where} has rows of {shape[-1]}, and {kind.name} blocks of {block}"
+            )
         tensor = GgufTensor(name, shape, kind.name, begin + offset, block, block_bytes)
         if offset % alignment or tensor.offset + tensor.num_bytes > size:
             raise ValueError(
@@ -214,7 +224,7 @@ def _checked_tensors(
             )
         tensors[name] = tensor
     in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for one, other in zip(in_order, in_order[1:]):
+    for one, other in itertools.pairwise(in_order):
         if one.offset + one.num_bytes > other.offset:
             raise ValueError(
                 f"{path}: the tensors {escaped(one.name)} and {escaped(other.name)} overlap"
@@ -251,7 +261,9 @@ class _Cursor:
     def text(self, what: str) -> str:
         (length,) = self.unpack("Q", what)
         if length > _MOST_TEXT:
-            raise ValueError(f"{self.path}: {what} has {length:,} bytes; read are {_MOST_TEXT:,}")
+            raise ValueError(
+                f"{self.path}: {what} has {length:,} bytes; read are {_MOST_TEXT:,}"
+            )
         return _decoded(self.take(length, what), self.path, what)
 
     def value(self, key: str) -> Any:

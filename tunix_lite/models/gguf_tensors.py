@@ -59,7 +59,9 @@ def gguf_names(family: Family, num_layers: int) -> dict[str, str]:
 
 def has_turned_rows(family: Family, gguf_name: str) -> bool:
     """True for tensors whose rows llama.cpp puts into another order."""
-    return family.model_type == "llama" and gguf_name.endswith((".attn_q.weight", ".attn_k.weight"))
+    return family.model_type == "llama" and gguf_name.endswith(
+        (".attn_q.weight", ".attn_k.weight")
+    )
 
 
 def has_plus_one(family: Family, gguf_name: str) -> bool:
@@ -138,7 +140,9 @@ class GgufTensors:
         first = columns.start // tensor.block
         last = -(-columns.stop // tensor.block)
         of_blocks = slice(first * tensor.block_bytes, last * tensor.block_bytes)
-        of_values = slice(columns.start - first * tensor.block, columns.stop - first * tensor.block)
+        of_values = slice(
+            columns.start - first * tensor.block, columns.stop - first * tensor.block
+        )
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         out = np.empty(shape, PLAIN.get(tensor.type, np.float32))
         step = max(1, _AT_ONCE // (4 * tensor.shape[-1]))

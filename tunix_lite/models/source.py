@@ -1,5 +1,5 @@
-"""Sources of models: bundled, random, a folder in Hugging Face layout, a GGUF file, or a name on the
-hub.
+"""Sources of models: bundled, random, a folder in Hugging Face layout, a GGUF file, or a name on
+the hub.
 
 `locate` checks everything but the weights, `download` gets them and checks their headers, and
 `load_weights` makes the parameters.

@@ -18,7 +18,8 @@ from tunix_lite.files.plain_text import escaped, shortened, shown
 from tunix_lite.files.untrusted import read_text
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, to_plain_values
 from tunix_lite.models.gguf_file import is_gguf
-from tunix_lite.models.gguf_metadata import gguf_tokenizer, small_object
+from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.gguf_tokenizer import gguf_tokenizer
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
 FILES = (
@@ -592,9 +593,12 @@ def _growth(part: dict) -> int:
 
 
 def _call_library(call: Callable[[], Any], file: Path) -> Any:
-    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does."""
+    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does. A
+    ValueError is our own, and says what is wrong."""
     try:
         return call()
+    except ValueError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
