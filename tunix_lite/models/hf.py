@@ -443,40 +443,56 @@ def save_params(
     written as plain weights that compute the same. Files hold up to 5 GB; several come with an
     index. on_bytes: is called after each file.
     """
-    table = flatten(decoder.weights(cfg))
-    leaves = flatten(params)
-
-    # Tensor name -> (path, layer), in the order of the layers; and what is written of it.
-    where = {
-        name: (path, i if table[path].is_stacked else None)
-        for path in table
-        for i, name in enumerate(hf_names(path, cfg, family))
+    as_written = in_order(cfg, family)
+    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in as_written}
+    tensor = tensors_of(params, cfg, family)
+    sizes = {
+        name: int(np.prod(weight.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
+        for name, weight in as_written.items()
     }
-    as_written = {name: unstacked(table[path]) for name, (path, _) in where.items()}
-    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in where}
+    write_shards(
+        Path(folder), sizes, lambda name: tensor(name, types[name]), on_bytes=on_bytes
+    )
 
-    def tensor(name: str) -> np.ndarray:
-        path, layer = where[name]
-        leaf = (
-            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
-        )
-        # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, as_written[name].inputs, jnp.float32)
-        on_host = np.asarray(value.astype(DTYPES[types[name]]))
-        return np.ascontiguousarray(_to_hf(on_host, as_written[name]))
+
+def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
+    """`hf_weights` as readers expect them: the embedding, then the layers by number, then the
+    rest."""
 
     def place(name: str) -> tuple[int, int]:
-        # the embedding first, then the layers by number, then the rest, as readers expect
         parts = name.split(".")
         if parts[1] == "layers":
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0
 
-    sizes = {
-        name: int(np.prod(as_written[name].shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
-        for name in sorted(where, key=place)
+    named = hf_weights(cfg, family)
+    return {name: named[name] for name in sorted(named, key=place)}
+
+
+def tensors_of(
+    params: Params, cfg: Architecture, family: Family
+) -> Callable[[str, str], np.ndarray]:
+    """Returns (name, dtype) -> the tensor of this name in Hugging Face layout, as BF16, F16 or F32.
+    Adapters and quantised weights are plain weights there, which compute the same."""
+    table = flatten(decoder.weights(cfg))
+    leaves = flatten(params)
+    where = {
+        name: (path, i if table[path].is_stacked else None)
+        for path in table
+        for i, name in enumerate(hf_names(path, cfg, family))
     }
-    write_shards(Path(folder), sizes, tensor, on_bytes=on_bytes)
+
+    def tensor(name: str, dtype: str) -> np.ndarray:
+        path, layer = where[name]
+        weight = unstacked(table[path])
+        leaf = (
+            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
+        )
+        # In float32 first, so that the sum of a base and its adapter is rounded once.
+        value = dense(leaf, weight.inputs, jnp.float32)
+        return np.ascontiguousarray(_to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
+
+    return tensor
 
 
 def write_shards(
