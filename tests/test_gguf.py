@@ -1,7 +1,9 @@
 """GGUF files: read as the folder of the same model is, damaged ones refused in a line, and written for llama.cpp."""
 
 import json
+import os
 import struct
+import subprocess
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +11,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import random_params, set_mesh
+from conftest import logits_of, random_params, set_mesh
 from safetensors.numpy import load_file
 
+from tunix_lite.errors import ConfigError
+from tunix_lite.inference import export as exporting
+from tunix_lite.inference.language_model import LONG, load
 from tunix_lite.models import hf
 from tunix_lite.models.architecture import Architecture, RopeScaling
-from tunix_lite.models.families import FAMILIES, config_json, read_config
+from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
 from tunix_lite.models.gguf_file import open_gguf
+from tunix_lite.models.gguf_out import save_gguf
+from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import ModelConfig, load_base, locate
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.parallel.mesh import make_mesh
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
 
@@ -40,7 +48,7 @@ BYTES = [f"<0x{i:02X}>" for i in range(256)]
 PIECES = [("<pad>", 0, 3), ("<eos>", 0, 3), ("<bos>", 0, 3), ("<unk>", 0, 2), *[(b, 0, 6) for b in BYTES[:32]]]
 PIECES += [(t, -i, 1) for i, t in enumerate(["he", "ll", "llo", "hello", "▁hello", "▁", "h", "e", "l", "o"])]
 PIECES += [("<turn>", 0, 4)]
-PIECES += [(f"<unused{i}>", 0, 5) for i in range(64 - len(PIECES))]
+PIECES += [(f"[PAD{i}]", 0, 5) for i in range(len(PIECES), 64)]
 
 
 def llama_cpp_rows(w: np.ndarray, heads: int) -> np.ndarray:
@@ -224,7 +232,7 @@ def test_a_vocabulary_of_bytes_is_cut_as_its_pre_says(tmp_path, models, pre, cut
     tokens = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": [*texts, *(f"[PAD{i}]" for i in range(64 - len(texts)))],
+        "tokenizer.ggml.tokens": [*texts, *(f"[PAD{i}]" for i in range(len(texts), 64))],
         "tokenizer.ggml.token_type": [1] * 7 + [3, 3, 1] + [5] * 54,
         "tokenizer.ggml.merges": ["1 2", "Ġ a", "a 1"],
         "tokenizer.ggml.bos_token_id": 7,
@@ -381,3 +389,193 @@ def test_damaged_files_are_refused_in_a_line_and_take_no_room(tmp_path, models):
         text = str(error.value)
         assert str(file) in text and text.isprintable() and len(text) < 1000, (name, text)
         assert most < 8 * max(len(content), 2**16), (name, most)
+
+
+# ---- out
+
+
+@pytest.mark.parametrize("arch, kind", [*((arch, "f32") for arch in CFGS), ("llama", "q8_0"), ("gemma3", "q8_0"), ("qwen2", "bf16"), ("llama", "f16")])  # fmt: skip
+def test_what_is_written_is_what_llama_cpp_converts(tmp_path, models, arch, kind):
+    cfg, (folder, file) = CFGS[arch], models[arch]
+    tokenizer = Tokenizer.load(file)
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")))):
+        save_gguf(random_params(cfg), cfg, FAMILIES[arch], tokenizer, tmp_path / "x.gguf", kind, "mine")
+    reader = gguf.GGUFReader(tmp_path / "x.gguf")
+    expected = tensors_of(arch, cfg, folder)
+    assert sorted(tensor.name for tensor in reader.tensors) == sorted(expected)
+    for tensor in reader.tensors:
+        own = gguf.GGMLQuantizationType[kind.upper() if expected[tensor.name].ndim > 1 else "F32"]
+        assert tensor.tensor_type == own, tensor.name
+        assert tensor.data.tobytes() == gguf.quantize(expected[tensor.name], own).tobytes(), tensor.name
+    keys = {key: field.contents() for key, field in reader.fields.items()}
+    if arch == "gemma3":
+        assert keys.pop("gemma3.attention.sliding_window_pattern") == 5
+    for key, value in keys_of(arch, cfg).items():
+        # Scores are in the order of the merges; which numbers they are does not matter.
+        if value is not None and not key.endswith((".scores", "rope.freq_base")):
+            assert keys[key] == (np.float32(value) if isinstance(value, float) else value), key
+    again, family = read_config(tmp_path / "x.gguf")
+    assert (as_computed(again), family) == (as_computed(cfg), FAMILIES[arch])
+    again = Tokenizer.load(tmp_path / "x.gguf")
+    for text in ("hello<turn> hello", "hel", "\n<eos>"):
+        assert again.encode(text) == tokenizer.encode(text)
+    assert (again.start_ids, again.eos_ids, again.pad_id) == (tokenizer.start_ids, tokenizer.eos_ids, tokenizer.pad_id)
+
+
+def test_scores_are_in_the_order_of_merges(tmp_path, models):
+    """llama.cpp takes the pair whose token has the highest score."""
+    cfg = CFGS["qwen3"]
+    with jax.set_mesh(make_mesh(((1, 1), ("fsdp", "tp")))):
+        save_gguf(
+            random_params(cfg),
+            cfg,
+            FAMILIES["qwen3"],
+            Tokenizer.load(models["qwen3"][1]),
+            tmp_path / "x.gguf",
+            "f16",
+            "mine",
+        )
+    scores = dict(
+        zip((t for t, _, _ in PIECES), gguf.GGUFReader(tmp_path / "x.gguf").fields["tokenizer.ggml.scores"].contents())
+    )
+    order = ["he", "ll", "llo", "hello", "▁hello"]
+    assert sorted(order, key=scores.get, reverse=True) == order
+
+
+def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
+    lora = LoraConfig(rank=2)
+    for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=lora))):
+        written = exporting.export(load(model, dtype="fp32"), tmp_path / name, "gguf", gguf_type="f32")
+        assert written.kind == "gguf" and written.difference < 1e-5
+        assert written.serve == f"llama-server -m {tmp_path / name / 'model.gguf'}"
+        own, theirs = load("bundled", dtype="fp32"), load(tmp_path / name, dtype="fp32")
+        assert theirs.tokenizer.vocabulary.items() >= own.tokenizer.vocabulary.items()
+        assert theirs.tokenizer.prompt("What is 2 + 2?") == own.tokenizer.prompt("What is 2 + 2?")
+        assert theirs.tokenizer.eos_ids == own.tokenizer.eos_ids
+        for key in ("embed", "final_norm"):
+            np.testing.assert_allclose(theirs.params[key], own.params[key], rtol=0, atol=2e-7)
+    # From a GGUF file to a folder of Hugging Face.
+    exporting.export(load(tmp_path / "all", dtype="fp32"), tmp_path / "folder", "full", "fp32")
+    again = load(tmp_path / "folder", dtype="fp32")
+    assert again.cfg == own.cfg and again.tokenizer.prompt("hi") == own.tokenizer.prompt("hi")
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"kind": "gguf", "dtype": "bf16"}, "dtype=bf16: tensors of kind=gguf have a type"),
+        ({"kind": "gguf", "gguf_type": "q4_k"}, "type='q4_k'; it is f32, f16, bf16, q8_0, or null"),
+        ({"kind": "full", "gguf_type": "f16"}, "type=f16: type is of kind=gguf"),
+    ],
+)
+def test_types_that_are_not_written_are_refused(tmp_path, how, message):
+    with pytest.raises(ConfigError, match=message):
+        exporting.check_export(False, tmp_path / "x", **{"dtype": None, "overwrite": False} | how)
+
+
+@pytest.mark.parametrize("change, message", [({"query_scale": 13}, "query_scale=13 against 8"), ({"mlp_dim": 40}, "rows of blk.0.ffn_down.weight have 40 numbers")])  # fmt: skip
+def test_what_llama_cpp_would_compute_otherwise_is_not_kept(tmp_path, models, change, message):
+    cfg = replace(CFGS["gemma3"], **change)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    Tokenizer.load(models["gemma3"][1]).backend.save(str(folder / "tokenizer.json"))
+    hf.save_params(random_params(cfg), cfg, FAMILIES["gemma3"], folder, "F32")
+    (folder / "config.json").write_text(json.dumps(config_json(cfg, FAMILIES["gemma3"], eos_token_id=1)))
+    with pytest.raises(ConfigError, match=message):
+        exporting.export(load(folder, dtype="fp32"), tmp_path / "x", "gguf", gguf_type="q8_0")
+    assert not (tmp_path / "x").exists()
+
+
+# ---- other readers
+
+
+def greedy_of_transformers(file: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    how = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+    return [model.generate(torch.tensor([p]), **how)[0, len(p) :].tolist() for p in prompts]
+
+
+def greedy_of_llama_cpp(file: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Through the npm package node-llama-cpp, installed in the folder that TUNIX_LITE_REAL names."""
+    folder = Path(os.environ.get("TUNIX_LITE_REAL", "nowhere"))
+    if not (folder / "node_modules" / "node-llama-cpp").is_dir():
+        pytest.skip("npm install node-llama-cpp in the folder that TUNIX_LITE_REAL names")
+    program = """
+        const [file, prompts, count] = JSON.parse(process.argv[1]);
+        const { getLlama } = await import("node-llama-cpp");
+        const llama = await getLlama({ gpu: false, build: "never", logLevel: "error" });
+        const model = await llama.loadModel({ modelPath: file });
+        const context = await model.createContext({ contextSize: 1024, threads: 2 });
+        const all = [];
+        for (const prompt of prompts) {
+          const sequence = context.getSequence();
+          const out = [];
+          for await (const token of sequence.evaluate(prompt, { temperature: 0 }))
+            if (out.push(token) >= count) break;
+          all.push(out);
+          sequence.dispose();
+        }
+        console.log(JSON.stringify(all));
+        process.exit(0);
+    """
+    words = ["node", "--input-type=module", "-e", program, json.dumps([str(file), prompts, count])]
+    ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("arch", CFGS)
+def test_transformers_reads_the_same_tensors(models, arch):
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    _, file = models[arch]
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    theirs = model.state_dict()
+    ours = hf.open_tensors(file, FAMILIES[arch])
+    for name in ours:
+        whole = tuple(slice(None) for _ in ours.shape(name))
+        np.testing.assert_array_equal(ours.read(name, whole), theirs[name].numpy(), name)
+    if arch.startswith("qwen"):  # transformers leaves out what Llama 3.1 and Gemma scale by
+        tokens = np.arange(3, 33)[None]
+        logits = logits_of(hf.load_params(file, *read_config(file)), read_config(file)[0], tokens)
+        np.testing.assert_allclose(logits, model(torch.tensor(tokens)).logits.detach().numpy(), rtol=0, atol=1e-4)
+
+
+REAL = ["smollm2-135m-instruct-q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"]
+PROMPTS = ["The capital of France is", "Q: What is 12 + 30?\nA:", "Once upon a time"]
+
+
+@pytest.mark.real
+@pytest.mark.skipif("TUNIX_LITE_REAL" not in os.environ, reason="TUNIX_LITE_REAL names no folder of real models")
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_model_in_and_out_is_that_of_transformers_and_llama_cpp(tmp_path, name):
+    """The folder holds gguf/<name>, as shared/real/make_models.py makes it."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    file = Path(os.environ["TUNIX_LITE_REAL"]) / "gguf" / name
+    ours = load(file, dtype="fp32", mesh_shape=((1, 1), ("fsdp", "tp")))
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    theirs = model.state_dict()
+    tensors = hf.open_tensors(file, ours.source.family)
+    for each in tensors:
+        whole = tuple(slice(None) for _ in tensors.shape(each))
+        assert tensors.read(each, whole).tobytes() == theirs[each].numpy().tobytes(), each
+
+    # Both are rounded: logits have up to 46, of which float32 has 4e-6.
+    ids = ours.tokenizer.encode(Path(__file__).read_text())
+    for count in (5, 17, 64, 400):
+        tokens = np.array([ids[:count]])
+        expected = model(torch.tensor(tokens)).logits.detach().numpy()
+        with jax.set_mesh(ours.mesh):
+            logits = logits_of(ours.params, ours.cfg, tokens)
+        assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
+
+    # Greedy tokens: here, of the file that we export, by transformers and by llama.cpp.
+    exporting.export(ours, tmp_path / "x", "gguf", gguf_type="f32")
+    prompts = [ours.tokenizer.prompt(text) for text in PROMPTS]
+    made = [one.tokens for one in ours.generate(PROMPTS, replace(LONG, temperature=0.0, max_new_tokens=64))]
+    for read in (greedy_of_transformers, greedy_of_llama_cpp):
+        for one, other in zip(made, read(tmp_path / "x" / "model.gguf", prompts, 64)):
+            assert one == other[: len(one)], read.__name__

@@ -160,7 +160,11 @@ def export(
         raise ConfigError(
             f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
-    if kind in ("full", "gguf") and model.params["embed"].dtype == jnp.bfloat16:
+    if (
+        kind in ("full", "gguf")
+        and source.lora is None
+        and model.params["embed"].dtype == jnp.bfloat16
+    ):
         if kind == "gguf":
             written = {(gguf_type or _GGUF_TYPE).upper()}
         else:

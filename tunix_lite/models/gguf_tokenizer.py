@@ -58,11 +58,16 @@ def gguf_tokenizer(path: str) -> tokenizers.Tokenizer:
     if is_gemma:
         tokens = ["▁" * len(t) if t and not t.strip(" ") else t for t in tokens]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    if len(vocabulary) < num_tokens:
-        i, token = next((i, t) for i, t in enumerate(tokens) if vocabulary[t] != i)
+    for i, token in enumerate(tokens):
+        if vocabulary[token] == i:
+            continue
         raise ValueError(
             f"{path}: tokenizer.ggml.tokens[{i}] and [{vocabulary[token]}] are both {shown(token)}"
         )
+    # Rows of the embedding that stand for no token are called so.
+    for i, token in enumerate(tokens):
+        if types[i] == UNUSED and token == f"[PAD{i}]":
+            del vocabulary[token]
     config = small_object(file.path, "tokenizer_config.json")
     if kind == "gpt2":
         made = _bytes_tokenizer(file, vocabulary)
@@ -134,9 +139,13 @@ def _sentencepiece_tokenizer(
         merges = _merges(file)
     elif is_gemma:
         # Gemma's scores are not the order of its merges, and the numbers of its tokens are.
-        merges = _derived_merges(file, vocabulary, [-i for i in range(len(vocabulary))])
+        merges = _derived_merges(file, vocabulary, None)
     else:
-        scores = file.array("tokenizer.ggml.scores", float, len(vocabulary))
+        scores = file.array("tokenizer.ggml.scores", float)
+        if len(scores) <= max(vocabulary.values()):
+            raise ValueError(
+                f"{file.path}: tokenizer.ggml.scores has {len(scores)} items, too few"
+            )
         merges = _derived_merges(file, vocabulary, scores)
     made = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -164,13 +173,14 @@ def _merges(file: GgufFile) -> list[tuple[str, ...]]:
 
 
 def _derived_merges(
-    file: GgufFile, vocabulary: dict[str, int], scores: list[float]
+    file: GgufFile, vocabulary: dict[str, int], scores: list[float] | None
 ) -> list[tuple[str, str]]:
     """The merges that a vocabulary implies: each cut of a token into two others, by the score of
-    the token and then by the length of the first part, both falling, as in transformers."""
+    the token and then by the length of the first part, both falling, as in transformers. scores:
+    None: the first token has the highest."""
     same = {token: token for token in vocabulary}
     merges = []
-    for score, token in zip(scores, vocabulary):
+    for token, number in vocabulary.items():
         if len(token) > _LONGEST_MERGED or len(merges) > _MOST_MERGES * len(vocabulary):
             raise ValueError(
                 f"{file.path}: tokenizer.ggml.tokens: {shown(token)} is too long to be merged, or "
@@ -179,6 +189,8 @@ def _derived_merges(
         for i in range(1, len(token)):
             left = same.get(token[:i])
             if left is not None and (right := same.get(token[i:])) is not None:
-                merges.append((score, i, len(right), left, right))
+                merges.append(
+                    (-number if scores is None else scores[number], i, len(right), left, right)
+                )
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     return [(left, right) for *_, left, right in merges]
