@@ -38,7 +38,7 @@ _PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05, "Q8_0": 0.05}
 # The file of kind=gguf, and the type that null is.
-_GGUF = "model.gguf"
+_GGUF = "weights.gguf"
 _GGUF_TYPE = "bf16"
 # Texts that a tokenizer has to cut the same after reading back.
 _PROBE = "Hello, I'LL pay  1234.5 for\n\n\n\tit's (naïve) 你好, ok?\r\n   end "

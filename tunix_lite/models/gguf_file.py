@@ -71,7 +71,7 @@ class GgufFile:
     values: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
-    def value(self, key: str, kind: type, default: Any = _MISSING) -> Any:
+    def value(self, key: str, kind: type, default: object = _MISSING) -> Any:
         """A value of this type: str, bool, int (0 or more) or float (finite). Raises ValueError,
         naming the file and the key, for another value, and for a key that is not there and has no
         default."""
@@ -160,7 +160,6 @@ def open_gguf(path: Path) -> GgufFile:
 # Several parts of a program read the header of the same file.
 @lru_cache(maxsize=4)
 def _opened_once(path: Path, size: int, _changed: int) -> GgufFile:
-    gguf = import_gguf(path)
     with opened(path) as stream:
         if size < 24:
             raise ValueError(f"{path} is no GGUF file: it has {size} bytes")
@@ -188,12 +187,11 @@ def _opened_once(path: Path, size: int, _changed: int) -> GgufFile:
                     f"{path}: general.alignment is {shown(alignment)}; expected is a multiple of 8"
                 )
             begin = -(-cursor.at // alignment) * alignment
-            tensors = _checked_tensors(gguf, path, places, begin, len(content), alignment)
+            tensors = _checked_tensors(path, places, begin, len(content), alignment)
     return GgufFile(path, values, tensors)
 
 
 def _checked_tensors(
-    gguf: Any,
     path: Path,
     places: list[tuple[str, tuple[int, ...], int, int]],
     begin: int,
@@ -202,6 +200,7 @@ def _checked_tensors(
 ) -> dict[str, GgufTensor]:
     """The tensors by name. Raises ValueError for one that is not within the file, or in the place
     of another. begin: of the tensors in the file; size: of the file."""
+    gguf = import_gguf(path)
     tensors = {}
     for name, shape, number, offset in places:
         where = f"{path}: the tensor {escaped(name)}"
