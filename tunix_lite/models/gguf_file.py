@@ -36,7 +36,10 @@ _MISSING = object()
 @dataclass(frozen=True)
 class GgufTensor:
     """Place, shape and type of a tensor. Its rows are whole blocks of `block` numbers, of
-    `block_bytes` bytes each."""
+    `block_bytes` bytes each.
+
+    Example: `open_gguf("model.gguf").tensors["token_embd.weight"].shape` is (49152, 576).
+    """
 
     name: str
     shape: tuple[int, ...]  # the last dim is contiguous

@@ -1,6 +1,7 @@
 """Writes a model as one GGUF file, with tokenizer and chat template, for llama.cpp and Ollama."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     tokens = {i: text for text, i in tokenizer.vocabulary.items()}
     types = {i: NORMAL for i in tokens}
     if not is_of_bytes:
-        types |= {i: BYTE for text, i in tokenizer.vocabulary.items() if _is_byte(text)}
+        types |= {
+            i: BYTE for i, text in tokens.items() if re.fullmatch("<0x[0-9A-F]{2}>", text)
+        }
     added = tokenizer.backend.get_added_tokens_decoder()
     types |= {i: CONTROL if token.special else USER_DEFINED for i, token in added.items()}
     if (
@@ -210,10 +213,6 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     if tokenizer.template is not None:
         metadata["tokenizer.chat_template"] = tokenizer.template.text
     return metadata
-
-
-def _is_byte(text: str) -> bool:
-    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
 
 
 def _pre(steps: list[dict], where: str) -> str:
