@@ -142,10 +142,6 @@ def test_folders_without_what_is_needed(tmp_path):
         read_config(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config.json"):
         read_config(tmp_path)
-    (tmp_path / "m.gguf").touch()
-    for there in (tmp_path, tmp_path / "m.gguf"):
-        with pytest.raises(ValueError, match=r"m.gguf is in GGUF format, .* gguf_file='m.gguf'.* model.weights=FOLDER"):
-            read_config(there)
     (tmp_path / "config.json").write_text(json.dumps(config_json(CFG, GEMMA3)))
     with pytest.raises(ValueError, match="has no weights: neither model.safetensors nor"):
         hf.check_weights(tmp_path, CFG, GEMMA3)

@@ -1,4 +1,5 @@
-"""`tunix-lite export checkpoint=outputs/latest`: a folder that vLLM and transformers read."""
+"""`tunix-lite export checkpoint=outputs/latest`: a folder that vLLM and transformers read, or a
+GGUF file for llama.cpp."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ class ExportConfig(WhichWeights):
 
     # Folder to write. null uses export/<kind> in the run folder.
     out: str | None = None
-    # What is written: full, merged (adapters added to the base) or adapter (PEFT). auto picks full
-    # or adapter.
+    # What is written: full, merged (adapters added to the base), adapter (PEFT) or gguf (one file
+    # for llama.cpp). auto picks full or adapter.
     kind: str = "auto"
     # Type of the tensors: bf16, fp16 or fp32. null keeps the original types, or bf16 for random
     # weights.
     dtype: str | None = None
+    # Type of the matrices of kind=gguf: f32, f16, bf16 or q8_0. null is bf16.
+    type: str | None = None
     # true replaces a folder that an earlier export wrote.
     overwrite: bool = False
 
@@ -46,10 +49,12 @@ def _export_chosen_model(run: RunConfig, settings: ExportConfig) -> None:
 
     # Adapters are trained in float32; the exported dtype is chosen when they are written.
     kind = exporting.check_export(
-        has_adapters, out, settings.kind, settings.dtype, settings.overwrite
+        has_adapters, out, settings.kind, settings.dtype, settings.overwrite, settings.type
     )
     model = open_chosen_model(run, settings, "fp32")
-    written = exporting.export(model, out, kind, settings.dtype, settings.overwrite)
+    written = exporting.export(
+        model, out, kind, settings.dtype, settings.overwrite, settings.type
+    )
 
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     print(f"{written.kind}: {size:,.1f} MB in {written.folder}")

@@ -102,7 +102,7 @@ def _parsed_yaml(file: Path, most: int) -> Any:
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
     """The text in a file of at most `most` bytes. Raises ValueError, beginning with the file."""
-    with _opened(file) as stream:
+    with opened(file) as stream:
         content = stream.read(most + 1)
     if len(content) > most:
         raise ValueError(
@@ -120,7 +120,7 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
     Of a line longer than `most` bytes only the first `most` are given, and is_whole is false. Only
     \n ends a line. Raises ValueError, beginning with the file.
     """
-    with _opened(file) as stream:
+    with opened(file) as stream:
         while part := stream.readline(most + 1):
             is_whole = len(part) <= most or part.endswith(b"\n")
             yield (part.removesuffix(b"\n") if is_whole else part[:most]), is_whole
@@ -136,14 +136,14 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
 def read_from(file: Path, offset: int, most: int = MOST_LINE) -> tuple[bytes, int]:
     """Reads at most `most` bytes of a file from `offset` on, and returns how many bytes it has now.
     Raises ValueError, beginning with the file."""
-    with _opened(file) as stream:
+    with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         stream.seek(offset)
         return stream.read(most), size
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
+def opened(file: Path) -> Iterator[BinaryIO]:
     """Opens an ordinary file for reading. Raises ValueError, beginning with the file."""
     try:
         # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.

@@ -1,4 +1,5 @@
-"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, or a PEFT adapter.
+"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, a PEFT adapter, or a
+GGUF file for llama.cpp and Ollama.
 
 The export is read back, and its logits are compared with the model's, before the folder gets its
 name. So a folder that exists is whole and holds the same model.
@@ -19,8 +20,10 @@ from tunix_lite import __version__
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.inference.language_model import LanguageModel
-from tunix_lite.models import attention, decoder, families, hf, peft, tokenizer
+from tunix_lite.models import attention, decoder, families, gguf_out, hf, peft, tokenizer
 from tunix_lite.models.families import config_json
+from tunix_lite.models.gguf_file import is_gguf
+from tunix_lite.models.gguf_metadata import small_object
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
@@ -28,12 +31,17 @@ from tunix_lite.models.weights import Lora
 from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.types import Params
 
-KINDS = ("full", "merged", "adapter")
+KINDS = ("full", "merged", "adapter", "gguf")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
 _PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
-TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
+TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05, "Q8_0": 0.05}
+# The file of kind=gguf, and the type that null is.
+_GGUF = "weights.gguf"
+_GGUF_TYPE = "bf16"
+# Texts that a tokenizer has to cut the same after reading back.
+_PROBE = "Hello, I'LL pay  1234.5 for\n\n\n\tit's (naïve) 你好, ok?\r\n   end "
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Exported:
     """
 
     folder: Path
-    # full, merged or adapter
+    # full, merged, adapter or gguf
     kind: str
     # of the logits after reading back, relative to their size
     difference: float
@@ -53,18 +61,24 @@ class Exported:
 
 
 def check_export(
-    model_has_adapters: bool, out: Path, kind: str, dtype: str | None, overwrite: bool
+    model_has_adapters: bool,
+    out: Path,
+    kind: str,
+    dtype: str | None,
+    overwrite: bool,
+    gguf_type: str | None = None,
 ) -> str:
     """Checks what `export` would do, before anything is loaded or written.
 
-    Returns the kind that will be written: full, merged or adapter. Raises ConfigError if the kind
-    or the dtype does not fit the model, or if the folder cannot be written or replaced.
+    Returns the kind that will be written: full, merged, adapter or gguf. Raises ConfigError if the
+    kind, the dtype or the type does not fit the model, or if the folder cannot be written or
+    replaced.
     """
     # kind and dtype against the model
     kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
-    if (kind == "full") == model_has_adapters:
+    if kind != "gguf" and (kind == "full") == model_has_adapters:
         right = "merged or adapter" if model_has_adapters else "full"
         raise ConfigError(
             f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give "
@@ -77,6 +91,15 @@ def check_export(
     if dtype is not None and kind == "adapter":
         raise ConfigError(
             f"dtype={dtype}: adapters are written in float32, as they train; leave it out"
+        )
+
+    if kind == "gguf" and dtype is not None:
+        raise ConfigError(f"dtype={dtype}: tensors of kind=gguf have a type; give type=...")
+    if kind == "gguf" and gguf_type not in (None, *gguf_out.TYPES):
+        raise ConfigError(f"type={gguf_type!r}; it is {', '.join(gguf_out.TYPES)}, or null")
+    if kind != "gguf" and gguf_type is not None:
+        raise ConfigError(
+            f"type={gguf_type}: type is of kind=gguf; dtype=... is of kind={kind}"
         )
 
     # the folder, which must be new, empty or our own
@@ -107,18 +130,20 @@ def export(
     kind: str = "auto",
     dtype: str | None = None,
     overwrite: bool = False,
+    gguf_type: str | None = None,
 ) -> Exported:
     """Writes the model to the folder `out`, reads it back and compares it.
 
-    kind: full (all weights), merged (adapters added to their base), adapter (PEFT), or auto:
-    adapter if there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has
-    it, bf16 for random weights. overwrite: replace an export. Raises ConfigError, writes nothing.
+    kind: full (all weights), merged (adapters added to their base), adapter (PEFT), gguf (all
+    weights in one file for llama.cpp), or auto: adapter if there are adapters, else full. dtype:
+    bf16, fp16 or fp32; None: as the original has it, bf16 for random weights. overwrite: replace
+    an export. gguf_type: f32, f16, bf16 or q8_0; None: bf16. Raises ConfigError, writes nothing.
     Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
     """
     # What can be wrong is found before anything is written.
     out = Path(out).expanduser().resolve()
     source = model.source
-    kind = check_export(source.lora is not None, out, kind, dtype, overwrite)
+    kind = check_export(source.lora is not None, out, kind, dtype, overwrite, gguf_type)
     for what, folder in (
         ("the base", source.folder),
         ("the adapter", source.lora and source.lora.adapter),
@@ -135,8 +160,15 @@ def export(
         raise ConfigError(
             f"model.family: name the family of its tensors: {', '.join(families.FAMILIES)}"
         )
-    if kind == "full" and dtype != "bf16" and model.params["embed"].dtype == jnp.bfloat16:
-        written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
+    if (
+        kind in ("full", "gguf")
+        and source.lora is None
+        and model.params["embed"].dtype == jnp.bfloat16
+    ):
+        if kind == "gguf":
+            written = {(gguf_type or _GGUF_TYPE).upper()}
+        else:
+            written = {DTYPES[dtype]} if dtype else set(_stored(model, None).values())
         if written != {"BF16"}:
             raise ConfigError(
                 "the model was loaded rounded to bfloat16; load it with dtype fp32 to export it"
@@ -152,6 +184,8 @@ def export(
         with jax.set_mesh(model.mesh):
             if kind == "adapter":
                 difference = _write_adapter(model, partial)
+            elif kind == "gguf":
+                difference = _write_gguf(model, partial / _GGUF, gguf_type or _GGUF_TYPE)
             else:
                 difference = _write_model(model, partial, dtype)
         served = _describe(model, partial, out, kind, difference)
@@ -180,8 +214,8 @@ def _write_model(model: LanguageModel, folder: Path, dtype: str | None) -> float
         "eos_token_id": list(source.tokenizer.eos_ids),
         "pad_token_id": source.tokenizer.pad_id,
     }
-    original = {} if source.folder is None else read_object(source.folder / "config.json")
-    if original.get("model_type") == family.model_type:
+    original = {} if source.folder is None else small_object(source.folder, "config.json")
+    if "architectures" in original and original.get("model_type") == family.model_type:
         config = original | {"torch_dtype" if "torch_dtype" in original else "dtype": named}
     else:
         # Random weights, or the text part of a model with images or the like.
@@ -204,6 +238,47 @@ def _stored(model: LanguageModel, dtype: str | None) -> dict[str, str]:
     if dtype is None and source.folder is not None:
         return hf.stored_dtypes(download(source).folder, source.family)
     return dict.fromkeys(hf.hf_weights(source.cfg, source.family), DTYPES[dtype or "bf16"])
+
+
+def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
+    """Writes all weights and the tokenizer as one file. Returns the difference after reading
+    back."""
+    source = model.source
+    with (
+        error_context("kind=gguf"),
+        BytesProgress(StandardError(), "writing", "the model") as on_bytes,
+    ):
+        gguf_out.save_gguf(
+            model.params,
+            model.cfg,
+            source.family,
+            source.tokenizer,
+            file,
+            kind,
+            Path(_base_name(model)).name,
+            on_bytes,
+        )
+    with error_context("what was written"):
+        again, _ = families.read_config(file, source.family)
+        read = tokenizer.Tokenizer.load(file)
+    lost = families.architecture_differences(
+        families.as_computed(model.cfg), families.as_computed(again)
+    )
+    if lost:
+        raise ConfigError(
+            f"kind=gguf: llama.cpp would compute with another architecture: {'; '.join(lost)} "
+            "(there)"
+        )
+    if read.encode(_PROBE) != source.tokenizer.encode(_PROBE):
+        raise ConfigError(
+            f"kind=gguf: llama.cpp has no tokenizer that cuts texts as {source.tokenizer.folder} "
+            "does"
+        )
+    with BytesProgress(StandardError(), "reading back", "the model") as on_bytes:
+        params = hf.load_params(file, model.cfg, source.family, on_bytes=on_bytes)
+        return _compare(
+            model, params, TOLERANCE[{"f32": "F32", "f16": "F16"}.get(kind, "BF16")]
+        )
 
 
 def _write_adapter(model: LanguageModel, folder: Path) -> float:
@@ -263,6 +338,11 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
     """Copies the files of the tokenizer, and writes all ends of a completion beside them."""
     source = model.source
     template = source.tokenizer.template
+    if is_gguf(source.tokenizer.folder):
+        source.tokenizer.backend.save(str(folder / "tokenizer.json"))
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            content = small_object(source.tokenizer.folder, name)
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     for name in (*tokenizer.FILES, "generation_config.json"):
         if (source.tokenizer.folder / name).is_file():
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
@@ -309,7 +389,7 @@ def _describe(
             "python": platform.python_version(),
         },
     }
-    served = f"vllm serve {out}"
+    served = f"llama-server -m {out / _GGUF}" if kind == "gguf" else f"vllm serve {out}"
     if kind == "adapter":
         served = (
             f"vllm serve {about['base']} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
@@ -339,8 +419,10 @@ def _card(about: dict, served: str, name: str) -> str:
         "full": "All weights",
         "merged": "Adapters merged into their base",
         "adapter": "LoRA adapters",
+        "gguf": "All weights, with adapters merged if there were any,",
     }[about["kind"]]
-    front = [f"library_name: {'peft' if about['kind'] == 'adapter' else 'transformers'}"]
+    library = {"adapter": "peft", "gguf": "gguf"}.get(about["kind"], "transformers")
+    front = [f"library_name: {library}"]
     if is_hub_name(about["base"]):
         front += [f"base_model: {about['base'].partition('@')[0]}"]
     lines = [

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from tunix_lite.models.activations import ACTIVATIONS
 
 # Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
@@ -44,6 +46,16 @@ class RopeScaling:
             raise ValueError(
                 "factor must be above 0, and low_freq_factor between 0 and high_freq_factor"
             )
+
+    def scaled(self, frequency: np.ndarray) -> np.ndarray:
+        """Rotary frequencies, in radians per token, after the stretching of their wavelengths."""
+        if self.original_positions is None:
+            return frequency / self.factor
+        # turns within the original length
+        turns = self.original_positions * frequency / (2 * np.pi)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        share = np.clip((turns - low) / (high - low), 0, 1)
+        return frequency * (share + (1 - share) / self.factor)
 
 
 @dataclass(frozen=True)

@@ -581,15 +581,8 @@ def rope_angles(
     half = cfg.head_dim // 2
     theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global
     frequency = theta ** -(np.arange(half) / half)
-    scaling = cfg.rope_scaling if kind == "global" else None
-    if scaling is not None and scaling.original_positions is None:
-        frequency = frequency / scaling.factor
-    elif scaling is not None:
-        # turns within the original length
-        turns = scaling.original_positions * frequency / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        share = np.clip((turns - low) / (high - low), 0, 1)
-        frequency = frequency * (share + (1 - share) / scaling.factor)
+    if cfg.rope_scaling is not None and kind == "global":
+        frequency = cfg.rope_scaling.scaled(frequency)
     positions_BT11 = positions_BT[..., None, None]
     if jnp.asarray(frequency).dtype == jnp.float64:
         return jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)

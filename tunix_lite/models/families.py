@@ -15,10 +15,11 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from tunix_lite.files.imports import import_named
-from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import read_object
+from tunix_lite.files.plain_text import shown
 from tunix_lite.models.architecture import MOST_LAYERS, Architecture, RopeScaling
 from tunix_lite.models.decoder import layer_weights
+from tunix_lite.models.gguf_file import is_gguf
+from tunix_lite.models.gguf_metadata import small_object
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 # Field of Architecture -> key of config.json.
@@ -254,31 +255,20 @@ def find_family(name: str) -> Family:
 def read_config(
     folder: str | Path, family: Family | None = None
 ) -> tuple[Architecture, Family]:
-    """The architecture of the model in `folder`, and its family: the one given, or that of its
-    model_type.
+    """The architecture of the model in `folder`, or in a GGUF file, and its family: the one given,
+    or that of its model_type.
 
     Raises ValueError naming what is missing, not supported, or not of that family.
     """
-    file = Path(folder) / "config.json"
-    files = sorted(Path(folder).glob("*.gguf"))
-    if Path(folder).suffix == ".gguf" and Path(folder).is_file():
-        files = [Path(folder)]
-    elif not file.parent.is_dir():
+    folder = Path(folder)
+    file = folder if is_gguf(folder) else folder / "config.json"
+    if not file.parent.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    if not file.is_file() and files:
-        named = f"'{escaped(str(files[0].parent))}', gguf_file='{escaped(files[0].name)}'"
-        raise ValueError(
-            f"{files[0]} is in GGUF format, which is not read; transformers can write it as a "
-            'folder in Hugging Face format: python -c "from transformers import '
-            "AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer; "
-            f"[kind.from_pretrained({named}).save_pretrained('FOLDER') for kind in "
-            '(Model, Tokenizer)]", then model.weights=FOLDER'
-        )
     if not file.is_file():
         raise ValueError(
             f"{folder} has no config.json; a model folder in Hugging Face format has one"
         )
-    hf = read_object(file)
+    hf = small_object(folder, "config.json")
 
     # The family.
     kind = hf.get("model_type")
@@ -549,4 +539,4 @@ def is_wrapped(folder: Path | None, family: Family | None) -> bool:
     """True if the folder has a larger model of which ours is the text part, as of Gemma 3."""
     if folder is None or family is None or family.wrapper is None:
         return False
-    return read_object(folder / "config.json").get("model_type") == family.wrapper
+    return small_object(folder, "config.json").get("model_type") == family.wrapper

@@ -1,5 +1,5 @@
 """Tensors on disk in Hugging Face layout: safetensors files, one or several with an index, in and
-out.
+out. Those of a GGUF file are read as if they lay so, too.
 
 Weights are read one layer's tensor at a time, and of that only the slices that the devices of this
 process hold: the host never has more than one tensor beside what is already on the devices. A
@@ -27,6 +27,8 @@ from tunix_lite.files.untrusted import read_object
 from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import TOP_NAMES, Family
+from tunix_lite.models.gguf_file import is_gguf
+from tunix_lite.models.gguf_tensors import GgufTensors
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.models.weights import (
     Leaf,
@@ -110,6 +112,10 @@ class Tensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
+    def label(self, name: str) -> str:
+        """The name of a tensor in messages."""
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor on disk."""
         return self._entries[name].shape
@@ -127,6 +133,12 @@ class Tensors:
         entry = self._entries[name]
         with safe_open(str(entry.file), framework="np") as opened:
             return opened.get_slice(entry.name)[index]
+
+
+def open_tensors(model: str | Path, family: Family) -> Tensors | GgufTensors:
+    """The tensors of a folder or of a GGUF file. Raises ValueError if their headers are damaged."""
+    model = Path(model)
+    return GgufTensors(model, family) if is_gguf(model) else Tensors(model, family)
 
 
 @dataclass(frozen=True)
@@ -206,7 +218,7 @@ def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
 
 
 def _read_slice(
-    tensors: Tensors,
+    tensors: Tensors | GgufTensors,
     name: str,
     weight: Weight,
     index: tuple[slice, ...],
@@ -241,7 +253,7 @@ def check_weights(
 ) -> None:
     """Raises ValueError listing every tensor of `folder` that is missing, unexpected, or of another
     shape or dtype."""
-    tensors = Tensors(folder, family)
+    tensors = open_tensors(folder, family)
     names = set(tensors)
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
 
@@ -249,15 +261,16 @@ def check_weights(
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
     problems = misfits(
-        wanted,
+        {tensors.label(name): shape for name, shape in wanted.items()},
         {
-            name: (tensors.shape(name), tensors.dtype(name))
+            tensors.label(name): (tensors.shape(name), tensors.dtype(name))
             for name in names
             if name in wanted or not name.endswith("rotary_emb.inv_freq")
         },
     )
     if problems:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {problems}")
+        config = "metadata" if is_gguf(Path(folder)) else "config.json"
+        raise ValueError(f"the weights in {folder} do not fit its {config}: {problems}")
 
 
 def misfits(
@@ -305,7 +318,7 @@ def load_params(
     that differs from the embedding although config.json ties them.
     """
     check_weights(folder, cfg, family)
-    tensors = Tensors(folder, family)
+    tensors = open_tensors(folder, family)
     plain = flatten(decoder.weights(cfg))
     num_bytes = {name: tensors.num_bytes(name) for name in hf_weights(cfg, family)}
     num_read = 0
@@ -345,7 +358,9 @@ def load_params(
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
-def _piece(tensors: Tensors, name: str, weight: Weight, copy: str | None) -> jax.Array:
+def _piece(
+    tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None
+) -> jax.Array:
     """One tensor on the mesh in its stored dtype. A slice that several devices hold is read once,
     and compared with the tensor that should be a copy of it."""
     read = {}
@@ -367,7 +382,7 @@ def _piece(tensors: Tensors, name: str, weight: Weight, copy: str | None) -> jax
 
 
 def _check_copy(
-    tensors: Tensors,
+    tensors: Tensors | GgufTensors,
     name: str,
     other: str,
     shape: tuple[int, ...],
@@ -428,40 +443,56 @@ def save_params(
     written as plain weights that compute the same. Files hold up to 5 GB; several come with an
     index. on_bytes: is called after each file.
     """
-    table = flatten(decoder.weights(cfg))
-    leaves = flatten(params)
-
-    # Tensor name -> (path, layer), in the order of the layers; and what is written of it.
-    where = {
-        name: (path, i if table[path].is_stacked else None)
-        for path in table
-        for i, name in enumerate(hf_names(path, cfg, family))
+    as_written = in_order(cfg, family)
+    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in as_written}
+    tensor = tensors_of(params, cfg, family)
+    sizes = {
+        name: int(np.prod(weight.shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
+        for name, weight in as_written.items()
     }
-    as_written = {name: unstacked(table[path]) for name, (path, _) in where.items()}
-    types = {name: dtype if isinstance(dtype, str) else dtype[name] for name in where}
+    write_shards(
+        Path(folder), sizes, lambda name: tensor(name, types[name]), on_bytes=on_bytes
+    )
 
-    def tensor(name: str) -> np.ndarray:
-        path, layer = where[name]
-        leaf = (
-            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
-        )
-        # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, as_written[name].inputs, jnp.float32)
-        on_host = np.asarray(value.astype(DTYPES[types[name]]))
-        return np.ascontiguousarray(_to_hf(on_host, as_written[name]))
+
+def in_order(cfg: Architecture, family: Family) -> dict[str, Weight]:
+    """`hf_weights` as readers expect them: the embedding, then the layers by number, then the
+    rest."""
 
     def place(name: str) -> tuple[int, int]:
-        # the embedding first, then the layers by number, then the rest, as readers expect
         parts = name.split(".")
         if parts[1] == "layers":
             return 1, int(parts[2])
         return (0 if "embed" in name else 2), 0
 
-    sizes = {
-        name: int(np.prod(as_written[name].shape)) * jnp.dtype(DTYPES[types[name]]).itemsize
-        for name in sorted(where, key=place)
+    named = hf_weights(cfg, family)
+    return {name: named[name] for name in sorted(named, key=place)}
+
+
+def tensors_of(
+    params: Params, cfg: Architecture, family: Family
+) -> Callable[[str, str], np.ndarray]:
+    """Returns (name, dtype) -> the tensor of this name in Hugging Face layout, as BF16, F16 or F32.
+    Adapters and quantised weights are plain weights there, which compute the same."""
+    table = flatten(decoder.weights(cfg))
+    leaves = flatten(params)
+    where = {
+        name: (path, i if table[path].is_stacked else None)
+        for path in table
+        for i, name in enumerate(hf_names(path, cfg, family))
     }
-    write_shards(Path(folder), sizes, tensor, on_bytes=on_bytes)
+
+    def tensor(name: str, dtype: str) -> np.ndarray:
+        path, layer = where[name]
+        weight = unstacked(table[path])
+        leaf = (
+            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
+        )
+        # In float32 first, so that the sum of a base and its adapter is rounded once.
+        value = dense(leaf, weight.inputs, jnp.float32)
+        return np.ascontiguousarray(_to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
+
+    return tensor
 
 
 def write_shards(
@@ -506,7 +537,7 @@ def write_shards(
 
 def stored_dtypes(folder: str | Path, family: Family) -> dict[str, str]:
     """The dtype of each tensor of `folder`, which `save_params` takes to write the same."""
-    tensors = Tensors(folder, family)
+    tensors = open_tensors(folder, family)
     return {name: tensors.dtype(name) for name in tensors}
 
 

@@ -43,9 +43,9 @@ def snapshot(name: str) -> Path:
     folder = _folder(name, _SMALL + _WEIGHTS, _has_weights)
     if not _has_weights(folder):
         raise ValueError(
-            f"{name} has no *.safetensors files, and only safetensors are read (not "
-            "pytorch_model.bin, *.pth or *.gguf). Take a repository that has them, or convert the "
-            "weights with transformers' save_pretrained and give model.weights=FOLDER"
+            f"{name} has no *.safetensors files, and only safetensors are read from the hub (not "
+            "pytorch_model.bin, *.pth or *.gguf). Take a repository that has them, or download a "
+            "GGUF file and give model.weights=FILE.gguf"
         )
     return folder
 

@@ -1,4 +1,5 @@
-"""Sources of models: bundled, random, a folder in Hugging Face layout, or a name on the hub.
+"""Sources of models: bundled, random, a folder in Hugging Face layout, a GGUF file, or a name on
+the hub.
 
 `locate` checks everything but the weights, `download` gets them and checks their headers, and
 `load_weights` makes the parameters.
@@ -13,11 +14,12 @@ import jax
 
 from tunix_lite.errors import error_context
 from tunix_lite.files.addresses import check_on_disk
-from tunix_lite.files.plain_text import shown
+from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
+from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, init_stored, stored_table
 from tunix_lite.models.tokenizer import Tokenizer
@@ -40,7 +42,7 @@ class ModelConfig:
     Example: `ModelConfig(weights="google/gemma-3-1b-it", mesh_shape=((4, 1), ("fsdp", "tp")))`.
     """
 
-    # Model weights: bundled, random, a Hugging Face folder, or a hub name such as
+    # Model weights: bundled, random, a Hugging Face folder, a GGUF file, or a hub name such as
     # google/gemma-3-1b-it.
     weights: str = "bundled"
     # Devices along each mesh axis: [[sizes], [axes]]. -1 takes the remaining devices.
@@ -123,7 +125,8 @@ class FoundModel:
 
     cfg: Architecture
     family: Family | None  # None: random weights of no named family
-    # None: random weights. Of a hub model, the folder holds no weights before `download`
+    # None: random weights. Of a hub model, the folder holds no weights before `download`. It may be
+    # a GGUF file, too.
     folder: Path | None
     tokenizer: Tokenizer
     lora: LoraConfig | None  # None: all weights train
@@ -158,8 +161,9 @@ def locate(model: ModelConfig) -> FoundModel:
                     families.as_computed(model.architecture), families.as_computed(cfg)
                 )
                 if differ:
+                    config = "metadata" if is_gguf(folder) else "config.json"
                     raise ValueError(
-                        f"the config.json of {model.weights} is not the chosen model.architecture: "
+                        f"the {config} of {model.weights} is not the chosen model.architecture: "
                         f"{'; '.join(differ)} (there). Choose another model=, or "
                         "model.architecture=null to take what is there"
                     )
@@ -245,7 +249,8 @@ def weights_digest(located: FoundModel) -> str:
     if located.folder is None:
         return "random"
     digest = hashlib.sha256()
-    for file in sorted(located.folder.glob("*.safetensors")):
+    is_file = is_gguf(located.folder)
+    for file in [located.folder] if is_file else sorted(located.folder.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as f:
             digest.update(f"{file.name} {size}".encode() + f.read(_SAMPLE))
@@ -313,7 +318,7 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
 
     def absolute(name: str) -> str:
         path = as_path(name)
-        return str(path.absolute()) if path.is_dir() else name
+        return str(path.absolute()) if path.exists() else name
 
     settings = replace(
         model,
@@ -327,9 +332,19 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
 
 
 def _folder(name: str) -> Path:
-    """The folder that a setting names; of a hub model, without its weights."""
+    """The folder that a setting names, or its GGUF file; of a hub model, without its weights."""
     if name == "bundled":
         return BUNDLED
+    path = as_path(name)
+    if is_gguf(path):
+        if not path.is_file():
+            raise ValueError(f"{shown(name)} is not a file; give a GGUF file or a folder")
+        return path
     if hub.is_hub_name(name):
         return hub.small_files(name)
-    return as_path(name)
+    files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ValueError(
+            f"{path} has {len(files)} GGUF files; give one of them: {escaped(str(files[0]))}"
+        )
+    return files[0] if files else path

@@ -15,8 +15,11 @@ from typing import Any
 import tokenizers
 
 from tunix_lite.files.plain_text import escaped, shortened, shown
-from tunix_lite.files.untrusted import read_object, read_text
+from tunix_lite.files.untrusted import read_text
 from tunix_lite.models.chat_template import ChatTemplate, as_template_reads, to_plain_values
+from tunix_lite.models.gguf_file import is_gguf
+from tunix_lite.models.gguf_metadata import small_object
+from tunix_lite.models.gguf_tokenizer import gguf_tokenizer
 
 # What in a folder belongs to the tokenizer; an export copies those that are there.
 FILES = (
@@ -67,7 +70,7 @@ Read = Callable[[str | Quoted], str]
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The tokenizer of a folder in Hugging Face layout, and its chat template.
+    """The tokenizer of a folder in Hugging Face layout or of a GGUF file, and its chat template.
 
     Make one with `Tokenizer.load`. Example: Tokenizer.load("models/gemma-3-1b-it").prompt("2 + 2?")
     is the list of token ids of a user's turn, ready for the model to continue.
@@ -86,16 +89,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
-        """Reads those of FILES that are in the folder, and generation_config.json. chat_template: a
-        file to take in place of the folder's own template.
+        """Reads those of FILES that are in the folder, and generation_config.json; or the metadata
+        of a GGUF file. chat_template: a file to take in place of the model's own template.
 
         Raises ValueError naming the file that is missing, damaged or incomplete.
         """
         folder = Path(folder)
-        file = folder / "tokenizer.json"
+        file = folder if is_gguf(folder) else folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{folder} has no tokenizer.json")
-        backend = _call_library(lambda: tokenizers.Tokenizer.from_file(str(file)), file)
+        read = gguf_tokenizer if is_gguf(folder) else tokenizers.Tokenizer.from_file
+        backend = _call_library(lambda: read(str(file)), file)
         for kind in ("normalizer", "decoder"):
             part = getattr(backend, kind)
             if part is not None and _growth(json.loads(part.__getstate__())) > _MOST_GROWTH:
@@ -108,12 +112,12 @@ class Tokenizer:
         backend.no_padding()
 
         # The special tokens, by the names that templates expect.
-        config = _json(folder / "tokenizer_config.json")
+        config = small_object(folder, "tokenizer_config.json")
         _add_tokens(backend, config, folder / "tokenizer_config.json")
         named = dict(config)
         # Older folders have a file of their own for them.
         if "added_tokens_decoder" not in config:
-            named |= _json(folder / "special_tokens_map.json")
+            named |= small_object(folder, "special_tokens_map.json")
         extra = named.get("extra_special_tokens")
         named |= extra if isinstance(extra, dict) else {}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
@@ -589,9 +593,12 @@ def _growth(part: dict) -> int:
 
 
 def _call_library(call: Callable[[], Any], file: Path) -> Any:
-    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does."""
+    """call() of the tokenizers library, which raises plain Exceptions and panics as Rust does. A
+    ValueError is our own, and says what is wrong."""
     try:
         return call()
+    except ValueError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -641,7 +648,7 @@ def _template(folder: Path, config: dict) -> ChatTemplate | None:
     # chat_template.json was written for image processors. Where the two differ, the tokenizer's own
     # file decides.
     for name in ("tokenizer_config.json", "chat_template.json"):
-        content = config if name == "tokenizer_config.json" else _json(folder / name)
+        content = config if name == "tokenizer_config.json" else small_object(folder, name)
         text = content.get("chat_template")
         if isinstance(text, list):
             named = {
@@ -667,7 +674,7 @@ def _eos_ids(
 ) -> tuple[int, ...]:
     """The ids that end a completion: of generation_config.json, config.json, or the eos_token."""
     for name in ("generation_config.json", "config.json"):
-        eos = _json(folder / name).get("eos_token_id")
+        eos = small_object(folder, name).get("eos_token_id")
         if eos is not None and eos != []:
             ids = tuple(eos) if isinstance(eos, list) else (eos,)
             if any(type(i) is not int or i < 0 for i in ids):
@@ -678,11 +685,6 @@ def _eos_ids(
             return ids
     eos = backend.token_to_id(special.get("eos_token", ""))
     if eos is None:
-        raise ValueError(
-            f"{folder} names no end-of-sequence token in generation_config.json or config.json"
-        )
+        where = "its metadata" if is_gguf(folder) else "generation_config.json or config.json"
+        raise ValueError(f"{folder} names no end-of-sequence token in {where}")
     return (eos,)
-
-
-def _json(path: Path) -> dict:
-    return read_object(path) if path.is_file() else {}

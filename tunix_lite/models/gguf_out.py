@@ -1,0 +1,231 @@
+"""Writes a model as one GGUF file, with tokenizer and chat template, for llama.cpp and Ollama."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix_lite.files.plain_text import shown
+from tunix_lite.models import gguf_metadata, hf
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.families import Family
+from tunix_lite.models.gguf_file import import_gguf
+from tunix_lite.models.gguf_tensors import (
+    gguf_names,
+    has_plus_one,
+    has_turned_rows,
+    rows_of_pairs,
+)
+from tunix_lite.models.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    DIGITS,
+    GPT2,
+    NORMAL,
+    PATTERNS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.types import Params
+
+# Type of the matrices -> general.file_type, and the type from which they are made.
+TYPES = {"f32": (0, "F32"), "f16": (1, "F16"), "bf16": (32, "BF16"), "q8_0": (7, "F32")}
+
+
+def save_gguf(
+    params: Params,
+    cfg: Architecture,
+    family: Family,
+    tokenizer: Tokenizer,
+    file: Path,
+    kind: str,
+    name: str,
+    on_bytes: hf.OnBytes | None = None,
+) -> None:
+    """Writes the file, one tensor at a time. kind: a key of TYPES; norms and biases are float32, as
+    llama.cpp needs them. name: of the model. on_bytes: is called after each tensor.
+
+    Raises ValueError for a family or a tokenizer that llama.cpp does not know, and for rows that
+    q8_0 cannot divide into blocks.
+    """
+    gguf = import_gguf(file)
+    if family.name not in gguf_metadata.MODEL_TYPES:
+        raise ValueError(
+            f"the family {family.name} has no GGUF format here; those that have one are "
+            f"{', '.join(gguf_metadata.MODEL_TYPES)}"
+        )
+    file_type, dtype = TYPES[kind]
+    writer = gguf.GGUFWriter(file, family.name)
+    metadata = {"general.type": "model", "general.name": name, "general.file_type": file_type}
+    if kind == "q8_0":
+        metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    metadata |= _config(cfg, family) | _tokenizer(tokenizer, cfg.vocab_size)
+    add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+    add |= {str: writer.add_string, list: writer.add_array}
+    for key, value in metadata.items():
+        add[type(value)](key, value)
+
+    # The header names all tensors before the first one is made.
+    weights = hf.in_order(cfg, family)
+    shapes = {hf_name: hf.hf_shape(weight) for hf_name, weight in weights.items()}
+    names = gguf_names(family, cfg.num_layers)
+    divisors = None
+    if cfg.rope_scaling is not None and cfg.rope_scaling.original_positions is not None:
+        scaling, theta = cfg.rope_scaling, cfg.rope_theta_global
+        divisors = gguf_metadata.rope_divisors(scaling, theta, cfg.head_dim)
+        shape = divisors.shape
+        writer.add_tensor_info(
+            gguf_metadata.ROPE_DIVISORS, shape, divisors.dtype, divisors.nbytes
+        )
+    num_bytes = {}
+    for hf_name, shape in shapes.items():
+        own = gguf.GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
+        block, _ = gguf.GGML_QUANT_SIZES[own]
+        if shape[-1] % block:
+            raise ValueError(
+                f"type={kind}: the rows of {names[hf_name]} have {shape[-1]} numbers, which blocks "
+                f"of {block} do not divide; give type=f16"
+            )
+        in_bytes = gguf.quant_shape_to_byte_shape(shape, own)
+        num_bytes[hf_name] = int(np.prod(in_bytes))
+        writer.add_tensor_info(
+            names[hf_name], in_bytes, np.dtype(np.uint8), num_bytes[hf_name], own
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if divisors is not None:
+        writer.write_tensor_data(divisors)
+
+    tensor = hf.tensors_of(params, cfg, family)
+    num_written = 0
+    for hf_name, shape in shapes.items():
+        value = tensor(hf_name, dtype if len(shape) > 1 else "F32")
+        if has_turned_rows(family, names[hf_name]):
+            value = rows_of_pairs(value, cfg.head_dim)
+        if has_plus_one(family, names[hf_name]):
+            value = value + np.float32(1)
+        if kind == "q8_0" and len(shape) > 1:
+            value = gguf.quantize(value, gguf.GGMLQuantizationType.Q8_0)
+        writer.write_tensor_data(np.ascontiguousarray(value).view(np.uint8))
+        num_written += num_bytes[hf_name]
+        if on_bytes is not None:
+            on_bytes(num_written, sum(num_bytes.values()))
+    writer.close()
+
+
+def _config(cfg: Architecture, family: Family) -> dict[str, Any]:
+    """The metadata of an architecture."""
+    by_key = {key: getattr(cfg, own) for own, key in family.keys.items()}
+    by_key |= {"head_dim": cfg.head_dim, "rope_theta": cfg.rope_theta_global}
+    first_global = next(
+        (i for i, kind in enumerate(cfg.kinds) if kind == "global"), cfg.num_layers
+    )
+    keys = gguf_metadata.KEYS | gguf_metadata.OPTIONAL_KEYS
+    if family.name in gguf_metadata.LAYERS_OF_27B:
+        keys |= gguf_metadata.GEMMA_KEYS
+        by_key["sliding_window_pattern"] = first_global + 1
+        by_key["rope_local_base_freq"] = cfg.rope_theta_local
+    values = {own: kind(by_key[key]) for key, (own, kind) in keys.items() if by_key.get(key)}
+    values |= {"attention.value_length": cfg.head_dim, "vocab_size": cfg.vocab_size}
+    values |= {"rope.dimension_count": cfg.head_dim}
+    if cfg.rope_scaling is not None and cfg.rope_scaling.original_positions is None:
+        values |= {
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": cfg.rope_scaling.factor,
+        }
+    return {f"{family.name}.{own}": value for own, value in values.items()}
+
+
+# ---- the tokenizer
+
+
+def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """The metadata of a tokenizer and its chat template. Raises ValueError for one that llama.cpp
+    does not have."""
+    made = json.loads(tokenizer.backend.to_str())
+    model = made["model"]
+    where = f"{tokenizer.folder}: the tokenizer"
+    if model["type"] != "BPE":
+        raise ValueError(f"{where} is {shown(model['type'])}; GGUF files are written of BPE")
+    steps = made["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    is_of_bytes = any(step.get("type") == "ByteLevel" for step in steps)
+    if not is_of_bytes and not model["byte_fallback"]:
+        raise ValueError(f"{where} has no tokens for bytes; llama.cpp needs them")
+    values = {"model": "gpt2" if is_of_bytes else "llama", "pre": "default"}
+    if is_of_bytes:
+        values["pre"] = _pre(steps, where)
+
+    # Each row of the embedding needs a token.
+    tokens = {i: text for text, i in tokenizer.vocabulary.items()}
+    types = {i: NORMAL for i in tokens}
+    if not is_of_bytes:
+        types |= {
+            i: BYTE for i, text in tokens.items() if re.fullmatch("<0x[0-9A-F]{2}>", text)
+        }
+    added = tokenizer.backend.get_added_tokens_decoder()
+    types |= {i: CONTROL if token.special else USER_DEFINED for i, token in added.items()}
+    if (
+        unknown := tokenizer.vocabulary.get(model["unk_token"])
+    ) is not None and not is_of_bytes:
+        types[unknown] = UNKNOWN
+    if not is_of_bytes:
+        # llama.cpp looks for these in the text, before its spaces are ▁.
+        spelled = (i for i, token_type in types.items() if token_type == USER_DEFINED)
+        tokens |= {i: tokens[i].replace("▁", " ") for i in spelled}
+    values["tokens"] = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
+    values["token_type"] = [types.get(i, UNUSED) for i in range(vocab_size)]
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    values["merges"] = [" ".join(merge) for merge in merges]
+    if not is_of_bytes:
+        # llama.cpp merges two tokens into that of the highest score first.
+        ranks: dict[str, int] = {}
+        for rank, merge in enumerate(merges):
+            ranks.setdefault("".join(merge), rank)
+        values["scores"] = [float(-ranks.get(text, 0)) for text in values["tokens"]]
+        texts = json.dumps([made["normalizer"], steps])
+        values["add_space_prefix"] = (
+            '"Prepend"' in texts or '"prepend_scheme": "first"' in texts
+        )
+
+    # Special tokens, and the template.
+    ids = dict(zip(gguf_metadata.ENDS, tokenizer.eos_ids))
+    if len(tokenizer.eos_ids) > len(ids):
+        raise ValueError(
+            f"{tokenizer.folder}: {len(tokenizer.eos_ids)} tokens end a completion; a GGUF file "
+            f"names {len(ids)}"
+        )
+    named = {"bos": "bos_token", "unknown": "unk_token"}
+    for key, name in named.items():
+        number = tokenizer.vocabulary.get(tokenizer.special.get(name, ""))
+        ids |= {} if number is None else {key: number}
+    ids["padding"] = tokenizer.pad_id
+    if tokenizer.start_ids:
+        ids["bos"] = tokenizer.start_ids[0]
+    values |= {f"{key}_token_id": number for key, number in ids.items() if number < vocab_size}
+    values |= {"add_bos_token": bool(tokenizer.start_ids), "add_eos_token": False}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    if tokenizer.template is not None:
+        metadata["tokenizer.chat_template"] = tokenizer.template.text
+    return metadata
+
+
+def _pre(steps: list[dict], where: str) -> str:
+    """The name that llama.cpp has for how a text is cut. Raises ValueError if it has none."""
+    cut = GPT2
+    for step in steps:
+        if step["type"] == "Digits" and step["individual_digits"]:
+            cut = DIGITS
+        elif step["type"] == "Split" and "Regex" in step["pattern"]:
+            cut = step["pattern"]["Regex"]
+        elif step["type"] != "ByteLevel" or step["add_prefix_space"]:
+            cut = None
+    for name, pattern in PATTERNS.items():
+        if pattern == cut:
+            return name
+    raise ValueError(f"{where} cuts texts in a way that llama.cpp has no name for")
