@@ -52,9 +52,9 @@ def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, family)
     meta = attention.one_sequence_per_row(jnp.ones(tokens.shape, bool))
 
     @partial(jax.jit, static_argnums=1)
-    def hidden(params, join_qkv):
-        layers = decoder.per_layer_params(params, cfg, jnp.float32, join_qkv)
-        assert ("qkv" in layers["layers"][0]) == join_qkv != ("q" in layers["layers"][0])
+    def hidden(params, on_cpu):
+        layers = decoder.per_layer_params(params, cfg, jnp.float32, on_cpu)
+        assert ("qkv" in layers["layers"][0]) == on_cpu != ("q" in layers["layers"][0])
 
         def attend(layer, *qkv):
             return attention.xla(cfg, cfg.kinds[layer] == "local", meta, *qkv), None

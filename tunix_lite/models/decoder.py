@@ -37,6 +37,7 @@ from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stor
 from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
     Leaf,
+    Transposed,
     Weight,
     are_plain,
     fan_in,
@@ -142,43 +143,56 @@ def per_layer_params(
     params: Params,
     cfg: Architecture,
     dtype: DTypeLike,
-    join_qkv: bool = False,
+    on_cpu: bool = False,
 ) -> Params:
     """The same parameters with `layers` as a list, matrices in the compute dtype: what sampling
     runs on.
 
-    Norms keep their dtype, as they do in training, and quantised weights their codes. join_qkv: a
-    layer has one weight `qkv`, [D, N + 2 K, H], in place of q, k and v, which must be plain.
+    Norms keep their dtype, as they do in training, and quantised weights their codes. on_cpu: the
+    matrices, which must be plain, are `Transposed`, and a layer has one of them, `qkv` of N + 2 K
+    heads, in place of q, k and v.
     """
 
     def cast(leaf: Leaf) -> Leaf:
         return leaf if is_quantized(leaf) or leaf.ndim < 2 else stored(leaf, dtype)
 
     tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
-    if join_qkv:
+    if on_cpu:
         for w in tree["layers"]:
             w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
+            for name, (_, inputs) in _MATRICES.items():
+                inputs_last = jnp.moveaxis(w[name], range(inputs), range(-inputs, 0))
+                w[name] = Transposed(inputs_last)
     return tree
 
 
-def per_layer_shardings(shardings: dict, cfg: Architecture, join_qkv: bool = False) -> Any:
+# The matrices of a layer with q, k and v joined: how many of their dims there are, and are inputs.
+_MATRICES = {"qkv": (3, 1), "o": (3, 2), "gate": (2, 1), "up": (2, 1), "down": (2, 1)}
+
+
+def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False) -> Any:
     """The shardings of the result of `per_layer_params`, given those of the parameters."""
 
     def of_layer(sharding: NamedSharding, _: int) -> NamedSharding:
         return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
     tree = by_layer(shardings, cfg, of_layer)
-    if join_qkv:
+    if on_cpu:
         for w in tree["layers"]:
             w["qkv"], *_ = [w.pop(name) for name in "qkv"]
+            for name, (dims, inputs) in _MATRICES.items():
+                axes = (*w[name].spec, *[None] * dims)[:dims]
+                spec = P(*axes[inputs:], *axes[:inputs])
+                w[name] = Transposed(NamedSharding(w[name].mesh, spec))
     return tree
 
 
-def joins_qkv(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
-    """True if sampling on this mesh multiplies with q, k and v at once (`per_layer_params`).
+def are_for_cpu(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
+    """True if sampling on this mesh takes its weights as a CPU likes them (`per_layer_params`).
 
     On a CPU, XLA computes a product of few rows and few columns in one thread, so three of them
-    take longer than one. Where values are rounded, they stay as the trainer computes them.
+    take longer than one; and a product of few rows is faster with the matrix as its first factor.
+    Where values are rounded, they stay as the trainer computes them.
     """
     axis = current_rules()["heads"]
     are_whole = axis is None or mesh.shape[axis] == 1

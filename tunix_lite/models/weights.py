@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from tunix_lite.models.rounding import added, is_rounded, product, stored, wide
-from tunix_lite.models.unfused import matmul
+from tunix_lite.models.unfused import matmul, matrix_first
 from tunix_lite.parallel.mesh import MeshSizes, constrain_gradient, gather, sharding, spec
 from tunix_lite.types import Params
 
@@ -32,6 +32,8 @@ Initializer = Callable[..., jax.Array]
 Table = Any
 # A leaf of parameters: an array, `Int8`, `Nf4`, `Lora` or `ComputeCopy`.
 Leaf = Any
+# On a CPU a product with up to so many rows takes the matrix as its first factor: timed up to 64.
+FEW_ROWS = 128
 
 
 # Cached, so that weights which start alike have one initialiser and compile once.
@@ -155,6 +157,16 @@ class ComputeCopy:
     axes: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
+@flax.struct.dataclass
+class Transposed:
+    """A plain weight as [*outputs, *inputs]: what sampling multiplies with on a CPU.
+
+    Example: a weight [64, 256] with one dim of inputs is held as [256, 64].
+    """
+
+    values: Any
+
+
 def is_quantized(leaf: Leaf) -> bool:
     """True if a leaf is `Int8` or `Nf4`."""
     return isinstance(leaf, Int8 | Nf4)
@@ -240,8 +252,15 @@ def project(
         out = project(x, weight.value, inputs, sum_dtype)
         return _with_gradient_to_master(info, out, x, weight.master)
 
-    weight = dense(weight, inputs, x.dtype)
     batch = x.shape[: x.ndim - inputs]
+    if isinstance(weight, Transposed):
+        outputs = weight.values.shape[:-inputs]
+        rows = x.reshape(-1, np.prod(x.shape[len(batch) :]))
+        matrix = weight.values.reshape(-1, rows.shape[1])
+        out = matrix_first(matrix, rows) if len(rows) <= FEW_ROWS else rows @ matrix.T
+        return out.reshape(*batch, *outputs)
+
+    weight = dense(weight, inputs, x.dtype)
     outputs = weight.shape[inputs:]
     rows = x.reshape(-1, np.prod(weight.shape[:inputs]))
     matrix = weight.reshape(rows.shape[1], -1)

@@ -265,12 +265,12 @@ def _sampling(resolved: ResolvedRun, shapes: Shapes) -> tuple[Programs, Params]:
         )
 
     # The weights by layer, whole over fsdp if they are gathered.
-    join_qkv = decoder.joins_qkv(acting, resolved.dtype, mesh)
+    on_cpu = decoder.are_for_cpu(acting, resolved.dtype, mesh)
     by_layer = partial(
-        decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, join_qkv=join_qkv
+        decoder.per_layer_params, cfg=resolved.cfg, dtype=resolved.dtype, on_cpu=on_cpu
     )
     shardings = jax.tree.map(lambda x: x.sharding, acting)
-    shardings = decoder.per_layer_shardings(shardings, resolved.cfg, join_qkv)
+    shardings = decoder.per_layer_shardings(shardings, resolved.cfg, on_cpu)
     if resolved.sampling_weights == "gathered":
         shardings = jax.tree.map(gathered_sharding, shardings)
     return Programs(spec), placed(jax.eval_shape(by_layer, acting), shardings)

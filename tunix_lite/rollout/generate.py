@@ -367,8 +367,8 @@ def make_prepare(
     """prepare(params) -> the weights that the programs take: layer by layer, in the type of the
     computation, and, if `gather`, gathered over fsdp, once instead of for every token.
 
-    may_join: q, k and v of a layer are joined where `decoder.joins_qkv` says so; False keeps the
-    names of all weights.
+    may_join: weights are joined and turned where `decoder.are_for_cpu` says so; False keeps the
+    names and the layout of all weights.
     """
     compiled = {}
 
@@ -378,13 +378,11 @@ def make_prepare(
         leaves, treedef = jax.tree.flatten(shardings)
         place = (treedef, *leaves)
         if place not in compiled:
-            join_qkv = may_join and decoder.joins_qkv(params, dtype, current_mesh())
-            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, join_qkv)
+            on_cpu = may_join and decoder.are_for_cpu(params, dtype, current_mesh())
+            shardings = decoder.per_layer_shardings(treedef.unflatten(leaves), cfg, on_cpu)
             if gather:
                 shardings = jax.tree.map(gathered_sharding, shardings)
-            per_layer = partial(
-                decoder.per_layer_params, cfg=cfg, dtype=dtype, join_qkv=join_qkv
-            )
+            per_layer = partial(decoder.per_layer_params, cfg=cfg, dtype=dtype, on_cpu=on_cpu)
             compiled[place] = jax.jit(per_layer, out_shardings=shardings)
         return compiled[place](params)
 
