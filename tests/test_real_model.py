@@ -15,24 +15,27 @@ install_real_model = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install_real_model)
 
 
-# What it replied, what the rewards pay for it, and whether it counts as right. 17 + 8 = 25.
+# What it replied to 17 + 8, what the rewards pay for it, and whether it counts as right. A reply of n characters up to
+# 40 gets 0.2 (1 - n / 40) for being short: 0.19 of 2 characters, 0.145 of 11.
 @pytest.mark.parametrize(
     ("reply", "paid", "is_right"),
     [
-        ("25", 1.5, 1),
-        ("25.", 1.5, 1),
-        ("17 + 8 = 25", 0.5, 0),
-        ("17 + 8 = 25\n\nThis is a classic example", 0.5, 0),
-        ("26", 0.0, 0),
-        ("25 or 26", 0.0, 0),
-        ("Twenty-five", 0.0, 0),
-        ("", 0.0, 0),
+        ("25", 1.0 + 0.5 + 0.2 + 0.19, 1),
+        ("25.", 1.0 + 0.5 + 0.2 + 0.185, 1),
+        ("17 + 8 = 25", 0.2 + 0.145, 0),
+        ("17 + 8 = 25, which is the classic example", 0.2, 0),
+        ("26", 0.5 + 0.19, 0),
+        ("25 or 26", 0.16, 0),
+        ("-25", 0.185, 0),
+        ("Twenty-five", 0.145, 0),
+        ("", 0.2, 0),
     ],
 )
 def test_the_recipe_pays_for_the_right_number_alone(reply, paid, is_right):
     task = compose(["experiment=smollm2"]).task
     example = {"question": "17 + 8", "answer": "25"}
-    assert sum(each.weight * each.fn(reply, example) for each in task.rewards.values()) == paid
+    rewards = task.rewards.values()
+    assert sum(each.weight * each.fn(reply, example) for each in rewards) == pytest.approx(paid, abs=1e-9)
     assert task.correct(reply, example) == is_right
 
 
@@ -40,7 +43,7 @@ def test_the_recipe_asks_for_sums_of_two_numbers():
     task = compose(["experiment=smollm2"]).task
     for example in (task.source.train[i] for i in range(50)):
         first, second = map(int, example["question"].split(" + "))
-        assert int(example["answer"]) == first + second and 1 <= min(first, second) <= max(first, second) <= 29
+        assert int(example["answer"]) == first + second and 1 <= min(first, second) <= max(first, second) <= 20
 
 
 def wheel_of(folder: Path, member: str, data: bytes) -> Path:
