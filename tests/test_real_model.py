@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.settings.compose import compose
+from tunix_lite.tasks.puzzles.last_word import LastWord
 
 ROOT = Path(__file__).parents[1]
 spec = importlib.util.spec_from_file_location("install_real_model", ROOT / "examples" / "install_real_model.py")
@@ -15,35 +16,40 @@ install_real_model = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install_real_model)
 
 
-# What it replied to 17 + 8, what the rewards pay for it, and whether it counts as right. A reply of n characters up to
-# 40 gets 0.2 (1 - n / 40) for being short: 0.19 of 2 characters, 0.145 of 11.
+# A reply to "bridge, letter, flower, coffee", what the reward pays for it, and whether it counts as right. With the word
+# among n words it pays 2 / (n + 1), without it nothing.
 @pytest.mark.parametrize(
     ("reply", "paid", "is_right"),
     [
-        ("25", 1.0 + 0.5 + 0.2 + 0.19, 1),
-        ("25.", 1.0 + 0.5 + 0.2 + 0.185, 1),
-        ("17 + 8 = 25", 0.2 + 0.145, 0),
-        ("17 + 8 = 25, which is the classic example", 0.2, 0),
-        ("26", 0.5 + 0.19, 0),
-        ("25 or 26", 0.16, 0),
-        ("-25", 0.185, 0),
-        ("Twenty-five", 0.145, 0),
-        ("", 0.2, 0),
+        ("coffee", 1, 1),
+        ("Coffee.", 1, 1),
+        ("coffee, coffee", 2 / 3, 0),
+        ("The last word is coffee.", 2 / 6, 0),
+        ("bridge, letter, flower, coffee", 2 / 5, 0),
+        ("flower", 0, 0),
+        ("coffees", 0, 0),
+        ("", 0, 0),
     ],
 )
-def test_the_recipe_pays_for_the_right_number_alone(reply, paid, is_right):
+def test_the_recipe_pays_for_the_right_word_alone(reply, paid, is_right):
     task = compose(["experiment=smollm2"]).task
-    example = {"question": "17 + 8", "answer": "25"}
-    rewards = task.rewards.values()
-    assert sum(each.weight * each.fn(reply, example) for each in rewards) == pytest.approx(paid, abs=1e-9)
+    example = {"question": "bridge, letter, flower, coffee", "answer": "coffee"}
+    (reward,) = task.rewards.values()
+    assert reward.weight * reward.fn(reply, example) == pytest.approx(paid, abs=1e-9)
     assert task.correct(reply, example) == is_right
 
 
-def test_the_recipe_asks_for_sums_of_two_numbers():
-    task = compose(["experiment=smollm2"]).task
-    for example in (task.source.train[i] for i in range(50)):
-        first, second = map(int, example["question"].split(" + "))
-        assert int(example["answer"]) == first + second and 1 <= min(first, second) <= max(first, second) <= 20
+def test_the_recipe_asks_for_the_last_of_four_different_words_and_holds_lists_out():
+    source = compose(["experiment=smollm2"]).task.source
+    train, held_out = ([split[i] for i in range(64)] for split in (source.train, source.held_out))
+    for example in train + held_out:
+        chosen = example["question"].split(", ")
+        assert len(set(chosen)) == 4 and example["answer"] == chosen[3]
+    # Few lists come twice: an evaluation of 64 asks some 64 different questions.
+    assert len({example["question"] for example in held_out}) > 60
+    assert not {example["question"] for example in train} & {example["question"] for example in held_out}
+    with pytest.raises(ValueError, match="num_words=33 is not from 2 to 32"):
+        LastWord(num_words=33)
 
 
 def wheel_of(folder: Path, member: str, data: bytes) -> Path:
