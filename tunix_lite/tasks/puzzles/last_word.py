@@ -6,11 +6,14 @@ import numpy as np
 
 from tunix_lite.tasks.generated import GeneratedSource, example_of
 
-WORDS = (
-    "apple river stone cloud table horse green window paper music garden silver winter castle "
-    "bridge letter summer island mountain doctor flower butter orange yellow market engine "
-    "forest planet rocket tiger violin coffee"
-).split()
+# fmt: off
+WORDS = [
+    "apple", "river", "stone", "cloud", "table", "horse", "green", "window",
+    "paper", "music", "garden", "silver", "winter", "castle", "bridge", "letter",
+    "summer", "island", "mountain", "doctor", "flower", "butter", "orange", "yellow",
+    "market", "engine", "forest", "planet", "rocket", "tiger", "violin", "coffee",
+]
+# fmt: on
 
 
 @dataclass(frozen=True)
