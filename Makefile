@@ -1,16 +1,18 @@
-# make train | test | test-all | conformance | docs | lint | gate | bench | peers | bench-peers | soak. Everything happens in $(VENV), which is made when it is missing.
+# make train | real | test | test-real | test-all | conformance | docs | lint | gate | bench | peers | bench-peers | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
 #   EXTRA=cuda12        an extra of pyproject.toml to install as well: cuda12, cuda13 or tpu
+#   TUNIX_LITE_REAL=X   the folder of `make real` and `make test-real` for real models
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 EXTRA ?=
+TUNIX_LITE_REAL ?= $(HOME)/.cache/tunix_lite/real
 
 # `make train seed=1` sets a variable of make, which the program would never see.
-SETTINGS := $(filter-out PYTHON VENV ARGS EXTRA SHELL MAKE% -%,\
+SETTINGS := $(filter-out PYTHON VENV ARGS EXTRA TUNIX_LITE_REAL SHELL MAKE% -%,\
 	$(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(name))))
 ifneq ($(SETTINGS),)
 $(error settings go into ARGS: make $(or $(MAKECMDGOALS),train) ARGS='$(foreach name,$(sort $(SETTINGS)),$(name)=$($(name)))')
@@ -32,13 +34,15 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test wide test-all conformance golden docs lint gate bench peers bench-peers soak
+.PHONY: help install train real test wide test-real test-all conformance golden docs lint gate bench peers bench-peers soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
+	@echo 'make real     fetch SmolLM2 135M (93 MB, no account) into $(TUNIX_LITE_REAL), and train it'
 	@echo 'make test     run the tests: every claim once'
 	@echo 'make wide     run the rest: wide products of settings, and comparisons with transformers and PEFT'
 	@echo 'make test-all run both'
+	@echo 'make test-real fetch the same model, and run the tests that read real models'
 	@echo 'make conformance print what each framework means by an objective, and whether settings of ours give its numbers'
 	@echo 'make golden   compare texts, settings, memory plans and programs with those that are recorded'
 	@echo 'make docs     build the documentation into docs/_build/html; a warning is an error'
@@ -57,6 +61,17 @@ install: $(STAMP) $(DEVICE)
 
 train: $(STAMP) $(DEVICE)
 	$(VENV)/bin/python run_training.py $(ARGS)
+
+REAL_MODEL = $(TUNIX_LITE_REAL)/gguf/smollm2-135m-instruct-q4_1.gguf
+
+# Looks at the file's digest each time: a broken one is refused here, with its name.
+real: $(STAMP) $(STAMP)-gguf $(DEVICE)
+	$(VENV)/bin/python examples/install_real_model.py '$(TUNIX_LITE_REAL)'
+	$(VENV)/bin/python run_training.py experiment=smollm2 'model.weights=$(REAL_MODEL)' $(ARGS)
+
+test-real: $(STAMP)-test $(STAMP)-parity $(STAMP)-gguf $(DEVICE)
+	$(VENV)/bin/python examples/install_real_model.py '$(TUNIX_LITE_REAL)'
+	TUNIX_LITE_REAL='$(TUNIX_LITE_REAL)' $(VENV)/bin/python -m pytest -m real $(ARGS)
 
 test: $(STAMP)-test $(DEVICE)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -62,7 +62,7 @@ from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
 from tunix_lite.tasks.curriculum import CurriculumConfig
-from tunix_lite.tasks.puzzles import countdown
+from tunix_lite.tasks.puzzles import countdown, last_word
 from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
 
@@ -106,6 +106,9 @@ GROUPS = (
     Group("Source: files with one JSON object a line", "task.source.", sources.Jsonl, None),
     Group("Task: files of your own", "task.", files.FilesTaskConfig, None),
     Group("Source: countdown", "task.source.", countdown.Countdown, None),
+    Group("Source: last word", "task.source.", last_word.LastWord, None),
+    Group("Right by: exact answer", "task.correct.", answers.ExactAnswer, None),
+    Group("Reward: ROUGE-L", "task.rewards.<name>.fn.", similarity.RougeL, None),
     Group("Source: gsm8k", "task.source.", gsm8k.Gsm8k, None),
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),

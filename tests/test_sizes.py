@@ -55,6 +55,7 @@ PUBLISHED = {
     "llama3.2_1b": 1_235_814_400,
     "llama3.2_3b": 3_212_749_824,
     "llama3.3_70b": 70_553_706_496,
+    "smollm2_135m": 134_515_008,
 }
 
 # Of tp = 1, 2, 4 and 8, those that do not divide a size's query heads; feed-forward and vocabulary always divide.
@@ -65,6 +66,9 @@ REFUSED = {
     ("qwen2.5_0.5b", 8),
     ("qwen2.5_1.5b", 8),  # 12
     ("qwen2.5_7b", 8),  # 28
+    ("smollm2_135m", 2),  # 9
+    ("smollm2_135m", 4),
+    ("smollm2_135m", 8),
 }
 
 

@@ -180,9 +180,11 @@ class ExactAnswer:
     list, any of its texts is right.
     Example: ExactAnswer()("The answer is Paris.", {"answer": "paris"}) -> 1."""
 
-    field: str = "answer"  # of the example: the expected text, or a list of texts
+    # Field of the example: the expected text, or a list of texts.
+    field: str = "answer"
     # strict: only a marked answer; flexible: without a mark, the last line that is not empty
     how: str = "strict"
+    # Whether capital and small letters are the same.
     ignore_case: bool = True
 
     def __post_init__(self):

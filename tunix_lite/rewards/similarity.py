@@ -53,8 +53,10 @@ class RougeL:
     units of the reference). Of several references the best.
     Example: RougeL()("the cat sat", {"answer": "the cat ran"}) -> 2 / 3."""
 
-    field: str = "answer"  # of the example: a text, or a list of them
-    split: str = "rouge"  # or words (any writing)
+    # Field of the example: a text, or a list of them.
+    field: str = "answer"
+    # Units of a text: rouge (runs of latin letters and digits), or words (any writing).
+    split: str = "rouge"
 
     def __post_init__(self):
         if self.split not in SPLITS:
