@@ -15,11 +15,12 @@ OTHERS = {
     "docs/getting_started/configuration.md": (2, "commands that need extras"),
     "docs/guide/a_step.md": (2, "test_a_step.py compares the page with docs/a_step.py"),
     "docs/guide/coming_from.md": (12, "commands of other projects, and tables that test_hints.py compares"),
-    "docs/guide/export.md": (1, "a command of vLLM"),
+    "docs/guide/export.md": (3, "commands of vLLM, llama.cpp and Ollama"),
     "docs/guide/generate.md": (1, "a file of prompts"),
     "docs/guide/preferences_and_distillation.md": (3, "formulas"),
     "docs/guide/serve.md": (1, "what the openai client prints after 60 updates"),
     "docs/guide/tinker.md": (2, "what a server and the Tinker SDK print, which the tests do not install"),
+    "docs/tutorials/real_model.md": (1, "replies before and after `make real`"),
 }
 
 

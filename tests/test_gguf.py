@@ -555,6 +555,8 @@ def test_a_real_model_in_and_out_is_that_of_transformers_and_llama_cpp(tmp_path,
     torch = pytest.importorskip("torch", reason="needs the parity extra")
     transformers = pytest.importorskip("transformers", reason="needs the parity extra")
     file = Path(os.environ["TUNIX_LITE_REAL"]) / "gguf" / name
+    if not file.is_file():
+        pytest.skip(f"{name} is not there: `make real` fetches SmolLM2 alone")
     ours = load(file, dtype="fp32", mesh_shape=((1, 1), ("fsdp", "tp")))
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     theirs = model.state_dict()
