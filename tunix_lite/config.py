@@ -293,32 +293,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_seed(self.seed)
-        # The needs of the algorithm, and a loss that goes with packed rows.
-        dropout = self.model.lora.dropout
-        name = type(self.algorithm).__name__
-        if not isinstance(getattr(self.algorithm, "needs", None), Needs):
-            raise ValueError(
-                f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for "
-                "completions that are sampled, write into the class: needs = Needs()"
-            )
-        choices = ", ".join(
-            f'loss_reduction = "{key}" for {text}' for key, text in _LOSS_REDUCTIONS.items()
-        )
-        declared = reduction_of(self.algorithm)
-        if declared not in (None, *_LOSS_REDUCTIONS):
-            raise ValueError(f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}")
-        packing = f"training.packing={self.training.packing}"
-        if declared is None and self.training.is_packed:
-            raise ValueError(
-                f"{packing}: a row then holds several completions, and {name} does not say "
-                f"that its loss may be computed so; write into the class {choices}; or give "
-                "training.packing=none"
-            )
-        if self.training.is_packed and dropout:
-            raise ValueError(
-                f"{packing} and model.lora.dropout={dropout}: what is dropped belongs to one "
-                "sequence, and a packed row has several; leave out one of the two"
-            )
+        _check_algorithm(self.algorithm, self.training, self.model.lora.dropout)
         _check_task(self)
         _check_overlap(self)
 
@@ -377,6 +352,34 @@ def reduction_of(algorithm: Algorithm) -> str | None:
         if "loss" in vars(kind):
             return None
     return getattr(algorithm, "loss_reduction", None)
+
+
+def _check_algorithm(algorithm: Any, training: TrainingConfig, dropout: float) -> None:
+    """Raises ValueError for malformed needs, or a loss that does not go with packed rows."""
+    name = type(algorithm).__name__
+    if not isinstance(getattr(algorithm, "needs", None), Needs):
+        raise ValueError(
+            f"algorithm: {name}.needs must be an algorithms.algorithm.Needs; for completions that "
+            "are sampled, write into the class: needs = Needs()"
+        )
+    choices = ", ".join(
+        f'loss_reduction = "{key}" for {text}' for key, text in _LOSS_REDUCTIONS.items()
+    )
+    declared = reduction_of(algorithm)
+    if declared not in (None, *_LOSS_REDUCTIONS):
+        raise ValueError(f"algorithm: {name}.loss_reduction={declared!r}; it is {choices}")
+    packing = f"training.packing={training.packing}"
+    if declared is None and training.is_packed:
+        raise ValueError(
+            f"{packing}: a row then holds several completions, and {name} does not say that its "
+            f"loss may be computed so; write into the class {choices}; or give "
+            "training.packing=none"
+        )
+    if training.is_packed and dropout:
+        raise ValueError(
+            f"{packing} and model.lora.dropout={dropout}: what is dropped belongs to one sequence, "
+            "and a packed row has several; leave out one of the two"
+        )
 
 
 def _check_task(run: RunConfig) -> None:

@@ -151,56 +151,8 @@ class Objective:
         for problem, is_there in self._problems().items():
             if is_there:
                 raise ValueError(problem)
-
-        # Functions must take their arguments. Ours raise ValueError for wrong settings.
-        mask = np.ones((1, 2), bool)
-        rewards = np.array([[0.0, 1.0]])
-        whole = adv.WholeBatch(np.array([[1, 2]]), {"reward": rewards})
-        arguments = {
-            "advantages": [rewards],
-            "weighting": [mask, np.zeros(1, int)][
-                : 1 + weighting.takes_prompts(self.weighting)
-            ],
-            "ratio": [None, None],
-            "surrogate": [None, None][: 1 + surrogates.takes_bounds(self.surrogate)],
-            "shaping": [np.array([1, 2])],
-            "correction": [np.zeros((1, 2)), mask],
-        }
-        for name, values in arguments.items():
-            function = getattr(self, name)
-            if function is None:
-                continue
-            takes_whole = name == "advantages" and adv.takes_whole(function)
-            known = {"whole": whole} if takes_whole else {}
-            try:
-                inspect.signature(function).bind(*values, **known)
-            except TypeError as error:
-                raise ValueError(
-                    f"{name} is called with {len(values)} arguments and its settings: {error}"
-                ) from error
-            is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
-            if is_ours and name not in ("ratio", "surrogate"):
-                function(*values, **known)
-
-        # A setting that changes nothing is a mistake, too.
-        idle: dict[str, str] = {}
-        if not surrogates.takes_bounds(self.surrogate):
-            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
-            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
-        if not self.reference_every:
-            idle["reference_mix"] = "reference_every=0, so the reference stays as it is"
-        if not self.kl_coef:
-            why = "kl_coef=0, so there is no KL term"
-            idle |= dict.fromkeys(("kl_estimator", "reference_every"), why)
-        if self.agreeing_groups != "replace":
-            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in idle and value is not None and not _same(value, field.default):
-                raise ValueError(
-                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
-                    "leave it out"
-                )
+        self._check_functions()
+        self._check_idle()
 
     @property
     def is_kl_reward(self) -> bool:
@@ -264,6 +216,58 @@ class Objective:
                 is_shaped and function_of(self.advantages) is adv.max_likelihood
             ),
         }
+
+    def _check_functions(self) -> None:
+        """Checks that functions take their arguments. Ours raise ValueError for wrong settings."""
+        mask = np.ones((1, 2), bool)
+        rewards = np.array([[0.0, 1.0]])
+        whole = adv.WholeBatch(np.array([[1, 2]]), {"reward": rewards})
+        arguments = {
+            "advantages": [rewards],
+            "weighting": [mask, np.zeros(1, int)][
+                : 1 + weighting.takes_prompts(self.weighting)
+            ],
+            "ratio": [None, None],
+            "surrogate": [None, None][: 1 + surrogates.takes_bounds(self.surrogate)],
+            "shaping": [np.array([1, 2])],
+            "correction": [np.zeros((1, 2)), mask],
+        }
+        for name, values in arguments.items():
+            function = getattr(self, name)
+            if function is None:
+                continue
+            takes_whole = name == "advantages" and adv.takes_whole(function)
+            known = {"whole": whole} if takes_whole else {}
+            try:
+                inspect.signature(function).bind(*values, **known)
+            except TypeError as error:
+                raise ValueError(
+                    f"{name} is called with {len(values)} arguments and its settings: {error}"
+                ) from error
+            is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
+            if is_ours and name not in ("ratio", "surrogate"):
+                function(*values, **known)
+
+    def _check_idle(self) -> None:
+        """Refuses a setting that changes nothing: it is a mistake, too."""
+        idle: dict[str, str] = {}
+        if not surrogates.takes_bounds(self.surrogate):
+            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
+            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
+        if not self.reference_every:
+            idle["reference_mix"] = "reference_every=0, so the reference stays as it is"
+        if not self.kl_coef:
+            why = "kl_coef=0, so there is no KL term"
+            idle |= dict.fromkeys(("kl_estimator", "reference_every"), why)
+        if self.agreeing_groups != "replace":
+            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in idle and value is not None and not _same(value, field.default):
+                raise ValueError(
+                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
+                    "leave it out"
+                )
 
     def refusal_of_stale(self) -> str | None:
         """Explains why these settings cannot learn from tokens that earlier weights drew, and what

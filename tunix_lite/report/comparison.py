@@ -93,36 +93,8 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
     """The report of these runs. say: gets the table of their results, line by line. Raises
     ValueError if one of them is not the folder of a run."""
     runs = _compared(folders[:_MOST_RUNS])
-    # Heads, and a row for each run: how it ended, what it reached, and what that took.
-    heads = ["run", "status", "steps", "accuracy before", "accuracy after", "95 % of it"]
-    heads += ["best", "reward, last third", "time", "tokens/s"]
-    rows = []
-    for one in runs:
-        run = one.run
-        accuracy = run.series("eval/accuracy")
-        values = (accuracy.first, accuracy.last) if accuracy else ()
-        cells = [number_text(value, True) for value in values] or ["", ""]
-        cells.append(interval_text(one.accuracy.after, True) if one.accuracy else "")
-        cells.append(number_text(accuracy.largest, True) if accuracy else "")
-        reward, speed = (
-            number_text(series.late) if series else ""
-            for series in map(run.series, ("reward/mean", "perf/tokens_per_second"))
-        )
-        seconds = run.status.get("seconds")
-        took = seconds_in_words(seconds) if is_number(seconds) else ""
-        steps = str(run.rows[-1]["step"]) if run.rows else "0"
-        rows.append([one.name, one.status, steps, *cells, reward, took, speed])
-    # A table as plain lines, for a terminal: columns without a word in them are left out.
-    columns = [column for column in zip(heads, *rows) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for row in zip(*columns):
-        padded = [
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    for line in lines:
+    heads, rows = _results(runs)
+    for line in _lines(heads, rows):
         say(line)
 
     # The curves of the best runs.
@@ -167,6 +139,43 @@ def comparison_page(folders: Sequence[Path], say: Callable[[str], None]) -> Page
         hero=charts[0] if charts else None,
         sections=sections,
     )
+
+
+def _results(runs: list[_Compared]) -> tuple[list[str], list[list[str]]]:
+    """Heads, and a row for each run: how it ended, what it reached, and what that took."""
+    heads = ["run", "status", "steps", "accuracy before", "accuracy after", "95 % of it"]
+    heads += ["best", "reward, last third", "time", "tokens/s"]
+    rows = []
+    for one in runs:
+        run = one.run
+        accuracy = run.series("eval/accuracy")
+        values = (accuracy.first, accuracy.last) if accuracy else ()
+        cells = [number_text(value, True) for value in values] or ["", ""]
+        cells.append(interval_text(one.accuracy.after, True) if one.accuracy else "")
+        cells.append(number_text(accuracy.largest, True) if accuracy else "")
+        reward, speed = (
+            number_text(series.late) if series else ""
+            for series in map(run.series, ("reward/mean", "perf/tokens_per_second"))
+        )
+        seconds = run.status.get("seconds")
+        took = seconds_in_words(seconds) if is_number(seconds) else ""
+        steps = str(run.rows[-1]["step"]) if run.rows else "0"
+        rows.append([one.name, one.status, steps, *cells, reward, took, speed])
+    return heads, rows
+
+
+def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """A table as plain lines, for a terminal: columns without a word in them are left out."""
+    columns = [column for column in zip(heads, *rows) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in zip(*columns):
+        padded = [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def _differences(runs: list[_Compared]) -> Iterator[Markup]:

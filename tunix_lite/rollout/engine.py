@@ -38,8 +38,8 @@ from tunix_lite.rollout.settings import GenerationConfig
 from tunix_lite.types import Metrics, Params
 
 # Tokens, padding included, of the prompts that one prefill reads: enough to keep any device busy.
-# On a CPU a few hundred do, and of fewer rows fewer hold no prompt: 16 questions of GSM8K filled
-# 1,159 of 3,072 places with the other number (docs/log.md, 27 November 2026).
+# On a CPU a few hundred do, and small blocks have less padding: with 4,096, 16 questions of GSM8K
+# filled 1,159 of 3,072 places (docs/log.md, 27 November 2026).
 TOKENS_PER_PREFILL = 4096
 TOKENS_PER_PREFILL_ON_CPU = 512
 # Prompts are read for so many chunks to come: two are under way, and a third is being started.
@@ -485,8 +485,10 @@ def prompt_cache_blocks(
     so that all steps run one program.
     """
     widths = prompt_widths(generation.max_prompt_length)
-    tokens = min(TOKENS_PER_PREFILL, TOKENS_PER_PREFILL_ON_CPU if on_cpu else math.inf)
-    per_prefill = max(1, int(tokens // widths[0]))
+    tokens = TOKENS_PER_PREFILL
+    if on_cpu:
+        tokens = min(tokens, TOKENS_PER_PREFILL_ON_CPU)
+    per_prefill = max(1, tokens // widths[0])
     block = -(-min(next_power_of_two(num_prompts), per_prefill) // fsdp) * fsdp
     starting = num_slots * min(1, 4 * CHUNKS_AHEAD * chunk / generation.max_new_tokens)
     # No rollout can have more blocks than these.

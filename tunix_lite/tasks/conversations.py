@@ -128,23 +128,7 @@ class EnvironmentPartner:
             own: list = []
             error = None
             try:
-                # Answers of this process, by row, as JSON has them. It waits `seconds` for
-                # the first one, and from then on `patience` for the others.
-                seconds = LOOK_SECONDS if wait_for_one else 0.0
-                rows = {future: row for row, future in self._futures.items()}
-                done = set()
-                if rows:
-                    done, _ = wait(rows, timeout=seconds, return_when=FIRST_COMPLETED)
-                    if patience and (done or not seconds):
-                        done, _ = wait(rows, timeout=patience)
-                else:
-                    # another process has those that are waited for
-                    time.sleep(seconds / 10)
-                for future in done:
-                    del self._futures[rows[future]]
-                own = [
-                    (rows[one], asdict(self._read(rows[one], one.result()))) for one in done
-                ]
+                own = self._own_replies(LOOK_SECONDS if wait_for_one else 0.0, patience)
             except ValueError as failed:
                 error = str(failed)
             stops = wait_for_one and stopping is not None and stopping.is_requested()
@@ -155,6 +139,23 @@ class EnvironmentPartner:
             self._waiting -= set(arrived)
             if arrived or not wait_for_one:
                 return arrived
+
+    def _own_replies(self, seconds: float, patience: float) -> list[tuple[int, dict]]:
+        """Answers of this process, by row, as JSON has them. It waits `seconds` for the first one,
+        and from then on `patience` for the others. Raises ValueError if one fails, and that ends
+        the run."""
+        rows = {future: row for row, future in self._futures.items()}
+        done = set()
+        if rows:
+            done, _ = wait(rows, timeout=seconds, return_when=FIRST_COMPLETED)
+            if patience and (done or not seconds):
+                done, _ = wait(rows, timeout=patience)
+        else:
+            # another process has those that are waited for
+            time.sleep(seconds / 10)
+        for future in done:
+            del self._futures[rows[future]]
+        return [(rows[one], asdict(self._read(rows[one], one.result()))) for one in done]
 
     def _read(self, row: int, reply: Reply) -> TurnReply:
         """The answer as the model reads it: its text becomes tokens."""

@@ -55,22 +55,7 @@ class Countdown(GeneratedSource):
         count = int(rng.integers(self.min_numbers, self.max_numbers + 1))
         while True:
             numbers = [int(n) for n in rng.integers(1, self.max_value + 1, count)]
-            # All numbers in one expression, joined two at a time, and its value.
-            parts = [(str(number), number) for number in numbers]
-            while len(parts) > 1:
-                first = parts.pop(int(rng.integers(len(parts))))
-                second = parts.pop(int(rng.integers(len(parts))))
-                if first[1] < second[1]:
-                    first, second = second, first
-                signs = ["+", "-", "*"]
-                if second[1] and first[1] % second[1] == 0:
-                    signs.append("/")
-                sign = signs[int(rng.integers(len(signs)))]
-                a, b = first[1], second[1]
-                value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[sign]
-                text = f"{first[0]} {sign} {second[0]}"
-                parts.append((f"({text})" if parts else text, value))
-            text, target = parts[0]
+            text, target = self._expression(rng, numbers)
             # a target that is given already teaches nothing
             if 0 < target <= self.max_target and target not in numbers:
                 break
@@ -78,6 +63,24 @@ class Countdown(GeneratedSource):
         rule = "each" if self.use_all else "some"
         question = f"Reach {target} with {rule} of {shown}, each once"
         return example_of(question, text, numbers=numbers, target=target, use_all=self.use_all)
+
+    def _expression(self, rng: np.random.Generator, numbers: list[int]) -> tuple[str, int]:
+        """All numbers in one expression, joined two at a time, and its value."""
+        parts = [(str(number), number) for number in numbers]
+        while len(parts) > 1:
+            first = parts.pop(int(rng.integers(len(parts))))
+            second = parts.pop(int(rng.integers(len(parts))))
+            if first[1] < second[1]:
+                first, second = second, first
+            signs = ["+", "-", "*"]
+            if second[1] and first[1] % second[1] == 0:
+                signs.append("/")
+            sign = signs[int(rng.integers(len(signs)))]
+            a, b = first[1], second[1]
+            value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0}[sign]
+            text = f"{first[0]} {sign} {second[0]}"
+            parts.append((f"({text})" if parts else text, value))
+        return parts[0]
 
 
 def reaches_target(completion: str, example: dict) -> float:
