@@ -45,8 +45,7 @@ LIMIT = 900
 class Worker:
     """A process that computes when it is asked to, and is stopped otherwise."""
 
-    def __init__(self, framework: str, work: dict, logs: Path):
-        script, arguments = WORKERS[framework]
+    def __init__(self, framework: str, command: list[str], work: dict, logs: Path):
         logs.mkdir(parents=True, exist_ok=True)
         self.framework = framework
         self.log = logs / f"{work['name']}_{framework}.log"
@@ -54,7 +53,7 @@ class Worker:
         self.began = time.perf_counter()
         with self.log.open("w") as errors:
             self.process = subprocess.Popen(
-                [python_of(framework), str(HERE / script), *arguments],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -98,6 +97,12 @@ class Worker:
         self.process.wait()
 
 
+def command_of(framework: str) -> list[str]:
+    """The command that starts a framework's worker."""
+    script, arguments = WORKERS[framework]
+    return [python_of(framework), str(HERE / script), *arguments]
+
+
 def python_of(framework: str) -> str:
     """The interpreter that a framework is installed for, if it is installed."""
     if framework.startswith("ours"):
@@ -131,7 +136,7 @@ def race(work: dict, frameworks: list[str], rounds: int) -> dict:
 def started(framework: str, work: dict, workers: dict[str, Worker]) -> dict:
     """Starts a worker and lets it take its first step, which compiles."""
     try:
-        workers[framework] = Worker(framework, work, VENVS / "logs")
+        workers[framework] = Worker(framework, command_of(framework), work, VENVS / "logs")
         first = workers[framework].step(work)
     except RuntimeError as error:
         if framework in workers:
@@ -156,7 +161,7 @@ def turn(worker: Worker, work: dict, found: dict) -> float | None:
 
 def measured_peak(work: dict) -> float:
     """GFLOP/s of a large float32 product while nobody else computes."""
-    worker = Worker("ours", workloads.workload("fixed"), VENVS / "logs")
+    worker = Worker("ours", command_of("ours"), workloads.workload("fixed"), VENVS / "logs")
     try:
         return worker.ask("peak")["gflops"]
     finally:

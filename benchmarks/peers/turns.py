@@ -26,6 +26,7 @@ class Turns:
         os.dup2(2, 1)
         self._peak = peak
         self._began = 0.0
+        self._began_cpu = 0.0
         self.seconds: dict[str, float] = {}
         # tokens of each completion of this step, the last one included
         self.lengths: list[int] = []
@@ -43,6 +44,7 @@ class Turns:
                 break
             self._answer(event="peak", gflops=self._peak())
         self.seconds = {}
+        self._began_cpu = time.process_time()
         self._began = time.perf_counter()
         return asked == "step"
 
@@ -53,12 +55,15 @@ class Turns:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def done(self) -> None:
-        """The turn is over: its seconds, with the rest of the step as `update`, and the lengths that were sampled."""
+    def done(self, **facts: object) -> None:
+        """The turn is over: its seconds, with the rest of the step as `update`, those of all cores, the lengths that
+        were sampled, and other facts of this step."""
         step = time.perf_counter() - self._began
+        cpu_seconds = time.process_time() - self._began_cpu
         self.seconds["update"] = step - sum(self.seconds.values())
         seconds = self.seconds | {"step": step}
-        self._answer(event="step", seconds=seconds, peak_rss_mb=peak_rss_mb(), lengths=self.lengths)
+        measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_rss_mb": peak_rss_mb()}
+        self._answer(event="step", lengths=self.lengths, **measured, **facts)
 
     def _answer(self, **facts: object) -> None:
         self._answers.write(json.dumps(facts) + "\n")

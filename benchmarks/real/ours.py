@@ -1,0 +1,173 @@
+"""tunix_lite's side of the races on real weights, a step a turn: `python ours.py`, started by race.py."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+BEGAN = time.perf_counter()
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from dataclasses import replace
+from importlib.metadata import version
+
+from tunix_lite.distributed.host_memory import keep_freed_memory
+
+# as the commands of tunix_lite do
+keep_freed_memory()
+
+import jax
+import numpy as np
+
+from tunix_lite.api import (
+    Batch,
+    GenerationConfig,
+    Reward,
+    RunConfig,
+    StepDone,
+    compose,
+    load,
+    load_weights,
+    make_generate,
+    train,
+)
+from tunix_lite.models.source import FoundModel
+from tunix_lite.parallel.compiling import keep_programs
+from tunix_lite.resolved.parts import policy_of
+from tunix_lite.runs.experience import ExperienceSource, FreshExperience
+from tunix_lite.runs.learner import Learner
+from tunix_lite.runs.session import Session
+from tunix_lite.runs.setup import find_parts
+
+IMPORTED = time.perf_counter()
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+
+from turns import Turns
+
+# Where the functions below are imported by name, the module is another one than __main__.
+TURNS: list[Turns] = []
+
+
+def ready(prompt_tokens: int) -> None:
+    TURNS[0].ready(
+        import_seconds=IMPORTED - BEGAN,
+        setup_seconds=time.perf_counter() - IMPORTED,
+        versions={name: version(name) for name in ("tunix_lite", "jax")},
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def sample() -> None:
+    """The sampler as a run makes it: all requests at once, each until its end."""
+    turns = TURNS[0]
+    work = turns.work
+    model = load(work["model"])
+    generation = GenerationConfig(work["prompt_length"], work["new_tokens"])
+    generate = make_generate(model.cfg, generation, model.tokenizer.eos_ids, model.tokenizer.pad_id)
+    ready(sum(map(len, work["ids"])))
+    number = 0
+    while turns.wait():
+        with jax.set_mesh(model.mesh):
+            rollout = generate(model.params, work["ids"], jax.random.key(number))
+        turns.lengths = np.asarray(rollout.completion_mask).sum(axis=1).tolist()
+        turns.done()
+        number += 1
+
+
+def settings_of(work: dict) -> RunConfig:
+    """A run of the command line with defaults, but for what is the same for all sides."""
+    file = work["rows_file"]
+    return compose(
+        [
+            f"model.weights={work['model']}",
+            f"model.lora.rank={work['lora_rank']}",
+            "task=gsm8k",
+            f"task.source.train_file={file}",
+            f"task.source.held_out_file={file}",
+            f"task.prompt='{work['template']}'",
+            f"algorithm={work['algorithm']}",
+            f"training.prompts_per_step={work['prompts']}",
+            f"generation.max_prompt_length={work['prompt_length']}",
+            f"generation.max_new_tokens={work['new_tokens']}",
+            f"optimizer.learning_rate={work['learning_rate']}",
+            "training.max_steps=1000",
+            "training.save_interval_steps=0",
+            "evaluation.num_examples=0",
+            "tracking.console=quiet",
+            *work["settings"],
+        ]
+    )
+
+
+def score() -> None:
+    """The pass with which a run scores 32 rows, such as those of a reference."""
+    turns = TURNS[0]
+    work = turns.work
+    parts = find_parts(settings_of(work | {"lora_rank": 0, "algorithm": "sft", "settings": []}))
+    jax.set_mesh(parts.mesh)
+    model: FoundModel = parts.model
+    _, params = load_weights(model, 0, "fp32")
+    policy = policy_of(parts.resolved)
+    prompt, new = work["prompt_length"], work["new_tokens"]
+    tokens = np.zeros((len(work["ids"]), prompt + new), np.int32)
+    token_mask = np.zeros(tokens.shape, bool)
+    for row, (ids, completion) in enumerate(zip(work["ids"], work["completions"], strict=True)):
+        tokens[row, prompt - len(ids) :] = ids + completion
+        token_mask[row, prompt - len(ids) :] = True
+    counts = token_mask & (np.arange(prompt + new) >= prompt)
+    batch = Batch(tokens, token_mask, counts.astype(np.float32))
+    ready(sum(map(len, work["ids"])))
+    while turns.wait():
+        logprobs = policy.rescore(params, batch)
+        turns.lengths = token_mask.sum(axis=1).tolist()
+        turns.done(mean_logprob=float(logprobs[counts].mean()))
+
+
+def share_of_e(completion: str, example: dict) -> float:
+    """A reward that differs within a group, and costs nothing."""
+    return completion.count("e") / (1 + len(completion))
+
+
+def step_done(done: StepDone) -> dict:
+    """After each update: ends the turn and waits for the next one."""
+    turns = TURNS[0]
+    batch = done.experience.batch
+    is_sampled = done.experience.graded is not None
+    if is_sampled:
+        turns.seconds["rollout"] = float(done.experience.metrics["time/rollout"])
+    counted = np.asarray(batch.loss_weight) != 0 if is_sampled else np.asarray(batch.token_mask)
+    turns.lengths = counted.sum(axis=1).tolist()
+    turns.done()
+    turns.wait()
+    return {}
+
+
+def source_of(session: Session, learner: Learner) -> ExperienceSource:
+    """The model is loaded; what compiles from here on belongs to the first step."""
+    task = session.parts.task
+    examples, _ = task.batch(session.parts.resolved.batch.prompts, 0, 0)
+    ready(sum(map(len, task.prompts(examples))))
+    TURNS[0].wait()
+    return FreshExperience(session, learner)
+
+
+def learn() -> None:
+    """`train`, as run_training.py calls it."""
+    work = TURNS[0].work
+    run = settings_of(work)
+    task = replace(run.task, rewards={"e": Reward(share_of_e)}, correct=None)
+    tracking = replace(run.tracking, observers={"turns": step_done})
+    train(replace(run, task=task, tracking=tracking), Path(work["folder"]) / "run", make_source=source_of)
+
+
+def main() -> None:
+    turns = Turns()
+    TURNS.append(turns)
+    keep_programs(turns.work["programs"])
+    {"sampling": sample, "scoring": score, "grpo": learn, "sft": learn}[turns.work["race"]]()
+
+
+if __name__ == "__main__":
+    main()
