@@ -1,4 +1,4 @@
-# make train | real | test | test-real | test-all | conformance | docs | lint | gate | bench | peers | bench-peers | soak. Everything happens in $(VENV), which is made when it is missing.
+# make train | real | test | test-real | test-all | conformance | docs | lint | gate | bench | peers | bench-peers | bench-real | soak. Everything happens in $(VENV), which is made when it is missing.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer)
 #   ARGS='seed=1'       settings for the program that the target runs
@@ -34,7 +34,7 @@ STAMP = $(VENV)/.installed
 DEVICE := $(if $(EXTRA),$(STAMP)-$(EXTRA))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train real test wide test-real test-all conformance golden docs lint gate bench peers bench-peers soak
+.PHONY: help install train real test wide test-real test-all conformance golden docs lint gate bench peers bench-peers bench-real soak
 
 help:
 	@echo 'make train    train the bundled model with GRPO on the devices there are'
@@ -51,6 +51,7 @@ help:
 	@echo 'make bench    time one GRPO step'
 	@echo 'make peers    install TRL and Tunix, each into a venv of its own under .peers/, some 3 GB'
 	@echo 'make bench-peers race ours, TRL and Tunix on the same work in turns'
+	@echo 'make bench-real  race ours, transformers, TRL and llama.cpp on real weights: ARGS="--models FOLDER ..."'
 	@echo 'make soak     an hour of kills and signals, after which a run must be the same to the bit'
 	@echo 'make install  only make $(VENV) and install the package into it'
 	@echo
@@ -112,6 +113,10 @@ peers:
 
 bench-peers: $(STAMP) .peers/tunix/bin/python .peers/trl/bin/python
 	$(VENV)/bin/python benchmarks/peers/run.py $(ARGS)
+	$(VENV)/bin/python docs/benchmarks_page.py
+
+bench-real: $(STAMP)
+	$(VENV)/bin/python benchmarks/real/race.py $(ARGS)
 	$(VENV)/bin/python docs/benchmarks_page.py
 
 .peers/%/bin/python:

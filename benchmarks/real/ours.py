@@ -87,7 +87,7 @@ def settings_of(work: dict) -> RunConfig:
             f"task.source.train_file={file}",
             f"task.source.held_out_file={file}",
             f"task.prompt='{work['template']}'",
-            f"algorithm={work['algorithm']}",
+            *(["algorithm=sft"] if work["race"] != "grpo" else [f"algorithm.num_generations={work['generations']}"]),
             f"training.prompts_per_step={work['prompts']}",
             f"generation.max_prompt_length={work['prompt_length']}",
             f"generation.max_new_tokens={work['new_tokens']}",
@@ -105,7 +105,7 @@ def score() -> None:
     """The pass with which a run scores 32 rows, such as those of a reference."""
     turns = TURNS[0]
     work = turns.work
-    parts = find_parts(settings_of(work | {"lora_rank": 0, "algorithm": "sft", "settings": []}))
+    parts = find_parts(settings_of(work))
     jax.set_mesh(parts.mesh)
     model: FoundModel = parts.model
     _, params = load_weights(model, 0, "fp32")

@@ -19,9 +19,7 @@ import datetime
 import json
 import os
 import re
-import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,13 +27,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "peers")]
 
 from arguments import count, new_folder
 from arithmetic import turns
-from run import RESULTS, Worker, commit, machine
+from run import RESULTS, VENVS, Worker, commit, machine
 
 # name -> its folder, and the user's message: a question as it is, or for a base model one that asks for an answer
 MODELS = {
@@ -54,8 +53,16 @@ RACES = {
     "grpo": ("ours", "trl"),
     "sft": ("ours", "trl"),
 }
-LEARNING_RATE = 1e-5
 THREADS = 2
+# What all sides get in all races. settings: of our runs, such as training.packing=none.
+COMMON = {
+    "prompt_length": 256,
+    "learning_rate": 1e-5,
+    "lora_rank": 0,
+    "training": {"threads": THREADS},
+    "peer_dtype": "float32",
+    "settings": [],
+}
 
 
 @dataclass(frozen=True)
@@ -73,37 +80,32 @@ class Cell:
 
 
 def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """All cells that are asked for, race by race, small ones first."""
-    common = {"prompt_length": 256, "learning_rate": LEARNING_RATE, "training": {"threads": THREADS}, "lora_rank": 0}
-    common |= {"peer_dtype": args.peer_dtype, "settings": args.settings}
+    """All cells that are asked for, race by race. `prompts` is the number of rows of GSM8K."""
+    scored, grpo, learned = ((4, 8), (2, 2, 8), 2) if args.tiny else ((32, 64), (4, 8, 64), 16)
+    sampling = [(requests, new) for new in args.new_tokens for requests in args.requests]
+    of_race = {
+        "sampling": {f"{n} x {new}": {"prompts": n, "new_tokens": new} for n, new in sampling},
+        "scoring": {f"{scored[0]} x {scored[1]}": {"prompts": scored[0], "new_tokens": scored[1], "peer_batch": 8}},
+        "grpo": {
+            f"{grpo[0]} x {grpo[1]} x {grpo[2]}, {trained}": {
+                **dict(zip(("prompts", "generations", "new_tokens"), grpo, strict=True)),
+                "peer_batch": grpo[0] * grpo[1],
+                "lora_rank": rank,
+            }
+            for trained, rank in (("all weights", 0), ("LoRA", 16))
+        },
+        # TRL packs rows of about two problems each, so that both sides learn from as many tokens in an update
+        "sft": {
+            f"{learned} rows": {
+                **{"prompts": learned, "new_tokens": 512, "generations": 1},
+                **{"peer_width": 512, "peer_batch": 1, "peer_passes": learned // 2},
+            }
+        },
+    }
     for race in args.only:
         for model in args.model:
-            for size, work in sizes(race, args):
-                yield Cell(race, model, size, common | work | {"race": race})
-
-
-def sizes(race: str, args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
-    """The sizes of a race, with what they set. `prompts` is the number of rows of GSM8K."""
-    if race == "sampling":
-        for new in args.new_tokens:
-            for requests in args.requests:
-                yield f"{requests} x {new}", {"prompts": requests, "new_tokens": new}
-    elif race == "scoring":
-        prompts, new = (4, 8) if args.tiny else (32, 64)
-        yield f"{prompts} x {new}", {"prompts": prompts, "new_tokens": new, "peer_batch": args.peer_batch or 8}
-    elif race == "grpo":
-        prompts, generations, new = (2, 2, 8) if args.tiny else (4, 8, 64)
-        size = f"{prompts} x {generations} x {new}"
-        work = {"prompts": prompts, "generations": generations, "new_tokens": new, "algorithm": "grpo"}
-        work["peer_batch"] = args.peer_batch or prompts * generations
-        work["settings"] = [*args.settings, f"algorithm.num_generations={generations}"]
-        yield f"{size}, all weights", work
-        yield f"{size}, LoRA", work | {"lora_rank": 16}
-    else:
-        # TRL packs rows of about two problems each, so that both sides learn from as many tokens in an update
-        prompts, passes = (2, 1) if args.tiny else (16, 8)
-        work = {"prompts": prompts, "new_tokens": 512, "algorithm": "sft", "peer_batch": args.peer_batch or 1}
-        yield f"{prompts} rows", work | {"peer_width": args.peer_width, "peer_passes": args.peer_passes or passes}
+            for size, work in of_race[race].items():
+                yield Cell(race, model, size, {"race": race} | COMMON | work | dict(args.change))
 
 
 def with_files(cell: Cell, args: argparse.Namespace, folder: Path) -> dict:
@@ -121,7 +123,7 @@ def with_files(cell: Cell, args: argparse.Namespace, folder: Path) -> dict:
     file.write_text("\n".join(lines) + "\n")
     examples = list(Gsm8k(train_file=str(file), held_out_file=str(file)).train)
     work = cell.work | {"template": template, "examples": examples, "rows_file": str(file), "folder": str(folder)}
-    work |= {"model": str(args.models / model_folder), "name": f"real {cell.race} {cell.name}"}
+    work |= {"model": str(args.models / model_folder), "name": f"real_{cell.race}_{cell.name}".replace(" ", "_")}
     work["programs"] = str(folder / "programs")
     work["gguf"] = str(args.gguf / model_folder / "weights.gguf") if args.gguf else ""
     if cell.race in ("sampling", "scoring"):
@@ -166,140 +168,88 @@ def command_of(side: str, args: argparse.Namespace) -> list[str]:
 
 
 def race(cell: Cell, args: argparse.Namespace, lacks: dict[str, str | None]) -> dict[str, dict]:
-    """Everybody's figures. A side that fails is left out, and its error stands in its place."""
-    figures: dict[str, dict] = {side: {"not_measured": why} for side, why in lacks.items() if why}
+    """The calls of all sides. One that fails is left out, and its error stands in its place."""
+    sides: dict[str, dict] = {side: {"not_measured": why} if why else {"rounds": []} for side, why in lacks.items()}
     workers: dict[str, Worker] = {}
+
+    def call(side: str, which: str) -> None:
+        """Starts a side where it does not run, and lets it make one call."""
+        try:
+            if side not in workers:
+                workers[side] = Worker(side, command_of(side, args), work, VENVS / "logs")
+                sides[side]["facts"] = workers[side].facts
+            answer = workers[side].ask("step")
+        except RuntimeError as error:
+            print(f"  {error}", flush=True)
+            # results name no folders of a machine
+            sides[side]["not_measured"] = re.sub(r"/[\w./+-]*/", "", str(error))
+            if side in workers:
+                workers.pop(side).end()
+            return
+        answer["tokens"] = sum(answer.pop("lengths"))
+        seconds = answer["seconds"]["step"]
+        peak = answer["peak_rss_mb"] / 1e3
+        print(f"  {side:12} {which:16} {seconds:7.2f} s {answer['tokens']:6} tokens {peak:6.2f} GB", flush=True)
+        if which.isdecimal():
+            sides[side]["rounds"].append(answer)
+        else:
+            sides[side][which] = answer
+
     with tempfile.TemporaryDirectory() as folder:
         work = with_files(cell, args, Path(folder))
         try:
             for side in (side for side, why in lacks.items() if not why):
-                figures[side] = started(side, work, args, workers)
+                if side == "ours":
+                    call(side, "without_programs")
+                    if side in workers:
+                        workers.pop(side).end()
+                call(side, "first")
             for number, side in turns(list(workers), args.rounds):
-                if side not in workers:
-                    continue
-                try:
-                    answer = workers[side].ask("step")
-                except RuntimeError as error:
-                    failed(side, error, figures, workers)
-                    continue
-                figures[side]["rounds"].append(answer)
-                print(f"  {number + 1}/{args.rounds} {side:12} {shown_step(answer)}", flush=True)
+                if side in workers:
+                    call(side, str(number + 1))
         finally:
             for worker in workers.values():
                 worker.end()
-    return figures
-
-
-def started(side: str, work: dict, args: argparse.Namespace, workers: dict[str, Worker]) -> dict:
-    """Starts a worker and lets it make its first call; ours does so without kept programs first."""
-    logs = args.out / "logs"
-    figures: dict = {"rounds": []}
-    for start in ("without_programs", "first") if side == "ours" else ("first",):
-        try:
-            workers[side] = Worker(side, command_of(side, args), work, logs)
-            figures["facts"] = workers[side].facts
-            figures[start] = workers[side].ask("step")
-        except RuntimeError as error:
-            failed(side, error, {side: figures}, workers)
-            return figures
-        print(f"  {side}, {start} call: {shown_step(figures[start])}", flush=True)
-        if start == "without_programs":
-            workers.pop(side).end()
-    return figures
-
-
-def failed(side: str, error: RuntimeError, figures: dict[str, dict], workers: dict[str, Worker]) -> None:
-    if side in workers:
-        workers.pop(side).end()
-    print(f"  {error}", flush=True)
-    # results name no folders of a machine
-    figures[side]["error"] = re.sub(r"(?<![\w.])/[\w./+-]*/", "", str(error)).replace("://", " ")
-
-
-def shown_step(answer: dict) -> str:
-    return f"{answer['seconds']['step']:.2f} s, {sum(answer['lengths'])} tokens, {answer['peak_rss_mb'] / 1e3:.2f} GB"
-
-
-def kept(side: str, figures: dict[str, dict]) -> dict:
-    """What the JSON file keeps of one side: medians, first calls, and how many times faster ours is, by the median
-    of the rounds' quotients of tokens a second."""
-    mine = figures[side]
-    if "not_measured" in mine or "error" in mine or not mine["rounds"]:
-        reason = mine.get("not_measured") or mine.get("error") or "no round was made"
-        return {"not_measured": reason}
-    rounds = mine["rounds"]
-    phases = rounds[0]["seconds"]
-    result = {
-        "seconds": {phase: middle(each["seconds"][phase] for each in rounds) for phase in phases},
-        "cpu_seconds": middle(each["cpu_seconds"] for each in rounds),
-        "tokens": middle(sum(each["lengths"]) for each in rounds),
-        "tokens_per_second": middle(map(speed, rounds)),
-        "peak_rss_mb": round(max(each["peak_rss_mb"] for each in rounds)),
-        "first_seconds": round(mine["first"]["seconds"]["step"], 2),
-        "setup_seconds": round(mine["facts"]["setup_seconds"], 2),
-        "prompt_tokens": mine["facts"]["prompt_tokens"],
-        "versions": mine["facts"]["versions"],
-        "rounds": [{name: each[name] for name in ("seconds", "cpu_seconds", "lengths")} for each in rounds],
-    }
-    if "mean_logprob" in rounds[0]:
-        result["mean_logprob"] = rounds[0]["mean_logprob"]
-    if first := mine.get("without_programs"):
-        result["first_seconds_without_programs"] = round(first["seconds"]["step"], 2)
-        result["peak_rss_mb_without_programs"] = round(first["peak_rss_mb"])
-    ours = figures.get("ours", {}).get("rounds", [])
-    if side != "ours" and len(ours) == len(rounds):
-        pairs = list(zip(rounds, ours, strict=True))
-        result["times_ours"] = {"step": middle(speed(b) / speed(a) for a, b in pairs)}
-        for phase in phases.keys() & ours[0]["seconds"].keys() & {"rollout", "update"}:
-            if "rollout" in ours[0]["seconds"]:
-                ratios = (a["seconds"][phase] / b["seconds"][phase] for a, b in pairs)
-                result["times_ours"][phase] = middle(ratios)
-    return result
+    return sides
 
 
 def speed(answer: dict) -> float:
-    return sum(answer["lengths"]) / answer["seconds"]["step"]
-
-
-def middle(values: Iterator[float]) -> float:
-    return round(statistics.median(values), 3)
+    return answer["tokens"] / answer["seconds"]["step"]
 
 
 def table(folder: Path) -> str:
-    """All kept cells, a line for each side."""
-    head = "race|side|seconds|rollout|update|CPU seconds|tokens/s|times as fast as it|peak GB|first call"
+    """All cells that are kept, a line for each side: medians over the rounds. How many times faster ours is, is the
+    median of the rounds' quotients of tokens a second. First calls: with kept programs, and without."""
+    head = "race|side|seconds|rollout|update|CPU s|tokens/s|ours is faster by|peak GB|first call"
     lines = [head.split("|"), ["---"] * (head.count("|") + 1)]
     left_out = []
     for name in RACES:
         file = folder / f"real_{name}.json"
         for cell, result in json.loads(file.read_text())["cells"].items() if file.exists() else ():
-            ours = result["sides"].get("ours", {})
+            ours = result["sides"].get("ours", {"not_measured": ""})
+            ours = [] if "not_measured" in ours else ours["rounds"]
             for side, one in result["sides"].items():
                 if "not_measured" in one:
                     left_out.append(f"{name} {cell}, {side}: not measured. {one['not_measured']}")
-                    continue
-                lines.append([f"{name} {cell}", side, *row(one, ours)])
+                else:
+                    lines.append([f"{name} {cell}", side, *row(one, ours if side != "ours" else [])])
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *left_out])
 
 
-def row(one: dict, ours: dict) -> list[str]:
-    seconds = one["seconds"]
-    has_phases = "rollout" in seconds
-    first = f"{one['first_seconds']:.1f}"
-    if "first_seconds_without_programs" in one:
-        first += f" ({one['first_seconds_without_programs']:.1f} without programs)"
-    times = one.get("times_ours", {})
-    peak = f"{one['peak_rss_mb'] / 1e3:.2f}"
-    if times and "peak_rss_mb" in ours:
-        peak += f" (ours {ours['peak_rss_mb'] / one['peak_rss_mb']:.2f} of it)"
+def row(one: dict, ours: list[dict]) -> list[str]:
+    """The figures of one side. ours: the rounds of ours, where they are to be compared."""
+    rounds = one["rounds"]
+    phases = [[each["seconds"].get(phase) for each in rounds] for phase in ("step", "rollout", "update")]
+    if None in phases[1]:
+        phases[1:] = [], []
+    first = [one[start]["seconds"]["step"] for start in ("first", "without_programs") if start in one]
     return [
-        f"{seconds['step']:.2f}",
-        *(f"{seconds[phase]:.2f}" if has_phases else "" for phase in ("rollout", "update")),
-        f"{one['cpu_seconds']:.2f}",
-        f"{one['tokens_per_second']:.0f}",
-        ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in sorted(times.items())),
-        peak,
-        first,
+        *(f"{median(seconds):.2f}" if seconds else "" for seconds in phases),
+        f"{median(each['cpu_seconds'] for each in rounds):.2f}",
+        f"{median(map(speed, rounds)):.0f}",
+        f"{median(speed(b) / speed(a) for a, b in zip(rounds, ours, strict=True)):.2f}" if ours else "",
+        f"{max(each['peak_rss_mb'] for each in rounds) / 1e3:.2f}",
+        ", ".join(f"{seconds:.1f}" for seconds in first),
     ]
 
 
@@ -318,13 +268,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=counts, default=[1, 16, 64], help="sizes of sampling, such as 1,16,64")
     parser.add_argument("--new-tokens", type=counts, default=[64, 200], help="sizes of sampling, such as 64,200")
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--peer-dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--peer-batch", type=count, help="rows in a pass of transformers or TRL")
-    parser.add_argument(
-        "--peer-width", type=int, default=512, help="tokens of TRL's packed row in sft; 0 packs nothing"
-    )
-    parser.add_argument("--peer-passes", type=count, help="passes of TRL in an update of sft")
-    parser.add_argument("--settings", nargs="+", default=[], help="settings of our runs, such as training.packing=none")
+    parser.add_argument("--change", type=change, nargs="+", default=[], help="of a cell's work, such as peer_batch=16")
     parser.add_argument("--again", action="store_true", help="races cells that are kept, too")
     parser.add_argument("--table", action="store_true", help="only prints what is kept")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs; needs --out")
@@ -350,6 +294,15 @@ def names_of(known: dict | set) -> object:
     return names
 
 
+def change(text: str) -> tuple[str, object]:
+    """A key of a cell's work and its value, in JSON; a value that is none is a text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
@@ -368,28 +321,25 @@ def main() -> None:
     for cell in cells(args):
         file = args.out / f"real_{cell.race}.json"
         results = json.loads(file.read_text()) if file.exists() else {"benchmark": "real", "cells": {}}
-        sides = [side for side in RACES[cell.race] if not args.sides or side in args.sides]
-        lacks = {side: missing(side, args, cell.model) for side in sides}
+        there = [side for side in RACES[cell.race] if not args.sides or side in args.sides]
+        lacks = {side: missing(side, args, cell.model) for side in there}
         known = results["cells"].get(cell.name, {}).get("sides", {})
         wanted = [side for side, why in lacks.items() if not why]
-        if not args.again and wanted and all("seconds" in known.get(side, {}) for side in wanted):
+        if not args.again and wanted and all(known.get(side, {}).get("first") for side in wanted):
             print(f"{cell.race} {cell.name}: kept already", flush=True)
             continue
         print(f"{cell.race} {cell.name}: {args.rounds} rounds of {', '.join(wanted)}", flush=True)
         began = time.perf_counter()
-        # options with what they were set to, but for files and folders
-        flags = [word for word in sys.argv[1:] if "/" not in word]
         about = {
             "date": datetime.date.today().isoformat(),
             "machine": machine(),
             "commit": commit(),
-            "command": shlex.join(["python", "benchmarks/real/race.py", *flags]),
             "work": cell.work,
         }
-        figures = race(cell, args, lacks)
+        sides = race(cell, args, lacks)
         about["load_after"] = round(os.getloadavg()[0], 2)
         about["seconds_of_the_race"] = round(time.perf_counter() - began, 1)
-        results["cells"][cell.name] = about | {"sides": {side: kept(side, figures) for side in figures}}
+        results["cells"][cell.name] = about | {"sides": sides}
         file.write_text(json.dumps(results, indent=1) + "\n")
         print(f"  {file.name}: {about['seconds_of_the_race']:.0f} s", flush=True)
     print(table(args.out))

@@ -1,0 +1,104 @@
+"""The races on real weights: what they print of kept calls, whose turn it is, and who is left out."""
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+RACE = Path(__file__).parents[1] / "benchmarks" / "real" / "race.py"
+
+
+@pytest.fixture(scope="module")
+def race():
+    path = list(sys.path)
+    spec = importlib.util.spec_from_file_location("real_race", RACE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def call(seconds, tokens, **phases):
+    return {"seconds": {"step": seconds} | phases, "tokens": tokens, "cpu_seconds": 2 * seconds, "peak_rss_mb": 1500.0}
+
+
+def test_a_table_has_medians_of_rounds_and_names_who_is_not_measured(race, tmp_path):
+    # ours makes 10, 20, 30 tokens a second, the peer 10, 5, 10: quotients 1, 4, 3
+    ours = [call(1.0, 10, rollout=0.25, update=0.75), call(1.0, 20, rollout=0.5, update=0.5)]
+    ours.append(call(2.0, 60, rollout=1.0, update=1.0))
+    sides = {
+        "ours": {"first": call(4.0, 10), "without_programs": call(9.0, 10), "rounds": ours},
+        "trl": {"first": call(6.0, 10), "rounds": [call(1.0, 10), call(2.0, 10), call(4.0, 40)]},
+        "llama_cpp": {"not_measured": "no node-llama-cpp: npm install"},
+    }
+    (tmp_path / "real_grpo.json").write_text(json.dumps({"cells": {"smollm2 tiny": {"sides": sides}}}))
+    lines = race.table(tmp_path).splitlines()
+    assert lines[2] == "| grpo smollm2 tiny | ours | 1.00 | 0.50 | 0.75 | 2.00 | 20 |  | 1.50 | 4.0, 9.0 |"
+    assert lines[3] == "| grpo smollm2 tiny | trl | 2.00 |  |  | 4.00 | 10 | 3.00 | 1.50 | 6.0 |"
+    assert lines[-1] == "grpo smollm2 tiny, llama_cpp: not measured. no node-llama-cpp: npm install"
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {peers!r})
+from turns import Turns
+turns = Turns()
+turns.ready()
+number = 0
+while turns.wait():
+    with open({order!r}, "a") as order:
+        order.write(sys.argv[1])
+    number += 1
+    if sys.argv[1] == "t" and number == 3:
+        sys.exit("no more in /some/folder/file.txt")
+    turns.lengths = [4, 3]
+    turns.done()
+"""
+
+
+def test_ours_starts_twice_all_take_turns_and_one_that_fails_is_left_out(race, tmp_path, monkeypatch):
+    order = tmp_path / "order"
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(peers=str(RACE.parents[1] / "peers"), order=str(order)))
+    letters = {"ours": "o", "transformers": "t", "llama_cpp": "l"}
+    monkeypatch.setattr(race, "command_of", lambda side, args: [sys.executable, str(script), letters[side]])
+    monkeypatch.setattr(race, "with_files", lambda cell, args, folder: {"name": "x", "training": {"threads": 1}})
+    monkeypatch.setattr(race, "VENVS", tmp_path)
+    cell = race.Cell("sampling", "smollm2", "1 x 7", {})
+    sides = race.race(cell, Namespace(rounds=3), {"ours": None, "transformers": None, "llama_cpp": "not here"})
+
+    # ours without programs, ours again, the other; then rounds, of which the other fails in the second
+    assert order.read_text() == "o" + "ot" + "ot" * 2 + "o"
+    assert sides["llama_cpp"] == {"not_measured": "not here"}
+    assert "no more in file.txt" in sides["transformers"]["not_measured"]
+    assert [each["tokens"] for each in sides["ours"]["rounds"]] == [7, 7, 7]
+    assert {"without_programs", "first", "facts"} <= sides["ours"].keys()
+
+
+def test_what_is_kept_is_not_raced_again_and_a_missing_peer_is_named(race, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.jsonl").touch()
+    raced = []
+
+    def recorded(cell, args, lacks):
+        raced.append((cell.race, cell.name))
+        done = {"first": call(1.0, 5), "rounds": [call(1.0, 5)]}
+        return {side: {"not_measured": why} if why else done for side, why in lacks.items()}
+
+    monkeypatch.setattr(race, "race", recorded)
+    monkeypatch.setattr(race.os, "sched_setaffinity", lambda *_: None)
+    line = ["race", "--models", str(tmp_path), "--rows", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
+    line += ["--model", "smollm2", "--requests", "1,2", "--new-tokens", "8", "--only", "sampling,scoring"]
+    monkeypatch.setattr(sys, "argv", line)
+    race.main()
+    race.main()
+    assert raced == [("sampling", "smollm2 1 x 8"), ("sampling", "smollm2 2 x 8"), ("scoring", "smollm2 32 x 64")]
+    printed = capsys.readouterr().out
+    assert "transformers: not measured. no interpreter: python -m venv peer" in printed
+    assert "npm install --prefix peer node-llama-cpp" in printed
+    assert "sampling smollm2 1 x 8: kept already" in printed
+    monkeypatch.setattr(sys, "argv", [*line, "--again"])
+    race.main()
+    assert len(raced) == 6
