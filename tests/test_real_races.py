@@ -29,16 +29,26 @@ def test_a_table_has_medians_of_rounds_and_names_who_is_not_measured(race, tmp_p
     # ours makes 10, 20, 30 tokens a second, the peer 10, 5, 10: quotients 1, 4, 3
     ours = [call(1.0, 10, rollout=0.25, update=0.75), call(1.0, 20, rollout=0.5, update=0.5)]
     ours.append(call(2.0, 60, rollout=1.0, update=1.0))
+    facts = {"prompt_tokens": 12, "versions": {"jax": "1"}}
     sides = {
-        "ours": {"first": call(4.0, 10), "without_programs": call(9.0, 10), "rounds": ours},
-        "trl": {"first": call(6.0, 10), "rounds": [call(1.0, 10), call(2.0, 10), call(4.0, 40)]},
+        "ours": {"facts": facts, "first": call(4.0, 10), "without_programs": call(9.0, 10), "rounds": ours},
+        "trl": {
+            "facts": facts | {"prompt_tokens": 13, "versions": {"trl": "2"}},
+            "first": call(6.0, 10),
+            "rounds": [call(1.0, 10), call(2.0, 10), call(4.0, 40)],
+        },
         "llama_cpp": {"not_measured": "no node-llama-cpp: npm install"},
     }
-    (tmp_path / "real_grpo.json").write_text(json.dumps({"cells": {"smollm2 tiny": {"sides": sides}}}))
+    about = {"date": "2026-11-27", "commit": "abc", "machine": {"processor": "P", "cores": 2, "load_before": 0.25}}
+    (tmp_path / "real_grpo.json").write_text(json.dumps({"grpo smollm2 tiny": about | {"sides": sides}}))
     lines = race.table(tmp_path).splitlines()
     assert lines[2] == "| grpo smollm2 tiny | ours | 1.00 | 0.50 | 0.75 | 2.00 | 20 |  | 1.50 | 4.0, 9.0 |"
     assert lines[3] == "| grpo smollm2 tiny | trl | 2.00 |  |  | 4.00 | 10 | 3.00 | 1.50 | 6.0 |"
-    assert lines[-1] == "grpo smollm2 tiny, llama_cpp: not measured. no node-llama-cpp: npm install"
+    assert lines[5:] == [
+        "grpo smollm2 tiny, llama_cpp: not measured. no node-llama-cpp: npm install",
+        "grpo smollm2 tiny: prompt_tokens differs, {'ours': 12, 'trl': 13}",
+        "grpo: P, 2 cores, jax 1, trl 2; load before 0.25 at most; 2026-11-27 abc",
+    ]
 
 
 WORKER = """
@@ -65,10 +75,10 @@ def test_ours_starts_twice_all_take_turns_and_one_that_fails_is_left_out(race, t
     script.write_text(WORKER.format(peers=str(RACE.parents[1] / "peers"), order=str(order)))
     letters = {"ours": "o", "transformers": "t", "llama_cpp": "l"}
     monkeypatch.setattr(race, "command_of", lambda side, args: [sys.executable, str(script), letters[side]])
-    monkeypatch.setattr(race, "with_files", lambda cell, args, folder: {"name": "x", "training": {"threads": 1}})
+    monkeypatch.setattr(race, "with_files", lambda work, args, folder: work)
     monkeypatch.setattr(race, "VENVS", tmp_path)
-    cell = race.Cell("sampling", "smollm2", "1 x 7", {})
-    sides = race.race(cell, Namespace(rounds=3), {"ours": None, "transformers": None, "llama_cpp": "not here"})
+    work = {"name": "x", "training": {"threads": 1}}
+    sides = race.race(work, Namespace(rounds=3), {"ours": None, "transformers": None, "llama_cpp": "not here"})
 
     # ours without programs, ours again, the other; then rounds, of which the other fails in the second
     assert order.read_text() == "o" + "ot" + "ot" * 2 + "o"
@@ -82,23 +92,24 @@ def test_what_is_kept_is_not_raced_again_and_a_missing_peer_is_named(race, tmp_p
     (tmp_path / "rows.jsonl").touch()
     raced = []
 
-    def recorded(cell, args, lacks):
-        raced.append((cell.race, cell.name))
-        done = {"first": call(1.0, 5), "rounds": [call(1.0, 5)]}
+    def recorded(work, args, lacks):
+        raced.append((work["race"], work["prompts"]))
+        facts = {"prompt_tokens": 12, "versions": {}}
+        done = {"facts": facts, "first": call(1.0, 5), "rounds": [call(1.0, 5)]}
         return {side: {"not_measured": why} if why else done for side, why in lacks.items()}
 
     monkeypatch.setattr(race, "race", recorded)
     monkeypatch.setattr(race.os, "sched_setaffinity", lambda *_: None)
     line = ["race", "--models", str(tmp_path), "--rows", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
-    line += ["--model", "smollm2", "--requests", "1,2", "--new-tokens", "8", "--only", "sampling,scoring"]
+    line += ["--only", "smollm2 (1|16|32) x 64"]
     monkeypatch.setattr(sys, "argv", line)
     race.main()
     race.main()
-    assert raced == [("sampling", "smollm2 1 x 8"), ("sampling", "smollm2 2 x 8"), ("scoring", "smollm2 32 x 64")]
+    assert raced == [("sampling", 1), ("sampling", 16), ("scoring", 32)]
     printed = capsys.readouterr().out
     assert "transformers: not measured. no interpreter: python -m venv peer" in printed
     assert "npm install --prefix peer node-llama-cpp" in printed
-    assert "sampling smollm2 1 x 8: kept already" in printed
+    assert "sampling smollm2 1 x 64: kept already" in printed
     monkeypatch.setattr(sys, "argv", [*line, "--again"])
     race.main()
     assert len(raced) == 6

@@ -92,3 +92,8 @@ def reward(tokens: list[int]) -> float:
 
 def reward_of_text(text: str) -> float:
     return reward([int(word[1:]) for word in text.split() if word[1:].isdigit()])
+
+
+def share_of_e(completion: str, example: dict) -> float:
+    """A reward of any text: cheap, and different within a group."""
+    return completion.count("e") / (1 + len(completion))

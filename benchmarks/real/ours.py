@@ -44,9 +44,9 @@ IMPORTED = time.perf_counter()
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from turns import Turns
+from turns import Turns, share_of_e
 
-# Where the functions below are imported by name, the module is another one than __main__.
+# the one of this process, once it has begun
 TURNS: list[Turns] = []
 
 
@@ -105,7 +105,9 @@ def score() -> None:
     """The pass with which a run scores 32 rows, such as those of a reference."""
     turns = TURNS[0]
     work = turns.work
-    parts = find_parts(settings_of(work))
+    # the settings need rows that fit; the tokens that are scored are those of the race
+    settings = [*work["settings"], "generation.long_prompts=truncate"]
+    parts = find_parts(settings_of(work | {"settings": settings}))
     jax.set_mesh(parts.mesh)
     model: FoundModel = parts.model
     _, params = load_weights(model, 0, "fp32")
@@ -123,11 +125,6 @@ def score() -> None:
         logprobs = policy.rescore(params, batch)
         turns.lengths = token_mask.sum(axis=1).tolist()
         turns.done(mean_logprob=float(logprobs[counts].mean()))
-
-
-def share_of_e(completion: str, example: dict) -> float:
-    """A reward that differs within a group, and costs nothing."""
-    return completion.count("e") / (1 + len(completion))
 
 
 def step_done(done: StepDone) -> dict:
@@ -157,7 +154,7 @@ def learn() -> None:
     """`train`, as run_training.py calls it."""
     work = TURNS[0].work
     run = settings_of(work)
-    task = replace(run.task, rewards={"e": Reward(share_of_e)}, correct=None)
+    task = replace(run.task, rewards={"e": Reward(share_of_e)})
     tracking = replace(run.tracking, observers={"turns": step_done})
     train(replace(run, task=task, tracking=tracking), Path(work["folder"]) / "run", make_source=source_of)
 

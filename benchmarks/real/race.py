@@ -1,7 +1,7 @@
 """Races tunix_lite, transformers, TRL and llama.cpp on real weights and rows of GSM8K, in turns: `make bench-real`.
 
     python benchmarks/real/race.py --models FOLDER --rows train.jsonl --peer-python PYTHON --gguf FOLDER --node FOLDER
-    python benchmarks/real/race.py ... --only sampling --model smollm2 --requests 16 --new-tokens 64 --rounds 2
+    python benchmarks/real/race.py ... --only 'sampling smollm2 (1|16) x 64' --rounds 2
     python benchmarks/real/race.py --table
 
 --models has the folders smollm2-135m-instruct and gemma-3-270m in Hugging Face layout. --peer-python is an interpreter
@@ -11,7 +11,9 @@ of each model's name with weights.gguf in float32, written by `tunix-lite export
 Each side runs in a process of its own; a signal stops all but the one whose turn it is. Ours starts twice: without
 compiled programs, for one call, and with those that the first has kept. The first call of each side is reported by
 itself, and figures are medians over the rounds that follow. One JSON file a race, written after each of its cells;
-a cell that is there is not raced again, unless a side is missing or --again is given.
+a cell that is there is not raced again, unless a side is missing or --again is given. `sampling`: so many requests at
+once, tokens until the end or the limit. `scoring`: log-probabilities of so many tokens after each prompt. `grpo`: whole
+steps, prompts x completions x tokens. `sft`: whole steps.
 """
 
 import argparse
@@ -24,8 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -65,68 +65,41 @@ COMMON = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One race at one size on one model. `work` is what all sides get, but for files."""
-
-    race: str
-    model: str
-    size: str
-    work: dict
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.size}"
-
-
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """All cells that are asked for, race by race. `prompts` is the number of rows of GSM8K."""
-    scored, grpo, learned = ((4, 8), (2, 2, 8), 2) if args.tiny else ((32, 64), (4, 8, 64), 16)
-    sampling = [(requests, new) for new in args.new_tokens for requests in args.requests]
-    of_race = {
-        "sampling": {f"{n} x {new}": {"prompts": n, "new_tokens": new} for n, new in sampling},
-        "scoring": {f"{scored[0]} x {scored[1]}": {"prompts": scored[0], "new_tokens": scored[1], "peer_batch": 8}},
-        "grpo": {
-            f"{grpo[0]} x {grpo[1]} x {grpo[2]}, {trained}": {
-                **dict(zip(("prompts", "generations", "new_tokens"), grpo, strict=True)),
-                "peer_batch": grpo[0] * grpo[1],
-                "lora_rank": rank,
-            }
-            for trained, rank in (("all weights", 0), ("LoRA", 16))
-        },
-        # TRL packs rows of about two problems each, so that both sides learn from as many tokens in an update
-        "sft": {
-            f"{learned} rows": {
-                **{"prompts": learned, "new_tokens": 512, "generations": 1},
-                **{"peer_width": 512, "peer_batch": 1, "peer_passes": learned // 2},
-            }
-        },
+def cells() -> dict[str, dict]:
+    """Name of each cell, race first, -> what all sides get, but for files. `prompts` counts rows of GSM8K."""
+    sizes = {f"sampling {n} x {new}": {"prompts": n, "new_tokens": new} for new in (64, 200) for n in (1, 16, 64)}
+    sizes["scoring 32 x 64"] = {"prompts": 32, "new_tokens": 64, "peer_batch": 8}
+    for trained, rank in (("all weights", 0), ("LoRA", 16)):
+        work = {"prompts": 4, "generations": 8, "new_tokens": 64, "lora_rank": rank, "peer_batch": 32}
+        sizes[f"grpo 4 x 8 x 64, {trained}"] = work
+    # TRL packs rows of about two problems each, so that both sides learn from as many tokens in an update
+    packed = {"peer_width": 512, "peer_batch": 1, "peer_passes": 8}
+    sizes["sft 16 rows"] = {"prompts": 16, "new_tokens": 512} | packed
+    return {
+        f"{race} {model} {size}": COMMON | {"race": race, "of_model": model} | work
+        for model in MODELS
+        for race, size, work in ((*name.split(" ", 1), work) for name, work in sizes.items())
     }
-    for race in args.only:
-        for model in args.model:
-            for size, work in of_race[race].items():
-                yield Cell(race, model, size, {"race": race} | COMMON | work | dict(args.change))
 
 
-def with_files(cell: Cell, args: argparse.Namespace, folder: Path) -> dict:
-    """The cell's work with its model, prompts and rows. What is drawn once a cell lies in `folder`."""
+def with_files(work: dict, args: argparse.Namespace, folder: Path) -> dict:
+    """The work of a cell with its model, prompts and rows. `folder` is the cell's own."""
     from tunix_lite.models.tokenizer import Tokenizer
     from tunix_lite.tasks.gsm8k import Gsm8k
 
-    model_folder, template = MODELS[cell.model]
+    model_folder, template = MODELS[work["of_model"]]
     # an update of SFT takes other rows each time
-    needed = cell.work["prompts"] * (4 if cell.race == "sft" else 1)
+    needed = work["prompts"] * (4 if work["race"] == "sft" else 1)
     lines = args.rows.read_text().splitlines()[:needed]
     if len(lines) < needed:
         sys.exit(f"--rows: {args.rows} has {len(lines)} rows; this race needs {needed}")
     file = folder / "rows.jsonl"
     file.write_text("\n".join(lines) + "\n")
     examples = list(Gsm8k(train_file=str(file), held_out_file=str(file)).train)
-    work = cell.work | {"template": template, "examples": examples, "rows_file": str(file), "folder": str(folder)}
-    work |= {"model": str(args.models / model_folder), "name": f"real_{cell.race}_{cell.name}".replace(" ", "_")}
-    work["programs"] = str(folder / "programs")
+    work = work | {"template": template, "examples": examples, "rows_file": str(file), "folder": str(folder)}
+    work |= {"model": str(args.models / model_folder), "programs": str(folder / "programs")}
     work["gguf"] = str(args.gguf / model_folder / "weights.gguf") if args.gguf else ""
-    if cell.race in ("sampling", "scoring"):
+    if work["race"] in ("sampling", "scoring"):
         tokenizer = Tokenizer.load(work["model"])
         work["ids"] = [tokenizer.prompt(template.format(**example)) for example in examples]
         solutions = [tokenizer.encode(example["completion"]) for example in examples]
@@ -137,16 +110,15 @@ def with_files(cell: Cell, args: argparse.Namespace, folder: Path) -> dict:
     return work
 
 
-def missing(side: str, args: argparse.Namespace, model: str) -> str | None:
+def missing(side: str, model: str, args: argparse.Namespace) -> str | None:
     """Why a side cannot be measured, with a line that changes it."""
     if side == "llama_cpp":
         if not args.node or not (args.node / "node_modules" / "node-llama-cpp").is_dir():
             return "no node-llama-cpp: npm install --prefix peer node-llama-cpp, then --node peer"
         name = MODELS[model][0]
         if not args.gguf or not (args.gguf / name / "weights.gguf").is_file():
-            return (
-                f"no GGUF file: tunix-lite export model.weights={name} kind=gguf type=f32 out=gguf/{name}, --gguf gguf"
-            )
+            export = f"tunix-lite export model.weights={name} kind=gguf type=f32 out=gguf/{name}"
+            return f"no GGUF file: {export}, then --gguf gguf"
     elif side in PACKAGES:
         needed = PACKAGES[side]
         install = f"python -m venv peer && peer/bin/pip install {' '.join(needed)}, then --peer-python peer/bin/python"
@@ -167,7 +139,7 @@ def command_of(side: str, args: argparse.Namespace) -> list[str]:
     return [str(args.peer_python), str(HERE / "torch_peers.py")]
 
 
-def race(cell: Cell, args: argparse.Namespace, lacks: dict[str, str | None]) -> dict[str, dict]:
+def race(work: dict, args: argparse.Namespace, lacks: dict[str, str | None]) -> dict[str, dict]:
     """The calls of all sides. One that fails is left out, and its error stands in its place."""
     sides: dict[str, dict] = {side: {"not_measured": why} if why else {"rounds": []} for side, why in lacks.items()}
     workers: dict[str, Worker] = {}
@@ -196,13 +168,14 @@ def race(cell: Cell, args: argparse.Namespace, lacks: dict[str, str | None]) -> 
             sides[side][which] = answer
 
     with tempfile.TemporaryDirectory() as folder:
-        work = with_files(cell, args, Path(folder))
+        work = with_files(work, args, Path(folder))
         try:
             for side in (side for side, why in lacks.items() if not why):
                 if side == "ours":
                     call(side, "without_programs")
-                    if side in workers:
-                        workers.pop(side).end()
+                    if side not in workers:
+                        continue
+                    workers.pop(side).end()
                 call(side, "first")
             for number, side in turns(list(workers), args.rounds):
                 if side in workers:
@@ -222,18 +195,37 @@ def table(folder: Path) -> str:
     median of the rounds' quotients of tokens a second. First calls: with kept programs, and without."""
     head = "race|side|seconds|rollout|update|CPU s|tokens/s|ours is faster by|peak GB|first call"
     lines = [head.split("|"), ["---"] * (head.count("|") + 1)]
-    left_out = []
+    notes = []
     for name in RACES:
         file = folder / f"real_{name}.json"
-        for cell, result in json.loads(file.read_text())["cells"].items() if file.exists() else ():
-            ours = result["sides"].get("ours", {"not_measured": ""})
-            ours = [] if "not_measured" in ours else ours["rounds"]
-            for side, one in result["sides"].items():
-                if "not_measured" in one:
-                    left_out.append(f"{name} {cell}, {side}: not measured. {one['not_measured']}")
-                else:
-                    lines.append([f"{name} {cell}", side, *row(one, ours if side != "ours" else [])])
-    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *left_out])
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        for cell, result in kept.items():
+            sides = {side: one for side, one in result["sides"].items() if "not_measured" not in one}
+            for side, one in sides.items():
+                ours = sides.get("ours", {}).get("rounds", []) if side != "ours" else []
+                lines.append([cell, side, *row(one, ours)])
+            for side in result["sides"].keys() - sides.keys():
+                why = result["sides"][side]["not_measured"]
+                notes.append(f"{cell}, {side}: not measured. {why}")
+            # what must be the same for all sides
+            for what, of_side in (("prompt_tokens", "facts"), ("mean_logprob", "first")):
+                values = {side: round(one[of_side][what], 3) for side, one in sides.items() if what in one[of_side]}
+                if len(set(values.values())) > 1:
+                    notes.append(f"{cell}: {what} differs, {values}")
+        notes += conditions(name, kept)
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *notes])
+
+
+def conditions(name: str, kept: dict[str, dict]) -> list[str]:
+    """Where, when and with what the cells of a race were measured: a line, or none for no cells."""
+    if not kept:
+        return []
+    machines = {f"{each['machine']['processor']}, {each['machine']['cores']} cores" for each in kept.values()}
+    loads = [each["machine"]["load_before"] for each in kept.values()]
+    facts = [one["facts"] for each in kept.values() for one in each["sides"].values() if "facts" in one]
+    versions = {f"{package} {number}" for each in facts for package, number in each["versions"].items()}
+    since = sorted({f"{each['date']} {each['commit']}" for each in kept.values()})
+    return [f"{name}: {', '.join(sorted(machines | versions))}; load before {max(loads)} at most; {', '.join(since)}"]
 
 
 def row(one: dict, ours: list[dict]) -> list[str]:
@@ -260,18 +252,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, help="interpreter of transformers and TRL")
     parser.add_argument("--gguf", type=Path, help="folder with the folders of the models as GGUF files")
     parser.add_argument("--node", type=Path, help="folder with node_modules/node-llama-cpp")
-    parser.add_argument("--only", type=names_of(RACES), default=list(RACES), help=f"of {','.join(RACES)}")
-    parser.add_argument("--model", type=names_of(MODELS), default=list(MODELS), help=f"of {','.join(MODELS)}")
-    parser.add_argument(
-        "--sides", type=names_of({"ours", *PACKAGES, "llama_cpp"}), help="those that race; without it all"
-    )
-    parser.add_argument("--requests", type=counts, default=[1, 16, 64], help="sizes of sampling, such as 1,16,64")
-    parser.add_argument("--new-tokens", type=counts, default=[64, 200], help="sizes of sampling, such as 64,200")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression over the names of cells")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--change", type=change, nargs="+", default=[], help="of a cell's work, such as peer_batch=16")
     parser.add_argument("--again", action="store_true", help="races cells that are kept, too")
     parser.add_argument("--table", action="store_true", help="only prints what is kept")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs; needs --out")
     parser.add_argument("--out", type=new_folder, default=RESULTS, help="folder of the JSON files")
     args = parser.parse_args()
     if args.table:
@@ -279,19 +264,9 @@ def arguments() -> argparse.Namespace:
     for option in ("models", "rows"):
         if getattr(args, option) is None or not getattr(args, option).exists():
             parser.error(f"--{option}: there is no {getattr(args, option)}; {__doc__.splitlines()[2].strip()}")
-    if args.tiny and args.out == RESULTS:
-        parser.error("--tiny gives no results worth keeping: name another folder with --out")
+    if not any(re.search(args.only, name) for name in cells()):
+        parser.error(f"--only: no cell is called that; there are {', '.join(cells())}")
     return args
-
-
-def names_of(known: dict | set) -> object:
-    def names(text: str) -> list[str]:
-        wrong = [name for name in text.split(",") if name not in known]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"there is no {wrong[0]!r}; there are {','.join(sorted(known))}")
-        return text.split(",")
-
-    return names
 
 
 def change(text: str) -> tuple[str, object]:
@@ -301,10 +276,6 @@ def change(text: str) -> tuple[str, object]:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -318,30 +289,28 @@ def main() -> None:
     # a race keeps its programs by itself
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     args.out.mkdir(parents=True, exist_ok=True)
-    for cell in cells(args):
-        file = args.out / f"real_{cell.race}.json"
-        results = json.loads(file.read_text()) if file.exists() else {"benchmark": "real", "cells": {}}
-        there = [side for side in RACES[cell.race] if not args.sides or side in args.sides]
-        lacks = {side: missing(side, args, cell.model) for side in there}
-        known = results["cells"].get(cell.name, {}).get("sides", {})
-        wanted = [side for side, why in lacks.items() if not why]
-        if not args.again and wanted and all(known.get(side, {}).get("first") for side in wanted):
-            print(f"{cell.race} {cell.name}: kept already", flush=True)
+    for cell, work in cells().items():
+        if not re.search(args.only, cell):
             continue
-        print(f"{cell.race} {cell.name}: {args.rounds} rounds of {', '.join(wanted)}", flush=True)
+        if args.change:
+            cell += f", {' '.join(f'{key}={value}' for key, value in args.change)}"
+            work |= dict(args.change)
+        file = args.out / f"real_{work['race']}.json"
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        lacks = {side: missing(side, work["of_model"], args) for side in RACES[work["race"]]}
+        known = kept.get(cell, {}).get("sides", {})
+        wanted = [side for side, why in lacks.items() if not why]
+        if not args.again and all("first" in known.get(side, {}) for side in wanted):
+            print(f"{cell}: kept already", flush=True)
+            continue
+        print(f"{cell}: {args.rounds} rounds of {', '.join(wanted)}", flush=True)
         began = time.perf_counter()
-        about = {
-            "date": datetime.date.today().isoformat(),
-            "machine": machine(),
-            "commit": commit(),
-            "work": cell.work,
-        }
-        sides = race(cell, args, lacks)
-        about["load_after"] = round(os.getloadavg()[0], 2)
-        about["seconds_of_the_race"] = round(time.perf_counter() - began, 1)
-        results["cells"][cell.name] = about | {"sides": sides}
-        file.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"  {file.name}: {about['seconds_of_the_race']:.0f} s", flush=True)
+        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "commit": commit(), "work": work}
+        sides = race(work | {"name": re.sub(r"\W+", "_", cell)}, args, lacks)
+        seconds = round(time.perf_counter() - began, 1)
+        about |= {"load_after": round(os.getloadavg()[0], 2), "seconds_of_the_race": seconds}
+        file.write_text(json.dumps(kept | {cell: about | {"sides": sides}}, indent=1) + "\n")
+        print(f"  {file.name}: {seconds:.0f} s", flush=True)
     print(table(args.out))
 
 

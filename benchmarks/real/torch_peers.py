@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from turns import Turns
+from turns import Turns, share_of_e
 
 
 def ready(turns: Turns, began: float, prompt_tokens: int, *packages: str) -> None:
@@ -129,16 +129,16 @@ def learn_from_samples(turns: Turns, began: float) -> None:
         with turns.phase("rollout"):
             return generate(*args, **settings)
 
-    def share_of_e(completions: list, completion_ids: list[list[int]], **columns: object) -> list[float]:
+    def rewards(completions: list, completion_ids: list[list[int]], **columns: object) -> list[float]:
         turns.lengths = list(map(len, completion_ids))
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        return [text.count("e") / (1 + len(text)) for text in texts]
+        return [share_of_e(text, {}) for text in texts]
 
     model.generate = timed
     prompts = [as_prompt(work, example, tokenizer) for example in work["examples"]]
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=share_of_e,
+        reward_funcs=rewards,
         args=GRPOConfig(
             **common_settings(work),
             per_device_train_batch_size=work["peer_batch"],
