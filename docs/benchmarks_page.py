@@ -8,6 +8,7 @@ tests/test_peers.py compares the file with what this makes, so neither can chang
 """
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 
@@ -32,7 +33,7 @@ QUIET = 0.5
 def render(results: Path = RESULTS) -> str:
     """The whole page."""
     found = _races(results)
-    parts = [TEMPLATE.read_text().rstrip()]
+    parts = [TEMPLATE.read_text().rstrip(), *_real(results)]
     if found:
         parts.append(
             f"## All workloads\n\nAbove 1 ours is faster, below 1 the peer is. {_peaks(found)}"
@@ -50,6 +51,19 @@ def render(results: Path = RESULTS) -> str:
     if installed:
         parts.append(_installation(installed))
     return "\n\n".join(parts) + "\n"
+
+
+def _real(results: Path) -> list[str]:
+    """What benchmarks/real/race.py prints of the cells that are kept: a table, then notes."""
+    sys.path.append(str(DOCS.parent / "benchmarks" / "real"))
+    from race import table as table_of_real
+
+    rows, _, notes = table_of_real(results).partition("\n\n")
+    wrapped = [
+        textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        for note in notes.splitlines()
+    ]
+    return [rows, "\n".join(wrapped)] if notes else []
 
 
 def _races(folder: Path) -> dict[str, dict]:
