@@ -44,6 +44,7 @@ class Turns:
                 break
             self._answer(event="peak", gflops=self._peak())
         self.seconds = {}
+        self.lengths = []
         self._began_cpu = time.process_time()
         self._began = time.perf_counter()
         return asked == "step"

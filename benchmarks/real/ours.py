@@ -20,18 +20,7 @@ keep_freed_memory()
 import jax
 import numpy as np
 
-from tunix_lite.api import (
-    Batch,
-    GenerationConfig,
-    Reward,
-    RunConfig,
-    StepDone,
-    compose,
-    load,
-    load_weights,
-    make_generate,
-    train,
-)
+from tunix_lite import api
 from tunix_lite.models.source import FoundModel
 from tunix_lite.parallel.compiling import keep_programs
 from tunix_lite.resolved.parts import policy_of
@@ -63,9 +52,9 @@ def sample() -> None:
     """The sampler as a run makes it: all requests at once, each until its end."""
     turns = TURNS[0]
     work = turns.work
-    model = load(work["model"])
-    generation = GenerationConfig(work["prompt_length"], work["new_tokens"])
-    generate = make_generate(model.cfg, generation, model.tokenizer.eos_ids, model.tokenizer.pad_id)
+    model = api.load(work["model"])
+    generation = api.GenerationConfig(work["prompt_length"], work["new_tokens"])
+    generate = api.make_generate(model.cfg, generation, model.tokenizer.eos_ids, model.tokenizer.pad_id)
     ready(sum(map(len, work["ids"])))
     number = 0
     while turns.wait():
@@ -76,10 +65,10 @@ def sample() -> None:
         number += 1
 
 
-def settings_of(work: dict) -> RunConfig:
+def settings_of(work: dict) -> api.RunConfig:
     """A run of the command line with defaults, but for what is the same for all sides."""
     file = work["rows_file"]
-    return compose(
+    return api.compose(
         [
             f"model.weights={work['model']}",
             f"model.lora.rank={work['lora_rank']}",
@@ -110,7 +99,7 @@ def score() -> None:
     parts = find_parts(settings_of(work | {"settings": settings}))
     jax.set_mesh(parts.mesh)
     model: FoundModel = parts.model
-    _, params = load_weights(model, 0, "fp32")
+    _, params = api.load_weights(model, 0, "fp32")
     policy = policy_of(parts.resolved)
     prompt, new = work["prompt_length"], work["new_tokens"]
     tokens = np.zeros((len(work["ids"]), prompt + new), np.int32)
@@ -119,7 +108,7 @@ def score() -> None:
         tokens[row, prompt - len(ids) :] = ids + completion
         token_mask[row, prompt - len(ids) :] = True
     counts = token_mask & (np.arange(prompt + new) >= prompt)
-    batch = Batch(tokens, token_mask, counts.astype(np.float32))
+    batch = api.Batch(tokens, token_mask, counts.astype(np.float32))
     ready(sum(map(len, work["ids"])))
     while turns.wait():
         logprobs = policy.rescore(params, batch)
@@ -127,7 +116,7 @@ def score() -> None:
         turns.done(mean_logprob=float(logprobs[counts].mean()))
 
 
-def step_done(done: StepDone) -> dict:
+def step_done(done: api.StepDone) -> dict:
     """After each update: ends the turn and waits for the next one."""
     turns = TURNS[0]
     batch = done.experience.batch
@@ -154,9 +143,9 @@ def learn() -> None:
     """`train`, as run_training.py calls it."""
     work = TURNS[0].work
     run = settings_of(work)
-    task = replace(run.task, rewards={"e": Reward(share_of_e)})
+    task = replace(run.task, rewards={"e": api.Reward(share_of_e)})
     tracking = replace(run.tracking, observers={"turns": step_done})
-    train(replace(run, task=task, tracking=tracking), Path(work["folder"]) / "run", make_source=source_of)
+    api.train(replace(run, task=task, tracking=tracking), Path(work["folder"]) / "run", make_source=source_of)
 
 
 def main() -> None:

@@ -106,21 +106,16 @@ def common_settings(work: dict) -> dict:
     }
 
 
-def adapters_of(work: dict) -> object | None:
-    from peft import LoraConfig
-    from trl_worker import LAYERS
-
-    rank = work["lora_rank"]
-    return LoraConfig(r=rank, lora_alpha=32, target_modules=LAYERS, task_type="CAUSAL_LM") if rank else None
-
-
 def learn_from_samples(turns: Turns, began: float) -> None:
     """GRPOTrainer, `peer_batch` completions at a time. Its `generate` is timed as the rollout."""
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
-    from trl_worker import TakeTurns
+    from trl_worker import LAYERS, TakeTurns
 
     work = turns.work
+    rank = work["lora_rank"]
+    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=LAYERS, task_type="CAUSAL_LM") if rank else None
     model = load_model(work)
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
     generate = model.generate
@@ -153,7 +148,7 @@ def learn_from_samples(turns: Turns, began: float) -> None:
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts * 1000}),
         processing_class=tokenizer,
-        peft_config=adapters_of(work),
+        peft_config=lora,
         callbacks=[TakeTurns(turns)],
     )
     lengths = [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
@@ -175,12 +170,6 @@ def learn_from_demonstrations(turns: Turns, began: float) -> None:
             turns.lengths.append(int(inputs["input_ids"].numel() if mask is None else mask.sum()))
             return super().training_step(model, inputs, *args)
 
-    class CountAnew(TakeTurns):
-        """Takes turns, each of which counts its tokens from 0."""
-
-        def on_step_begin(self, *args: object, **more: object) -> None:
-            turns.lengths = []
-
     work = turns.work
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
     rows = []
@@ -201,8 +190,7 @@ def learn_from_demonstrations(turns: Turns, began: float) -> None:
         ),
         train_dataset=Dataset.from_list(rows * 16),
         processing_class=tokenizer,
-        peft_config=adapters_of(work),
-        callbacks=[CountAnew(turns)],
+        callbacks=[TakeTurns(turns)],
     )
     ready(turns, began, 0, "trl", "peft")
     trainer.train()
