@@ -209,7 +209,7 @@ def table(folder: Path) -> str:
                 notes.append(f"{cell}, {side}: not measured. {why}")
             # what must be the same for all sides
             for what, of_side in (("prompt_tokens", "facts"), ("mean_logprob", "first")):
-                values = {side: round(one[of_side][what], 3) for side, one in sides.items() if what in one[of_side]}
+                values = {side: round(one[of_side][what], 3) for side, one in sides.items() if one[of_side].get(what)}
                 if len(set(values.values())) > 1:
                     notes.append(f"{cell}: {what} differs, {values}")
         notes += conditions(name, kept)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from turns import Turns, share_of_e
 
 
-def ready(turns: Turns, began: float, prompt_tokens: int, *packages: str) -> None:
+def ready(turns: Turns, began: float, prompt_tokens: int | None, *packages: str) -> None:
     turns.ready(
         import_seconds=began - BEGAN,
         setup_seconds=time.perf_counter() - began,
@@ -192,7 +192,7 @@ def learn_from_demonstrations(turns: Turns, began: float) -> None:
         processing_class=tokenizer,
         callbacks=[TakeTurns(turns)],
     )
-    ready(turns, began, 0, "trl", "peft")
+    ready(turns, began, None, "trl")
     trainer.train()
 
 
