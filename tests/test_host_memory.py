@@ -1,5 +1,6 @@
 """How glibc's heap is set up: what was freed is kept, in huge pages where Linux has them."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -41,3 +42,35 @@ asks = pytest.mark.skipif(
 @asks
 def test_what_is_allocated_lies_in_huge_pages():
     assert printed(USED) == "True"
+
+
+# A block of 1.5 GiB is used and freed, and a small one stays behind it. Prints MiB in use: before, while it is kept, and
+# after it was given back.
+GIVEN_BACK = """
+import ctypes
+from tunix_lite.distributed import host_memory
+def resident():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * 4096 >> 20
+assert host_memory.keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+start = resident()
+block = libc.malloc(1536 << 20)
+ctypes.memset(block, 1, 1536 << 20)
+libc.malloc(1 << 20)
+libc.free(block)
+kept = resident()
+given = host_memory.give_back_freed_memory()
+print(kept - start, given, resident() - start, host_memory.give_back_freed_memory())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2") or sys.platform != "linux", reason="glibc before 2.33, or none"
+)
+def test_a_large_block_that_was_freed_is_given_back_when_asked():
+    kept, was_given, after, is_given_again = printed(GIVEN_BACK).split()
+    assert int(kept) > 1400 and was_given == "True"
+    assert int(after) < 300 and is_given_again == "False"

@@ -20,6 +20,9 @@ HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 # Addresses that are reserved for the heap, at most. A step on a CPU that needs more is rare.
 MOST_RESERVED = 64 << 30
 
+# Bytes that a process may have beside what it uses of the heap, between the phases of a step.
+MOST_KEPT = 1 << 30
+
 # The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92
 # The variable that says so to jax: today's name, and the one that all versions read.
@@ -69,12 +72,17 @@ def keep_freed_memory() -> bool:
         (M_TOP_PAD, 64 << 20),
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if not is_set or not can_reserve_addresses():
-        return is_set
+    if is_set and can_reserve_addresses():
+        reserve_heap()
+    return is_set
 
-    # Reserve addresses of the heap, and ask Linux for huge pages there. The heap serves later
-    # blocks from them. Linux gives memory when an address is first written. calloc writes all that
-    # it gives from here, so a large array of zeros takes its memory at once.
+
+def reserve_heap() -> None:
+    """Reserves addresses at the end of the heap, and asks Linux for huge pages there.
+
+    The heap serves later blocks from them. Linux gives memory when an address is first written.
+    calloc writes all that it gives from here, so a large array of zeros takes its memory at once.
+    """
     of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = min(of_machine // 2, MOST_RESERVED)
     libc = ctypes.CDLL(None)
@@ -89,7 +97,38 @@ def keep_freed_memory() -> bool:
         if length > 0:
             libc.madvise(first, length, MADV_HUGEPAGE)
         libc.free(block)
-    return is_set
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's report on its heap, mallinfo(3): ten numbers, the eighth of them bytes in use."""
+
+    _fields_ = [(f"number_{i}", ctypes.c_size_t) for i in range(1, 11)]
+
+
+def give_back_freed_memory() -> bool:
+    """Gives Linux the memory that was freed, if glibc keeps more than MOST_KEPT of it. Returns
+    whether it did.
+
+    Call it between the phases of a step. The temporaries of a large program are one block. A small
+    array that stays behind in its place keeps the next call from taking the same place, so that a
+    large model would take them twice (docs/log.md, 27 November 2026). The price: pages that are
+    used again are filled with zeros first, half a second for 1 GiB.
+    """
+    libc = ctypes.CDLL(None)
+    mallinfo2 = getattr(libc, "mallinfo2", None)
+    # Other C libraries, and glibc before 2.33, have no such report.
+    if mallinfo2 is None:
+        return False
+    mallinfo2.restype = _Mallinfo2
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    kept = pages * os.sysconf("SC_PAGE_SIZE") - mallinfo2().number_8
+    if kept <= MOST_KEPT:
+        return False
+    # This gives back the reserved addresses, too.
+    libc.malloc_trim(0)
+    if can_reserve_addresses():
+        reserve_heap()
+    return True
 
 
 def can_reserve_addresses() -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import plain
+from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.distributed.join import heartbeat
 from tunix_lite.distributed.stopping import COMPILATION, UPDATE
 from tunix_lite.errors import RunFailed, SamplerFault, error_context
@@ -176,6 +177,8 @@ class Watch:
         ):
             self._elapsed = stopwatch()
             yield
+        # The update's temporaries, before an evaluation or a checkpoint takes memory of its own.
+        give_back_freed_memory()
 
     def compiling(self, program: str, seconds: float | None) -> None:
         """A `CompileWatcher`: names the program that a step waits for."""
@@ -206,6 +209,7 @@ class Watch:
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
         self._do(f"step {int(self.state.step) + 1}: updating")
+        give_back_freed_memory()
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
         self._updated = self._elapsed()
