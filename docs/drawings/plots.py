@@ -41,6 +41,29 @@ def learning_curve() -> Picture:
     return p
 
 
+def real_model_curve() -> Picture:
+    run = FIGURES["real"]
+    p = Picture(860, 330, "Held-out accuracy of `make real` over 30 steps, three seeds, and two completions")
+    p.text(24, 32, "SmolLM2 135M: the right word alone, of 64 held-out lists", "big bold")
+    axes = Axes(p, (60, 52, 400, 220), (0, 30), (0, 100))
+    axes.ticks(run["steps"], [0, 20, 40, 60, 80, 100], "%")
+    for kind, seed in zip("abc", (0, 1, 2), strict=True):
+        values = run[f"greedy seed {seed}"]
+        axes.curve(run["steps"], values, f"l{kind} thick")
+        for x, y in zip(run["steps"], values, strict=True):
+            axes.dot(x, y, kind)
+    p.text(256, 304, "updates (five to ten minutes on two CPU cores)", "mid small dim")
+    p.text(452, 150, "greedy, seeds 0, 1, 2", "end small ta")
+    p.lines(504, 72, run["prompt"], "mono dim")
+    for y, kind, title in ((112, "b", "before"), (202, "c", "after")):
+        rows = run[title]
+        p.rect(490, y, 346, 40 + 17 * len(rows), kind)
+        p.text(504, y + 20, title if title == "before" else "after 30 updates", "bold")
+        p.text(822, y + 20, "wrong" if title == "before" else "right", "bold end")
+        p.lines(504, y + 44, rows, "mono")
+    return p
+
+
 def clipping() -> Picture:
     p = Picture(860, 300, "The clipped objective of GRPO for a good and for a bad token")
     p.text(24, 32, "What a token adds to the objective, by its ratio", "big bold")
