@@ -8,22 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import NEW, PROMPT, logits_of, random_params, set_mesh
+from test_docs import EXAMPLE
 
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture, repeated
-from tunix_lite.models.layer_kind import LayerKind
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
 
-def without_rotation(x_BTD, w, cfg, around):
-    sin, cos = around.angles
-    return decoder.attention_part(x_BTD, w, cfg, replace(around, angles=(0 * sin, 1 + 0 * cos)))
+NAME = "unrotated.UNROTATED"
 
 
-NOPE = LayerKind(decoder.attention_weights, without_rotation)
-NAME = "test_layer_kinds.NOPE"
+@pytest.fixture(autouse=True)
+def example_is_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_each_kind_has_a_stack_and_one_shape_has_one(cfg, mixed):
     def shapes(cfg):
         return {path: w.shape for path, w in weights.flatten(decoder.weights(cfg)).items() if path.endswith("/q")}
 
-    assert shapes(mixed) == {"layers/NOPE/q": (5, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}
+    assert shapes(mixed) == {"layers/UNROTATED/q": (5, 16, 4, 8), "layers/local/q": (2, 16, 4, 8)}
     assert shapes(cfg) == {"layers/q": (3, 16, 4, 8)}
 
 
@@ -80,7 +79,7 @@ def test_the_made_up_kind_knows_no_positions(mixed):
     last, last_of_turned = (logits_of(params, alone, x)[:, -1] for x in (tokens, turned))
     np.testing.assert_allclose(last, last_of_turned, atol=1e-5)
     rotated = replace(alone, pattern=("global",))
-    params = params | {"layers": params["layers"]["NOPE"]}
+    params = params | {"layers": params["layers"]["UNROTATED"]}
     last, last_of_turned = (logits_of(params, rotated, x)[:, -1] for x in (tokens, turned))
     assert np.abs(last - last_of_turned).max() > 0.1
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +219,8 @@ def hf_shape(weight: Weight) -> tuple[int, ...]:
     return weight.shape if weight.axes[0] == "vocab" else (int(np.prod(weight.shape)),)
 
 
-def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
+def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
+    """The tensor on disk of the values of one layer's weight."""
     shape = hf_shape(weight)
     if weight.parts:
         # of each part all heads, then the next part
@@ -227,6 +229,12 @@ def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
         merged = (*value.shape[:heads], -1, *value.shape[dim + 1 :])
         value = np.concatenate([x.reshape(merged) for x in parts], axis=heads)
     return value.reshape(shape[::-1]).T if weight.inputs else value.reshape(shape)
+
+
+def from_hf(tensor: np.ndarray, weight: Weight) -> np.ndarray:
+    """The values of one layer's weight, given the tensor on disk."""
+    held = SimpleNamespace(read=lambda _, index: tensor[index])
+    return _read_slice(held, "", weight, (slice(None),) * len(weight.shape))
 
 
 def _read_slice(
@@ -517,7 +525,7 @@ def tensors_of(
         )
         # In float32 first, so that the sum of a base and its adapter is rounded once.
         value = dense(leaf, weight.inputs, jnp.float32)
-        return np.ascontiguousarray(_to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
+        return np.ascontiguousarray(to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
 
     return tensor
 

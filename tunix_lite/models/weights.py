@@ -373,7 +373,9 @@ def adapter_pair(
     a = Weight(
         (*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs
     )
-    b = Weight((rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros)
+    b = Weight(
+        (rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros, parts=w.parts
+    )
     return a, b
 
 

@@ -850,7 +850,10 @@ def write_slot(spec: SamplerSpec, slots: Slots, one: Slots, row: jax.Array) -> S
 
 
 def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns."""
+    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns. Where
+    layers keep a state it is 1, of which none ever is."""
+    if decoder.has_states(spec.cfg):
+        return 1
     kinds = set(spec.cfg.kinds)
     columns = (kv_cache.num_columns(spec.cfg, kind, spec.max_length) for kind in kinds)
     return min(spec.chunk, *columns)
