@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import logits_of, random_params, set_mesh
+import test_overlap
+from conftest import NEW, PROMPT, logits_of, ragged_prompts, random_params, set_mesh
 
 from tunix_lite.kernels.choice import check_fused
 from tunix_lite.learner.packing import RowShape
@@ -22,13 +23,15 @@ from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import quantize, stored_table
 from tunix_lite.planning import flops
 from tunix_lite.rollout import cache as kv_cache
-from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout import engine
+from tunix_lite.rollout.generate import make_generate, make_sampler
+from tunix_lite.rollout.partial import PartialSampler, rollout_of
 from tunix_lite.rollout.programs import SamplerSpec, longest_chunk
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch
 
-NET = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6)
+NET = DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=8, value_dim=6)
 CFG = Architecture(
     vocab_size=48,
     num_layers=5,
@@ -59,7 +62,7 @@ def layer_weights(seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     made = {name: rng.normal(0, 0.5, w.shape) for name, w in gated_delta_net.delta_weights(CFG).items()}
     # Half of the heads forget within a few tokens, the others keep for hundreds.
-    made["decay"] = np.array([-4.0, 0.5, -3.0, 1.0])
+    made["decay"] = np.tile([-4.0, 0.5, -3.0, 1.0], 2)
     return made
 
 
@@ -203,7 +206,7 @@ def test_chunks_then_single_tokens_go_on_from_each_other(hidden):
 def test_a_prompt_of_one_token_repeated_stays_exact():
     """Keys that are all alike make the triangular system as bad as it gets: powers of it would cancel out."""
     x = np.broadcast_to(np.random.default_rng(3).normal(0, 1, CFG.embed_dim), (1, 128, CFG.embed_dim))
-    w = layer_weights() | {"decay": np.full(4, -30.0), "b": np.full((16, 4), 0.0)}
+    w = layer_weights() | {"decay": np.full(8, -30.0), "b": np.zeros((16, 8))}
     out, _ = mixed(x, w, in_rows([128]))
     np.testing.assert_allclose(out[0], by_token(x[0], w), atol=3e-5)
 
@@ -296,7 +299,7 @@ def test_packed_is_alone_to_the_digits_of_float64(groups, alone, name):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
 def test_a_mesh_changes_nothing(groups, alone, mesh):
     set_mesh(*mesh)
     layout = RowLayout("prefix", 1, shape=RowShape(14, 2, 16), rows_per_part=1 if mesh[0] == 4 else 2)
@@ -320,6 +323,22 @@ def test_what_is_sampled_is_what_is_scored(mesh, slots):
     mask = rollout.completion_mask
     assert len(set(mask.sum(axis=1))) > 1, "all are of one length"
     np.testing.assert_allclose(np.asarray(scored)[mask], rollout.logprobs[mask], atol=1e-5)
+
+
+def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_drawn(monkeypatch):
+    """It is read again by `append`, in pieces, into slots that other sequences have left."""
+    monkeypatch.setattr(engine, "APPEND_WIDTHS", (2, 4, 8))
+    params = random_params(CFG)
+    prompts = ragged_prompts(test_overlap.GROUPS)
+    whole = test_overlap.of_cfg(make_generate, CFG)(
+        params, prompts, jax.random.fold_in(test_overlap.KEY, 0), test_overlap.GENERATIONS
+    )
+    sampler = PartialSampler(test_overlap.of_cfg(make_sampler, CFG))
+    _, after, metrics = test_overlap.carried_on(sampler, params, test_overlap.begun(), chunks=3)
+    assert metrics["rollout/reread_tokens"] > 0
+    resumed = rollout_of(after, prompts, GenerationConfig(PROMPT, NEW), 0, {})
+    np.testing.assert_array_equal(resumed.tokens, whole.tokens)
+    np.testing.assert_allclose(resumed.logprobs, whole.logprobs, atol=1e-5)
 
 
 def test_a_scan_over_periods_is_layer_after_layer(groups, alone):
@@ -365,7 +384,7 @@ def test_a_larger_model_is_read_for_its_text_part(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"linear_num_value_heads": 3}, "delta.num_value_heads=3 is not a multiple of num_key_heads=2"),
+        ({"linear_num_value_heads": 6}, "delta.num_value_heads=6 is not a multiple of num_key_heads=4"),
         ({"linear_conv_kernel_dim": 0}, "delta.taps=0; it is 1 to"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         (

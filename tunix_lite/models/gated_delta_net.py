@@ -121,7 +121,7 @@ def mix(
         out_BTVH = _shared_prompts(rows, w["conv"], net)
         state = None
     else:
-        out_BTVH, state = _rows(rows, w["conv"], net, around.state)
+        out_BTVH, state, *_ = _rows(rows, w["conv"], net, around.state)
 
     # The output is normed per head, and gated.
     mean_square = jnp.mean(out_BTVH**2, axis=-1, keepdims=True)
@@ -174,8 +174,9 @@ class Prompts:
 
 def _rows(
     rows: Rows, conv_KCt: jax.Array, net: DeltaNet, state: DeltaState | None
-) -> tuple[jax.Array, DeltaState]:
-    """o of the tokens, [B, T, V, value_dim], float32; and the state after the last token."""
+) -> tuple[jax.Array, DeltaState, jax.Array, jax.Array | None]:
+    """o of the tokens, [B, T, V, value_dim], float32; the state after the last token; and of the
+    tokens k, and u, what each has written into S (None for one token alone)."""
     B, T, K, C = rows.qkv.shape
     memory = None if state is None else state.memory
     before_BKtC = jnp.zeros((B, K, net.taps - 1, C)) if state is None else state.inputs
@@ -185,16 +186,17 @@ def _rows(
     extended = jnp.concatenate([before_BtKC, rows.qkv], axis=1)
     taps = [jnp.where(is_own, x, 0) for x, is_own in _taps(extended, numbers, net)]
     q, k, v = _convolved(taps, conv_KCt, net)
+    u = None
     if T == 1 and state is not None:
         out, memory = _one_token(q, k, v, rows, memory)
     else:
-        out, memory, _ = _delta_rule(q, k, v, rows, memory)
+        out, memory, u = _delta_rule(q, k, v, rows, memory)
 
     # The inputs of the last real tokens. Where there is none, they are those of before.
     count_B1 = jnp.sum(rows.sequences.segments > 0, axis=1, keepdims=True)
     index_Bt = count_B1 + jnp.arange(net.taps - 1)
     last = jnp.take_along_axis(extended, index_Bt[..., None, None], axis=1)
-    return out, DeltaState(memory, last.swapaxes(1, 2))
+    return out, DeltaState(memory, last.swapaxes(1, 2)), k, u
 
 
 def _shared_prompts(rows: Rows, conv_KCt: jax.Array, net: DeltaNet) -> jax.Array:
@@ -211,7 +213,7 @@ def _shared_prompts(rows: Rows, conv_KCt: jax.Array, net: DeltaNet) -> jax.Array
     copied = partial(jnp.repeat, repeats=len(lanes.beta) // B, axis=0)
 
     # The prompts, and how far each of their tokens decays up to the end of its prompt.
-    out_prefix, k, u = _prompts(prefix, conv_KCt, net)
+    out_prefix, _, k, u = _rows(prefix, conv_KCt, net, None)
     segments_BP = prefix.sequences.segments
     is_later = np.arange(P) > np.arange(P)[:, None]
     follows_BPP = (segments_BP[:, :, None] == segments_BP[:, None]) & is_later
@@ -238,19 +240,6 @@ def _shared_prompts(rows: Rows, conv_KCt: jax.Array, net: DeltaNet) -> jax.Array
     return jnp.concatenate(
         [out_prefix, out_lanes.reshape(B, -1, *out_lanes.shape[2:])], axis=1
     )
-
-
-def _prompts(
-    rows: Rows, conv_KCt: jax.Array, net: DeltaNet
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """o, k and u of the prompts in a prefix."""
-    nothing = [(0, 0), (net.taps - 1, 0)]
-    extended = jnp.pad(rows.qkv, [*nothing, (0, 0), (0, 0)])
-    numbers = jnp.pad(rows.numbers, nothing, mode="edge")
-    taps = [jnp.where(is_own, x, 0) for x, is_own in _taps(extended, numbers, net)]
-    q, k, v = _convolved(taps, conv_KCt, net)
-    out, _, u = _delta_rule(q, k, v, rows)
-    return out, k, u
 
 
 def _taps(
@@ -345,7 +334,7 @@ def _delta_rule(
     goes_on = numbers == previous[..., None]
     to_end = jnp.exp(total[..., -1:] - total).swapaxes(2, 3)
     to_end = jnp.where((numbers == last[..., None])[..., None], to_end, 0)
-    kept = jnp.where((last == previous)[..., None], jnp.exp(total[..., -1]), 0)
+    stays = jnp.where((last == previous)[..., None], jnp.exp(total[..., -1]), 0)
 
     out = 0
     begins = jnp.zeros((), q.dtype)
@@ -365,14 +354,14 @@ def _delta_rule(
         begins = begins * jnp.exp(total[..., -1])[..., None, None]
     begins = jnp.broadcast_to(begins, (B, num_chunks, V, q.shape[-1], v.shape[-1]))
     goes_on = goes_on[..., None, None]
-    chunks = (u, reads * goes_on, q * goes_on, attends, k * to_end[..., None], kept, begins)
+    chunks = (u, reads * goes_on, q * goes_on, attends, k * to_end[..., None], stays, begins)
 
     def step(memory: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
-        u, reads, q, attends, k, kept, begins = chunk
+        u, reads, q, attends, k, stays, begins = chunk
         u = u - _einsum("bivd,bvdh->bivh", reads, memory)
         out = _einsum("bivd,bvdh->bivh", q, memory)
         out = out + _einsum("bvij,bjvh->bivh", attends, u)
-        memory = kept[..., None, None] * memory + begins
+        memory = stays[..., None, None] * memory + begins
         return memory + _einsum("bivd,bivh->bvdh", k, u), (out, u)
 
     if memory is None:

@@ -378,10 +378,17 @@ class MemoryEstimate:
 
     def _scores_at_work(self, rows: int, width: int) -> int:
         """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel
-        has none."""
+        has none. A gated delta net has as much for all tokens of a lane and the prompts that they
+        share."""
+        parts = self.attended(rows, width)
+        of_prompts = 0
+        if (net := self.resolved.cfg.delta) is not None:
+            heads = net.num_value_heads // self.resolved.tp
+            lanes, queries, keys = parts[-1]
+            of_prompts = 2 * 4 * heads * lanes * queries * (keys - queries)
         if self.resolved.attention != "xla":
-            return 0
-        return max(self._score_bytes(*part) for part in self.attended(rows, width))
+            return of_prompts
+        return max(of_prompts, *(self._score_bytes(*part) for part in parts))
 
     def _score_bytes(self, rows: int, queries: int, keys: int) -> int:
         """The scores of so many queries of each row with so many keys, as `_scores_at_work` has."""
