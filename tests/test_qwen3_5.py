@@ -46,6 +46,8 @@ CFG = Architecture(
     rope_theta_local=1e7,
     rope_theta_global=1e7,
     rope_share=0.25,
+    # With 1e-6 the norm of an output near zero makes digits of rounding large: to 3e-5 in log-probabilities.
+    norm_eps=1e-3,
     activation="silu",
     embed_scale=False,
     post_norms=False,
@@ -66,7 +68,7 @@ def layer_weights(seed: int = 0) -> dict[str, np.ndarray]:
     return made
 
 
-def by_token(x: np.ndarray, w: dict[str, np.ndarray], net: DeltaNet = NET, eps: float = 1e-6) -> np.ndarray:
+def by_token(x: np.ndarray, w: dict[str, np.ndarray], net: DeltaNet = NET) -> np.ndarray:
     """One sequence [T, D] through the layer, token after token, in float64."""
     qkv = np.einsum("td,dkc->tkc", x, w["qkv"])
     padded = np.concatenate([np.zeros((net.taps - 1, *qkv.shape[1:])), qkv])
@@ -90,7 +92,7 @@ def by_token(x: np.ndarray, w: dict[str, np.ndarray], net: DeltaNet = NET, eps: 
             memory[head] += np.outer(k, beta * (v - memory[head].T @ k))
             o = memory[head].T @ q
             z = x[t] @ w["z"][:, head]
-            heads.append(o / np.sqrt((o**2).mean() + eps) * w["norm"] * z / (1 + np.exp(-z)))
+            heads.append(o / np.sqrt((o**2).mean() + CFG.norm_eps) * w["norm"] * z / (1 + np.exp(-z)))
         out.append(np.einsum("vh,vhd->d", np.stack(heads), w["o"]))
     return np.stack(out)
 
@@ -535,8 +537,7 @@ def drawn_model(rng: np.random.Generator, torch, transformers):
         layer_types=one_of(None, kinds),
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": one_of(0.25, 0.5, 1.0)},
         tie_word_embeddings=one_of(True, False),
-        # With a smaller one the norm of an output near zero makes digits of rounding large, in both programs alike.
-        rms_norm_eps=1e-3,
+        rms_norm_eps=CFG.norm_eps,
         max_position_embeddings=256,
     )
     torch.manual_seed(int(rng.integers(100)))
