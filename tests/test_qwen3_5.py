@@ -159,6 +159,18 @@ def test_a_leak_between_sequences_is_seen(hidden, monkeypatch):
         test_packed_sequences_are_what_a_loop_over_the_tokens_of_each_gives(hidden)
 
 
+def test_heads_that_forget_at_once_have_finite_gradients(hidden):
+    """Over 30 tokens their decay is e^-1000, the inverse of which float32 does not have."""
+    w = jax.tree.map(jnp.float32, layer_weights() | {"decay": np.full(8, 4.0)})
+    around = Surroundings(decoder.PLAIN, None, None, sequences=in_rows([40, 24, 30, 10]))
+
+    def total(w, x):
+        return jnp.sum(gated_delta_net.mix(x, w, CFG, around)[0])
+
+    grads = jax.jit(jax.grad(total, argnums=(0, 1)))(w, jnp.float32(hidden[:1, :104]))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
 def lanes() -> tuple[attention.AttentionMeta, list]:
     """A row with two prompts in 70 columns, and five completions in two lanes of 80; and of each completion where its
     prompt stands, and where it stands."""

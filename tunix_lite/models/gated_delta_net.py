@@ -332,8 +332,9 @@ def _delta_rule(
     first = numbers[:, :1, 0] if memory is not None else jnp.full((B, 1), -1)
     previous = jnp.concatenate([first, last[:, :-1]], axis=1)
     goes_on = numbers == previous[..., None]
-    to_end = jnp.exp(total[..., -1:] - total).swapaxes(2, 3)
-    to_end = jnp.where((numbers == last[..., None])[..., None], to_end, 0)
+    # Hidden before exp, which else may be infinite, and its gradient not a number.
+    is_last = (numbers == last[..., None])[:, :, None]
+    to_end = jnp.exp(jnp.where(is_last, total[..., -1:] - total, -jnp.inf)).swapaxes(2, 3)
     stays = jnp.where((last == previous)[..., None], jnp.exp(total[..., -1]), 0)
 
     out = 0
