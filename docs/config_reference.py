@@ -44,7 +44,7 @@ from tunix_lite.learner.optim import (
     OptimizerConfig,
     SGDConfig,
 )
-from tunix_lite.models.architecture import Architecture, RopeScaling
+from tunix_lite.models.architecture import Architecture, DeltaNet, RopeScaling
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
@@ -87,6 +87,7 @@ GROUPS = (
     Group("Adapters and their base", "model.lora.", LoraConfig, lambda run: run.model.lora),
     Group("Architecture", "model.architecture.", Architecture, None),
     Group("Rope scaling", "model.architecture.rope_scaling.", RopeScaling, None),
+    Group("Gated delta net", "model.architecture.delta.", DeltaNet, None),
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),
     Group("Algorithm: DPO", "algorithm.", dpo.DPO, None),

@@ -381,13 +381,14 @@ def test_the_loop_is_a_page():
 
 BARS = {  # measure -> the most there may be: what stands today, so that it only becomes less
     # Reading and writing GGUF brought 8,100 tokens, 19 names and 11 functions on 27 November 2026.
-    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 304_260),
-    "public names": (lambda: len(house.public_names(SOURCES)), 1_244),
+    # Kinds of layers and Qwen 3.5 brought 7,420 tokens, 20 names, 5 such parameters and 7 functions that day.
+    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 311_680),
+    "public names": (lambda: len(house.public_names(SOURCES)), 1_264),
     "arrows between rooms": (lambda: len(house.arrows()[0]), 192),
     "circles of modules": (lambda: len(house.arrows()[1]), 0),
     "functions that take all settings": (lambda: len(house.functions_of_wholes(SOURCES)), 95),
-    "parameters that are Any or Callable": (lambda: len(house.loose_parameters(SOURCES)), 31),
-    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 268),
+    "parameters that are Any or Callable": (lambda: len(house.loose_parameters(SOURCES)), 36),
+    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 275),
     "names that say nothing": (lambda: len(house.empty_names(SOURCES)), 62),
 }
 
@@ -482,5 +483,5 @@ def test_classes_of_settings_are_named_alike():
                 if dataclasses.is_dataclass(inner) and inner not in found:
                     found.add(inner)
                     kinds.append(inner)
-    names = {kind.__name__ for kind in found} - {"Architecture", "RopeScaling", "Reward", "GroupReward"}
+    names = {kind.__name__ for kind in found} - {"Architecture", "DeltaNet", "RopeScaling", "Reward", "GroupReward"}
     assert not {name for name in names if not name.endswith("Config")}

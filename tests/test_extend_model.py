@@ -21,7 +21,7 @@ from tunix_lite.settings.compose import compose
 from tunix_lite.train import train
 
 PAGE = ROOT / "docs" / "extend" / "model.md"
-SIZE, SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML, FAMILY_OF_A_FOLDER, SIZE_OF_THE_FAMILY = commands(PAGE)
+SIZE, SIZE_OF_A_FOLDER, WHATEVER_IS_THERE, NO_YAML, FAMILY_OF_A_FOLDER, SIZE_OF_THE_FAMILY, KIND = commands(PAGE)
 QUICK = [
     "training.max_steps=1",
     "training.prompts_per_step=4",
@@ -42,7 +42,8 @@ def a_checkout(monkeypatch):
 def run_of(command: str, *more: str, folder: Path | None = None) -> RunConfig:
     """The run that a command of the page describes; `folder` is where it says /path/to/..."""
     on_path, words = re.fullmatch(r"(PYTHONPATH=docs/extend/example )?python run_training\.py (.*)", command).groups()
-    assert bool(on_path) == ("mistral" in words), "only there Python needs the example's folder"
+    own = "mistral" in words or "unrotated" in words
+    assert bool(on_path) == own, "only there Python needs the example's folder"
     words = shlex.split(re.sub(r"/path/to/a/\w+", str(folder), words))
     conf = words[1] if words[0] == "--config-dir" else None
     return compose([*(words[2:] if conf else words), *more], conf)
@@ -105,6 +106,14 @@ def test_a_folder_of_another_size_is_refused_in_the_words_of_the_page(tmp_path):
     assert str(error.value) == words.replace("\n", " ").replace("/path/to/a/llama", str(tmp_path))
     for command in (WHATEVER_IS_THERE, NO_YAML):
         check_found(run_of(command, folder=tmp_path), cfg, LLAMA)
+
+
+def test_a_kind_of_layer_trains(tmp_path):
+    state = train(run_of(KIND, *QUICK), tmp_path)
+    shapes = {path: x.shape for path, x in hf.flatten(state.params).items()}
+    assert shapes["layers/UNROTATED/q"] == shapes["layers/global/q"] == (1, 64, 4, 16)
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
 
 
 # ---- a family

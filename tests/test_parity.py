@@ -136,7 +136,7 @@ def test_gradients_equal_those_of_transformers(both):
     for path, weight in table.items():
         names = hf.hf_names(path, cfg, family)
         for name, grad in zip(names, ours[path] if weight.is_stacked else [ours[path]]):
-            grad = hf._to_hf(np.asarray(grad), hf.unstacked(weight))
+            grad = hf.to_hf(np.asarray(grad), hf.unstacked(weight))
             difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
             assert difference < 1e-3, f"{name}: {difference}"
 

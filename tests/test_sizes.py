@@ -27,6 +27,17 @@ def vision_of_gemma3(embed_dim: int) -> int:
     return patches + 27 * layer + 2 * D + D + D * embed_dim
 
 
+def text_of_qwen3_5(L: int, D: int, F: int, N: int, K: int, V: int, head: int) -> int:
+    """Parameters of the text model, from the numbers of its config.json: the files hold more, a vision tower and layers
+    that predict further tokens. Every fourth layer has attention with a gate per element; head: 1 if it is not the
+    embedding."""
+    attention = D * 256 * (2 * N + 2 * K + N) + 2 * 256
+    channels = 2 * 16 * 128 + V * 128
+    delta = D * channels + 4 * channels + 2 * D * V * 128 + 2 * D * V + 2 * V + 128
+    layers = L // 4 * (attention + 3 * delta) + L * (3 * D * F + 2 * D)
+    return (1 + head) * 248_320 * D + layers + D
+
+
 # What the hub counts in the safetensors of each size, a head that is the embedding counted once.
 PUBLISHED = {
     "gemma3_270m": 268_098_176,
@@ -50,6 +61,11 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "qwen3.5_0.8b": text_of_qwen3_5(24, 1024, 3584, 8, 2, 16, 0),
+    "qwen3.5_2b": text_of_qwen3_5(24, 2048, 6144, 8, 2, 16, 0),
+    "qwen3.5_4b": text_of_qwen3_5(32, 2560, 9216, 16, 4, 32, 0),
+    "qwen3.5_9b": text_of_qwen3_5(32, 4096, 12288, 16, 4, 32, 1),
+    "qwen3.5_27b": text_of_qwen3_5(64, 5120, 17408, 24, 4, 48, 1),
     "llama3.1_8b": 8_030_261_248,
     "llama3.1_70b": 70_553_706_496,
     "llama3.2_1b": 1_235_814_400,

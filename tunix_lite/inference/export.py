@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from tunix_lite import __version__
 from tunix_lite.errors import ConfigError, error_context
@@ -27,7 +28,7 @@ from tunix_lite.models.gguf_metadata import small_object
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
-from tunix_lite.models.weights import Lora
+from tunix_lite.models.weights import Lora, flatten
 from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.types import Params
 
@@ -284,10 +285,9 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
 def _write_adapter(model: LanguageModel, folder: Path) -> float:
     """Writes a PEFT adapter and the tokenizer. Returns the difference after reading back."""
     source = model.source
-    leaves = {
-        name: leaf for name, leaf in model.params["layers"].items() if isinstance(leaf, Lora)
-    }
-    adapters = {"layers": {name: {"a": leaf.a, "b": leaf.b} for name, leaf in leaves.items()}}
+    leaves = {p: x for p, x in flatten(model.params).items() if isinstance(x, Lora)}
+    sides = {path: {"a": leaf.a, "b": leaf.b} for path, leaf in leaves.items()}
+    adapters = traverse_util.unflatten_dict(sides, sep="/")
     wrapped = families.is_wrapped(source.folder, source.family)
     peft.save_adapters(
         adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 
 # Tensor cores multiply at least 16 rows with 16 columns; Triton takes powers of two.
@@ -38,7 +39,14 @@ def check_fused(
     lora = "multiply with plain weights, and these have LoRA adapters or are quantised"
     refuse(not plain_weights, lora)
 
-    # The sizes of the model.
+    # The shape of the model.
+    is_plain = (
+        set(cfg.pattern) <= decoder.ATTENTION and cfg.rope_share == 1 and not cfg.attn_gate
+    )
+    attends = (
+        "compute attention without gate, rotated as a whole, and the model has other layers"
+    )
+    refuse(not is_plain, attends)
     H = cfg.head_dim
     is_odd = H & (H - 1) or not 32 <= H <= 256
     refuse(is_odd, f"take heads of 32, 64, 128 or 256, and head_dim is {H}")

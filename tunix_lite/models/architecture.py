@@ -1,6 +1,8 @@
 """The shape of a model: what families do differently, as flags and numbers of one dataclass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +10,8 @@ from tunix_lite.models.activations import ACTIVATIONS
 
 # Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
 MOST_LAYERS = 1024
+# Kinds of layers that have a name here (decoder.LAYER_KINDS). Another one has a dotted path.
+KIND_NAMES = ("local", "global", "delta")
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 _MOST_OF_A_DIM = 2**26
@@ -59,6 +63,42 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of a gated delta net (models/gated_delta_net.py).
+
+    Example: DeltaNet(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128).
+    """
+
+    # Heads of queries and keys.
+    num_key_heads: int
+    # Heads of values and of the state, a multiple of num_key_heads.
+    num_value_heads: int
+    # Width of a head of queries and keys.
+    key_dim: int
+    # Width of a head of values.
+    value_dim: int
+    # Tokens that the short convolution reads, the current one included.
+    taps: int = 4
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 1 <= value <= _MOST_OF_A_DIM:
+                raise ValueError(f"delta.{field.name}={value}; it is 1 to {_MOST_OF_A_DIM:,}")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"delta.num_value_heads={self.num_value_heads} is not a multiple of "
+                f"num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """The widths of queries, keys and values that belong to one key head."""
+        per_key_head = self.num_value_heads // self.num_key_heads
+        return self.key_dim, self.key_dim, per_key_head * self.value_dim
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The sizes and flags of a decoder. Sizes count elements unless their comment says otherwise;
     the defaults are Gemma 3's.
@@ -78,7 +118,8 @@ class Architecture:
     # Width of one attention head.
     head_dim: int
     mlp_dim: int  # hidden width of the gated feed-forward
-    # Attention of each layer, repeated over the depth.
+    # Kind of each layer, repeated over the depth: local or global (attention), delta (gated delta
+    # net), or the dotted path of a LayerKind.
     pattern: tuple[str, ...] = ("local",) * 5 + ("global",)
     # Tokens that a local layer attends to, the current one included. null has no local layers.
     window: int | None = 512
@@ -90,6 +131,8 @@ class Architecture:
     rope_theta_global: float = 1_000_000.0
     # Stretching of rotary wavelengths for long contexts. null stretches none.
     rope_scaling: RopeScaling | None = None
+    # Share of each head that rotary positions turn: its first elements.
+    rope_share: float = 1.0
     # Added to the mean square before its root is taken.
     norm_eps: float = 1e-6
     # Activation of the gated feed-forward: silu, or gelu in its tanh form.
@@ -104,6 +147,10 @@ class Architecture:
     qk_norm: bool = True
     # true adds biases to queries, keys and values.
     qkv_bias: bool = False
+    # true multiplies the output of attention by the sigmoid of a gate, per element.
+    attn_gate: bool = False
+    # Sizes of the gated delta net of delta layers. null has no such layers.
+    delta: DeltaNet | None = None
     # true uses the embedding as the head. false has a separate matrix.
     tied: bool = True
     # tanh keeps attention scores between -x and x. null does not limit them.
@@ -130,14 +177,25 @@ class Architecture:
             f"pattern={list(self.pattern)} has local layers, and window is not given": (
                 "local" in self.pattern and self.window is None
             ),
+            f"pattern={list(self.pattern)} has delta layers, and delta is not given": (
+                "delta" in self.pattern and self.delta is None
+            ),
+            f"rope_share={self.rope_share} of head_dim={self.head_dim} is no even number of at "
+            "least 2 elements": (
+                self.rope_share > 1 or self.rotated_dim < 2 or self.rotated_dim % 2
+            ),
             f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}": (
                 self.num_heads % self.num_kv_heads
             ),
             f"head_dim={self.head_dim} is odd; rotary embeddings need an even one": (
                 self.head_dim % 2
             ),
-            f"pattern={list(self.pattern)}: its entries are 'local' and 'global'": (
-                not self.pattern or set(self.pattern) - {"local", "global"}
+            f"pattern={list(self.pattern)}: its entries are {', '.join(KIND_NAMES)} or the dotted "
+            "path of a LayerKind, whose last names differ": (
+                not self.pattern
+                or not all(kind in KIND_NAMES or "." in kind for kind in self.pattern)
+                or len({kind.rsplit(".", 1)[-1] for kind in self.pattern})
+                < len(set(self.pattern))
             ),
         }
         for message, is_so in mistakes.items():
@@ -145,6 +203,18 @@ class Architecture:
                 raise ValueError(message)
 
     @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that rotary positions turn."""
+        return int(self.head_dim * self.rope_share)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The kind of every layer, in order."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+
+def repeated(entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest sequence that, repeated and cut at the end, gives these entries."""
+    count = len(entries)
+    periods = (tuple(entries[:size]) for size in range(1, count + 1))
+    return next(p for p in periods if (p * (count // len(p) + 1))[:count] == tuple(entries))

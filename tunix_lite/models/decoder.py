@@ -1,5 +1,5 @@
-"""A decoder-only transformer as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and
-3, Llama 3.
+"""A decoder-only model as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and 3,
+Llama 3.
 
 Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
 rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
@@ -10,15 +10,18 @@ differently is a flag of `Architecture`. Sources: arXiv:2408.00118 (Gemma 2), 25
 `forward` is for training: whole rows, a scan over stacked layers or one layer after the other.
 `forward_by_layer` is for sampling, with a cache. Both are embed, `block` for each layer, norm.
 
-The layers are stacked, `layers/<name>` with a leading dim over them, and the kind of each layer is
-data beside them: training scans over single layers, so that compile time grows neither with depth
-nor with the pattern, unless training.scan_layers=false. Sampling runs layer by layer on what
+Layers lie in stacks, with a leading dim over them. Where all have weights of the same shapes there
+is one stack, `layers/<name>`, and whether a layer is local is data beside it; else each kind of
+layer has one, `layers/<kind>/<name>`. Training scans over the layers, so that compile time does not
+grow with depth, unless training.scan_layers=false. Sampling runs layer by layer on what
 `per_layer_params` returns.
 """
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,10 +32,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from tunix_lite.files.imports import import_named
 from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
-from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.architecture import Architecture, repeated
 from tunix_lite.models.attention import AttentionMeta
+from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
+from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
 from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stored, wide
 from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
@@ -47,6 +53,7 @@ from tunix_lite.models.weights import (
     ones,
     project,
     stacked,
+    unstacked,
     zeros,
 )
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
@@ -57,12 +64,6 @@ _EMBED_INIT = jax.nn.initializers.normal(0.02)
 _RESIDUAL = ("batch", "residual_seq", "act_embed")
 # The axes of hidden states that a part of a layer reads.
 _LAYER_INPUT = ("batch", "seq", "act_embed")
-
-# sin and cos of the rotary angles, [B, T, 1, H/2] each
-Angles = tuple[jax.Array, jax.Array]
-# (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps, such as its cache)
-_AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-
 
 # The axes of the embedding, and of a head of its own.
 _TABLE_AXES = ("vocab", "embed")
@@ -77,43 +78,88 @@ def weights(cfg: Architecture) -> dict:
     model = {"embed": table, "final_norm": _norm_weight(cfg, cfg.embed_dim)}
     if not cfg.tied:
         model["head"] = table
-    model["layers"] = {
-        name: stacked(w, cfg.num_layers) for name, w in layer_weights(cfg).items()
-    }
+    layers = {}
+    for stack, (kind, count) in stacks(cfg).items():
+        layers[stack] = {
+            name: stacked(w, count) for name, w in layer_weights(cfg, kind).items()
+        }
+    model["layers"] = layers.get(None, layers)
     return model
 
 
-def layer_weights(cfg: Architecture) -> dict[str, Weight]:
-    """The parameters of one layer, by name."""
-    D = cfg.embed_dim
-    N = cfg.num_heads
-    K = cfg.num_kv_heads
-    H = cfg.head_dim
-    F = cfg.mlp_dim
+def kind_of_layer(name: str) -> LayerKind:
+    """A kind by its name in LAYER_KINDS, or one of your own by its dotted path. Raises
+    ValueError."""
+    kind = LAYER_KINDS[name] if name in LAYER_KINDS else import_named(name)
+    if not isinstance(kind, LayerKind):
+        raise ValueError(f"pattern: {name} is not a LayerKind (docs/extend/model)")
+    return kind
 
+
+@cache
+def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
+    """The stack in which each layer lies: the name of its kind; None where one stack has them all.
+
+    That is so where the layers have attention and weights of the same shapes.
+    """
+    tables = [layer_weights(cfg, kind) for kind in set(cfg.pattern)]
+    if set(cfg.pattern) <= ATTENTION and all(table == tables[0] for table in tables):
+        return (None,) * cfg.num_layers
+    return tuple(kind.rsplit(".", 1)[-1] for kind in cfg.kinds)
+
+
+def stacks(cfg: Architecture) -> dict[str | None, tuple[str, int]]:
+    """The stacks by name: the kind of a layer in it, and how many there are."""
+    names = stack_of_layers(cfg)
+    kinds = dict(zip(names, cfg.kinds))
+    return {name: (kinds[name], count) for name, count in Counter(names).items()}
+
+
+def has_states(cfg: Architecture) -> bool:
+    """Whether layers keep a state, which no token can be taken out of again."""
+    return any(kind_of_layer(kind).state_shapes is not None for kind in cfg.pattern)
+
+
+def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
+    """The parameters of one layer of this kind, by name."""
+    D = cfg.embed_dim
+    F = cfg.mlp_dim
     layer = {
         "attn_norm": _norm_weight(cfg, D),
-        "q": Weight((D, N, H), ("embed", "heads", "head_dim")),
-        "k": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
-        "v": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
-        "o": Weight((N, H, D), ("heads", "head_dim", "embed"), fan_in(2), inputs=2),
+        **kind_of_layer(kind).weights(cfg),
         "mlp_norm": _norm_weight(cfg, D),
         "gate": Weight((D, F), ("embed", "mlp")),
         "up": Weight((D, F), ("embed", "mlp")),
         "down": Weight((F, D), ("mlp", "embed")),
     }
+    if cfg.post_norms:
+        layer["attn_post_norm"] = _norm_weight(cfg, D)
+        layer["mlp_post_norm"] = _norm_weight(cfg, D)
+    return layer
+
+
+def attention_weights(cfg: Architecture) -> dict[str, Weight]:
+    """The weights of attention in one layer, by name."""
+    D = cfg.embed_dim
+    N = cfg.num_heads
+    K = cfg.num_kv_heads
+    H = cfg.head_dim
+    layer = {
+        # with a gate, each head has its queries and then its gate
+        "q": Weight((D, N, 2 * H if cfg.attn_gate else H), ("embed", "heads", "head_dim")),
+        "k": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
+        "v": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
+        "o": Weight((N, H, D), ("heads", "head_dim", "embed"), fan_in(2), inputs=2),
+    }
 
     # What only some families have.
     if cfg.qkv_bias:
-        layer["q_bias"] = Weight((N, H), ("heads", "head_dim"), zeros, inputs=0)
+        layer["q_bias"] = Weight(layer["q"].shape[1:], ("heads", "head_dim"), zeros, inputs=0)
         layer["k_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
         layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
     if cfg.qk_norm:
         layer["q_norm"] = _norm_weight(cfg, H)
         layer["k_norm"] = _norm_weight(cfg, H)
-    if cfg.post_norms:
-        layer["attn_post_norm"] = _norm_weight(cfg, D)
-        layer["mlp_post_norm"] = _norm_weight(cfg, D)
     return layer
 
 
@@ -130,7 +176,7 @@ def copy_to_score(
     """Copies the parameters to score with: what `for_compute` would cast is cast."""
 
     def kept_dtype(weight: Weight) -> DTypeLike:
-        return weight.dtype if weight.axes[-1] == "norm" else dtype
+        return weight.dtype if len(unstacked(weight).shape) == 1 else dtype
 
     def copy(x: jax.Array, to: DTypeLike) -> jax.Array:
         return jnp.copy(x) if x.dtype == to else x.astype(to)
@@ -158,16 +204,30 @@ def per_layer_params(
 
     tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
     if on_cpu:
-        for w in tree["layers"]:
-            w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
-            for name, (_, inputs) in _MATRICES.items():
+        for kind, w in zip(cfg.kinds, tree["layers"]):
+            matrices = _matrices(cfg, kind)
+            if _are_joined(cfg, kind):
+                w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
+            for name, (_, inputs) in matrices.items():
                 inputs_last = jnp.moveaxis(w[name], range(inputs), range(-inputs, 0))
                 w[name] = Transposed(inputs_last)
     return tree
 
 
-# The matrices of a layer with q, k and v joined: how many of their dims there are, and are inputs.
-_MATRICES = {"qkv": (3, 1), "o": (3, 2), "gate": (2, 1), "up": (2, 1), "down": (2, 1)}
+def _matrices(cfg: Architecture, kind: str) -> dict[str, tuple[int, int]]:
+    """The matrices of a layer, q, k and v perhaps joined: how many of their dims there are, and are
+    inputs."""
+    declared = layer_weights(cfg, kind)
+    matrices = {name: (len(w.shape), w.inputs) for name, w in declared.items() if w.inputs}
+    if _are_joined(cfg, kind):
+        matrices["qkv"], *_ = [matrices.pop(name) for name in "qkv"]
+    return matrices
+
+
+def _are_joined(cfg: Architecture, kind: str) -> bool:
+    """Whether a CPU takes q, k and v as one matrix: their heads have one width."""
+    shapes = {w.shape[-1] for name, w in layer_weights(cfg, kind).items() if name in "qkv"}
+    return len(shapes) == 1 and kind in ATTENTION
 
 
 def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False) -> Any:
@@ -178,9 +238,11 @@ def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False
 
     tree = by_layer(shardings, cfg, of_layer)
     if on_cpu:
-        for w in tree["layers"]:
-            w["qkv"], *_ = [w.pop(name) for name in "qkv"]
-            for name, (dims, inputs) in _MATRICES.items():
+        for kind, w in zip(cfg.kinds, tree["layers"]):
+            matrices = _matrices(cfg, kind)
+            if _are_joined(cfg, kind):
+                w["qkv"], *_ = [w.pop(name) for name in "qkv"]
+            for name, (dims, inputs) in matrices.items():
                 axes = (*w[name].spec, *[None] * dims)[:dims]
                 spec = P(*axes[inputs:], *axes[:inputs])
                 w[name] = Transposed(NamedSharding(w[name].mesh, spec))
@@ -205,11 +267,15 @@ def by_layer(
     cfg: Architecture,
     of_layer: Callable[[Any, int], Any],
 ) -> dict:
-    """The tree with `layers` as a list. of_layer(leaf, i): layer i's part of a stacked leaf."""
-    layers = [
-        jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), tree["layers"])
-        for i in range(cfg.num_layers)
-    ]
+    """The tree with `layers` as a list. of_layer(leaf, i): the part of layer i of a stack."""
+    layers = []
+    counts = Counter()
+    for stack in stack_of_layers(cfg):
+        # Adapters may be those of some stacks only.
+        of_stack = tree["layers"] if stack is None else tree["layers"].get(stack, {})
+        i = counts[stack]
+        layers.append(jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), of_stack))
+        counts[stack] += 1
     return tree | {"layers": layers}
 
 
@@ -241,16 +307,16 @@ def forward(
     if not scan_layers:
         # Else XLA for CPUs would compute sines and cosines again in each layer.
         angles = jax.tree.map(unfused_on_cpu, angles)
-    declared = layer_weights(cfg)
-    are_local = [kind == "local" for kind in cfg.kinds]
+    declared = {kind: layer_weights(cfg, kind) for kind in set(cfg.kinds)}
 
     def layer(
+        kind: str,
         is_local: bool | jax.Array,
         x_BTD: jax.Array,
         w: dict[str, Any],
     ) -> jax.Array:
         w = {
-            name: for_compute(leaf, declared[name], dtype, reduce_dtype)
+            name: for_compute(leaf, declared[kind][name], dtype, reduce_dtype)
             for name, leaf in w.items()
         }
 
@@ -263,37 +329,106 @@ def forward(
             angles_of_kind = jax.tree.map(
                 partial(jnp.where, is_local), angles["local"], angles["global"]
             )
-        x_BTD, _ = block(x_BTD, w, cfg, angles_of_kind, attend_fn, Products(tp_reduce_dtype))
-        return x_BTD
+        around = Surroundings(
+            Products(tp_reduce_dtype), angles_of_kind, attend_fn, sequences=meta
+        )
+        return block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)[0]
 
     x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *_RESIDUAL)
     if scan_layers:
-        # Where all layers are of one kind, it is known while compiling.
-        all_alike = len(set(are_local)) == 1
-
-        def body(x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
-            w, is_local = of_layer
-            return layer(are_local[0] if all_alike else is_local, x_BTD, w), None
-
-        if REMAT[remat] is not None:
-            # prevent_cse is for code outside of loops, where the compiler could undo the
-            # repetition.
-            body = jax.checkpoint(body, policy=REMAT[remat], prevent_cse=False)
-        x_BTD = jax.lax.scan(body, x_BTD, (params["layers"], np.array(are_local)))[0]
+        x_BTD = _scan_layers(layer, x_BTD, cfg, params["layers"], REMAT[remat])
     else:
         # Each layer has a place of its own in the program, and its kind is known there.
-        of_kind = {is_local: partial(layer, is_local) for is_local in set(are_local)}
+        of_kind = {kind: partial(layer, kind, kind == "local") for kind in declared}
         if REMAT[remat] is not None:
             of_kind = {
                 kind: jax.checkpoint(fn, policy=REMAT[remat]) for kind, fn in of_kind.items()
             }
-        leaves, structure = jax.tree.flatten(params["layers"])
-        # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each.
-        of_layers = zip(*(jax.lax.split(leaf, [1] * len(are_local)) for leaf in leaves))
-        for is_local, of_layer in zip(are_local, of_layers):
-            w = structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
-            x_BTD = of_kind[is_local](x_BTD, w)
+        layers = by_stack(params["layers"], cfg)
+        for kind, stack in zip(cfg.kinds, stack_of_layers(cfg)):
+            x_BTD = of_kind[kind](x_BTD, next(layers[stack]))
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
+
+
+def by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Params]]:
+    """The weights of the layers of each stack, one layer after the other."""
+
+    def of_stack(tree: Params, count: int) -> Iterator[Params]:
+        leaves, structure = jax.tree.flatten(tree)
+        # The gradient of a split is one concatenation. That of x[i] is an array of zeros for each.
+        for of_layer in zip(*(jax.lax.split(leaf, [1] * count) for leaf in leaves)):
+            yield structure.unflatten([leaf.squeeze(0) for leaf in of_layer])
+
+    return {
+        stack: of_stack(layers if stack is None else layers[stack], count)
+        for stack, (_, count) in stacks(cfg).items()
+    }
+
+
+def _scan_layers(
+    layer: Callable[..., jax.Array],
+    x_BTD: jax.Array,
+    cfg: Architecture,
+    layers: Params,
+    policy: Callable[..., bool] | None,
+) -> jax.Array:
+    """The hidden states after all layers, by scans over them.
+
+    layer: (kind, is local, hidden states, weights) -> hidden states. policy: one of REMAT.
+    """
+
+    # Where all layers of a stack are of one kind, it is known while compiling.
+    is_mixed = len(set(cfg.kinds)) > len(stacks(cfg))
+
+    def body(kind: str, x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
+        w, is_local = of_layer
+        return layer(kind, is_local if is_mixed else kind == "local", x_BTD, w), None
+
+    def body_of(kind: str) -> Callable[..., tuple[jax.Array, None]]:
+        if policy is None:
+            return partial(body, kind)
+        # prevent_cse is for code outside of loops, where the compiler could undo the repetition.
+        return jax.checkpoint(partial(body, kind), policy=policy, prevent_cse=False)
+
+    bodies = {stack: body_of(kind) for stack, (kind, _) in stacks(cfg).items()}
+    if None in bodies:
+        are_local = np.array([kind == "local" for kind in cfg.kinds])
+        return jax.lax.scan(bodies[None], x_BTD, (layers, are_local))[0]
+
+    def in_order(names: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
+        """Runs layers of these stacks. trees: by stack, their weights [count, ...]."""
+        first = Counter()
+        for stack, neighbours in itertools.groupby(names):
+            stop = first[stack] + len(list(neighbours))
+            w = jax.tree.map(
+                lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
+            )
+            x_BTD, _ = jax.lax.scan(bodies[stack], x_BTD, (w, None))
+            first[stack] = stop
+        return x_BTD
+
+    # Whole periods in a scan, within which neighbours of one kind are another; then what is left.
+    names = stack_of_layers(cfg)
+    period = repeated(names)
+    counts = Counter(period)
+    num_periods = len(names) // len(period)
+
+    def in_periods(leaf: jax.Array, count: int) -> jax.Array:
+        return leaf[: num_periods * count].reshape(num_periods, count, *leaf.shape[1:])
+
+    def of_period(x_BTD: jax.Array, trees: Params) -> tuple[jax.Array, None]:
+        return in_order(period, x_BTD, trees), None
+
+    of_periods = {
+        stack: jax.tree.map(partial(in_periods, count=counts[stack]), tree)
+        for stack, tree in layers.items()
+    }
+    x_BTD, _ = jax.lax.scan(of_period, x_BTD, of_periods)
+    left = {
+        stack: jax.tree.map(lambda leaf, n=num_periods * counts[stack]: leaf[n:], tree)
+        for stack, tree in layers.items()
+    }
+    return in_order(names[num_periods * len(period) :], x_BTD, left)
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names
@@ -339,6 +474,8 @@ def forward_by_layer(
     attend_norms: bool = False,
     products: "Products | None" = None,
     angles: dict[str, Angles] | None = None,
+    sequences: AttentionMeta | None = None,
+    states: Sequence[Any] | None = None,
 ) -> tuple[jax.Array, list]:
     """Hidden states [B, T, D] of tokens at these positions, after the final norm; and what each
     layer keeps, in a list.
@@ -346,18 +483,24 @@ def forward_by_layer(
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
     [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
     the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. attend_norms:
-    as `block` takes it. products: None has plain ones. angles: of the positions, by kind of layer;
-    None: they are computed here.
+    as Surroundings has it. products: None has plain ones. angles: of the positions, by kind of
+    layer; None: they are computed here. sequences, states: what recurrent layers read, as
+    Surroundings has it; states by layer, None: the sequences begin with these tokens.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
     by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
-        of_layer = partial(attend_fn, layer)
-        x_BTD, kept_of_layer = block(
-            x_BTD, w, cfg, angles[kind], of_layer, products, attend_norms
+        around = Surroundings(
+            products,
+            angles["local" if kind == "local" else "global"],
+            partial(attend_fn, layer),
+            attend_norms,
+            sequences,
+            None if states is None else states[layer],
         )
+        x_BTD, kept_of_layer = block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
         by_layer.append(kept_of_layer)
     return norm(x_BTD, params["final_norm"], cfg), by_layer
 
@@ -482,45 +625,37 @@ def block(
     x_BTD: jax.Array,
     w: dict[str, Any],
     cfg: Architecture,
-    angles: Angles,
-    attend_fn: _AttendFn,
-    products: Products = PLAIN,
-    attend_norms: bool = False,
+    mix: Callable[..., tuple[jax.Array, Any]],
+    around: Surroundings,
 ) -> tuple[jax.Array, Any]:
-    """The hidden states after one layer, [B, T, D], and what `attend_fn` keeps of it.
+    """The hidden states after one layer, [B, T, D], and what its kind keeps of it.
 
-    w: the weights of the layer, ready for `project`. attend_norms: attend_fn norms and turns
-    queries and keys itself; it is called with the weights and the angles, too.
+    w: the weights of the layer, ready for `project`. mix: of its LayerKind.
     """
-    # Attention.
+    # Attention, or what is in its place.
     normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
-    attended_BTD, extra = attention_part(
-        normed_BTD, w, cfg, angles, attend_fn, products, attend_norms
-    )
+    mixed_BTD, extra = mix(normed_BTD, w, cfg, around)
+    mixed_BTD = constrain(mixed_BTD, *_RESIDUAL)
     if cfg.post_norms:
-        attended_BTD = norm(attended_BTD, w["attn_post_norm"], cfg)
-    x_BTD = constrain(added(x_BTD, attended_BTD), *_RESIDUAL)
+        mixed_BTD = norm(mixed_BTD, w["attn_post_norm"], cfg)
+    x_BTD = constrain(added(x_BTD, mixed_BTD), *_RESIDUAL)
 
     # Feed-forward.
     normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
-    fed_BTD = gated_mlp(normed_BTD, w, cfg, products)
+    fed_BTD = gated_mlp(normed_BTD, w, cfg, around.products)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
-    return products.after_layer(x_BTD), extra
+    return around.products.after_layer(x_BTD), extra
 
 
 def attention_part(
-    x_BTD: jax.Array,
-    w: dict[str, Any],
-    cfg: Architecture,
-    angles: Angles,
-    attend_fn: _AttendFn,
-    products: Products = PLAIN,
-    attend_norms: bool = False,
+    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, around: Surroundings
 ) -> tuple[jax.Array, Any]:
     """Attention of one layer, from normed hidden states to what is added to the residual stream,
     [B, T, D]; and what `attend_fn` keeps."""
+    products = around.products
+    angles = around.angles
     if "qkv" in w:
         ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
         q_BTNH, k_BTKH, v_BTKH = jnp.split(project(x_BTD, w["qkv"]), ends, axis=2)
@@ -533,9 +668,12 @@ def attention_part(
             added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
             for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
         )
-    if attend_norms:
-        out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
-        return constrain(products.out(out_BTNH, w), *_RESIDUAL), extra
+    gate_BTNH = None
+    if cfg.attn_gate:
+        q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+    if around.attend_norms:
+        out_BTNH, extra = around.attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
+        return products.out(out_BTNH, w), extra
     if cfg.qk_norm:
         q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
         k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
@@ -548,11 +686,21 @@ def attention_part(
     k_BTKH = checkpoint_name(k_BTKH, "k")
     v_BTKH = checkpoint_name(v_BTKH, "v")
 
-    out_BTNH, extra = attend_fn(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, extra = around.attend_fn(q_BTNH, k_BTKH, v_BTKH)
     out_BTNH = checkpoint_name(
         constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
     )
-    return constrain(products.out(out_BTNH, w), *_RESIDUAL), extra
+    if gate_BTNH is not None:
+        opened = wide(out_BTNH) * jax.nn.sigmoid(wide(gate_BTNH))
+        out_BTNH = stored(opened, out_BTNH.dtype)
+    return products.out(out_BTNH, w), extra
+
+
+# Kinds of layers. A local layer has a window, a global one sees all tokens before.
+ATTENTION = {"local", "global"}
+LAYER_KINDS = {kind: LayerKind(attention_weights, attention_part) for kind in ATTENTION} | {
+    "delta": GATED_DELTA_NET
+}
 
 
 def gated_mlp(
@@ -581,8 +729,9 @@ def norm(
 
 
 def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str, Angles]:
-    """`rope_angles`, by kind of layer."""
-    return {kind: rope_angles(cfg, positions_BT, kind) for kind in dict.fromkeys(cfg.pattern)}
+    """`rope_angles`, by kind of attention. Layers of other kinds may read those of global ones."""
+    kinds = dict.fromkeys(kind if kind in ATTENTION else "global" for kind in cfg.pattern)
+    return {kind: rope_angles(cfg, positions_BT, kind) for kind in kinds}
 
 
 def rope_angles(
@@ -590,9 +739,9 @@ def rope_angles(
     positions_BT: jax.Array,
     kind: str,
 ) -> Angles:
-    """sin and cos of the rotary angles, [B, T, 1, H/2] each, float32 (float64 where JAX has it):
-    to the last places of the dtype at every position below 2^26."""
-    half = cfg.head_dim // 2
+    """sin and cos of the rotary angles, [B, T, 1, rotated_dim / 2] each, float32 (float64 where JAX
+    has it): to the last places of the dtype at every position below 2^26."""
+    half = cfg.rotated_dim // 2
     theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global
     frequency = theta ** -(np.arange(half) / half)
     if cfg.rope_scaling is not None and kind == "global":
@@ -631,8 +780,13 @@ def turned(positions: jax.Array, turns: np.ndarray) -> jax.Array:
 
 
 def rope(x_BTNH: jax.Array, angles: Angles) -> jax.Array:
-    """x with rotary positions: elements i and i + H/2 of a head turn together."""
+    """x with rotary positions: of the first elements of a head, as many as there are angles twice,
+    i and i + half of them turn together. The others stay."""
     sin, cos = angles
+    num_turned = 2 * sin.shape[-1]
+    if num_turned < x_BTNH.shape[-1]:
+        x_BTNH, rest = jnp.split(x_BTNH, [num_turned], axis=-1)
+        return jnp.concatenate([rope(x_BTNH, angles), rest], axis=-1)
     first, second = jnp.split(wide(x_BTNH), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return stored(turned, x_BTNH.dtype)

@@ -9,6 +9,7 @@ compute is an error, never dropped in silence.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,12 +17,19 @@ import numpy as np
 
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.plain_text import shown
-from tunix_lite.models.architecture import MOST_LAYERS, Architecture, RopeScaling
-from tunix_lite.models.decoder import layer_weights
+from tunix_lite.models.architecture import (
+    MOST_LAYERS,
+    Architecture,
+    DeltaNet,
+    RopeScaling,
+    repeated,
+)
+from tunix_lite.models.decoder import layer_weights, stacks
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
+HYBRID_KINDS = {"linear_attention": "delta", "full_attention": "global"}
 # Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
@@ -53,6 +61,24 @@ NAMES = {
     "down": "mlp.down_proj.weight",
 }
 QK_NORMS = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+DELTA = {  # of layers whose kind is delta
+    "delta/qkv": "linear_attn.in_proj_qkv.weight",
+    "delta/z": "linear_attn.in_proj_z.weight",
+    "delta/b": "linear_attn.in_proj_b.weight",
+    "delta/a": "linear_attn.in_proj_a.weight",
+    "delta/conv": "linear_attn.conv1d.weight",
+    "delta/decay": "linear_attn.A_log",
+    "delta/step_bias": "linear_attn.dt_bias",
+    "delta/norm": "linear_attn.norm.weight",
+    "delta/o": "linear_attn.out_proj.weight",
+}
+DELTA_KEYS = {
+    "delta.num_key_heads": "linear_num_key_heads",
+    "delta.num_value_heads": "linear_num_value_heads",
+    "delta.key_dim": "linear_key_head_dim",
+    "delta.value_dim": "linear_value_head_dim",
+    "delta.taps": "linear_conv_kernel_dim",
+}
 QKV_BIASES = {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
 POST_NORMS = {
     "attn_post_norm": "post_attention_layernorm.weight",
@@ -70,15 +96,23 @@ def _local_by_list(hf: dict) -> list[str]:
     return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
-def _listed(hf: dict) -> list[str] | None:
-    """The kinds of `layer_types`; None without it."""
+def _listed(hf: dict, kinds: dict[str, str] = KINDS) -> list[str] | None:
+    """The kinds of `layer_types`; None without it. kinds: what each type is here."""
     count = hf["num_hidden_layers"]
     types = hf.get("layer_types")
     if not types:
         return None
-    if len(types) != count or set(types) - set(KINDS):
-        raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(KINDS)}")
-    return [KINDS[t] for t in types]
+    if len(types) != count or set(types) - set(kinds):
+        raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(kinds)}")
+    return [kinds[t] for t in types]
+
+
+def _hybrid(hf: dict) -> list[str]:
+    """The kind of every layer of Qwen 3.5: of `layer_types`, else every nth has attention."""
+    every = _number(hf.get("full_attention_interval", 4), "full_attention_interval", int)
+    count = hf["num_hidden_layers"]
+    by_interval = ["delta" if i % every else "global" for i in range(1, count + 1)]
+    return _listed(hf, HYBRID_KINDS) or by_interval
 
 
 def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
@@ -118,6 +152,7 @@ class Family:
         _local_by_list  # config.json -> the kind of every layer
     )
     has_windows: bool = True  # config.json lists the kinds of layers
+    types: dict[str, str] = field(default_factory=lambda: KINDS)  # under these names
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
     # model_type of models that hold one of this family as their text part
     wrapper: str | None = None
@@ -132,6 +167,9 @@ GEMMA = {
     "norm_plus_one": True,
     "post_norms": True,
     "qkv_bias": False,
+    "attn_gate": False,
+    "rope_share": 1.0,
+    "delta": None,
 }
 LLAMA_LIKE = {
     "activation": "silu",
@@ -140,6 +178,9 @@ LLAMA_LIKE = {
     "post_norms": False,
     "attn_softcap": None,
     "final_softcap": None,
+    "attn_gate": False,
+    "rope_share": 1.0,
+    "delta": None,
 }
 GEMMA2 = Family(
     name="gemma2",
@@ -220,6 +261,43 @@ QWEN3 = replace(
     names=NAMES | QK_NORMS,
     fixed={"hidden_act": "silu", "attention_bias": False},
 )
+QWEN3_5 = Family(
+    name="qwen3_5",
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    flags={
+        "activation": "silu",
+        "embed_scale": False,
+        "norm_plus_one": True,
+        "post_norms": False,
+        "qk_norm": True,
+        "qkv_bias": False,
+        "attn_gate": True,
+        "attn_softcap": None,
+        "final_softcap": None,
+        "rope_scaling": None,
+    },
+    names=NAMES | QK_NORMS | DELTA,
+    keys=KEYS | DELTA_KEYS,
+    fixed={"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True},
+    absent={
+        "tie_word_embeddings": False,
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    kinds=_hybrid,
+    types=HYBRID_KINDS,
+    wrapper="qwen3_5",
+    prefixes=("model.language_model.",),
+    # Layers that predict more tokens at once, and the vision part.
+    ignored=("mtp.", "model.visual."),
+)
 LLAMA = Family(
     name="llama",
     model_type="llama",
@@ -231,7 +309,7 @@ LLAMA = Family(
     absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
     has_windows=False,
 )
-FAMILIES = {family.name: family for family in (GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3)}
+FAMILIES = {family.name: family for family in (GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3, QWEN3_5)}
 
 
 def find_family(name: str) -> Family:
@@ -290,7 +368,8 @@ def read_config(
 
     # The architecture. Of a larger model, its text part.
     if kind == named_family.wrapper:
-        hf = hf.get("text_config") or {}
+        tied = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
+        hf = tied | (hf.get("text_config") or {})
     try:
         return _config_from(_object(hf, "text_config"), named_family), named_family
     except KeyError as error:
@@ -335,12 +414,17 @@ def _config_from(hf: dict, family: Family) -> Architecture:
     types = get_type_hints(Architecture)
     values = {}
     for name, key in family.keys.items():
-        kinds = get_args(types[name]) or (types[name],)
+        part, _, inner = name.rpartition(".")
+        kinds = get_args(types[name]) if not part else ()
         is_absent = hf[key] is None and type(None) in kinds
-        values[name] = None if is_absent else _number(hf[key], key, kinds[0])
+        kind = (*kinds, int if part else types[name])[0]
+        value = None if is_absent else _number(hf[key], key, kind)
+        (values.setdefault(part, {}) if part else values)[inner] = value
+    if "delta" in values:
+        values["delta"] = DeltaNet(**values["delta"])
     values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
-    values["pattern"] = _shortest_pattern(kinds)
+    values["pattern"] = repeated(kinds)
     if "local" not in kinds:
         values["window"] = None
     values |= _rope(config, family, kinds)
@@ -375,13 +459,6 @@ def _object(value: object, key: str) -> dict:
     return value
 
 
-def _shortest_pattern(kinds: list[str]) -> tuple[str, ...]:
-    """The shortest pattern that, repeated, gives the kinds of all layers."""
-    count = len(kinds)
-    patterns = (kinds[:period] for period in range(1, count + 1))
-    return tuple(next(p for p in patterns if (p * (count // len(p) + 1))[:count] == kinds))
-
-
 def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
     """The rope settings of a config.json, in the newer spelling or the older one."""
     newer = _object(config.get("rope_parameters") or {}, "rope_parameters")
@@ -394,12 +471,15 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
         of_local = _one_rope(config, family, newer, "sliding_attention", theta_key, {})
 
     scaling = _scaling(of_global)
+    key = "partial_rotary_factor"
+    share = of_global.get(key, (family.absent | config).get(key, 1.0))
     if "local" in kinds and _scaling(of_local) is not None:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
     return {
         "rope_theta_local": _number(of_local["rope_theta"], "rope_theta", float),
         "rope_theta_global": _number(of_global["rope_theta"], "rope_theta", float),
         "rope_scaling": scaling,
+        "rope_share": _number(share, "partial_rotary_factor", float),
     }
 
 
@@ -457,7 +537,10 @@ def check_flags(cfg: Architecture, family: Family) -> None:
                 f"{name}={getattr(cfg, name)!r}, but in the family {family.name} it is {value!r}"
             )
     expected = set(family.names)
-    names = set(layer_weights(cfg))
+    names = set()
+    for stack, (kind, _) in stacks(cfg).items():
+        own = {name: f"{stack}/{name}" for name in layer_weights(cfg, kind)}
+        names |= {full if full in expected else name for name, full in own.items()}
     if expected != names:
         raise ValueError(
             f"layers have {sorted(names)}, but in the family {family.name} {sorted(expected)}"
@@ -475,7 +558,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
 
 def as_computed(cfg: Architecture) -> Architecture:
     """The architecture without what no layer uses, so that two that compute the same are equal."""
-    pattern = _shortest_pattern(list(cfg.kinds))
+    pattern = repeated(cfg.kinds)
     unused = {}
     if "local" not in pattern:
         unused = {"window": None, "rope_theta_local": cfg.rope_theta_global}
@@ -491,10 +574,10 @@ def config_json(cfg: Architecture, family: Family, **more: object) -> dict:
 
 def _as_json(cfg: Architecture, family: Family) -> dict:
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
-    hf |= {key: getattr(cfg, name) for name, key in family.keys.items()}
+    hf |= {key: attrgetter(name)(cfg) for name, key in family.keys.items()}
     hf |= {key: value for key, value in family.fixed.items() if value is not None}
     if family.has_windows:
-        names = {kind: name for name, kind in KINDS.items()}
+        names = {kind: name for name, kind in family.types.items()}
         hf["layer_types"] = [names[kind] for kind in cfg.kinds]
         if "use_sliding_window" not in family.fixed and family.kinds is _local_by_list:
             hf["use_sliding_window"] = "local" in cfg.kinds
@@ -502,6 +585,8 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     # Rope, in the newer keys.
     of_local = {"rope_type": "default", "rope_theta": cfg.rope_theta_local}
     of_global = {"rope_type": "default", "rope_theta": cfg.rope_theta_global}
+    if cfg.rope_share < 1:
+        of_global["partial_rotary_factor"] = cfg.rope_share
     if (scaling := cfg.rope_scaling) is not None:
         of_global |= {"rope_type": "linear", "factor": scaling.factor}
         if scaling.original_positions is not None:

@@ -10,9 +10,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +191,11 @@ def hf_names(
     """The names on disk of the weight at this path: one, or one per layer."""
     if path in TOP_NAMES:
         return [TOP_NAMES[path]]
-    name = family.names[path.removeprefix("layers/")]
-    return [f"model.layers.{i}.{name}" for i in range(cfg.num_layers)]
+    # layers/q, or layers/<stack>/q: kinds may name the same weight differently
+    *stack, name = path.removeprefix("layers/").split("/")
+    of_kind = family.names.get("/".join([*stack, name])) or family.names[name]
+    numbers = enumerate(decoder.stack_of_layers(cfg))
+    return [f"model.layers.{i}.{of_kind}" for i, of in numbers if [of] == (stack or [None])]
 
 
 def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
@@ -204,7 +208,10 @@ def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
-    """The shape on disk: projections [outputs, inputs], flat; biases flat; tables [V, D]."""
+    """The shape on disk: projections [outputs, inputs], flat; biases flat; tables [V, D];
+    convolutions [outputs, 1, taps]."""
+    if weight.axes[-1] == "taps":
+        return int(np.prod(weight.shape[:-1])), 1, weight.shape[-1]
     if weight.inputs:
         num_outputs = int(np.prod(weight.shape[weight.inputs :]))
         num_inputs = int(np.prod(weight.shape[: weight.inputs]))
@@ -212,9 +219,22 @@ def hf_shape(weight: Weight) -> tuple[int, ...]:
     return weight.shape if weight.axes[0] == "vocab" else (int(np.prod(weight.shape)),)
 
 
-def _to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
+def to_hf(value: np.ndarray, weight: Weight) -> np.ndarray:
+    """The tensor on disk of the values of one layer's weight."""
     shape = hf_shape(weight)
+    if weight.parts:
+        # of each part all heads, then the next part
+        heads, dim = weight.inputs, weight.inputs + 1
+        parts = np.split(value, np.cumsum(weight.parts)[:-1], axis=dim)
+        merged = (*value.shape[:heads], -1, *value.shape[dim + 1 :])
+        value = np.concatenate([x.reshape(merged) for x in parts], axis=heads)
     return value.reshape(shape[::-1]).T if weight.inputs else value.reshape(shape)
+
+
+def from_hf(tensor: np.ndarray, weight: Weight) -> np.ndarray:
+    """The values of one layer's weight, given the tensor on disk."""
+    held = SimpleNamespace(read=lambda _, index: tensor[index])
+    return _read_slice(held, "", weight, (slice(None),) * len(weight.shape))
 
 
 def _read_slice(
@@ -222,23 +242,38 @@ def _read_slice(
     name: str,
     weight: Weight,
     index: tuple[slice, ...],
+    first_row: int = 0,
 ) -> np.ndarray:
-    """weight[index]. Of the inputs and of the outputs, only the first dim may be divided."""
+    """weight[index]. Of the inputs and of the outputs, only the first dim may be divided.
+
+    first_row: of the tensor, where the weight begins there.
+    """
+    if weight.parts:
+        heads, dim = weight.inputs, weight.inputs + 1
+        pieces = []
+        for width in weight.parts:
+            shape = (*weight.shape[:dim], width, *weight.shape[dim + 1 :])
+            one = replace(weight, shape=shape, parts=())
+            pieces.append(_read_slice(tensors, name, one, index, first_row))
+            first_row += weight.shape[heads] * width
+        return np.concatenate(pieces, axis=dim)
     bounds = [s.indices(size)[:2] for s, size in zip(index, weight.shape)]
     shape = [stop - start for start, stop in bounds]
 
-    def flat_slice(first: int, last: int) -> slice:
+    def flat_slice(first: int, last: int, row: int = 0) -> slice:
         # The dims first..last-1 flattened into one. All but the first of them are whole.
         start, stop = bounds[first]
         inner = int(np.prod(weight.shape[first + 1 : last]))
-        return slice(start * inner, stop * inner)
+        return slice(row + start * inner, row + stop * inner)
 
     num_dims = len(weight.shape)
     if weight.inputs:
-        outputs = flat_slice(weight.inputs, num_dims)
+        outputs = flat_slice(weight.inputs, num_dims, first_row)
         inputs = flat_slice(0, weight.inputs)
         return tensors.read(name, (outputs, inputs)).T.reshape(shape)
-    if weight.axes[0] != "vocab":
+    if weight.axes[-1] == "taps":
+        index = (flat_slice(0, num_dims - 1, first_row), slice(None), slice(None))
+    elif weight.axes[0] != "vocab":
         index = (flat_slice(0, num_dims),)
     return tensors.read(name, index).reshape(shape)
 
@@ -490,7 +525,7 @@ def tensors_of(
         )
         # In float32 first, so that the sum of a base and its adapter is rounded once.
         value = dense(leaf, weight.inputs, jnp.float32)
-        return np.ascontiguousarray(_to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
+        return np.ascontiguousarray(to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
 
     return tensor
 

@@ -13,7 +13,7 @@ from tunix_lite.files.untrusted import as_path, read_object
 from tunix_lite.models import decoder, hf
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
-from tunix_lite.models.lora import LoraConfig, adapter_weights, pairs
+from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.weights import flatten, unstacked
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Params
@@ -89,6 +89,12 @@ def read_adapter_config(
             f"adapter: {folder / TENSORS} has no adapter of a projection of this model"
         )
     targets = "|".join(paths)
+    if decoder.stack_of_layers(cfg)[0] is not None:
+        # By stack, as an expression has a limit.
+        names: dict[str, list[str]] = {}
+        for stack, name in (path.rsplit("/", 1) for path in paths):
+            names.setdefault(stack, []).append(name)
+        targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
     for name, own in (("alpha", alpha), ("targets", targets)):
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):
@@ -158,7 +164,7 @@ def load_adapters(
     for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
         parts = [
-            np.asarray(tensors[name], np.float32).T.reshape(one.shape)
+            hf.from_hf(np.asarray(tensors[name], np.float32), one)
             for name in _names(path, cfg, family)
         ]
         loaded[path] = put(np.stack(parts) if weight.is_stacked else parts[0], *weight.axes)
@@ -182,14 +188,12 @@ def save_adapters(
     # The tensors, and the modules that they are for.
     tensors = {}
     modules = set()
-    for path, (a, b) in pairs(adapters).items():
-        for side, value in (("a", a), ("b", b)):
-            names = _names(f"{path}/{side}", cfg, family)
-            value = np.asarray(value, np.float32)
-            matrix = (-1, lora.rank) if side == "a" else (lora.rank, -1)
-            for name, part in zip(names, value):
-                tensors[name] = part.reshape(matrix).T
-            modules |= set(map(_module, names))
+    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
+        names = _names(path, cfg, family)
+        values = np.asarray(flatten(adapters)[path], np.float32)
+        for name, value in zip(names, values):
+            tensors[name] = hf.to_hf(value, unstacked(weight))
+        modules |= set(map(_module, names))
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.

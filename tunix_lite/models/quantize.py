@@ -51,6 +51,8 @@ def stored_table(table: Table, storage: str) -> Table:
 
 
 def _stored(w: Weight, storage: str) -> Leaf:
+    if w.is_exact:
+        return w
     if not w.inputs or storage not in BLOCKS:
         return replace(w, dtype=STORAGE[storage])
 

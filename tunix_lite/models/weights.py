@@ -76,6 +76,10 @@ class Weight:
     # leading dims that are inputs; 0: nothing is projected with it (norms, biases, the embedding)
     inputs: int = 1
     dtype: DTypeLike = jnp.float32
+    # of each head, the widths of parts that a file has one after the other, each of all heads
+    parts: tuple[int, ...] = ()
+    # True: it stays float32 in a frozen base, too
+    is_exact: bool = False
 
     @property
     def is_stacked(self) -> bool:
@@ -369,7 +373,9 @@ def adapter_pair(
     a = Weight(
         (*w.shape[: w.inputs], rank), (*w.axes[: w.inputs], "rank"), init, inputs=w.inputs
     )
-    b = Weight((rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros)
+    b = Weight(
+        (rank, *w.shape[w.inputs :]), ("rank", *w.axes[w.inputs :]), zeros, parts=w.parts
+    )
     return a, b
 
 

@@ -46,6 +46,8 @@ RULES: dict[str, str | None] = {
     "mlp": "tp",
     "head_dim": None,
     "layers": None,
+    # tokens of a short convolution
+    "taps": None,
     # a norm's scale is too small to be worth a gather
     "norm": None,
     # the inner dim of adapters

@@ -9,6 +9,7 @@ L layers; n tokens of a micro-batch on a device; b bytes of an element as comput
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,7 +19,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.kernels.choice import PIECE
 from tunix_lite.learner.optim import make_optimizer, state_layout
-from tunix_lite.models import attention, decoder, vocabulary
+from tunix_lite.models import attention, decoder, gated_delta_net, vocabulary
 from tunix_lite.models.quantize import stored_table
 from tunix_lite.models.weights import Weight, is_quantized, is_weight
 from tunix_lite.resolved.run import ResolvedRun
@@ -146,8 +147,14 @@ class MemoryEstimate:
 
     def layer_elements(self) -> int:
         """Elements of one layer's matrices on a device, whole over fsdp."""
-        layer = decoder.layer_weights(self.resolved.cfg).values()
-        return sum(self.resolved.elements(w.shape, w.axes, is_gathered=True) for w in layer)
+        cfg = self.resolved.cfg
+        return max(
+            sum(
+                self.resolved.elements(w.shape, w.axes, is_gathered=True)
+                for w in decoder.layer_weights(cfg, kind).values()
+            )
+            for kind in set(cfg.pattern)
+        )
 
     def choose_sampling_weights(
         self, capacity: int | None, beside: dict[str, int] | None = None
@@ -302,21 +309,23 @@ class MemoryEstimate:
         the layer's matrices. What a program without a loop over layers keeps more than these is not
         known.
         """
+        counts = Counter(self.resolved.cfg.kinds)
+        return sum(n * self._kept_layer(kind, rows, width) for kind, n in counts.items())
+
+    def _kept_layer(self, kind: str, rows: int, width: int) -> int:
         resolved = self.resolved
         # Elements of one token of one layer on a device.
         cfg = resolved.cfg
         tp = resolved.tp
         heads = cfg.num_heads // tp
-        kv_heads = -(-cfg.num_kv_heads // tp)
-        qkv = (heads + 2 * kv_heads) * cfg.head_dim
-        attended_out = heads * cfg.head_dim
+        qkv, attended_out = self._projected(kind)
         is_sequence_parallel = resolved.train_rules["residual_seq"] == "tp"
         residual = cfg.embed_dim // tp if is_sequence_parallel else cfg.embed_dim
         products = qkv + 2 * residual + 2 * (cfg.mlp_dim // tp)
 
         # What remat keeps of them.
         remat = resolved.run.training.remat
-        heads_of_token = (heads + kv_heads) * cfg.head_dim
+        heads_of_token = (qkv + attended_out) // 2
         of_a_token = {
             "block": 0,
             "save_qkv_out": qkv + attended_out,
@@ -329,29 +338,57 @@ class MemoryEstimate:
         if remat == "save_all":
             kept += self.layer_elements() * resolved.itemsize
             kept += 4 * rows * width * (14 * residual + 3 * heads_of_token)
-        if remat in ("none", "save_all") and resolved.attention == "xla":
+        has_scores = kind != "delta" and resolved.attention == "xla"
+        if remat in ("none", "save_all") and has_scores:
             scores = (heads * math.prod(part) for part in self.attended(rows, width))
             times = 3 if remat == "save_all" else 1
             kept += (
                 4 * times * sum(count for count in scores if count <= attention.SCORES_AT_ONCE)
             )
-        return cfg.num_layers * kept
+        return kept
 
     def _layer_at_work(self, n: int) -> int:
-        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp."""
+        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp. In
+        a gated delta net it is what it projects, and in float32 what its chunks are made of."""
         resolved = self.resolved
         cfg = resolved.cfg
         tp = resolved.tp
-        heads = (cfg.num_heads // tp + 2 * -(-cfg.num_kv_heads // tp)) * cfg.head_dim
+        in_float32 = 0
+        if (net := cfg.delta) is not None:
+            of_head = 4 * net.key_dim + 4 * net.value_dim + 3 * gated_delta_net.CHUNK
+            in_float32 = 4 * n * net.num_value_heads // tp * of_head
+        heads = max(self._projected(kind)[0] for kind in set(cfg.pattern))
         elements = n * (4 * cfg.embed_dim + heads + 2 * cfg.mlp_dim // tp)
-        return resolved.itemsize * elements
+        return resolved.itemsize * elements + in_float32
+
+    def _projected(self, kind: str) -> tuple[int, int]:
+        """Elements of one token of a layer of this kind on a device: what is projected to mix it
+        with others, and what comes out. In attention these are (N + 2K)H and NH."""
+        cfg = self.resolved.cfg
+        tp = self.resolved.tp
+        if kind == "delta":
+            net = cfg.delta
+            values = net.num_value_heads // tp * net.value_dim
+            gates = 2 * net.num_value_heads // tp
+            return net.num_key_heads // tp * sum(net.parts) + values + gates, values
+        heads = cfg.num_heads // tp
+        kv_heads = -(-cfg.num_kv_heads // tp)
+        queries = 2 * heads if cfg.attn_gate else heads
+        return (queries + 2 * kv_heads) * cfg.head_dim, heads * cfg.head_dim
 
     def _scores_at_work(self, rows: int, width: int) -> int:
         """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel
-        has none."""
+        has none. A gated delta net has as much for all tokens of a lane and the prompts that they
+        share."""
+        parts = self.attended(rows, width)
+        of_prompts = 0
+        if (net := self.resolved.cfg.delta) is not None:
+            heads = net.num_value_heads // self.resolved.tp
+            lanes, queries, keys = parts[-1]
+            of_prompts = 2 * 4 * heads * lanes * queries * (keys - queries)
         if self.resolved.attention != "xla":
-            return 0
-        return max(self._score_bytes(*part) for part in self.attended(rows, width))
+            return of_prompts
+        return max(of_prompts, *(self._score_bytes(*part) for part in parts))
 
     def _score_bytes(self, rows: int, queries: int, keys: int) -> int:
         """The scores of so many queries of each row with so many keys, as `_scores_at_work` has."""

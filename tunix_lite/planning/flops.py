@@ -3,22 +3,28 @@ the hardware.
 
 XLA's own count is of no use here: it sees a scanned layer once. A multiplication and an addition
 are two FLOPs. What counts is what the mathematics needs: recomputation, padding and masked scores
-do not, nor do norms, rope, softmax and activations, which are small. Of one layer, with D =
-embed_dim, N = num_heads, K = num_kv_heads, H = head_dim, F = mlp_dim, the weights are q: DNH, k and
-v: DKH each, o: NHD, gate, up and down: DF each.
+do not, nor do norms, rope, softmax and activations, which are small. Of a layer of attention, with
+D = embed_dim, N = num_heads, K = num_kv_heads, H = head_dim, F = mlp_dim, the weights are q: DNH, k
+and v: DKH each, o: NHD, gate, up and down: DF each.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 
+from tunix_lite.models import decoder
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.planning.hardware import Hardware
 
 
 def _matmul_params(cfg: Architecture) -> int:
-    """Weights that a token is multiplied with on its way through the layers: L * (2DNH + 2DKH +
-    3DF), without the head, the embedding, norms and biases."""
-    attention = 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
-    return cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
+    """Weights that a token is multiplied with on its way through the layers: with attention in each
+    of them L * (2DNH + 2DKH + 3DF), without the head, the embedding, norms and biases."""
+    total = 0
+    for kind, count in Counter(cfg.kinds).items():
+        declared = decoder.layer_weights(cfg, kind).values()
+        total += count * sum(math.prod(w.shape) for w in declared if w.inputs)
+    return total
 
 
 def _head_params(cfg: Architecture) -> int:
@@ -29,14 +35,28 @@ def _head_params(cfg: Architecture) -> int:
 def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     """Scores and weighted sums of one forward over sequences of these lengths: 4NH a pair of a
     query and a key. In a local layer a token sees a window of keys at most: a triangle of pairs,
-    and then whole windows."""
+    and then whole windows. With them is what `recurrence_flops` gives."""
     lengths = [int(length) for length in lengths]
     pairs = 0
     for kind in cfg.kinds:
+        if kind not in decoder.ATTENTION:
+            continue
         for length in lengths:
             seen = min(length, cfg.window) if kind == "local" else length
             pairs += seen * (seen + 1) // 2 + (length - seen) * seen
-    return 4.0 * cfg.num_heads * cfg.head_dim * pairs
+    recurrence = recurrence_flops(cfg) * sum(lengths)
+    return 4.0 * cfg.num_heads * cfg.head_dim * pairs + recurrence
+
+
+def recurrence_flops(cfg: Architecture) -> float:
+    """The recurrence of one token in all gated delta nets: each head reads its state twice and
+    writes it once, 6 * key_dim * value_dim; and the convolution."""
+    if cfg.delta is None:
+        return 0.0
+    net = cfg.delta
+    heads = 6.0 * net.num_value_heads * net.key_dim * net.value_dim
+    convolution = 2.0 * net.num_key_heads * sum(net.parts) * net.taps
+    return cfg.kinds.count("delta") * (heads + convolution)
 
 
 def forward_flops(cfg: Architecture, tokens: float, scored: float, attention: float) -> float:
@@ -72,15 +92,21 @@ def decode_bytes(
     cache_itemsize: float = 2,
 ) -> float:
     """Bytes that one decode step over sequences of these lengths must read, on all devices
-    together: every weight once, and of each sequence the keys and values that its next token sees.
-    weight_itemsize, cache_itemsize: bytes of an element; a fraction for codes with scales."""
+    together: every weight once, and of each sequence the keys and values that its next token sees,
+    and the float32 state of its gated delta nets, which is written, too. weight_itemsize,
+    cache_itemsize: bytes of an element; a fraction for codes with scales."""
     lengths = [int(length) for length in lengths]
     seen = 0
-    for kind in cfg.kinds:
+    for kind in (kind for kind in cfg.kinds if kind in decoder.ATTENTION):
         seen += sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
     weights = _matmul_params(cfg) + _head_params(cfg)
+    states = 0
+    if (net := cfg.delta) is not None:
+        in_a_layer = 2 * 4 * net.num_value_heads * net.key_dim * net.value_dim
+        states = len(lengths) * cfg.kinds.count("delta") * in_a_layer
     return (
-        weights * weight_itemsize
+        states
+        + weights * weight_itemsize
         + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
     )
 

@@ -15,7 +15,8 @@ from tunix_lite.config import RunConfig, reduction_of
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner import packing
 from tunix_lite.learner.rows import PACKING
-from tunix_lite.planning.flops import forward_flops
+from tunix_lite.models import decoder
+from tunix_lite.planning.flops import forward_flops, recurrence_flops
 from tunix_lite.planning.lengths import Lengths
 from tunix_lite.resolved.run import ResolvedRun
 from tunix_lite.types import Batch
@@ -122,7 +123,9 @@ def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     if shape is not None and shape.prefix_columns:
         keys_of_lane = shape.prefix_columns + shape.lane_columns
         pairs = shape.prefix_columns**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
-    attention = 4.0 * cfg.num_layers * cfg.num_heads * cfg.head_dim * rows * pairs
+    num_layers = sum(kind in decoder.ATTENTION for kind in cfg.kinds)
+    attention = 4.0 * num_layers * cfg.num_heads * cfg.head_dim * rows * pairs
+    attention += recurrence_flops(cfg) * rows * work.width
     return forward_flops(cfg, rows * work.width, rows * work.scored, attention)
 
 

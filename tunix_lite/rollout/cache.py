@@ -1,5 +1,6 @@
-"""The key/value cache: one `KV` per layer, head-major, with the token at position p in column p mod
-C.
+"""What slots keep of their sequences, by layer: keys and values, or the state of a recurrent layer.
+
+Of attention it is one `KV` per layer, head-major, with the token at position p in column p mod C.
 
 C is the whole length in a global layer. In a local layer it is the window, and the cache is a ring:
 a new token overwrites the one that has just left the window. The column of a token depends on its
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.decoder import kind_of_layer
 from tunix_lite.parallel.mesh import axis_size, constrain
 
 # Logical axes of keys and values; scales have the first three.
@@ -61,11 +63,16 @@ def cache_shapes(
     dtype: DTypeLike,
     int8: bool,
     tp: int,
-) -> list[KV]:
-    """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic."""
+) -> list[Any]:
+    """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic: a `KV` or
+    a state for each layer."""
     heads = cfg.num_kv_heads * _head_copies(cfg, tp)
     cache = []
     for kind in cfg.kinds:
+        state_shapes = kind_of_layer(kind).state_shapes
+        if state_shapes is not None:
+            cache.append(state_shapes(cfg, rows, dtype))
+            continue
         columns = num_columns(cfg, kind, length)
         shape = (rows, heads, columns)
         stored_dtype = jnp.int8 if int8 else dtype
@@ -82,7 +89,7 @@ def empty_cache(
     dtype: DTypeLike,
     int8: bool,
     rows_axis: str = "batch",
-) -> list[KV]:
+) -> list[Any]:
     """A cache of `rows` sequences of up to `length` tokens, all zeros. rows_axis: the logical axis
     of its rows, "batch" or "prompts"."""
     shapes = cache_shapes(cfg, rows, length, dtype, int8, axis_size("tp"))
@@ -91,6 +98,11 @@ def empty_cache(
         return constrain_kv(jnp.zeros(x.shape, x.dtype), rows_axis)
 
     return jax.tree.map(zeros, shapes)
+
+
+def columns_of(layer: Any) -> int | None:
+    """Columns of the cache of a layer; None: it keeps a state, which has none."""
+    return layer.k.shape[2] if isinstance(layer, KV) else None
 
 
 def columns_in_use(tokens: int, length: int) -> int:
@@ -241,9 +253,9 @@ def attended_columns(
     return is_held_BC
 
 
-def store_rows(prompts: KV, new: KV, first_row: jax.Array) -> KV:
-    """The prompt cache with the rows of `new` from `first_row` on. Columns that `new` does not have
-    stay as they are."""
+def store_rows(prompts: Any, new: Any, first_row: jax.Array) -> Any:
+    """The prompt cache of a layer with the rows of `new` from `first_row` on. Columns that `new`
+    does not have stay as they are."""
 
     def put(all_rows: jax.Array, rows: jax.Array) -> jax.Array:
         start = (first_row, *[0] * (rows.ndim - 1))
@@ -254,8 +266,9 @@ def store_rows(prompts: KV, new: KV, first_row: jax.Array) -> KV:
     return jax.tree.map(put, prompts, new)
 
 
-def load_rows(kv: KV, prompts: KV, rows_B: jax.Array, is_new_B: jax.Array) -> KV:
-    """The cache in which each row that is new begins with row rows_B of the prompt cache."""
+def load_rows(kv: Any, prompts: Any, rows_B: jax.Array, is_new_B: jax.Array) -> Any:
+    """The cache of a layer in which each row that is new begins with row rows_B of the prompt
+    cache."""
 
     def put(all_columns: jax.Array, beginnings: jax.Array) -> jax.Array:
         # Only the columns that prompts can have are written.

@@ -439,7 +439,7 @@ def compile_rollout(engine: Engine) -> Slots:
         for kind, kv in dict(zip(spec.cfg.kinds, slots.cache)).items():
             for columns in sizes:
                 wanted = kv_cache.num_columns(spec.cfg, kind, columns)
-                if wanted != kv.k.shape[2]:
+                if kv_cache.columns_of(kv) not in (None, wanted):
                     results(programs.resize_layer, kv, wanted)
     return every[sizes.index(length)]
 

@@ -263,7 +263,7 @@ class Programs:
         # One layer after the other, so that no device ever holds two whole caches.
         for layer, kind in enumerate(self.spec.cfg.kinds):
             wanted = kv_cache.num_columns(self.spec.cfg, kind, columns)
-            if slots.cache[layer].k.shape[2] != wanted:
+            if kv_cache.columns_of(slots.cache[layer]) not in (None, wanted):
                 slots.cache[layer] = self.resize_layer(slots.cache[layer], wanted)
         return slots
 
@@ -398,7 +398,13 @@ def prefill(
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
 
     hidden_MTD, new_cache = decoder.forward_by_layer(
-        per_layer_params, spec.cfg, tokens_MT, meta.positions, attend_fn, spec.tp_reduce_dtype
+        per_layer_params,
+        spec.cfg,
+        tokens_MT,
+        meta.positions,
+        attend_fn,
+        spec.tp_reduce_dtype,
+        sequences=meta,
     )
 
     # The repetition penalty covers the tokens of the prompt, too.
@@ -591,6 +597,10 @@ def read_drawn(
         attend_norms=spec.fused,
         products=products,
         angles=angles,
+        sequences=attention.AttentionMeta(
+            slots.lengths[:, None], slots.running[:, None].astype(jnp.int32)
+        ),
+        states=slots.cache,
     )
 
     # A sequence ends with an end token, or where it has reached its limit.
@@ -619,10 +629,11 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     """
     cfg = spec.cfg
     newest_B = slots.lengths
-    num_columns = {kind: kv.k.shape[2] for kind, kv in zip(cfg.kinds, slots.cache)}
+    num_columns = {kind: kv_cache.columns_of(kv) for kind, kv in zip(cfg.kinds, slots.cache)}
     masks = {
         kind: kv_cache.attended_columns(cfg, kind, newest_B, columns)[:, None]
         for kind, columns in num_columns.items()
+        if columns is not None
     }
 
     def attend_fn(
@@ -716,17 +727,27 @@ def append(
     positions_RW = lengths_R[:, None] + jnp.arange(W)
     cache = jax.tree.map(read, slots.cache)
     attend_fn = attend_to_cache_and_new(spec, cache, lengths_R, counts_R, W)
-    hidden_RWD, new_kv = decoder.forward_by_layer(
-        per_layer_params, spec.cfg, tokens_RW, positions_RW, attend_fn, spec.tp_reduce_dtype
+    is_token_RW = jnp.arange(W) < counts_R[:, None]
+    hidden_RWD, new_cache = decoder.forward_by_layer(
+        per_layer_params,
+        spec.cfg,
+        tokens_RW,
+        positions_RW,
+        attend_fn,
+        spec.tp_reduce_dtype,
+        sequences=attention.AttentionMeta(positions_RW, is_token_RW.astype(jnp.int32)),
+        states=cache,
     )
 
     # The first token of the next turn is drawn from the last of them.
     last_R = jnp.maximum(counts_R - 1, 0)
-    new_RV = _tokens_seen(spec, tokens_RW, jnp.arange(W) < counts_R[:, None])
+    new_RV = _tokens_seen(spec, tokens_RW, is_token_RW)
     appended = slots.replace(
         cache=[
-            kv_cache.write_tokens(kv, new, rows_R, lengths_R, counts_R)
-            for kv, new in zip(slots.cache, new_kv)
+            kv_cache.write_tokens(old, new, rows_R, lengths_R, counts_R)
+            if isinstance(old, KV)
+            else jax.tree.map(write, old, new)
+            for old, new in zip(slots.cache, new_cache)
         ],
         hidden=write(slots.hidden, hidden_RWD[jnp.arange(R), last_R]),
         seen=None if new_RV is None else write(slots.seen, read(slots.seen) | new_RV),
@@ -757,6 +778,8 @@ def attend_to_cache_and_new(
     new_RWW |= place_W[:, None] == place_W
     masks = {}
     for kind, kv in dict(zip(cfg.kinds, cache)).items():
+        if not isinstance(kv, KV):
+            continue
         # Columns of the cache, then new tokens: [R, W, C + W].
         held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
         shape = (*query_RW.shape, held_RC.shape[1])
@@ -827,7 +850,10 @@ def write_slot(spec: SamplerSpec, slots: Slots, one: Slots, row: jax.Array) -> S
 
 
 def longest_chunk(spec: SamplerSpec) -> int:
-    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns."""
+    """Tokens of a chunk, at most, that can be taken back: no more than a ring has columns. Where
+    layers keep a state it is 1, of which none ever is."""
+    if decoder.has_states(spec.cfg):
+        return 1
     kinds = set(spec.cfg.kinds)
     columns = (kv_cache.num_columns(spec.cfg, kind, spec.max_length) for kind in kinds)
     return min(spec.chunk, *columns)

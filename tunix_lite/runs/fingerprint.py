@@ -35,6 +35,8 @@ SHOWN = 8
 # what may differ, and the start says both values: versions, what held-out numbers are of, the end
 # of a decaying learning rate, the dropout of adapters
 SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
+# fields of the architecture that runs of before do not have, which are left out at these values
+LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None}
 # characters of a value in it
 LONGEST = 400
 
@@ -63,7 +65,11 @@ def fingerprint(
             del reward["group"]
     values = {
         "model": {
-            "architecture": model_settings["architecture"],
+            "architecture": {
+                name: value
+                for name, value in model_settings["architecture"].items()
+                if name not in LATER or value != LATER[name]
+            },
             "lora": model_settings["lora"],
         },
         "weights": source.weights_digest(model),

@@ -1,0 +1,58 @@
+"""A kind of layer: how its tokens learn of each other. The rest of a layer, norms and feed-forward,
+is the same for all kinds (decoder.block).
+
+A kind is a `LayerKind`, in a file of its own: its weights, a function that mixes the tokens of a
+row, and what a sequence keeps of the tokens before. Attention keeps their keys and values; a
+recurrent kind keeps a state whose size does not grow. `Architecture.pattern` names the kinds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.attention import AttentionMeta
+from tunix_lite.models.weights import Weight
+
+# sin and cos of the rotary angles, [B, T, 1, H/2] each
+Angles = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the tokens of a layer can look at, in training and in sampling.
+
+    Example: Surroundings(products, angles, attend_fn), all that attention reads.
+    """
+
+    # decoder.Products: multiplies activations with weights
+    products: Any
+    angles: Angles
+    # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps)
+    attend_fn: Callable[..., tuple[jax.Array, Any]]
+    # True: attend_fn norms and turns queries and keys, and gets the weights and the angles, too
+    attend_norms: bool = False
+    # the sequences of the rows; a token whose segment is 0 is none, and changes no state
+    sequences: AttentionMeta | None = None
+    # the state of each row after the tokens before; None: all sequences begin in these rows
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer. `Architecture.pattern` names one of decoder.LAYER_KINDS, or gives the dotted
+    path of a LayerKind.
+
+    Example: LayerKind(decoder.attention_weights, decoder.attention_part), which is attention.
+    """
+
+    # the weights that mix tokens, by name
+    weights: Callable[[Architecture], dict[str, Weight]]
+    # (normed hidden states [B, T, D], weights, cfg, surroundings) -> (what is added to the residual
+    # stream, [B, T, D]; what the layer keeps while sampling)
+    mix: Callable[..., tuple[jax.Array, Any]]
+    # (cfg, rows, dtype of the computation) -> the shapes of the state of so many sequences, as
+    # arrays [rows, heads, ...] of four dims; None: it keeps keys and values
+    state_shapes: Callable[..., Any] | None = None
