@@ -21,7 +21,7 @@ HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MOST_RESERVED = 64 << 30
 
 # Bytes that a process may have beside what it uses of the heap, between the phases of a step.
-MOST_KEPT = 1 << 30
+MOST_UNUSED = 640 << 20
 
 # The share of a GPU's memory that a run takes, and that `tunix-lite plan` counts on.
 GPU_SHARE = 0.92
@@ -73,11 +73,11 @@ def keep_freed_memory() -> bool:
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
     if is_set and can_reserve_addresses():
-        reserve_heap()
+        _reserve_heap()
     return is_set
 
 
-def reserve_heap() -> None:
+def _reserve_heap() -> None:
     """Reserves addresses at the end of the heap, and asks Linux for huge pages there.
 
     The heap serves later blocks from them. Linux gives memory when an address is first written.
@@ -106,7 +106,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def give_back_freed_memory() -> bool:
-    """Gives Linux the memory that was freed, if glibc keeps more than MOST_KEPT of it. Returns
+    """Gives Linux the memory that was freed, if glibc keeps more than MOST_UNUSED of it. Returns
     whether it did.
 
     Call it between the phases of a step. The temporaries of a large program are one block. A small
@@ -121,13 +121,13 @@ def give_back_freed_memory() -> bool:
         return False
     mallinfo2.restype = _Mallinfo2
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    kept = pages * os.sysconf("SC_PAGE_SIZE") - mallinfo2().number_8
-    if kept <= MOST_KEPT:
+    unused = pages * os.sysconf("SC_PAGE_SIZE") - mallinfo2().number_8
+    if unused <= MOST_UNUSED:
         return False
     # This gives back the reserved addresses, too.
     libc.malloc_trim(0)
     if can_reserve_addresses():
-        reserve_heap()
+        _reserve_heap()
     return True
 
 
