@@ -61,7 +61,7 @@ from tunix_lite.types import TrainState
 from tunix_lite.workers import confined
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 2.0
+SECONDS = 4.0
 CFG = Architecture(
     512, 2, 16, 2, 1, 8, 24, query_scale=8, rope_theta_local=1e6, max_positions=512, tied=True, **LLAMA.flags
 )
@@ -126,7 +126,7 @@ def popen(canary: Path) -> dict:
     return {"_target_": "subprocess.Popen", "args": f"touch {shlex.quote(str(canary))}", "shell": True}
 
 
-def within_two_seconds(act):
+def within_seconds(act):
     """What `act` returns, or the one line that it refuses with. On a machine with other work the clock runs slower."""
     began = time.perf_counter()
     try:
@@ -142,7 +142,7 @@ def within_two_seconds(act):
 
 
 def is_refused(act, *words: str) -> None:
-    said = within_two_seconds(act)
+    said = within_seconds(act)
     assert isinstance(said, str), "it was taken"
     for word in words:
         assert word in said, said
@@ -196,7 +196,7 @@ def test_what_is_no_json_file_is_refused_by_name_wherever_one_is_read(kind, good
     for name in ("config.json", "tokenizer_config.json", "generation_config.json", hf.INDEX):
         folder = put_in(shutil.copytree(model, tmp_path / f"with {name}"), name, kind)
         if is_missing and name != "config.json":
-            within_two_seconds(lambda folder=folder: loaded(folder))  # as if it were not there
+            within_seconds(lambda folder=folder: loaded(folder))  # as if it were not there
         else:
             is_refused(lambda folder=folder: loaded(folder), "model.weights: ", name)
 
@@ -294,6 +294,15 @@ def test_a_size_that_the_machine_cannot_hold_is_refused_before_anything_is_made(
     settings_with(run, "architecture.vocab_size", 2**26, canary)
     settings_with(run, "architecture.embed_dim", 2**20, canary)
     is_refused(lambda: load(run), "model: its weights take", "GB")  # 2^46 x 4 bytes
+
+
+def test_a_kind_of_layer_that_a_folder_names_is_not_imported(good, tmp_path, canary):
+    run = shutil.copytree(good / "run", tmp_path / "run")
+    settings_with(run, "architecture", {"pattern": ["hostile_plug.KIND"]}, canary)
+    line = "model.architecture.pattern names 'hostile_plug.KIND', and a folder may not choose what is imported"
+    is_refused(lambda: load(run), line)
+    is_refused(lambda: of_run(run), line)
+    assert "hostile_plug" not in sys.modules
 
 
 def test_a_family_of_ones_own_is_imported_if_the_user_names_it_and_else_not(good, tmp_path, canary, monkeypatch):
@@ -465,7 +474,7 @@ def test_a_strangers_model_is_data(name, good, tmp_path, canary):
     if words:
         is_refused(lambda: loaded(folder), "model.weights: ", str(folder), *words)
     else:
-        assert within_two_seconds(lambda: loaded(folder)).cfg == CFG
+        assert within_seconds(lambda: loaded(folder)).cfg == CFG
 
 
 def test_a_head_that_is_not_the_tied_embedding_is_refused_and_taken_where_config_json_unties(good, tmp_path):
@@ -556,7 +565,7 @@ def test_an_ordinary_precompiled_normalizer_is_taken(good, tmp_path):
     """What the library does with it, and how long it makes a text at most; inside of a sequence, too."""
     folder = shutil.copytree(good / "model", tmp_path / "model")
     tokenizer(normalizer={"type": "Sequence", "normalizers": [precompiled(charsmap(replacements=b"xyz\0"))]})(folder)
-    made = within_two_seconds(lambda: Tokenizer.load(folder))
+    made = within_seconds(lambda: Tokenizer.load(folder))
     assert made.backend.normalizer.normalize_str("bAbA") == "bxyzbxyz"
 
 
@@ -614,7 +623,7 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
             *words,
         )
     else:
-        assert within_two_seconds(lambda: source.locate(found)).lora.rank == 2
+        assert within_seconds(lambda: source.locate(found)).lora.rank == 2
 
 
 # ---- the batch that replay reads
@@ -697,7 +706,7 @@ def test_settings_that_are_none_are_named_by_the_doctor(kind, tmp_path, canary):
         (folder / ".hydra" / "config.yaml").write_text(YAML[kind])
     else:
         put_in(folder / ".hydra", "config.yaml", kind)
-    lines = within_two_seconds(lambda: doctor_says(folder))
+    lines = within_seconds(lambda: doctor_says(folder))
     assert all(line.isprintable() for line in lines)
 
 
@@ -714,10 +723,10 @@ def test_the_doctor_waits_for_no_file_and_runs_none(kind, tmp_path, canary):
     for name in ("status.json", "model.json", "samples/step_000001.jsonl", "fingerprint.json"):
         put_in(tmp_path, name, kind)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
-    said = within_two_seconds(lambda: doctor_says(tmp_path))
+    said = within_seconds(lambda: doctor_says(tmp_path))
     assert any("not read: " in line for line in said)
     put_in(tmp_path, "metrics.jsonl", kind)
-    within_two_seconds(lambda: doctor_says(tmp_path))
+    within_seconds(lambda: doctor_says(tmp_path))
 
 
 def test_the_doctor_shows_nothing_of_a_text_that_acts_on_a_terminal(tmp_path):
@@ -843,7 +852,7 @@ def test_nothing_that_a_checkpoint_names_is_imported(name, good, tmp_path, canar
         jax.tree.map(np.testing.assert_array_equal, state.params, params)
     # Brackets end what orbax reads as it opens the folder, before anybody asks it for a step.
     assert set(asked) == (set() if name == "brackets" else {1}), "orbax was asked"
-    said = within_two_seconds(lambda: Checkpoints(folder).skipped_in_a_row(1))
+    said = within_seconds(lambda: Checkpoints(folder).skipped_in_a_row(1))
     assert said == 0 or said.startswith("step 1 cannot be read (")
 
 
@@ -923,12 +932,12 @@ def test_what_is_no_json_file_in_a_run_is_refused_in_one_line_and_never_waited_f
     is_refused(lambda: read_fingerprint(run_dir.fingerprint), f"{run_dir.fingerprint.name}")
     is_refused(lambda: find_reference(run, model, run_dir, run_dir.checkpoints), "reference.json", "resume=")
     is_refused(lambda: Checkpoints(run_dir.checkpoints).skipped_in_a_row(1), "step 1 cannot be read (", "remove ")
-    *found, wrong = within_two_seconds(lambda: read_status(run_dir.status))
+    *found, wrong = within_seconds(lambda: read_status(run_dir.status))
     assert found == [{}, 0.0, None] and wrong.startswith(f"{run_dir.status} ") and "\n" not in wrong
 
     said = SimpleNamespace(evaluation=SimpleNamespace(num_examples=4, interval_steps=2))
     said.training = SimpleNamespace(max_steps=8)
-    assert within_two_seconds(lambda: leaving.unmeasured(said, run_dir, 2)) is None
+    assert within_seconds(lambda: leaving.unmeasured(said, run_dir, 2)) is None
     is_refused(lambda: check_rows(run_dir.metrics, 1, 0), "metrics.jsonl")
 
 

@@ -5,6 +5,7 @@ print(model.generate("What is 12 + 7?")[0].text)
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -458,6 +459,16 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
                 f"If it is yours, give it yourself: model.family={shown(named)[1:-1]} (in Python "
                 "load(..., family=...))"
             )
+        architecture = settings.get("architecture")
+        pattern = architecture.get("pattern") if isinstance(architecture, dict) else None
+        for kind in pattern if isinstance(pattern, list) else ():
+            module = str(kind).rpartition(".")[0]
+            if module and module not in sys.modules:
+                raise ValueError(
+                    f"{file}: model.architecture.pattern names {shown(kind)}, and a folder may not "
+                    f"choose what is imported. If it is yours, load it from Python after "
+                    f"`import {shown(module)[1:-1]}`"
+                )
         try:
             build(ModelConfig, settings | {"mesh_shape": ModelConfig().mesh_shape}, "model")
             check_seed(saved["seed"])
