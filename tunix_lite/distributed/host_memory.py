@@ -100,7 +100,8 @@ def _reserve_heap() -> None:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """glibc's report on its heap, mallinfo(3): ten numbers, the eighth of them bytes in use."""
+    """glibc's report, mallinfo(3): ten numbers. The eighth is bytes in use of the heap, the fifth
+    bytes in mappings of their own."""
 
     _fields_ = [(f"number_{i}", ctypes.c_size_t) for i in range(1, 11)]
 
@@ -121,13 +122,13 @@ def give_back_freed_memory() -> bool:
         return False
     mallinfo2.restype = _Mallinfo2
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    unused = pages * os.sysconf("SC_PAGE_SIZE") - mallinfo2().number_8
+    report = mallinfo2()
+    unused = pages * os.sysconf("SC_PAGE_SIZE") - report.number_8 - report.number_5
     if unused <= MOST_UNUSED:
         return False
-    # This gives back the reserved addresses, too.
+    # This gives back the reserved addresses, too. Reserved again, they made the peak of the next
+    # step 0.8 GB larger (docs/log.md, 27 November 2026).
     libc.malloc_trim(0)
-    if can_reserve_addresses():
-        _reserve_heap()
     return True
 
 

@@ -278,7 +278,7 @@ def _one_token(
     q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, memory: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """o and S after one token of each row, by the recurrence."""
-    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    q, k, v = (x[:, 0] for x in (q, k, v))
     memory = memory * jnp.exp(rows.log_decay[:, 0])[..., None, None]
     error = v - _einsum("bvdh,bvd->bvh", memory, k)
     memory = memory + k[..., None] * (rows.beta[:, 0, :, None] * error)[..., None, :]

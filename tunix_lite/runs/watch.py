@@ -178,7 +178,7 @@ class Watch:
             self._elapsed = stopwatch()
             yield
         # The update's temporaries, before an evaluation or a checkpoint takes memory of its own.
-        give_back_freed_memory()
+        self._give_back_memory()
 
     def compiling(self, program: str, seconds: float | None) -> None:
         """A `CompileWatcher`: names the program that a step waits for."""
@@ -189,6 +189,11 @@ class Watch:
         console.doing(self._doing)
         if seconds >= LONG_COMPILATION:
             console.say(f"{self._doing}: compiled {program}, {seconds:.1f} s")
+
+    def _give_back_memory(self) -> None:
+        # The programs of other devices take no memory of the host.
+        if self.learner.resolved.platform == "cpu":
+            give_back_freed_memory()
 
     def _do(self, text: str) -> None:
         """Shows the step's current activity."""
@@ -209,7 +214,7 @@ class Watch:
         self._updates_before = num_updates(self.state.opt_state)
         stopping.may_stop = False
         self._do(f"step {int(self.state.step) + 1}: updating")
-        give_back_freed_memory()
+        self._give_back_memory()
         with stopping.uninterruptible(UPDATE, times=experience.updates_left):
             yield
         self._updated = self._elapsed()
