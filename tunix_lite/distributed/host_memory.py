@@ -72,17 +72,12 @@ def keep_freed_memory() -> bool:
         (M_TOP_PAD, 64 << 20),
     )
     is_set = all([mallopt(name, value) == 1 for name, value in settings])
-    if is_set and can_reserve_addresses():
-        _reserve_heap()
-    return is_set
+    if not is_set or not can_reserve_addresses():
+        return is_set
 
-
-def _reserve_heap() -> None:
-    """Reserves addresses at the end of the heap, and asks Linux for huge pages there.
-
-    The heap serves later blocks from them. Linux gives memory when an address is first written.
-    calloc writes all that it gives from here, so a large array of zeros takes its memory at once.
-    """
+    # Reserve addresses of the heap, and ask Linux for huge pages there. The heap serves later
+    # blocks from them. Linux gives memory when an address is first written. calloc writes all that
+    # it gives from here, so a large array of zeros takes its memory at once.
     of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = min(of_machine // 2, MOST_RESERVED)
     libc = ctypes.CDLL(None)
@@ -97,6 +92,7 @@ def _reserve_heap() -> None:
         if length > 0:
             libc.madvise(first, length, MADV_HUGEPAGE)
         libc.free(block)
+    return is_set
 
 
 class _Mallinfo2(ctypes.Structure):
