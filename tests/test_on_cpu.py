@@ -12,8 +12,11 @@ from conftest import decode_random, random_params, set_mesh
 
 from tunix_lite.learner import update as learner_update
 from tunix_lite.models import attention, decoder
+from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.unfused import matmul, unfused, with_unfused_cotangent
+from tunix_lite.models.weights import is_weight
 from tunix_lite.parallel.compiler_options import update_options
+from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import programs as planned_programs
 from tunix_lite.resolved.parts import abstract
 from tunix_lite.resolved.run import find_model, resolve_run
@@ -44,10 +47,17 @@ def test_a_gradient_of_a_weight_is_one_of_the_fast_products(rows, columns):
 
 
 @pytest.mark.parametrize("family", [{}, {"qkv_bias": True, "qk_norm": False}])
-def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, family):
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_joined_queries_keys_and_values_are_those_of_three_products(cfg, family, has_adapters):
     set_mesh(1, 1)
     cfg = replace(cfg, **family)
     params = random_params(cfg)
+    if has_adapters:
+        lora = LoraConfig(rank=3, targets=".*/(q|o|up)")
+        rng = np.random.default_rng(1)
+        declared = adapter_weights(decoder.weights(cfg), lora)
+        adapters = jax.tree.map(lambda w: put(rng.normal(0, 0.3, w.shape), *w.axes), declared, is_leaf=is_weight)
+        params = attach(params, adapters, lora)
     tokens = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     meta = attention.one_sequence_per_row(jnp.ones(tokens.shape, bool))
 

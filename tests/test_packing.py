@@ -51,6 +51,21 @@ def test_completions_of_one_prompt_stand_in_lanes_after_it():
     assert layout.is_scored.all()
 
 
+def test_short_prompts_stand_in_a_narrower_prefix():
+    # of 8 columns for prompts 5/8 are 5, and the next even number is 6
+    shape = RowShape(3, 2, 8, narrows=True)
+    assert [each.width for each in shape.prefixes] == [14, 12]
+    short = batch_of(([5, 6], [7, 8], [1, 1]), ([5, 6], [9], [1]), ([3, 4, 5, 6], [1], [1]), left=4, right=1)
+    layout = packed(*short, shape, 1, 1, 1)
+    np.testing.assert_array_equal(layout.place(short[0]), [[5, 6, 3, 4, 5, 6, 7, 8, 9, 1, 0, 0]])
+    np.testing.assert_array_equal(layout.scored, [[6, 7, 8, 9, 0]])  # 5: a row that scores few of its 6
+    assert layout.row_shape == RowShape(3, 2, 6, narrows=True)
+    # a prompt of 7 needs all columns; so do two of 4, which would take a second row
+    for prompts in ([[5] * 7], [[5] * 4, [6] * 4]):
+        wide = batch_of(*((prompt, [7], [1]) for prompt in prompts), left=1, right=2)
+        assert packed(*wide, shape, 1, 2, 1).row_shape == shape
+
+
 def test_a_group_with_more_than_the_lanes_hold_is_divided_with_its_prompt_in_each_part():
     batch = batch_of(([5, 6], [7], [1]), ([5, 6], [1, 2, 3], [1, 1, 1]), ([5, 6], [8, 9], [1, 1]))
     layout = pack(batch, lane=3, lead=2, num_parts=2)  # 1 2 3 fills a lane, 7 and 8 9 another, as in the batch

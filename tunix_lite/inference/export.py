@@ -28,7 +28,7 @@ from tunix_lite.models.gguf_metadata import small_object
 from tunix_lite.models.hub import is_hub_name
 from tunix_lite.models.lora import LoraConfig, attach
 from tunix_lite.models.source import download
-from tunix_lite.models.weights import Lora, flatten
+from tunix_lite.models.weights import Lora, flatten, without_adapters
 from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.types import Params
 
@@ -298,11 +298,7 @@ def _write_adapter(model: LanguageModel, folder: Path) -> float:
             LoraConfig(adapter=str(folder)), model.cfg, source.family
         )
         again = peft.load_adapters(folder, model.cfg, source.family, read)
-    base = jax.tree.map(
-        lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf,
-        model.params,
-        is_leaf=lambda x: isinstance(x, Lora),
-    )
+    base = without_adapters(model.params)
     return _compare(model, attach(base, again, read), 1e-5)
 
 

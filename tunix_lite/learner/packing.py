@@ -21,7 +21,7 @@ with a prefix of 3 columns and two lanes of 3:
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,12 +36,21 @@ class RowShape:
     num_lanes: int = 1
     # 0: prompts are not shared, and a sequence stands in a lane
     prefix_columns: int = 0
-    # True: a batch whose rows score few tokens takes programs of its own
+    # True: a batch with short prompts, or whose rows score few tokens, takes programs of its own
     narrows: bool = False
 
     @property
     def width(self) -> int:
         return self.prefix_columns + self.num_lanes * self.lane_columns
+
+    @property
+    def prefixes(self) -> list["RowShape"]:
+        """This shape, and where it narrows one with fewer columns for shared prompts: a run
+        compiles programs for each."""
+        columns = -(-5 * self.prefix_columns // 8)
+        narrow = replace(self, prefix_columns=columns + columns % 2)
+        has_two = self.narrows and narrow.prefix_columns < self.prefix_columns
+        return [self, narrow] if has_two else [self]
 
     @property
     def scored_sizes(self) -> list[int]:
@@ -71,6 +80,7 @@ class Packed:
     is_scored: np.ndarray  # [R, M] bool
     shape: tuple[int, int]  # (B, T)
     num_parts: int  # micro-batches that hold anything; 1 where the rows are the sequences
+    row_shape: RowShape  # one of RowShape.prefixes
 
     def place(self, x_BT: np.ndarray, fill: float = 0) -> np.ndarray:
         """[B, T] or [B, T, K] -> [R, W] or [R, W, K], `fill` where nothing stands. A shared prompt
@@ -107,6 +117,7 @@ def unpacked(token_mask_BT: np.ndarray, counts_BT: np.ndarray) -> Packed:
         **_scored(counts_BT, previous_BT, RowShape(T)),
         shape=counts_BT.shape,
         num_parts=1,
+        row_shape=RowShape(T),
     )
 
 
@@ -124,8 +135,9 @@ def packed(
 
     Tokens that no counted token can see are dropped: those behind the last counted token of a
     sequence, and a sequence without any. With a prefix, neighbours share their prompt: the tokens
-    before the last `lane_columns` columns, as far as none of them counts. Raises ValueError where
-    a sequence does not fit into a row, where rows run out, and as `unpacked` does."""
+    before the last `lane_columns` columns, as far as none of them counts. The narrower of
+    `shape.prefixes` is taken where all prompts fit and no more rows are used. Raises ValueError
+    where a sequence does not fit into a row, where rows run out, and as `unpacked` does."""
     token_mask_BT = np.asarray(token_mask_BT, bool)
     counts_BT = np.asarray(counts_BT, bool)
 
@@ -133,6 +145,11 @@ def packed(
     sequences = _sequences(token_mask_BT, counts_BT, shape)
     units = list(_units(np.asarray(tokens_BT).reshape(-1), sequences, shape))
     row_of_unit, lanes_of_unit = _first_fit_rows(units, shape)
+    narrow = shape.prefixes[-1]
+    if all(unit.prefix <= narrow.prefix_columns for unit in units):
+        row_if_narrow, lanes_if_narrow = _first_fit_rows(units, narrow)
+        if row_if_narrow.max(initial=0) <= row_of_unit.max(initial=0):
+            row_of_unit, lanes_of_unit, shape = row_if_narrow, lanes_if_narrow, narrow
 
     # tokens of each used row
     fills = np.bincount(row_of_unit, [unit.tokens for unit in units])
@@ -153,6 +170,7 @@ def packed(
         **_scored(counts_RW, previous_RW, shape),
         shape=counts_BT.shape,
         num_parts=max(1, -(-len(fills) // (shards * rows_per_part))),
+        row_shape=shape,
     )
 
 

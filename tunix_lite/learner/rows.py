@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,10 @@ class RowLayout:
         """Tokens of a packed row; 0 where the rows are the sequences."""
         return self.shape.width if self.shape else 0
 
-    @property
-    def lanes(self) -> dict[str, int]:
-        """Columns of shared prompts and of each lane; {}: none is shared."""
+    def lanes(self, shape: RowShape) -> dict[str, int]:
+        """Columns of shared prompts and of each lane in rows of this shape; {}: none is shared."""
         if self.packing != "prefix":
             return {}
-        shape = self.shape
         return {"prefix_columns": shape.prefix_columns, "lane_columns": shape.lane_columns}
 
     def lay_out(self, batch: Batch) -> tuple[RowBatch, Packed]:
@@ -78,7 +77,7 @@ class RowLayout:
         rows = RowBatch(
             **vars(placed),
             **scored_columns,
-            **self.lanes,
+            **self.lanes(packed.row_shape),
             max_parts=self.num_parts,
             segment_ids=packed.segment_ids,
             positions=packed.positions,
@@ -121,25 +120,31 @@ def row_shapes(
         segment_ids=shape(W, jnp.int32),
         positions=shape(W, jnp.int32),
         completion_ids=shape(W, jnp.int32) if layout.packing == "prefix" else None,
-        **layout.lanes,
+        **layout.lanes(layout.shape),
         max_parts=layout.num_parts,
     )
 
 
 def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
-    """The shapes that `row_shapes` gives, for every M that a batch may take, the most first."""
+    """The shapes that `row_shapes` gives, for every W and M that a batch may take, the most
+    first."""
     if layout.packing == "none":
         return [rows]
 
-    def cut(x: jax.ShapeDtypeStruct, M: int) -> jax.ShapeDtypeStruct:
-        place = sharding(("batch", "seq"), (len(x), M))
-        return jax.ShapeDtypeStruct((len(x), M), x.dtype, sharding=place)
+    def cut(columns: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not x.shape:
+            return x
+        shape = (x.shape[0], columns)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding(("batch", "seq"), shape))
 
     names = ("is_scored", "scored", "previous")
-    return [
-        rows.replace(**{name: cut(getattr(rows, name), M) for name in names})
-        for M in layout.shape.scored_sizes
-    ]
+    every = []
+    for shape in layout.shape.prefixes:
+        narrowed = jax.tree.map(partial(cut, shape.width), rows)
+        for M in shape.scored_sizes:
+            scored = {name: cut(M, getattr(rows, name)) for name in names}
+            every.append(narrowed.replace(**scored, **layout.lanes(shape)))
+    return every
 
 
 def on_mesh(x: np.ndarray | int) -> jax.Array:

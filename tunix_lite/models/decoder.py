@@ -43,9 +43,11 @@ from tunix_lite.models.rounding import added, at_least_float32, is_rounded, stor
 from tunix_lite.models.unfused import matrix_first, unfused_on_cpu
 from tunix_lite.models.weights import (
     Leaf,
+    Lora,
     Transposed,
     Weight,
-    are_plain,
+    are_quantized,
+    dense,
     fan_in,
     for_compute,
     is_quantized,
@@ -54,6 +56,7 @@ from tunix_lite.models.weights import (
     project,
     stacked,
     unstacked,
+    without_adapters,
     zeros,
 )
 from tunix_lite.parallel.mesh import constrain, constrain_gradient, current_rules, move
@@ -195,8 +198,8 @@ def per_layer_params(
     runs on.
 
     Norms keep their dtype, as they do in training, and quantised weights their codes. on_cpu: the
-    matrices, which must be plain, are `Transposed`, and a layer has one of them, `qkv` of N + 2 K
-    heads, in place of q, k and v.
+    matrices, which must not be quantised, are `Transposed`, with their adapters merged, and a layer
+    has one of them, `qkv` of N + 2 K heads, in place of q, k and v.
     """
 
     def cast(leaf: Leaf) -> Leaf:
@@ -205,6 +208,8 @@ def per_layer_params(
     tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
     if on_cpu:
         for kind, w in zip(cfg.kinds, tree["layers"]):
+            # One product in place of three, which costs a CPU the most where it has few rows.
+            w |= {name: dense(x, 1, dtype) for name, x in w.items() if isinstance(x, Lora)}
             matrices = _matrices(cfg, kind)
             if _are_joined(cfg, kind):
                 w["qkv"] = jnp.concatenate([w.pop(name) for name in "qkv"], axis=1)
@@ -238,6 +243,7 @@ def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False
 
     tree = by_layer(shardings, cfg, of_layer)
     if on_cpu:
+        tree = without_adapters(tree)
         for kind, w in zip(cfg.kinds, tree["layers"]):
             matrices = _matrices(cfg, kind)
             if _are_joined(cfg, kind):
@@ -259,7 +265,7 @@ def are_for_cpu(params: Params, dtype: DTypeLike, mesh: Mesh) -> bool:
     axis = current_rules()["heads"]
     are_whole = axis is None or mesh.shape[axis] == 1
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return on_cpu and are_whole and not is_rounded(dtype) and are_plain(params)
+    return on_cpu and are_whole and not is_rounded(dtype) and not are_quantized(params)
 
 
 def by_layer(

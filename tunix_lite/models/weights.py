@@ -182,6 +182,20 @@ def are_plain(params: Params) -> bool:
     return not any(isinstance(leaf, Lora) or is_quantized(leaf) for leaf in leaves)
 
 
+def are_quantized(params: Params) -> bool:
+    """True if some leaves are quantised, or the base of some adapters is."""
+    return any(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized))
+
+
+def without_adapters(tree: Any) -> Any:
+    """The tree with the base of each `Lora` in its place."""
+    return jax.tree.map(
+        lambda leaf: leaf.base if isinstance(leaf, Lora) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Lora),
+    )
+
+
 def nf4_levels() -> np.ndarray:
     """The 16 levels, float32: quantiles of a normal, 8 above zero, 7 below, and zero."""
     # The paper's offset: the mean of the outermost quantiles of both sides.

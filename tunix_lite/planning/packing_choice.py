@@ -121,8 +121,10 @@ def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     pairs = work.width**2
     shape = resolved.rows.shape
     if shape is not None and shape.prefix_columns:
-        keys_of_lane = shape.prefix_columns + shape.lane_columns
-        pairs = shape.prefix_columns**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
+        prefix = work.width - shape.num_lanes * shape.lane_columns
+        pairs = prefix**2 + shape.num_lanes * shape.lane_columns * (
+            prefix + shape.lane_columns
+        )
     num_layers = sum(kind in decoder.ATTENTION for kind in cfg.kinds)
     attention = 4.0 * num_layers * cfg.num_heads * cfg.head_dim * rows * pairs
     attention += recurrence_flops(cfg) * rows * work.width
@@ -171,4 +173,5 @@ def row_work(resolved: ResolvedRun, batch: Batch) -> _RowWork:
         fsdp,
     )
     scored = packed.is_scored.shape[1]
-    return _RowWork(packed.num_parts, rows.rows_per_part * fsdp, rows.width, scored, tokens)
+    width = packed.row_shape.width
+    return _RowWork(packed.num_parts, rows.rows_per_part * fsdp, width, scored, tokens)
