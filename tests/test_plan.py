@@ -27,6 +27,7 @@ from tunix_lite.distributed.host_memory import prepare_gpu
 from tunix_lite.errors import ConfigError
 from tunix_lite.learner.optim import init_opt_state, make_optimizer
 from tunix_lite.learner.policy import DTYPES, STORED, make_policy, scoring_program
+from tunix_lite.learner.rows import at_every_width
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models import attention, decoder, source
 from tunix_lite.models.architecture import Architecture
@@ -195,6 +196,22 @@ def test_a_batch_is_foreseen_as_it_is_laid_out(cfg, packing):
             assert array is None or (shape.shape[0] == array.shape[0] and shape.shape[1] >= array.shape[1])
         else:
             assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding), name
+
+
+@pytest.mark.parametrize("prompt", [3, 10])
+def test_rows_of_every_width_are_foreseen(cfg, prompt):
+    set_mesh(2, 2)
+    case = case_of(cfg, ["training.packing=prefix"])
+    case = replace(case, rows=replace(case.rows, shape=replace(case.rows.shape, narrows=True)))
+    columns = np.tile(np.arange(22), (8, 1))
+    batch, packed = case.rows.lay_out(
+        Batch(np.ones((8, 22), np.int32), columns >= 10 - prompt, columns / 22 * (columns > 9))
+    )
+    assert packed.row_shape == case.rows.shape.prefixes[prompt == 3]
+    foreseen = at_every_width(scored_batch_shapes(case), case.rows)
+    assert len(foreseen) == 4 and jax.tree.structure(batch) in map(jax.tree.structure, foreseen)
+    shapes = [[(x.shape, x.sharding) for x in jax.tree.leaves(rows)] for rows in foreseen]
+    assert [(x.shape, x.sharding) for x in jax.tree.leaves(batch)] in shapes
 
 
 # ---- by hand: elements / shards x bytes. Of the tiny architecture on fsdp=2, tp=2, a device has, of one layer,
