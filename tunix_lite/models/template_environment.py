@@ -78,15 +78,19 @@ def names_read(text: str) -> str:
     """The JSON list of the names that a template reads and whoever renders it may give."""
     tree = _environment().parse(text)
     # jinja2 also lists what a branch sets and a later one reads. Such a name may be given only if
-    # the template asks whether it is there, or sets it to a value made of itself.
-    names = [(node.name, node.ctx) for node in tree.find_all(nodes.Name)]
-    own = {name for name, context in names if context == "store"}
+    # the template asks whether it is there, or first sets it to a value made of itself.
+    own: dict[str | None, bool] = {}
+    for node in tree.find_all((nodes.Assign, nodes.AssignBlock)):
+        names = [*node.find_all(nodes.Name)]
+        reads = {one.name for one in names if one.ctx == "load"}
+        for one in names:
+            if one.ctx == "store":
+                own.setdefault(one.name, one.name not in reads)
     for node in tree.find_all((nodes.Test, nodes.Filter)):
         if node.name in ("defined", "undefined", "default", "d"):
-            own -= {getattr(node.node, "name", None)}
-    for node in tree.find_all(nodes.Assign):
-        own -= {inner.name for inner in node.node.find_all(nodes.Name)} & {node.target.name}
-    return json.dumps(sorted(jinja2.meta.find_undeclared_variables(tree) - own))
+            own[getattr(node.node, "name", None)] = False
+    read = jinja2.meta.find_undeclared_variables(tree)
+    return json.dumps(sorted(name for name in read if not own.get(name)))
 
 
 def render_text(text: str, values: dict, now: datetime) -> str:
