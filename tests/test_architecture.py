@@ -357,7 +357,8 @@ def test_a_wheel_carries_every_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     code = {".".join(file.parent.relative_to(ROOT).parts) for file in FILES}
     conf = {".".join(("tunix_lite", *file.parent.relative_to(ROOT).parts)) for file in (ROOT / "conf").rglob("*.yaml")}
-    assert set(settings["packages"]) == code | conf | {"tunix_lite.models.bundled"}, "the last one holds data alone"
+    data = {"tunix_lite.models.bundled", "tunix_lite.models.presets"}
+    assert set(settings["packages"]) == code | conf | data
     for package, names in settings["package-data"].items():
         folder = ROOT.joinpath(*package.split(".")) if package != "*" else ROOT / "conf"
         assert all(list(folder.glob(name)) for name in names), f"{package}: {names}"

@@ -151,7 +151,7 @@ class Tokenizer:
     def ends_of_turns(self) -> tuple[int, ...]:
         """The tokens with which the chat template ends the assistant's turns: one that answers
         (Qwen's base models do not name it), and one that calls a tool (Gemma 4 has another)."""
-        asked = {"role": "user", "content": "Question"}
+        question = {"role": "user", "content": "Question"}
         function = {"name": _PROBE, "arguments": {}}
         call = {"id": "ProbeCall", "type": "function", "function": function}
         answer = {"role": "assistant", "content": _PROBE}
@@ -161,7 +161,7 @@ class Tokenizer:
         # No template, or one for other conversations.
         with contextlib.suppress(ValueError):
             for turn, is_end in ((answer, str.startswith), (called, str.endswith)):
-                written = self.chat([asked, turn], add_generation_prompt=False)
+                written = self.chat([question, turn], add_generation_prompt=False)
                 _, marker, after = written.rpartition(_PROBE)
                 # Behind the name of a tool stands the end of the call, too, which ends no turn.
                 fit = [

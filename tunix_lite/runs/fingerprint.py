@@ -93,10 +93,7 @@ def fingerprint(
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "flax": flax.__version__,
-            "optax": optax.__version__,
+            **{one.__name__: one.__version__ for one in (jax, jaxlib, flax, optax)},
             "python": platform.python_version(),
         },
     }
