@@ -389,9 +389,9 @@ def test_variables_of_the_settings_reach_the_template_everywhere_and_a_caller_ma
     # the text that an export carries needs no settings
     alone = made.with_template(ChatTemplate.compile(silent.template.standalone, "alone"))
     assert alone.prompt("hi") == silent.prompt("hi") and alone.prompt("hi", enable_thinking=True) == made.prompt("hi")
-    said = {"a": "it's }} \"ü\n", "b": [1, None, {"c": 0.5}], "d": True}
+    said = {"a": "it's %} }} \"ü\n", "b": [1, None, {"c": 0.5}], "d": True}
     template = ChatTemplate.compile("\n  {{ a }}{{ b | tojson }}{{ d }}", "x").with_variables(said)
-    written = '\n  it\'s }} "ü\n[1, null, {"c": 0.5}]True'
+    written = '\n  it\'s %} }} "ü\n[1, null, {"c": 0.5}]True'
     assert template.render() == ChatTemplate.compile(template.standalone, "y").render() == written
 
 
@@ -409,9 +409,7 @@ def test_variables_of_the_settings_reach_the_template_everywhere_and_a_caller_ma
     ],
 )
 def test_a_variable_that_the_template_does_not_read_is_refused_with_those_that_it_does(text, names):
-    with pytest.raises(
-        ValueError, match=f"the chat template in q.jinja does not read 'efort': it {names}(;|$)"
-    ) as said:
+    with pytest.raises(ValueError, match=f"the chat template in q.jinja does not read 'efort'.*; it {names}$") as said:
         ChatTemplate.compile(text, "q.jinja").with_variables({"efort": 1})
     assert ("did you mean model.template.effort=...?" in str(said.value)) == ("effort" in text)
 

@@ -53,9 +53,8 @@ class ChatTemplate:
     text: str
     where: str  # the file that it is from
     compiled: jinja2.Template | None  # our own; None: one that we do not trust
-    variables: dict = field(
-        default_factory=dict
-    )  # of the settings; those of a call come first
+    # of the settings; those of a call come first
+    variables: dict = field(default_factory=dict)
 
     @classmethod
     def compile(cls, text: str, where: str) -> "ChatTemplate":
@@ -90,17 +89,11 @@ class ChatTemplate:
         for name in variables:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, n=1)
-                meant = (
-                    f"; did you mean model.template.{escaped(near[0], 80)}=...?"
-                    if near
-                    else ""
-                )
-                there = (
-                    f"reads {escaped(', '.join(names), 400)}" if names else "has no variables"
-                )
+                meant = f"; did you mean model.template.{near[0]}=...?" if near else ""
+                there = f"reads {', '.join(names)}" if names else "has no variables"
                 raise ValueError(
-                    f"the chat template in {self.where} does not read {shown(name)}: it {there}"
-                    f"{meant}"
+                    f"the chat template in {self.where} does not read {shown(name)}"
+                    f"{escaped(meant, 120)}; it {escaped(there, 400)}"
                 )
         return replace(self, variables=to_plain_values(variables))
 

@@ -167,8 +167,10 @@ class Tokenizer:
                 fit = [
                     (len(token.content), i)
                     for i, token in tokens.items()
-                    if marker and token.content and (token.special or turn is answer)
-                    if is_end(after.strip(), token.content)
+                    if marker
+                    and token.content
+                    and (token.special or turn is answer)
+                    and is_end(after.strip(), token.content)
                 ]
                 ends += [i for _, i in sorted(fit)[-1:]]
         return tuple(dict.fromkeys(ends))
@@ -700,8 +702,8 @@ def _eos_ids(
                 "a list of them"
             )
         ids += named
-    named = backend.token_to_id(special.get("eos_token", ""))
-    if not ids and named is None:
+    by_name = backend.token_to_id(special.get("eos_token", ""))
+    if not ids and by_name is None:
         where = "its metadata" if is_gguf(folder) else "generation_config.json or config.json"
         raise ValueError(f"{folder} names no end-of-sequence token in {where}")
-    return tuple(dict.fromkeys(ids or [named]))
+    return tuple(dict.fromkeys(ids or [by_name]))
