@@ -537,7 +537,7 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if run.model.chat_template or run.model.template:
         sets = [f"{name}={value}" for name, value in run.model.template.items()]
         where = parts.model.tokenizer.template.where
-        rows.append(("chat template", ", ".join([where, *sets])))
+        rows.append(("template", ", ".join([where, *sets])))
     for name, model in parts.frozen_models.items():
         storage = resolved.frozen_models[name].storage
         rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))
