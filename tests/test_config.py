@@ -346,7 +346,13 @@ FREE = {
     "model": {"mesh_shape": "where", "family": "the architecture has it"},
 }
 # Names in the fingerprint that stand for another setting, or for what its file holds.
-STANDS_FOR = {"slots": "num_slots", "weights": "weights", "tokenizer": "tokenizer", "chat_template": "chat_template"}
+STANDS_FOR = {
+    "slots": "num_slots",
+    "weights": "weights",
+    "tokenizer": "tokenizer",
+    "chat_template": "chat_template",
+    "template": "template",
+}
 
 
 @pytest.fixture(scope="module")
@@ -354,10 +360,11 @@ def every_setting(tmp_path_factory):
     """A run with all settings that only sometimes matter, and its fingerprint."""
     folder = tmp_path_factory.mktemp("run")
     template = folder / "template.jinja"
-    template.write_text("{{ messages[0].content }}")
+    template.write_text("{{ messages[0].content }}{{ effort }}")
     words = ["rewards.on_none=skip", "rollout.overlap=carry", "optimizer.schedule=linear", "model.lora.rank=4"]
     words += ["training.mixed_precision=bf16", "training.reduce_dtype=bfloat16", "training.tp_reduce_dtype=bfloat16"]
-    run = compose([*words, f"model.chat_template={template}"])
+    run = compose([*words, f"model.chat_template={template}", "model.template.effort=low"])
+    assert run.model.template == {"effort": "low"}, "without the + that Hydra wants for what is not there"
     kept = fingerprint(run, prepare(run, RunDir(folder / "run")).model, 4)
     return run, kept | {"conversation": kept_of("task=guessing")["conversation"]}
 

@@ -1,5 +1,6 @@
 """A model in the hand says the same however it is asked; commands and export say no before they write."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,15 +15,17 @@ from tunix_lite import __main__ as entry
 from tunix_lite.api import EvaluateTaskConfig, GenerationConfig, compose, correct, evaluate_model, export, load, train
 from tunix_lite.commands import evaluate as evaluate_command
 from tunix_lite.commands import generate as generate_command
+from tunix_lite.config import build
 from tunix_lite.distributed.join import disable_compilation_cache
 from tunix_lite.errors import ConfigError
 from tunix_lite.inference import export as exporting
-from tunix_lite.inference.language_model import open_model
+from tunix_lite.inference.language_model import open_model, run_settings
 from tunix_lite.models import hf
 from tunix_lite.models.families import read_config
 from tunix_lite.models.lora import LoraConfig, pairs
-from tunix_lite.models.source import ModelConfig, locate
-from tunix_lite.runs.fingerprint import fingerprint
+from tunix_lite.models.source import BUNDLED, ModelConfig, locate
+from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.runs.fingerprint import check_same_run, differences, fingerprint
 from tunix_lite.settings.compose import compose_values
 
 SHORT = GenerationConfig(64, 12)
@@ -221,21 +224,56 @@ def test_a_template_of_a_file_and_every_end_of_a_completion_are_exported(tmp_pat
     base = shutil.copytree(TINY, tmp_path / "base")
     (base / "chat_template.jinja").unlink()
     (base / "generation_config.json").write_text('{"eos_token_id": 1, "top_k": 5}')
-    (tmp_path / "mine.jinja").write_text((TINY / "chat_template.jinja").read_text() + "{# mine #}")
-    export(one(ModelConfig(weights=str(base), chat_template=str(tmp_path / "mine.jinja"))), tmp_path / "out")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == (tmp_path / "mine.jinja").read_text()
+    (tmp_path / "mine.jinja").write_text((TINY / "chat_template.jinja").read_text() + "{{ x }}")
+    model = ModelConfig(weights=str(base), chat_template=str(tmp_path / "mine.jinja"), template={"x": "think"})
+    export(one(model), tmp_path / "out")
+    exported = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert exported == "{% set x = x | default('think') %}\n" + (tmp_path / "mine.jinja").read_text()
+    said = "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nthink"
+    for tokenizer in (locate(model).tokenizer, Tokenizer.load(tmp_path / "out")):
+        assert tokenizer.prompt("hi") == tokenizer.encode(said)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [1, 106], "top_k": 5}
-    # another text is another run
-    digests = []
-    for text in ("{{ messages }}", "{{ messages }}!"):
-        (tmp_path / "mine.jinja").write_text(text)
-        run = compose([f"model.chat_template={tmp_path / 'mine.jinja'}"])
-        digests.append(fingerprint(run, locate(run.model), 1)["chat_template"])
-    assert digests[0] != digests[1]
-    assert "chat_template" not in fingerprint(compose([]), locate(ModelConfig()), 1)
     with pytest.raises(ValueError, match="model.chat_template: nowhere.jinja is not a file"):
         locate(ModelConfig(chat_template="nowhere.jinja"))
+
+
+def test_another_text_or_variable_of_the_template_is_another_run(tmp_path):
+    def kept(text, *more):
+        (tmp_path / "mine.jinja").write_text(text)
+        run = compose([f"model.chat_template={tmp_path / 'mine.jinja'}", *more])
+        return fingerprint(run, locate(run.model), 1)
+
+    ours = fingerprint(compose([]), locate(ModelConfig()), 1)
+    text = (BUNDLED / "chat_template.jinja").read_text()
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == ours["chat_template"]
+    assert dict(differences(kept(text), ours)) == {}, "it is the text that counts, wherever it is from"
+    assert [*dict(differences(kept("{{ messages }}{{ x }}"), ours))] == ["chat_template"]
+    theirs = kept("{{ messages }}{{ x }}", "model.template.x=low")
+    for x, said in (("high", "template.x: 'high' here, 'low' there"), ("low", "")):
+        other = kept("{{ messages }}{{ x }}", f"model.template.x={x}")
+        assert "; ".join(map(": ".join, differences(other, theirs))) == said
+    with pytest.raises(
+        ValueError, match="this is not the run in old: chat_template: '.*' here, '.*' there. resume.force"
+    ):
+        check_same_run(kept("{{ messages }}"), ours, "old", force=False)
+    # runs of before did not write it down
+    before = {name: value for name, value in ours.items() if name != "chat_template"}
+    assert check_same_run(ours, before, "old", False) == f"chat_template: '{ours['chat_template']}' here, None there"
+
+
+def test_a_run_is_loaded_with_the_template_that_it_began_with(adapted, tmp_path):
+    text = (BUNDLED / "chat_template.jinja").read_text()
+    assert (adapted[0] / "chat_template.jinja").read_text() == text
+    folder = tmp_path / "run"
+    folder.mkdir()
+    said = json.loads((adapted[0] / "model.json").read_text())
+    said["model"] |= {"chat_template": "/gone/since.jinja", "template": {"x": 5}}
+    (folder / "model.json").write_text(json.dumps(said))
+    (folder / "chat_template.jinja").write_text(text + "{{ x }}")
+    settings, _ = run_settings(folder)
+    tokenizer = locate(build(ModelConfig, settings, "model")).tokenizer
+    assert tokenizer.prompt("hi")[-1:] == tokenizer.encode("5")
 
 
 def test_an_export_that_reads_back_wrongly_is_not_kept(tmp_path, monkeypatch):

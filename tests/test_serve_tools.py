@@ -9,7 +9,8 @@ from test_tokenizer import FAMILIES, GEMMA_TEMPLATE, gemma
 
 from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.serving.calls import Limits
+from tunix_lite.serving.bad_call import BadCall
+from tunix_lite.serving.calls import Limits, read_call
 
 openai = pytest.importorskip("openai")
 TOOLS = [
@@ -41,6 +42,24 @@ def tokenizers_of(tmp_path_factory):
     with_tools = GEMMA_TEMPLATE.replace("{%- for turn in turns -%}", "{{ tools | tojson }}{%- for turn in turns -%}")
     found["gemma_tools"] = Tokenizer.load(gemma(tmp_path_factory.mktemp("tools") / "gemma", with_tools))
     return found
+
+
+def test_variables_of_a_request_come_before_those_of_the_settings(tokenizers_of, tmp_path):
+    """chat_template_kwargs, as vLLM has them, and OpenAI's reasoning_effort."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }},{{ reasoning_effort }}"
+    tokenizer = Tokenizer.load(gemma(tmp_path / "g", template))
+    tokenizer = tokenizer.with_template(tokenizer.template.with_variables({"enable_thinking": False}))
+
+    def prompt(tokenizer=tokenizer, **more):
+        body = {"messages": [{"role": "user", "content": "hi "}], **more}
+        return tokenizer.decode(read_call(body, True, Limits("m", 4096, 512, 5000), tokenizer).prompts[0])
+
+    assert prompt() == "hi False,"
+    assert prompt(chat_template_kwargs={"enable_thinking": True}) == "hi True,"
+    assert prompt(reasoning_effort="low") == "hi False,low"
+    assert prompt(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "hi False,high"
+    with pytest.raises(BadCall, match="reads no reasoning_effort; leave it out"):
+        prompt(tokenizers_of["qwen3"], reasoning_effort="low")
 
 
 @contextmanager

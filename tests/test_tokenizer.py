@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tunix_lite.models import chat_template
+from tunix_lite.models.chat_template import PRESETS, ChatTemplate
+from tunix_lite.models.source import BUNDLED, ModelConfig, locate
 from tunix_lite.models.tokenizer import Quoted, Tokenizer
 from tunix_lite.models.turns import TurnTokens
 
@@ -100,12 +103,16 @@ def qwen(folder, template=None, **more):
 # --- what a folder says
 
 
-def test_the_end_is_the_set_of_generation_config_and_else_the_eos_of_the_config(tmp_path):
+def test_the_ends_are_those_of_both_configs_and_else_the_eos_by_name(tmp_path):
     folder = gemma(tmp_path / "g", CHATML)
     assert Tokenizer.load(folder).eos_ids == (1, 4)
+    (folder / "config.json").write_text('{"eos_token_id": 0, "text_config": {"eos_token_id": [4, 3]}}')
+    assert Tokenizer.load(folder).eos_ids == (1, 4, 0, 3)
     (folder / "generation_config.json").unlink()
-    (folder / "config.json").write_text('{"eos_token_id": 1}')
-    assert Tokenizer.load(folder).eos_ids == (1,)
+    assert Tokenizer.load(folder).eos_ids == (0, 4, 3)
+    (folder / "config.json").write_text('{"text_config": {"eos_token_id": "4"}}')
+    with pytest.raises(ValueError, match="config.json: text_config: eos_token_id='4'; it is the number of a token"):
+        Tokenizer.load(folder)
     (folder / "config.json").unlink()
     assert Tokenizer.load(folder).eos_ids == (1,)  # that is <eos>, by name
 
@@ -282,14 +289,136 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused_with_what_to_do(tm
         made.between(earlier, [*earlier, {"role": "user", "content": "c"}])
 
 
-def test_a_template_of_a_file_takes_the_place_of_that_of_the_folder(tmp_path):
-    (tmp_path / "mine.jinja").write_text(CHATML)
-    for template in (None, "theirs"):
-        made = Tokenizer.load(
-            write(tmp_path / "q", byte_level(QWEN), template, eos="<|endoftext|>"), tmp_path / "mine.jinja"
-        )
+def test_another_template_takes_the_place_of_that_of_the_folder_with_its_ends(tmp_path):
+    for template in (None, "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"):
+        made = Tokenizer.load(write(tmp_path / "q", byte_level(QWEN), template, eos="<|endoftext|>"))
+        made = made.with_template(ChatTemplate.compile(CHATML, "mine.jinja"))
         assert made.prompt("hi") == made.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-        assert made.backend.token_to_id("<|im_end|>") in made.eos_ids
+        assert [made.backend.id_to_token(i) for i in made.eos_ids] == ["<|endoftext|>", "<|im_end|>"]
+
+
+# A turn that calls a tool ends as Gemma 4's do: by opening the result, or as any other turn.
+CALLING = """{% for m in messages %}<|turn>{{ m.role }}
+{% for call in m.tool_calls or [] %}<|call>{{ call.function.name }}{{ call.function.arguments | tojson }}<call|>{% endfor %}
+{{ m.content }}{% if m.tool_calls %}BEHIND{% else %}<turn|>{% endif %}
+
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("behind", ["<|result>", "<turn|>", "<call|>", ""])
+def test_what_the_template_ends_a_turn_that_calls_a_tool_with_ends_a_completion(tmp_path, behind):
+    """A token that is not special, as Qwen's </tool_call>, ends a call and no turn."""
+    backend = byte_level(["<eos>", "<|turn>", "<turn|>", "<|call>", "<|result>"])
+    backend.add_tokens(["<call|>"])
+    made = Tokenizer.load(write(tmp_path / "g", backend, CALLING.replace("BEHIND", behind), eos="<eos>"))
+    ends = ["<eos>", "<turn|>", *(["<|result>"] if behind == "<|result>" else [])]
+    assert [backend.id_to_token(i) for i in made.eos_ids] == ends
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    if behind == "<|result>":
+        assert made.decode(made.demonstration("hi", call), skip_special=False).endswith("<|call>f{}<call|><|result>")
+
+
+# --- templates for base models, and variables
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "Sure?"},
+]
+# each turn of TALK and of the model, written by hand from what these models were trained on
+PRESET_TURNS = {
+    "chatml": [
+        "<|im_start|>system\nBe brief.<|im_end|>\n",
+        "<|im_start|>user\n 2 + 2?<|im_end|>\n",
+        "<|im_start|>assistant\n4<|im_end|>\n",
+        "<|im_start|>user\nSure?<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ],
+    "llama3": [
+        "<bos><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\n2 + 2?<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n4<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ],
+    "gemma": [
+        "<bos><start_of_turn>user\nBe brief.\n\n",
+        "2 + 2?<end_of_turn>\n",
+        "<start_of_turn>model\n4<end_of_turn>\n",
+        "<start_of_turn>user\nSure?<end_of_turn>\n",
+        "<start_of_turn>model\n",
+    ],
+    "plain": ["System: Be brief.\n\n", "User: 2 + 2?\n\n", "Assistant: 4<eos>\n\n", "User: Sure?\n\n", "Assistant:"],
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_writes_conversations_as_models_of_its_kind_know_them(name):
+    text = PRESETS[name].read_text()
+    for compiled in (ChatTemplate.compile(text, name), ChatTemplate.compile(text + "{# a stranger's #}", name)):
+        assert (compiled.compiled is None) == ("stranger" in compiled.text)
+        for count, more in ((4, True), (4, False), (3, False), (2, True)):
+            expected = "".join([*PRESET_TURNS[name][:count], *(PRESET_TURNS[name][4:] if more else [])])
+            values = {"add_generation_prompt": more, "bos_token": "<bos>", "eos_token": "<eos>"}
+            assert compiled.render(messages=TALK[:count], **values) == expected
+
+
+def test_a_preset_needs_the_token_that_ends_its_turns(tmp_path):
+    """The bundled tokenizer has Gemma's tokens; letters that spell <|im_end|> would never end a turn."""
+    located = {name: locate(ModelConfig(chat_template=name)).tokenizer for name in ("gemma", "plain")}
+    assert located["gemma"].demonstration("hi", "ho") == located["gemma"].encode("ho<end_of_turn>")
+    assert located["plain"].demonstration("hi", "ho") == located["plain"].encode(" ho<eos>")
+    fit = "write model.chat_template=gemma or model.chat_template=plain$"
+    for name in ("chatml", "llama3"):
+        with pytest.raises(ValueError, match=f"model.chat_template: {name} ends a turn with what is no token .* {fit}"):
+            locate(ModelConfig(chat_template=name))
+    with pytest.raises(ValueError, match="model.chat_template: chat-ml is not a file, .*model.chat_template=chatml$"):
+        locate(ModelConfig(chat_template="chat-ml"))
+
+
+def test_variables_of_the_settings_reach_the_template_everywhere_and_a_caller_may_say_otherwise(tmp_path):
+    made = Tokenizer.load(qwen(tmp_path / "q", QWEN_3_TEMPLATE))
+    silent = made.with_template(made.template.with_variables({"enable_thinking": False}))
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    no_thought = "<think>\n\n</think>\n\n"
+    assert silent.prompt("hi") == TurnTokens(silent).prompt("hi") == made.encode(asked + no_thought)
+    assert silent.eos_ids == made.eos_ids
+    assert silent.prompt("hi", enable_thinking=True) == made.prompt("hi") == made.encode(asked)
+    assert TurnTokens(silent).between("hi", ended=True) == made.encode("\n" + asked + no_thought)
+    # the text that an export carries needs no settings
+    alone = made.with_template(ChatTemplate.compile(silent.template.standalone, "alone"))
+    assert alone.prompt("hi") == silent.prompt("hi") and alone.prompt("hi", enable_thinking=True) == made.prompt("hi")
+    said = {"a": "it's %} }} \"ü\n", "b": [1, None, {"c": 0.5}], "d": True}
+    template = ChatTemplate.compile("\n  {{ a }}{{ b | tojson }}{{ d }}", "x").with_variables(said)
+    written = '\n  it\'s %} }} "ü\n[1, null, {"c": 0.5}]True'
+    assert template.render() == ChatTemplate.compile(template.standalone, "y").render() == written
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("{{ messages }}{{ bos_token }}{{ x }}{% for y in x %}{{ y }}{% endfor %}", "reads x"),
+        ("{{ tools }}{% set x = 1 %}{{ x }}{{ strftime_now('%d') }}", "has no variables"),
+        # what only a branch sets is the template's own, unless it asks for it first
+        ("{% if messages %}{% set x = 1 %}{% endif %}{{ x }}{{ y }}", "reads y"),
+        ("{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}", "reads x"),
+        ("{% if messages %}{% set x = x or 1 %}{% endif %}{{ x }}{{ y | default(2) }}", "reads x, y"),
+        ("{% if messages %}{% set x %}a{% endset %}{% set y, z = 1, 2 %}{% endif %}{{ x }}{{ w }}", "reads w"),
+        ("{% macro f(x) %}{{ x }}{{ effort }}{% endmacro %}{{ f(1) }}", "reads effort"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused_with_those_that_it_does(text, names):
+    with pytest.raises(ValueError, match=f"the chat template in q.jinja does not read 'efort'.*; it {names}$") as said:
+        ChatTemplate.compile(text, "q.jinja").with_variables({"efort": 1})
+    assert ("did you mean model.template.effort=...?" in str(said.value)) == ("effort" in text)
+
+
+def test_a_model_without_a_template_has_no_variables(tmp_path):
+    folder = shutil.copytree(BUNDLED, tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="model.template: .*base has no chat template; model.chat_template=chatml"):
+        locate(ModelConfig(weights=str(folder), template={"x": 1}))
 
 
 # --- texts that spell special tokens and mean none

@@ -133,8 +133,8 @@ def _talk(run: RunConfig, settings: GenerateConfig) -> None:
     model = open_chosen_model(run, settings)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
-            f"{model.source.name} has no chat template; model.chat_template=FILE.jinja gives it "
-            "one, and prompt='...' continues a text"
+            f"{model.source.name} has no chat template; model.chat_template=chatml or FILE.jinja "
+            "gives it one, and prompt='...' continues a text"
         )
     hints = ["every line is a message; /reset begins anew, exit or Ctrl-D ends"]
     if settings.checkpoint is not None:

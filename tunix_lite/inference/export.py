@@ -342,8 +342,9 @@ def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
     for name in (*tokenizer.FILES, "generation_config.json"):
         if (source.tokenizer.folder / name).is_file():
             shutil.copyfile(source.tokenizer.folder / name, folder / name)
-    if template is not None and Path(template.where).parent != source.tokenizer.folder:
-        (folder / "chat_template.jinja").write_text(template.text, encoding="utf-8")
+    is_own = template is None or Path(template.where).parent == source.tokenizer.folder
+    if not is_own or template.variables:
+        (folder / "chat_template.jinja").write_text(template.standalone, encoding="utf-8")
     file = folder / "generation_config.json"
     ids = {"pad_token_id": source.tokenizer.pad_id}
     written = read_object(file) if file.is_file() else ids

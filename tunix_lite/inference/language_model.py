@@ -448,6 +448,10 @@ def run_settings(run: Path, family: str | None = None) -> tuple[dict, int]:
         saved = RunDir(file.parent).read_model()
         settings = saved["model"]
         check_settings(settings, file, "model")
+        # The text that the run began with, whatever has become of the file or of the hub's.
+        template = RunDir(file.parent.absolute()).chat_template
+        if template.is_file():
+            settings = settings | {"chat_template": str(template)}
         if family is not None:
             settings = settings | {"family": family}
         named = settings.get("family")

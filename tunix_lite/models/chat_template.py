@@ -3,13 +3,14 @@ trained to see it.
 
 They may come from anyone. jinja2's sandbox protects the files and the process, but limits neither
 time nor memory. So a template runs in a process that has limits and can be killed
-(workers/confined.py). Only our own, which is recognised by its text, runs in this process.
+(workers/confined.py). Only our own, which are recognised by their text, run in this process.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from tunix_lite.models.template_environment import (
     TemplateFailed,
     check_text,
     compile_template,
+    names_read,
     render_template,
     render_text,
 )
@@ -31,6 +33,13 @@ from tunix_lite.workers import confined
 # Characters of a template. Published ones have up to 20,000.
 MOST = 2**20
 OURS = Path(__file__).parent / "bundled" / "chat_template.jinja"
+# Templates for base models, by the name that model.chat_template takes.
+PRESETS = {
+    name: Path(__file__).parent / "presets" / f"{name}.jinja"
+    for name in ("chatml", "gemma", "llama3", "plain")
+}
+# Names that every template gets, beside the special tokens.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ class ChatTemplate:
     text: str
     where: str  # the file that it is from
     compiled: jinja2.Template | None  # our own; None: one that we do not trust
+    # of the settings; those of a call come first
+    variables: dict = field(default_factory=dict)
 
     @classmethod
     def compile(cls, text: str, where: str) -> "ChatTemplate":
@@ -53,7 +64,7 @@ class ChatTemplate:
                 f"the chat template in {where} is {shown(text)}; it is a text of up to {MOST:,} "
                 "characters"
             )
-        if text == _ours():
+        if text in _ours():
             return cls(text, where, compile_template(text))
         try:
             confined.ask(check_text, text)
@@ -65,9 +76,38 @@ class ChatTemplate:
         """True if the text of the template has this name, without which it cannot read a key."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
+    def with_variables(self, variables: dict) -> "ChatTemplate":
+        """The template with defaults for its variables, such as enable_thinking. Raises ValueError,
+        with the names that there are, for a name that the template does not read."""
+        try:
+            names = json.loads(confined.ask(names_read, self.text))
+        except confined.Refused as error:
+            raise ValueError(
+                f"the chat template in {self.where} {_in_a_line(error)}"
+            ) from error
+        names = [one for one in names if one not in _GIVEN and not one.endswith("_token")]
+        for name in variables:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                meant = f"; did you mean model.template.{near[0]}=...?" if near else ""
+                there = f"reads {', '.join(names)}" if names else "has no variables"
+                raise ValueError(
+                    f"the chat template in {self.where} does not read {shown(name)}"
+                    f"{escaped(meant, 120)}; it {escaped(there, 400)}"
+                )
+        return replace(self, variables=to_plain_values(variables))
+
+    @property
+    def standalone(self) -> str:
+        """The text of a template that needs no settings: it begins with the variables, which it
+        takes where a caller gives none."""
+        sets = (f"{{% set {k} = {k} | default({v!r}) %}}" for k, v in self.variables.items())
+        return "".join([*sets, "\n" if self.variables else "", self.text])
+
     def render(self, **values: object) -> str:
         """Renders the template with these plain values. Raises ValueError, naming the file, if it
         fails, or takes too long or too much memory."""
+        values = self.variables | values
         now = datetime.now()
         try:
             if self.compiled is not None:
@@ -80,8 +120,8 @@ class ChatTemplate:
 
 
 @cache
-def _ours() -> str:
-    return OURS.read_text(encoding="utf-8")
+def _ours() -> tuple[str, ...]:
+    return tuple(file.read_text(encoding="utf-8") for file in (OURS, *PRESETS.values()))
 
 
 def _in_a_line(error: Exception) -> str:

@@ -211,7 +211,7 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     values |= {"add_bos_token": bool(tokenizer.start_ids), "add_eos_token": False}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
     if tokenizer.template is not None:
-        metadata["tokenizer.chat_template"] = tokenizer.template.text
+        metadata["tokenizer.chat_template"] = tokenizer.template.standalone
     return metadata
 
 

@@ -5,6 +5,7 @@ the hub.
 `load_weights` makes the parameters.
 """
 
+import difflib
 import hashlib
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,9 +16,10 @@ import jax
 from tunix_lite.errors import error_context
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.plain_text import escaped, shown
-from tunix_lite.files.untrusted import as_path
+from tunix_lite.files.untrusted import as_path, read_text
 from tunix_lite.models import decoder, families, hf, hub, peft, weights
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.chat_template import PRESETS, ChatTemplate
 from tunix_lite.models.families import Family
 from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.lora import ADAPTER_SEED, LoraConfig, adapter_weights
@@ -56,8 +58,11 @@ class ModelConfig:
     # Tokenizer for random weights: bundled, a folder, or a hub name. Other weights bring their own.
     tokenizer: str = "bundled"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    # Jinja file with the chat template. null takes that of the model, if it has one.
+    # Chat template: a Jinja file, or chatml, gemma, llama3 or plain. null takes that of the model,
+    # if it has one.
     chat_template: str | None = None
+    # Variables of the chat template, such as enable_thinking: false. {} leaves its defaults.
+    template: dict = field(default_factory=dict)
 
     def __post_init__(self):
         check_mesh_shape(self.mesh_shape)
@@ -174,11 +179,17 @@ def locate(model: ModelConfig) -> FoundModel:
     # The tokenizer: of the folder, or of the settings.
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         tokenizer = Tokenizer.load(folder or _folder(model.tokenizer))
-    if model.chat_template is not None:
-        with _setting("model.chat_template"):
-            if not (file := as_path(model.chat_template)).is_file():
-                raise ValueError(f"{model.chat_template} is not a file; give FILE.jinja")
-            tokenizer = Tokenizer.load(tokenizer.folder, file)
+    with _setting("model.chat_template"):
+        if model.chat_template is not None:
+            tokenizer = _with_template(tokenizer, model.chat_template)
+    with _setting("model.template"):
+        if model.template and not tokenizer.has_chat_template:
+            raise ValueError(
+                f"{model.weights} has no chat template; model.chat_template=chatml gives it one"
+            )
+        if model.template:
+            template = tokenizer.template.with_variables(model.template)
+            tokenizer = tokenizer.with_template(template)
     with _setting("model.tokenizer" if folder is None else "model.weights"):
         largest = max(*tokenizer.eos_ids, *tokenizer.start_ids, tokenizer.pad_id)
         if largest >= cfg.vocab_size:
@@ -320,15 +331,41 @@ def settings_to_keep(model: ModelConfig, located: FoundModel, seed: int) -> dict
         path = as_path(name)
         return str(path.absolute()) if path.exists() else name
 
+    template = model.chat_template
     settings = replace(
         model,
         architecture=located.cfg,
         lora=replace(located.lora, adapter=None) if located.lora else LoraConfig(),
         weights=absolute(model.weights),
         tokenizer=absolute(model.tokenizer),
-        chat_template=model.chat_template and str(as_path(model.chat_template).absolute()),
+        chat_template=template if template in (None, *PRESETS) else absolute(template),
     )
     return {"model": asdict(settings), "seed": seed}
+
+
+def _with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """The tokenizer with the chat template of a file or a preset. Raises ValueError for a preset
+    that ends turns with what is no token."""
+
+    def preset(name: str) -> Tokenizer:
+        text = PRESETS[name].read_text(encoding="utf-8")
+        return tokenizer.with_template(ChatTemplate.compile(text, name))
+
+    if name not in PRESETS:
+        if not (file := as_path(name)).is_file():
+            near = difflib.get_close_matches(name, PRESETS, n=1) or ["chatml"]
+            raise ValueError(
+                f"{name} is not a file, and none of {', '.join(PRESETS)}; write "
+                f"model.chat_template=FILE.jinja or model.chat_template={near[0]}"
+            )
+        return tokenizer.with_template(ChatTemplate.compile(read_text(file), str(file)))
+    if not preset(name).ends_of_turns:
+        fit = [f"model.chat_template={one}" for one in PRESETS if preset(one).ends_of_turns]
+        raise ValueError(
+            f"{name} ends a turn with what is no token of {tokenizer.folder}, so that the model "
+            f"would not learn to end; write {' or '.join(fit) or 'a FILE.jinja of your own'}"
+        )
+    return preset(name)
 
 
 def _folder(name: str) -> Path:

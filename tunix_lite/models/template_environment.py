@@ -12,7 +12,9 @@ from functools import cache
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
+from jinja2 import nodes
 
 # Characters that a template may write.
 MOST_TEXT = 16 * 2**20
@@ -70,6 +72,25 @@ def check_text(text: str) -> str:
     """Raises TemplateFailed if the text is no template."""
     _compiled(text)
     return ""
+
+
+def names_read(text: str) -> str:
+    """The JSON list of the names that a template reads and whoever renders it may give."""
+    tree = _environment().parse(text)
+    # jinja2 also lists what a branch sets and a later one reads. Such a name may be given only if
+    # the template asks whether it is there, or first sets it to a value made of itself.
+    own: dict[str | None, bool] = {}
+    for node in tree.find_all((nodes.Assign, nodes.AssignBlock)):
+        names = [*node.find_all(nodes.Name)]
+        reads = {one.name for one in names if one.ctx == "load"}
+        for one in names:
+            if one.ctx == "store":
+                own.setdefault(one.name, one.name not in reads)
+    for node in tree.find_all((nodes.Test, nodes.Filter)):
+        if node.name in ("defined", "undefined", "default", "d"):
+            own[getattr(node.node, "name", None)] = False
+    read = jinja2.meta.find_undeclared_variables(tree)
+    return json.dumps(sorted(name for name in read if not own.get(name)))
 
 
 def render_text(text: str, values: dict, now: datetime) -> str:

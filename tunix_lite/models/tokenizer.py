@@ -88,9 +88,9 @@ class Tokenizer:
     vocab_size: int | None = None
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
-        """Reads those of FILES that are in the folder, and generation_config.json; or the metadata
-        of a GGUF file. chat_template: a file to take in place of the model's own template.
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """Reads those of FILES that are in the folder, config.json and generation_config.json; or
+        the metadata of a GGUF file.
 
         Raises ValueError naming the file that is missing, damaged or incomplete.
         """
@@ -125,42 +125,55 @@ class Tokenizer:
         special = {
             k: v for k, v in texts.items() if k.endswith("_token") and v and isinstance(v, str)
         }
-        eos_ids = _eos_ids(folder, backend, special)
 
         # What the tokenizer adds before a text shows in the encoding of one.
         encoded = _call_library(lambda: backend.encode("x", add_special_tokens=True), file)
         is_added = encoded.special_tokens_mask
         num_before = is_added.index(0) if 0 in is_added else 0
-        if chat_template is None:
-            template = _template(folder, config)
-        else:
-            template = ChatTemplate.compile(read_text(Path(chat_template)), str(chat_template))
         made = cls(
             folder=folder,
             backend=backend,
-            template=template,
+            template=None,
             special=special,
-            eos_ids=eos_ids,
+            eos_ids=_eos_ids(folder, backend, special),
             pad_id=backend.token_to_id(special.get("pad_token", "")) or 0,
             start_ids=tuple(encoded.ids[:num_before]),
         )
-        # The token with which the chat template ends a turn: Qwen's base models do not name it.
-        turns = [
-            {"role": "user", "content": "Question"},
-            {"role": "assistant", "content": _PROBE},
-        ]
-        written = ""
+        return made.with_template(_template(folder, config))
+
+    def with_template(self, template: ChatTemplate | None) -> "Tokenizer":
+        """The same with another chat template, and with the ends that this template writes."""
+        ends = _eos_ids(self.folder, self.backend, self.special)
+        made = replace(self, template=template, eos_ids=ends)
+        return replace(made, eos_ids=tuple(dict.fromkeys((*ends, *made.ends_of_turns))))
+
+    @cached_property
+    def ends_of_turns(self) -> tuple[int, ...]:
+        """The tokens with which the chat template ends the assistant's turns: one that answers
+        (Qwen's base models do not name it), and one that calls a tool (Gemma 4 has another)."""
+        question = {"role": "user", "content": "Question"}
+        function = {"name": _PROBE, "arguments": {}}
+        call = {"id": "ProbeCall", "type": "function", "function": function}
+        answer = {"role": "assistant", "content": _PROBE}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tokens = self.backend.get_added_tokens_decoder()
+        ends = []
         # No template, or one for other conversations.
         with contextlib.suppress(ValueError):
-            written = made.chat(turns, add_generation_prompt=False)
-        _, marker, after = written.rpartition(_PROBE)
-        ends = [
-            (len(token.content), i)
-            for i, token in backend.get_added_tokens_decoder().items()
-            if marker and token.content and after.lstrip().startswith(token.content)
-        ]
-        ends_of_turns = [i for _, i in sorted(ends)[-1:]]
-        return replace(made, eos_ids=tuple(dict.fromkeys((*eos_ids, *ends_of_turns))))
+            for turn, is_end in ((answer, str.startswith), (called, str.endswith)):
+                written = self.chat([question, turn], add_generation_prompt=False)
+                _, marker, after = written.rpartition(_PROBE)
+                # Behind the name of a tool stands the end of the call, too, which ends no turn.
+                fit = [
+                    (len(token.content), i)
+                    for i, token in tokens.items()
+                    if marker
+                    and token.content
+                    and (token.special or turn is answer)
+                    and is_end(after.strip(), token.content)
+                ]
+                ends += [i for _, i in sorted(fit)[-1:]]
+        return tuple(dict.fromkeys(ends))
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -258,7 +271,7 @@ class Tokenizer:
             raise ValueError(
                 "the model has no chat template (chat_template.jinja, or one in "
                 "tokenizer_config.json or chat_template.json): a base model takes plain text and "
-                "no messages; model.chat_template=FILE.jinja gives it one"
+                "no messages; model.chat_template=chatml or FILE.jinja gives it one"
             )
         if not messages:
             raise ValueError("a conversation has at least one message; this one has none")
@@ -672,19 +685,25 @@ def _eos_ids(
     backend: tokenizers.Tokenizer,
     special: dict[str, str],
 ) -> tuple[int, ...]:
-    """The ids that end a completion: of generation_config.json, config.json, or the eos_token."""
-    for name in ("generation_config.json", "config.json"):
-        eos = small_object(folder, name).get("eos_token_id")
-        if eos is not None and eos != []:
-            ids = tuple(eos) if isinstance(eos, list) else (eos,)
-            if any(type(i) is not int or i < 0 for i in ids):
-                raise ValueError(
-                    f"{folder / name}: eos_token_id={shown(eos)}; it is the number of a token, or "
-                    "a list of them"
-                )
-            return ids
-    eos = backend.token_to_id(special.get("eos_token", ""))
-    if eos is None:
+    """The ids that end a completion: those of generation_config.json and of config.json, or else
+    the eos_token."""
+    ids = []
+    config = small_object(folder, "config.json")
+    for name, content in (
+        ("generation_config.json", small_object(folder, "generation_config.json")),
+        ("config.json", config),
+        ("config.json: text_config", config.get("text_config")),
+    ):
+        eos = content.get("eos_token_id") if isinstance(content, dict) else None
+        named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if any(type(i) is not int or i < 0 for i in named):
+            raise ValueError(
+                f"{folder / name}: eos_token_id={shown(eos)}; it is the number of a token, or "
+                "a list of them"
+            )
+        ids += named
+    by_name = backend.token_to_id(special.get("eos_token", ""))
+    if not ids and by_name is None:
         where = "its metadata" if is_gguf(folder) else "generation_config.json or config.json"
         raise ValueError(f"{folder} names no end-of-sequence token in {where}")
-    return (eos,)
+    return tuple(dict.fromkeys(ids or [by_name]))

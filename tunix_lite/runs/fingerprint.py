@@ -54,6 +54,8 @@ def fingerprint(
     as a teacher. Settings have only the names of data files and of folders with weights; digests of
     what they hold are in `data`, `weights` and `frozen_weights`. Secrets are hidden.
     """
+    template = model.tokenizer.template
+
     # What every run has. Steps and rates that others do not depend on are left out.
     model_settings = source.settings_to_keep(run.model, model, run.seed)["model"]
     training = run.training
@@ -74,6 +76,7 @@ def fingerprint(
         },
         "weights": source.weights_digest(model),
         "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),
+        "chat_template": None if template is None else _digest(template.text),
         "algorithm": plain(run.algorithm),
         "task": task,
         "data": digest_of_data(run.task.source),
@@ -90,17 +93,14 @@ def fingerprint(
         "seed": run.seed,
         "versions": {
             "tunix_lite": __version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "flax": flax.__version__,
-            "optax": optax.__version__,
+            **{one.__name__: one.__version__ for one in (jax, jaxlib, flax, optax)},
             "python": platform.python_version(),
         },
     }
 
     # What only some runs have, where their numbers depend on it.
-    if run.model.chat_template is not None:
-        values["chat_template"] = _digest(model.tokenizer.template.text)
+    if run.model.template:
+        values["template"] = plain(run.model.template)
     if frozen_models:
         digests = {
             name: source.weights_digest(frozen) for name, frozen in frozen_models.items()
@@ -219,6 +219,9 @@ def check_same_run(ours: dict, theirs: dict, folder: Path | str, force: bool) ->
     changes = dict(differences(ours, theirs))
     said = {name: changes.pop(name) for name in [*changes] if name.startswith(SAID)}
     changes.pop("training.packing", None)
+    # runs of before have no digest of a model's own template
+    if "chat_template" in changes and "chat_template" not in theirs:
+        said["chat_template"] = changes.pop("chat_template")
 
     other = {name: text for name, text in changes.items() if name.startswith("model.")}
     if other:

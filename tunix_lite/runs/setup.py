@@ -472,7 +472,8 @@ def check_resumed(parts: Parts, earlier: RunDir) -> str:
 
 
 def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
-    """Write into the folder which run makes its checkpoints: fingerprint.json and model.json.
+    """Write into the folder which run makes its checkpoints: fingerprint.json, model.json, and the
+    text of the chat template.
 
     Where the folder holds checkpoints of another run, call it when our first one is whole: until
     then the other run must be able to go on. A kill in between leaves our checkpoint under their
@@ -481,6 +482,11 @@ def write_fingerprint(parts: Parts, run_dir: RunDir) -> None:
     run = parts.resolved.run
     with error_context(""):
         run_dir.write_json(run_dir.fingerprint, _fingerprint_of(parts))
+        template = parts.model.tokenizer.template
+        if run_dir.is_first:
+            run_dir.chat_template.unlink(missing_ok=True)
+        if run_dir.is_first and template is not None:
+            run_dir.chat_template.write_text(template.text, encoding="utf-8")
         kept = source.settings_to_keep(run.model, parts.model, run.seed)
         run_dir.write_json(run_dir.path / RunDir.MODEL, kept)
 
@@ -528,6 +534,10 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     rows.append(("model", f"{size(parts.model)}, weights {run.model.weights}, {precision}"))
     if parts.reference:
         rows.append(("reference", parts.reference.words))
+    if run.model.chat_template or run.model.template:
+        sets = [f"{name}={value}" for name, value in run.model.template.items()]
+        where = parts.model.tokenizer.template.where
+        rows.append(("template", ", ".join([where, *sets])))
     for name, model in parts.frozen_models.items():
         storage = resolved.frozen_models[name].storage
         rows.append((name, f"{size(model)}, weights {model.name}, kept as {storage}"))

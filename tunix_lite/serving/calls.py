@@ -102,6 +102,7 @@ class _ChatBody(_CompletionBody):
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     chat_template_kwargs: dict = field(default_factory=dict)
+    reasoning_effort: Any = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -250,6 +251,11 @@ def _chat_prompt(
         if name.endswith("_token"):
             message = f"chat_template_kwargs: {shown(name)} is of the tokenizer; leave it out"
             raise BadCall(message, "chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        if not tokenizer.template.names("reasoning_effort"):
+            message = "the chat template of this model reads no reasoning_effort; leave it out"
+            raise BadCall(message, "reasoning_effort")
+        variables = {"reasoning_effort": body.reasoning_effort, **variables}
     of_tools = [body.tools, body.tool_choice, body.parallel_tool_calls]
     _check_bytes([body.messages, variables, of_tools], limits, tokenizer, "messages")
     tools = tools_of(*of_tools, tokenizer)

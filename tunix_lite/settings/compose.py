@@ -124,14 +124,18 @@ _TEXTS = {"task.prompt", "task.system", "prompt", "system"}
 
 
 def expand_short_forms(argv: list[str]) -> list[str]:
-    """The words of a command line, with `resume=X` written out as `resume.folder=X`, and with the
-    quotes that Hydra wants around a text with braces, commas or spaces."""
+    """The words of a command line, with `resume=X` written out as `resume.folder=X`, with `++`
+    before a variable of the chat template, and with the quotes that Hydra wants around a text with
+    braces, commas or spaces."""
     words = []
     for word in argv:
         key, equals, text = word.partition("=")
         has_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         if key == "resume" and equals:
             word = f"resume.folder={text}"
+        elif key.startswith("model.template.") and equals:
+            # Any name may be there: the chat template knows which it reads.
+            word = f"++{word}"
         elif key in _TEXTS and text != "null" and not has_quotes:
             # backslashes are doubled before a quote, and nowhere else
             escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)

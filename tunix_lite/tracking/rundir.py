@@ -43,6 +43,8 @@ class RunDir:
         self.status = path / "status.json"
         # the settings that made the checkpoints: runs/fingerprint.py
         self.fingerprint = path / "fingerprint.json"
+        # the text of the chat template that the run began with
+        self.chat_template = path / "chat_template.jinja"
         # which weights the reference policy has, and they themselves, where the run keeps them
         self.reference = path / "reference.json"
         self.kept_reference = path / "reference"
@@ -69,7 +71,7 @@ class RunDir:
 
         # What must be a file in it, and what a folder. Reading a pipe would wait for ever.
         files = (self.log, self.metrics, self.status, self.fingerprint, self.reference)
-        files += (self.path / self.MODEL,)
+        files += (self.path / self.MODEL, self.chat_template)
         folders = (self.checkpoints, self.path / "samples", self.path / "skipped")
         wrong = [file for file in files if file.is_dir() or file.is_fifo() or file.is_socket()]
         wrong += [folder for folder in folders if folder.exists() and not folder.is_dir()]
