@@ -29,7 +29,11 @@ ROOT = Path(__file__).parents[1]
 
 VOCAB, PROMPT, NEW = 97, 20, 32
 CLASSES = {
+    "ministral3": (transformers.Ministral3ForCausalLM, transformers.Ministral3Config),
     "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig),
+    "olmo3": (transformers.Olmo3ForCausalLM, transformers.Olmo3Config),
+    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config),
+    "smollm3": (transformers.SmolLM3ForCausalLM, transformers.SmolLM3Config),
     "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config),
     "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig),
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
@@ -39,6 +43,11 @@ CLASSES = {
 ONE, SOME, ALL = ({"num_attention_heads": 4, "num_key_value_heads": k} for k in (1, 2, 4))
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 13}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
+MINISTRAL3 = YARN | {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.1, "beta_fast": 4.0}
+FACTORS = {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0, 30.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, **FACTORS}
+BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}, "full_attention": YARN}
 SHAPES = {  # windows are shorter than the prompt; layers do not always fill whole groups
     "gemma2-one": GEMMA | ONE | {"num_hidden_layers": 3, "sliding_window": 7, "attn_logit_softcapping": 2.0},
     "gemma2-some": GEMMA | SOME | {"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 5.0},
@@ -60,6 +69,21 @@ SHAPES = {  # windows are shorter than the prompt; layers do not always fill who
     "qwen2-all-windows": ALL | {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen3-one-tied": ONE | {"num_hidden_layers": 2, "tie_word_embeddings": True, "head_dim": 24},
     "qwen3-some": SOME | {"num_hidden_layers": 3, "head_dim": 16},
+    "ministral3-some": SOME | {"num_hidden_layers": 2, "head_dim": 16, "rope_parameters": MINISTRAL3},
+    "ministral3-one-tied": ONE | {"num_hidden_layers": 1, "rope_parameters": MINISTRAL3, "tie_word_embeddings": True},
+    "olmo3-some": SOME | {"num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": BY_KIND},
+    "olmo3-all": ALL | {"num_hidden_layers": 3, "sliding_window": 7},
+    "phi3-some": SOME | {"num_hidden_layers": 2, "pad_token_id": 0},
+    "phi3-one-longrope": ONE | {
+        "num_hidden_layers": 2,
+        "sliding_window": 7,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.8},
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "smollm3-some": SOME | {"num_hidden_layers": 5, "pad_token_id": 0},
+    "smollm3-all": ALL | {"num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "rope_parameters": YARN, "pad_token_id": 0},
     "mistral-some": SOME | {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5},
     "mistral-all": ALL | {"num_hidden_layers": 2, "sliding_window": None},
 }  # fmt: skip
@@ -87,11 +111,8 @@ def both(request, tmp_path_factory):
     model = random_model(request.param)
     model.save_pretrained(folder)
     set_mesh(1, 1)
-    sys.path.append(str(ROOT / "docs" / "extend" / "example"))
-    name = request.param.split("-")[0]
-    family = find_family("mistral.MISTRAL" if name == "mistral" else name)
-    assert read_config(folder, family if name == "mistral" else None)[1] is family
-    cfg, _ = read_config(folder, family)
+    cfg, family = read_config(folder)
+    assert family is find_family(request.param.split("-")[0])
     return model, cfg, hf.load_params(folder, cfg, family), family, folder
 
 

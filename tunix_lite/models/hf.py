@@ -198,13 +198,50 @@ def hf_names(
     return [f"model.layers.{i}.{of_kind}" for i, of in numbers if [of] == (stack or [None])]
 
 
+@dataclass(frozen=True)
+class Part:
+    """The rows of a tensor on disk that are one weight; mostly all of them. Phi's files have
+    queries, keys and values in one tensor.
+
+    Example: Part("layers/k", 0, Weight((16, 2, 4), ...), 16), keys after 16 rows of queries.
+    """
+
+    path: str
+    layer: int | None  # in its stack; None: the weight is no stack
+    weight: Weight  # of one layer
+    first_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return hf_shape(self.weight)[0]
+
+
+def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[Part]]:
+    """The weights in every tensor of the model, by its name on disk, in the order of their rows:
+    that of decoder.layer_weights."""
+    parts: dict[str, list[Part]] = {}
+    for path, weight in flatten(decoder.weights(cfg)).items():
+        for i, name in enumerate(hf_names(path, cfg, family)):
+            before = parts.setdefault(name, [])
+            first_row = sum(part.num_rows for part in before)
+            layer = i if weight.is_stacked else None
+            before.append(Part(path, layer, unstacked(weight), first_row))
+    return parts
+
+
 def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """Every tensor of the model, by its name on disk."""
-    return {
-        name: unstacked(weight)
-        for path, weight in flatten(decoder.weights(cfg)).items()
-        for name in hf_names(path, cfg, family)
-    }
+    """Every tensor of the model, by its name on disk. Several weights in one tensor are one whose
+    outputs are theirs together."""
+
+    def joined(parts: list[Part]) -> Weight:
+        first = parts[0].weight
+        if len(parts) == 1:
+            return first
+        num_inputs = hf_shape(first)[1]
+        num_rows = sum(part.num_rows for part in parts)
+        return Weight((num_inputs, num_rows), (first.axes[0], first.axes[1]))
+
+    return {name: joined(parts) for name, parts in hf_parts(cfg, family).items()}
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
@@ -355,7 +392,9 @@ def load_params(
     check_weights(folder, cfg, family)
     tensors = open_tensors(folder, family)
     plain = flatten(decoder.weights(cfg))
-    num_bytes = {name: tensors.num_bytes(name) for name in hf_weights(cfg, family)}
+    parts = hf_parts(cfg, family)
+    num_bytes = {name: tensors.num_bytes(name) for name in parts}
+    first_rows = {(part.path, name): part.first_row for name in parts for part in parts[name]}
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -378,7 +417,13 @@ def load_params(
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(tensors, name, unstacked(weight), head if is_twice else None),
+                _piece(
+                    tensors,
+                    name,
+                    unstacked(weight),
+                    head if is_twice else None,
+                    first_rows[path, name],
+                ),
                 jnp.int32(i),
                 leaf,
                 weight.inputs,
@@ -386,7 +431,7 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            num_read += num_bytes[name]
+            num_read += num_bytes[name] if first_rows[path, name] == 0 else 0
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -394,17 +439,17 @@ def load_params(
 
 
 def _piece(
-    tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None
+    tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None, first_row: int
 ) -> jax.Array:
-    """One tensor on the mesh in its stored dtype. A slice that several devices hold is read once,
-    and compared with the tensor that should be a copy of it."""
+    """One tensor, or its rows from `first_row` on, on the mesh in its stored dtype. A slice that
+    several devices hold is read once, and compared with the tensor that should be a copy of it."""
     read = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         key = str(index)
         if key not in read:
             # A view: jax transposes while it copies.
-            read[key] = _read_slice(tensors, name, weight, index)
+            read[key] = _read_slice(tensors, name, weight, index, first_row)
             if copy is not None:
                 _check_copy(tensors, name, copy, weight.shape, index)
         return read[key]
@@ -509,23 +554,22 @@ def tensors_of(
 ) -> Callable[[str, str], np.ndarray]:
     """Returns (name, dtype) -> the tensor of this name in Hugging Face layout, as BF16, F16 or F32.
     Adapters and quantised weights are plain weights there, which compute the same."""
-    table = flatten(decoder.weights(cfg))
     leaves = flatten(params)
-    where = {
-        name: (path, i if table[path].is_stacked else None)
-        for path in table
-        for i, name in enumerate(hf_names(path, cfg, family))
-    }
+    parts_of = hf_parts(cfg, family)
+
+    def values(part: Part, dtype: str) -> np.ndarray:
+        leaf = leaves[part.path]
+        if part.layer is not None:
+            leaf = jax.tree.map(lambda x: x[part.layer], leaf)
+        # In float32 first, so that the sum of a base and its adapter is rounded once.
+        value = dense(leaf, part.weight.inputs, jnp.float32)
+        return to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
 
     def tensor(name: str, dtype: str) -> np.ndarray:
-        path, layer = where[name]
-        weight = unstacked(table[path])
-        leaf = (
-            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
+        of_name = [values(part, dtype) for part in parts_of[name]]
+        return np.ascontiguousarray(
+            of_name[0] if len(of_name) == 1 else np.concatenate(of_name)
         )
-        # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, weight.inputs, jnp.float32)
-        return np.ascontiguousarray(to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
 
     return tensor
 
