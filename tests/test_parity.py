@@ -1,7 +1,6 @@
 """Each family is right: logits, greedy continuations and gradients of transformers' own models, saved by it."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,6 +1,5 @@
 """The shape of a model: what families do differently, as flags and numbers of one dataclass."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -67,12 +66,11 @@ class RopeScaling:
 class Yarn:
     """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers.
 
-    Over original_positions a pair of elements turns so many times. Pairs that turn beta_fast times
-    or more stay, those that turn beta_slow times or less turn `factor` times slower, and between
-    the two the share of the slower turning grows linearly with the number of the pair.
+    Pairs of elements that turn beta_fast times or more over original_positions stay, those that
+    turn beta_slow times or less turn `factor` times slower. Between the two, the share of the
+    slower turning grows linearly with the number of the pair.
 
-    Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3. Raises ValueError for numbers
-    out of order.
+    Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3.
     """
 
     # Long wavelengths are multiplied by this.
@@ -100,16 +98,12 @@ class Yarn:
         """Rotary frequencies, in radians per token, after the stretching of their wavelengths.
         theta: base of the wavelengths."""
         dim = 2 * len(frequency)
-
-        def pair_with(turns: float) -> float:
-            # The place of the pair that turns so often over the original length.
-            wavelengths = self.original_positions / (2 * np.pi * turns)
-            return dim * math.log(wavelengths) / (2 * math.log(theta))
-
-        low = max(math.floor(pair_with(self.beta_fast)), 0)
-        high = min(math.ceil(pair_with(self.beta_slow)), dim - 1)
-        width = high - low if high != low else 0.001
-        slow = np.clip((np.arange(len(frequency)) - low) / width, 0, 1)
+        # The pairs that turn so often, by place.
+        turns = 2 * np.pi * np.array([self.beta_fast, self.beta_slow])
+        pairs = dim * np.log(self.original_positions / turns) / (2 * np.log(theta))
+        low = max(np.floor(pairs[0]), 0)
+        high = min(np.ceil(pairs[1]), dim - 1)
+        slow = np.clip((np.arange(len(frequency)) - low) / ((high - low) or 0.001), 0, 1)
         return frequency * (1 - slow + slow / self.factor)
 
 
@@ -118,10 +112,9 @@ class LongRope:
     """Rotary wavelengths with a factor for each pair of elements (longrope, arXiv:2402.13753).
 
     An architecture whose max_positions is at most original_positions takes short_factors for all
-    its sequences, and any other takes long_factors: sampling and training never differ.
+    its sequences, and any other long_factors, so that sampling and training never differ.
 
-    Example: LongRope((1.0, 1.0), (1.0, 30.0), 4096, 131_072, 1.19). Raises ValueError for lists of
-    two lengths, and for numbers that are not above 0.
+    Example: LongRope((1.0, 1.0), (1.0, 30.0), 4096, 131_072, 1.19) for heads of four elements.
     """
 
     # Wavelengths are multiplied by these in an architecture of up to original_positions tokens.
@@ -136,13 +129,12 @@ class LongRope:
     amplitude: float = 1.0
 
     def __post_init__(self):
-        numbers = (*self.short_factors, *self.long_factors, self.original_positions)
-        if min(*numbers, self.long_positions, self.amplitude) <= 0:
-            raise ValueError("longrope: all its numbers must be above 0")
-        if len(self.short_factors) != len(self.long_factors):
+        short, long = self.short_factors, self.long_factors
+        rest = (self.original_positions, self.long_positions, self.amplitude)
+        if len(short) != len(long) or min(*short, *long, *rest) <= 0:
             raise ValueError(
-                f"longrope: short_factors has {len(self.short_factors)} numbers, and long_factors "
-                f"{len(self.long_factors)}"
+                f"longrope: short_factors has {len(short)} numbers, and long_factors {len(long)}; "
+                "they must be as many, and all numbers above 0"
             )
 
 
@@ -279,6 +271,9 @@ class Architecture:
             ),
             "rope_scaling, yarn and longrope: give one of the three": (
                 [self.rope_scaling, self.yarn, self.longrope].count(None) < 2
+            ),
+            f"rope_theta_global={self.rope_theta_global} with yarn; it is above 1": (
+                self.yarn is not None and self.rope_theta_global <= 1
             ),
             f"longrope: its lists have {num_factors} numbers, and rope_share={self.rope_share} of "
             f"head_dim={self.head_dim} needs {self.rotated_dim // 2}": (

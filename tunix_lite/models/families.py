@@ -33,6 +33,17 @@ from tunix_lite.models.gguf_metadata import small_object
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
 ROTATIONS = {1: "global", 0: "unrotated"}
 HYBRID_KINDS = {"linear_attention": "delta", "full_attention": "global"}
+LENGTH = "original_max_position_embeddings"
+MOST = "max_position_embeddings"
+# Field of Yarn -> key of a rope object of config.json.
+YARN_KEYS = {
+    "factor": "factor",
+    "original_positions": LENGTH,
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "amplitude": "attention_factor",
+    "query_growth": "llama_4_scaling_beta",
+}
 # Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
@@ -134,8 +145,7 @@ def _unrotated_by_list(hf: dict) -> list[str]:
 def _all_local(hf: dict) -> list[str]:
     """The kind of every layer of Mistral: local, if there is a window that hides a token."""
     window = hf["sliding_window"]
-    positions = hf["max_position_embeddings"]
-    is_local = window is not None and window < positions
+    is_local = window is not None and window < hf[MOST]
     return ["local" if is_local else "global"] * hf["num_hidden_layers"]
 
 
@@ -343,7 +353,7 @@ MISTRAL = replace(
     flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False},
     keys=KEYS | {"window": "sliding_window"},
     fixed={"hidden_act": "silu"},
-    absent=LLAMA.absent | {"sliding_window": 4096, "max_position_embeddings": 131_072},
+    absent=LLAMA.absent | {"num_key_value_heads": 8, "sliding_window": 4096, MOST: 131_072},
     kinds=_all_local,
     ropes=("default",),
 )
@@ -353,7 +363,7 @@ MINISTRAL3 = replace(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     fixed={"hidden_act": "silu", "sliding_window": None},
-    absent=LLAMA.absent | {"rope_theta": 1_000_000.0},
+    absent=LLAMA.absent | {"num_key_value_heads": 8, "head_dim": 128},
     ropes=("yarn",),
     wrapper="mistral3",
     prefixes=GEMMA3.prefixes,
@@ -369,13 +379,8 @@ PHI3 = replace(
     names=NAMES
     | dict.fromkeys("qkv", "self_attn.qkv_proj.weight")
     | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
-    fixed={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "lm_head_bias": False,
-    },
-    absent=LLAMA.absent | {"max_position_embeddings": 4096},
+    fixed=LLAMA.fixed | {"lm_head_bias": False},
+    absent=LLAMA.absent | {MOST: 4096},
     ropes=("default", "longrope"),
 )
 OLMO3 = replace(
@@ -384,27 +389,16 @@ OLMO3 = replace(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     flags=LLAMA_LIKE
-    | {
-        "pre_norms": False,
-        "post_norms": True,
-        "qk_norm": True,
-        "qk_norm_whole": True,
-        "qkv_bias": False,
+    | {"pre_norms": False, "post_norms": True, "qkv_bias": False}
+    | {"qk_norm": True, "qk_norm_whole": True},
+    names={
+        name: tensor
+        for name, tensor in (NAMES | POST_NORMS | QK_NORMS).items()
+        if name not in ("attn_norm", "mlp_norm")
     },
-    names={name: NAMES[name] for name in ("q", "k", "v", "o", "gate", "up", "down")}
-    | {
-        "attn_post_norm": "post_attention_layernorm.weight",
-        "mlp_post_norm": "post_feedforward_layernorm.weight",
-    }
-    | QK_NORMS,
     keys=KEYS | {"window": "sliding_window"},
     fixed={"hidden_act": "silu", "attention_bias": False},
-    absent={
-        "tie_word_embeddings": False,
-        "rope_theta": 500_000.0,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 4096,
-    },
+    absent=LLAMA.absent | {"rope_theta": 500_000.0, "sliding_window": 4096},
     kinds=_every_nth_global(4),
     has_windows=True,
     rope_by_kind=True,
@@ -417,19 +411,17 @@ SMOLLM3 = replace(
     architecture="SmolLM3ForCausalLM",
     flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False, "window": None},
     fixed=LLAMA.fixed | {"use_sliding_window": False},
-    absent={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    absent={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
     kinds=_unrotated_by_list,
     has_windows=True,
     types=ROTATIONS,
     kinds_key="no_rope_layers",
     ropes=("default", "yarn"),
 )
+_RELATIVES = (MINISTRAL3, MISTRAL, OLMO3, PHI3, SMOLLM3)
 FAMILIES = {
     family.name: family
-    for family in (
-        *(GEMMA2, GEMMA3, LLAMA, MINISTRAL3, MISTRAL, OLMO3, PHI3, QWEN2, QWEN3, QWEN3_5),
-        SMOLLM3,
-    )
+    for family in (GEMMA2, GEMMA3, LLAMA, *_RELATIVES, QWEN2, QWEN3, QWEN3_5)
 }
 
 
@@ -640,56 +632,46 @@ def _one_rope(
 def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
     """The field of Architecture that stretches wavelengths as one rope object of a config.json
     says; {}: nothing does. Raises ValueError."""
-    length = "original_max_position_embeddings"
-
-    def number(key: str, kind: type = float, default: object = None) -> Any:
-        return _number(rope[key] if default is None else rope.get(key, default), key, kind)
-
     kind = rope.get("rope_type", "default")
     if kind not in family.ropes:
         *most, last = family.ropes
         names = f"{', '.join(most)} or {last}" if most else last
         raise ValueError(f"rope_type {shown(kind)} is not supported; supported is {names}")
+
+    def number(key: str, kind: type = float) -> Any:
+        return _number(rope[key], key, kind)
+
     if kind == "linear":
         return {"rope_scaling": RopeScaling(number("factor"))}
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor")
-        return {"rope_scaling": RopeScaling(*map(number, keys), number(length, int))}
+        return {"rope_scaling": RopeScaling(*map(number, keys), number(LENGTH, int))}
     if kind == "yarn":
         if rope.get("truncate", True) is not True:
             raise ValueError("truncate: yarn is supported with true alone")
-        factor = number("factor")
-        amplitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        grown = 0.1 * math.log(max(number("factor"), 1))
+        amplitude = 1 + grown
         if rope.get("mscale") and rope.get("mscale_all_dim"):
-            grown = amplitude - 1
-            amplitude = 1 + number("mscale") * grown
-            amplitude /= 1 + number("mscale_all_dim") * grown
-        yarn = Yarn(
-            factor,
-            number(length, int),
-            number("beta_fast", default=32.0),
-            number("beta_slow", default=1.0),
-            number("attention_factor", default=amplitude),
-            number("llama_4_scaling_beta", default=0.0),
-        )
-        return {"yarn": yarn}
+            amplitude = (1 + number("mscale") * grown) / (1 + number("mscale_all_dim") * grown)
+        absent = {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.0}
+        rope = absent | {"attention_factor": amplitude} | rope
+        types = get_type_hints(Yarn)
+        return {"yarn": Yarn(**{n: number(key, types[n]) for n, key in YARN_KEYS.items()})}
     if kind == "longrope":
-        # Phi writes the length beside the rope object, and there it counts.
-        rope = rope | {length: config.get(length, rope.get(length, 4096))}
-        original = number(length, int)
-        longest = family.absent | config
-        longest = _number(longest["max_position_embeddings"], "max_position_embeddings", int)
-        factor = number("factor", default=longest / original)
-        amplitude = 1.0
-        if factor > 1:
-            amplitude = math.sqrt(1 + math.log(factor) / math.log(original))
+        # Phi writes the length beside the rope object, too, and there it counts.
+        beside = {LENGTH: rope.get(LENGTH, 4096)} | family.absent | config
+        lengths = [_number(beside[key], key, int) for key in (LENGTH, MOST)]
+        if lengths[0] < 2:
+            raise ValueError(f"{LENGTH}={lengths[0]}; it is 2 or more")
+        rope = {"factor": lengths[1] / lengths[0]} | rope
+        grown = math.log(max(number("factor"), 1)) / math.log(lengths[0])
+        rope = {"attention_factor": math.sqrt(1 + grown)} | rope
         lists = []
         for key in ("short_factor", "long_factor"):
             if not isinstance(rope[key], list):
                 raise ValueError(f"{key}={shown(rope[key])}; it is a list of numbers")
             lists.append(tuple(_number(value, key, float) for value in rope[key]))
-        amplitude = number("attention_factor", default=amplitude)
-        return {"longrope": LongRope(*lists, original, longest, amplitude)}
+        return {"longrope": LongRope(*lists, *lengths, number("attention_factor"))}
     return {}
 
 
@@ -754,7 +736,6 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     of_global = {"rope_type": "default", "rope_theta": cfg.rope_theta_global}
     if cfg.rope_share < 1:
         of_global["partial_rotary_factor"] = cfg.rope_share
-    length = "original_max_position_embeddings"
     if (scaling := cfg.rope_scaling) is not None:
         of_global |= {"rope_type": "linear", "factor": scaling.factor}
         if scaling.original_positions is not None:
@@ -762,28 +743,18 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
                 "rope_type": "llama3",
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
-                length: scaling.original_positions,
+                LENGTH: scaling.original_positions,
             }
     if (yarn := cfg.yarn) is not None:
-        of_global |= {
-            "rope_type": "yarn",
-            "factor": yarn.factor,
-            length: yarn.original_positions,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "attention_factor": yarn.amplitude,
-        }
-        if family.ropes == ("yarn",):
-            of_global["llama_4_scaling_beta"] = yarn.query_growth
+        written = {key: getattr(yarn, name) for name, key in YARN_KEYS.items()}
+        # Only Ministral knows the last one, which is 0 in the others.
+        of_global |= {"rope_type": "yarn"} | {key: x for key, x in written.items() if x}
     if (long := cfg.longrope) is not None:
-        of_global |= {
-            "rope_type": "longrope",
-            "short_factor": list(long.short_factors),
-            "long_factor": list(long.long_factors),
-            length: long.original_positions,
-            "attention_factor": long.amplitude,
-        }
-        hf |= {length: long.original_positions, "max_position_embeddings": long.long_positions}
+        of_global |= {"rope_type": "longrope", "attention_factor": long.amplitude}
+        of_global["short_factor"] = list(long.short_factors)
+        of_global["long_factor"] = list(long.long_factors)
+        of_global |= {LENGTH: long.original_positions}
+        hf |= {LENGTH: long.original_positions, MOST: long.long_positions}
     by_kind = {"sliding_attention": of_local, "full_attention": of_global}
     hf["rope_parameters"] = by_kind if family.rope_by_kind else of_global
     return hf

@@ -199,49 +199,40 @@ def hf_names(
 
 
 @dataclass(frozen=True)
-class Part:
-    """The rows of a tensor on disk that are one weight; mostly all of them. Phi's files have
-    queries, keys and values in one tensor.
-
-    Example: Part("layers/k", 0, Weight((16, 2, 4), ...), 16), keys after 16 rows of queries.
-    """
+class _Part:
+    """The rows of a tensor on disk that are one weight: mostly all of them, but Phi's files have
+    queries, keys and values in one tensor."""
 
     path: str
     layer: int | None  # in its stack; None: the weight is no stack
     weight: Weight  # of one layer
-    first_row: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return hf_shape(self.weight)[0]
+    rows: slice
 
 
-def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[Part]]:
+def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
     """The weights in every tensor of the model, by its name on disk, in the order of their rows:
     that of decoder.layer_weights."""
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[_Part]] = {}
     for path, weight in flatten(decoder.weights(cfg)).items():
+        one = unstacked(weight)
         for i, name in enumerate(hf_names(path, cfg, family)):
             before = parts.setdefault(name, [])
-            first_row = sum(part.num_rows for part in before)
-            layer = i if weight.is_stacked else None
-            before.append(Part(path, layer, unstacked(weight), first_row))
+            first = before[-1].rows.stop if before else 0
+            rows = slice(first, first + hf_shape(one)[0])
+            before.append(_Part(path, i if weight.is_stacked else None, one, rows))
     return parts
 
 
 def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
     """Every tensor of the model, by its name on disk. Several weights in one tensor are one whose
     outputs are theirs together."""
-
-    def joined(parts: list[Part]) -> Weight:
-        first = parts[0].weight
-        if len(parts) == 1:
-            return first
-        num_inputs = hf_shape(first)[1]
-        num_rows = sum(part.num_rows for part in parts)
-        return Weight((num_inputs, num_rows), (first.axes[0], first.axes[1]))
-
-    return {name: joined(parts) for name, parts in hf_parts(cfg, family).items()}
+    whole = {}
+    for name, parts in hf_parts(cfg, family).items():
+        whole[name] = parts[0].weight
+        if len(parts) > 1:
+            shape = (hf_shape(parts[0].weight)[1], parts[-1].rows.stop)
+            whole[name] = Weight(shape, parts[0].weight.axes[:2])
+    return whole
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
@@ -394,7 +385,7 @@ def load_params(
     plain = flatten(decoder.weights(cfg))
     parts = hf_parts(cfg, family)
     num_bytes = {name: tensors.num_bytes(name) for name in parts}
-    first_rows = {(part.path, name): part.first_row for name in parts for part in parts[name]}
+    first_rows = {(x.path, name): x.rows.start for name in parts for x in parts[name]}
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -414,16 +405,11 @@ def load_params(
             # a folder may hold the table of a tied model twice
             head = TOP_NAMES["head"]
             is_twice = cfg.tied and name == TOP_NAMES["embed"] and head in tensors
+            first = first_rows[path, name]
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(
-                    tensors,
-                    name,
-                    unstacked(weight),
-                    head if is_twice else None,
-                    first_rows[path, name],
-                ),
+                _piece(tensors, name, unstacked(weight), head if is_twice else None, first),
                 jnp.int32(i),
                 leaf,
                 weight.inputs,
@@ -431,7 +417,7 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            num_read += num_bytes[name] if first_rows[path, name] == 0 else 0
+            num_read += num_bytes[name] if first == 0 else 0
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -557,7 +543,7 @@ def tensors_of(
     leaves = flatten(params)
     parts_of = hf_parts(cfg, family)
 
-    def values(part: Part, dtype: str) -> np.ndarray:
+    def values(part: _Part, dtype: str) -> np.ndarray:
         leaf = leaves[part.path]
         if part.layer is not None:
             leaf = jax.tree.map(lambda x: x[part.layer], leaf)

@@ -2,6 +2,7 @@
 out."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,20 +164,16 @@ def load_adapters(
     read = hf.read_tensors(folder / TENSORS)
     tensors = {_without_wrapper(name, family): value for name, value in read.items()}
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    values: dict[str, list[np.ndarray]] = {}
+    of_layers: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
     for name, parts in hf.hf_parts(cfg, family).items():
-        for part in parts:
-            if (path := f"{part.path}/a") not in pairs:
-                continue
-            rows = slice(part.first_row, part.first_row + part.num_rows)
-            for side, of_part in (("a", slice(None)), ("b", rows)):
+        for part in (part for part in parts if f"{part.path}/a" in pairs):
+            for side, rows in (("a", slice(None)), ("b", part.rows)):
                 path = f"{part.path}/{side}"
-                tensor = np.asarray(tensors[_side(name, side.upper())][of_part], np.float32)
-                values.setdefault(path, []).append(hf.from_hf(tensor, unstacked(pairs[path])))
+                tensor = np.asarray(tensors[_side(name, side)][rows], np.float32)
+                of_layers[path].append(hf.from_hf(tensor, unstacked(pairs[path])))
     loaded = {}
     for path, weight in pairs.items():
-        of_layers = values[path]
-        value = np.stack(of_layers) if weight.is_stacked else of_layers[0]
+        value = np.stack(of_layers[path]) if weight.is_stacked else of_layers[path][0]
         loaded[path] = put(value, *weight.axes)
     return traverse_util.unflatten_dict(loaded, sep="/")
 
@@ -198,30 +195,27 @@ def save_adapters(
     # The tensors, and the modules that they are for. Where a tensor holds several weights, its one
     # adapter has their pairs side by side, and all adapters get that rank, as PEFT wants it.
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    values = {path: np.asarray(flatten(adapters)[path], np.float32) for path in pairs}
-    adapted = {}
-    for name, parts in hf.hf_parts(cfg, family).items():
-        if own := [part for part in parts if f"{part.path}/a" in pairs]:
-            adapted[name] = parts, own
+    adapted = {
+        name: (parts, [part for part in parts if f"{part.path}/a" in pairs])
+        for name, parts in hf.hf_parts(cfg, family).items()
+    }
     most = max(len(own) for _, own in adapted.values())
     rank = most * lora.rank
     tensors = {}
+    modules = set()
     for name, (parts, own) in adapted.items():
-        a = np.zeros((rank, hf.hf_shape(parts[0].weight)[1]), np.float32)
-        b = np.zeros((sum(part.num_rows for part in parts), rank), np.float32)
+        a = np.zeros((rank, math.prod(hf.hf_shape(parts[0].weight)[1:])), np.float32)
+        b = np.zeros((parts[-1].rows.stop, rank), np.float32)
         for i, part in enumerate(own):
-            one, other = (
-                hf.to_hf(
-                    values[path] if part.layer is None else values[path][part.layer],
-                    unstacked(pairs[path]),
-                )
-                for path in (f"{part.path}/a", f"{part.path}/b")
-            )
-            of_pair = slice(i * lora.rank, (i + 1) * lora.rank)
-            a[of_pair] = one
-            b[part.first_row : part.first_row + part.num_rows, of_pair] = other
-        tensors |= {_side(name, "A"): a, _side(name, "B"): b}
-    modules = {_module(name) for name in tensors}
+            columns = slice(i * lora.rank, (i + 1) * lora.rank)
+            for side, place in (("a", a[columns]), ("b", b[part.rows, columns])):
+                path = f"{part.path}/{side}"
+                value = np.asarray(flatten(adapters)[path], np.float32)
+                one = value if part.layer is None else value[part.layer]
+                place[:] = hf.to_hf(one, unstacked(pairs[path]))
+        if own:
+            tensors |= {_side(name, "a"): a, _side(name, "b"): b}
+            modules.add(_module(_side(name, "a")))
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.
@@ -249,8 +243,8 @@ def save_adapters(
 
 
 def _side(name: str, side: str) -> str:
-    """The name of an adapter's tensor, side A or B, for the tensor of this name on disk."""
-    return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{side}.weight"
+    """The name of an adapter's tensor, side a or b, for the tensor of this name on disk."""
+    return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{side.upper()}.weight"
 
 
 def _module(name: str) -> str:
