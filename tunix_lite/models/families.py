@@ -137,6 +137,8 @@ def _unrotated_by_list(hf: dict) -> list[str]:
     if "local" in (_listed(hf) or []):
         raise ValueError("layer_types: sliding_attention is not supported in this family")
     every = _number(hf.get("no_rope_layer_interval", 4), "no_rope_layer_interval", int)
+    if every < 1:
+        raise ValueError(f"no_rope_layer_interval={every}; it is 1 or more")
     count = hf["num_hidden_layers"]
     by_interval = [ROTATIONS[int(i % every != 0)] for i in range(1, count + 1)]
     return _listed(hf, ROTATIONS, "no_rope_layers") or by_interval
@@ -380,7 +382,7 @@ PHI3 = replace(
     | dict.fromkeys("qkv", "self_attn.qkv_proj.weight")
     | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
     fixed=LLAMA.fixed | {"lm_head_bias": False},
-    absent=LLAMA.absent | {MOST: 4096},
+    absent=LLAMA.absent | {MOST: 4096, LENGTH: 4096},
     ropes=("default", "longrope"),
 )
 OLMO3 = replace(
@@ -487,7 +489,7 @@ def read_config(
         return _config_from(_object(hf, "text_config"), named_family), named_family
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -659,7 +661,7 @@ def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
         return {"yarn": Yarn(**{n: number(key, types[n]) for n, key in YARN_KEYS.items()})}
     if kind == "longrope":
         # Phi writes the length beside the rope object, too, and there it counts.
-        beside = {LENGTH: rope.get(LENGTH, 4096)} | family.absent | config
+        beside = family.absent | config
         lengths = [_number(beside[key], key, int) for key in (LENGTH, MOST)]
         if lengths[0] < 2:
             raise ValueError(f"{LENGTH}={lengths[0]}; it is 2 or more")

@@ -2,7 +2,6 @@
 out."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,8 +109,8 @@ def read_adapter_config(
         if name.removesuffix(".weight") in present:
             num_outputs, num_inputs = hf.hf_shape(weight)
             wanted |= {
-                _side(name, "A"): (rank, num_inputs),
-                _side(name, "B"): (num_outputs, rank),
+                _side(name, "a"): (rank, num_inputs),
+                _side(name, "b"): (num_outputs, rank),
             }
     if problems := hf.misfits(wanted, entries):
         raise ValueError(f"adapter: the tensors in {folder} do not fit: {problems}")
@@ -195,27 +194,25 @@ def save_adapters(
     # The tensors, and the modules that they are for. Where a tensor holds several weights, its one
     # adapter has their pairs side by side, and all adapters get that rank, as PEFT wants it.
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
-    adapted = {
-        name: (parts, [part for part in parts if f"{part.path}/a" in pairs])
-        for name, parts in hf.hf_parts(cfg, family).items()
-    }
-    most = max(len(own) for _, own in adapted.values())
+    values = {path: np.asarray(x, np.float32) for path, x in flatten(adapters).items()}
+    adapted = {}
+    for name, parts in hf.hf_parts(cfg, family).items():
+        if own := [part for part in parts if f"{part.path}/a" in pairs]:
+            adapted[name] = own, parts[-1].rows.stop
+    most = max(len(own) for own, _ in adapted.values())
     rank = most * lora.rank
     tensors = {}
-    modules = set()
-    for name, (parts, own) in adapted.items():
-        a = np.zeros((rank, math.prod(hf.hf_shape(parts[0].weight)[1:])), np.float32)
-        b = np.zeros((parts[-1].rows.stop, rank), np.float32)
+    for name, (own, num_outputs) in adapted.items():
+        a = np.zeros((rank, hf.hf_shape(own[0].weight)[1]), np.float32)
+        b = np.zeros((num_outputs, rank), np.float32)
         for i, part in enumerate(own):
             columns = slice(i * lora.rank, (i + 1) * lora.rank)
             for side, place in (("a", a[columns]), ("b", b[part.rows, columns])):
                 path = f"{part.path}/{side}"
-                value = np.asarray(flatten(adapters)[path], np.float32)
-                one = value if part.layer is None else value[part.layer]
+                one = values[path] if part.layer is None else values[path][part.layer]
                 place[:] = hf.to_hf(one, unstacked(pairs[path]))
-        if own:
-            tensors |= {_side(name, "a"): a, _side(name, "b"): b}
-            modules.add(_module(_side(name, "a")))
+        tensors |= {_side(name, "a"): a, _side(name, "b"): b}
+    modules = set(map(_module, tensors))
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.
