@@ -20,7 +20,7 @@ grow with depth, unless training.scan_layers=false. Sampling runs layer by layer
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -654,10 +654,14 @@ def block(
 
 
 def attention_part(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, around: Surroundings
+    x_BTD: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    around: Surroundings,
+    is_rotated: bool = True,
 ) -> tuple[jax.Array, Any]:
     """Attention of one layer, from normed hidden states to what is added to the residual stream,
-    [B, T, D]; and what `attend_fn` keeps."""
+    [B, T, D]; and what `attend_fn` keeps. is_rotated: queries and keys have rotary positions."""
     products = around.products
     angles = around.angles
     if "qkv" in w:
@@ -681,7 +685,7 @@ def attention_part(
     if cfg.qk_norm:
         q_BTNH = _norm_heads(q_BTNH, w["q_norm"], cfg)
         k_BTKH = _norm_heads(k_BTKH, w["k_norm"], cfg)
-    if angles is not None:
+    if is_rotated:
         sin_cos, query_scale = angles[:2], angles[2:]
         q_BTNH = rope(q_BTNH, sin_cos)
         k_BTKH = rope(k_BTKH, sin_cos)
@@ -704,19 +708,12 @@ def attention_part(
     return products.out(out_BTNH, w), extra
 
 
-def _unrotated_part(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, around: Surroundings
-) -> tuple[jax.Array, Any]:
-    """`attention_part` whose queries and keys have no rotary positions."""
-    return attention_part(x_BTD, w, cfg, replace(around, angles=None))
-
-
 # Kinds of layers. A local layer has a window, a global one sees all tokens before, and an unrotated
 # one sees them without rotary positions.
 ROTATED = {"local", "global"}
 ATTENTION = ROTATED | {"unrotated"}
 LAYER_KINDS = {kind: LayerKind(attention_weights, attention_part) for kind in ROTATED} | {
-    "unrotated": LayerKind(attention_weights, _unrotated_part),
+    "unrotated": LayerKind(attention_weights, partial(attention_part, is_rotated=False)),
     "delta": GATED_DELTA_NET,
 }
 

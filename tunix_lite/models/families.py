@@ -110,9 +110,7 @@ def _local_by_list(hf: dict) -> list[str]:
     return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
-def _listed(
-    hf: dict, kinds: dict[Any, str] = KINDS, key: str = "layer_types"
-) -> list[str] | None:
+def _listed(hf: dict, kinds: dict = KINDS, key: str = "layer_types") -> list[str] | None:
     """The kinds of `layer_types`, or of another key; None without it. kinds: what each type is."""
     count = hf["num_hidden_layers"]
     types = hf.get(key)
@@ -584,8 +582,7 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
     of_local = of_global
     # Newer, one object for each kind; older, a key of its own for the local layers.
     local_key = "rope_local_base_freq"
-    has_own = family.rope_by_kind or local_key in config
-    if "full_attention" in newer or has_own:
+    if "full_attention" in newer or family.rope_by_kind or local_key in config:
         theta_key = local_key if local_key in family.absent else "rope_theta"
         of_local = _one_rope(config, family, newer, "sliding_attention", theta_key, {})
 
@@ -709,7 +706,6 @@ def as_computed(cfg: Architecture) -> Architecture:
     pattern = repeated(cfg.kinds)
     unused: dict[str, Any] = {}
     if cfg.longrope is not None:
-        # The user chooses it: which list counts.
         unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:
         unused |= {"window": None, "rope_theta_local": cfg.rope_theta_global}
@@ -752,10 +748,12 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
         # Only Ministral knows the last one, which is 0 in the others.
         of_global |= {"rope_type": "yarn"} | {key: x for key, x in written.items() if x}
     if (long := cfg.longrope) is not None:
-        of_global |= {"rope_type": "longrope", "attention_factor": long.amplitude}
-        of_global["short_factor"] = list(long.short_factors)
-        of_global["long_factor"] = list(long.long_factors)
-        of_global |= {LENGTH: long.original_positions}
+        lists = {
+            "short_factor": list(long.short_factors),
+            "long_factor": list(long.long_factors),
+        }
+        of_global |= {"rope_type": "longrope", LENGTH: long.original_positions} | lists
+        of_global["attention_factor"] = long.amplitude
         hf |= {LENGTH: long.original_positions, MOST: long.long_positions}
     by_kind = {"sliding_attention": of_local, "full_attention": of_global}
     hf["rope_parameters"] = by_kind if family.rope_by_kind else of_global

@@ -552,10 +552,8 @@ def tensors_of(
         return to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
 
     def tensor(name: str, dtype: str) -> np.ndarray:
-        of_name = [values(part, dtype) for part in parts_of[name]]
-        return np.ascontiguousarray(
-            of_name[0] if len(of_name) == 1 else np.concatenate(of_name)
-        )
+        rows = [values(part, dtype) for part in parts_of[name]]
+        return np.ascontiguousarray(np.concatenate(rows) if rows[1:] else rows[0])
 
     return tensor
 

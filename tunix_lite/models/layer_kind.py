@@ -30,8 +30,7 @@ class Surroundings:
 
     # decoder.Products: multiplies activations with weights
     products: Any
-    # None: nothing is rotated
-    angles: Angles | None
+    angles: Angles
     # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps)
     attend_fn: Callable[..., tuple[jax.Array, Any]]
     # True: attend_fn norms and turns queries and keys, and gets the weights and the angles, too
