@@ -93,7 +93,7 @@ PUBLISHED = {
     "smollm3_3b": 3_075_098_624,
 }
 
-# Of tp = 1, 2, 4 and 8, those that do not divide a size's query heads or its vocabulary; the feed-forward always divides.
+# Of tp = 1, 2, 4 and 8, those that do not divide a size's query heads or vocabulary; the feed-forward always divides.
 REFUSED = {
     ("gemma3_270m", 8),  # 4 heads
     ("gemma3_1b", 8),  # 4
