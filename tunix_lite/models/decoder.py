@@ -770,7 +770,7 @@ def rope_angles(
     sin, cos = _sin_cos(positions_BT11, frequency)
     if amplitude != 1:
         sin, cos = sin * amplitude, cos * amplitude
-    if kind == "global" and cfg.yarn is not None and cfg.yarn.query_growth:
+    if cfg.yarn is not None and cfg.yarn.query_growth:
         times = positions_BT11 // cfg.yarn.original_positions
         return sin, cos, 1 + cfg.yarn.query_growth * jnp.log1p(times.astype(sin.dtype))
     return sin, cos
