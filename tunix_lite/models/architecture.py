@@ -83,7 +83,8 @@ class Yarn:
     beta_slow: float = 1.0
     # The rotated elements of queries and keys are multiplied by this.
     amplitude: float = 1.0
-    # Rotated queries at position p are multiplied by 1 + this * ln(1 + floor(p / original_positions)).
+    # Rotated queries at position p are multiplied by 1 + this * ln(1 + floor(p /
+    # original_positions)).
     query_growth: float = 0.0
 
     def __post_init__(self):
