@@ -44,7 +44,13 @@ from tunix_lite.learner.optim import (
     OptimizerConfig,
     SGDConfig,
 )
-from tunix_lite.models.architecture import Architecture, DeltaNet, RopeScaling
+from tunix_lite.models.architecture import (
+    Architecture,
+    DeltaNet,
+    LongRope,
+    RopeScaling,
+    Yarn,
+)
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.models.source import ModelConfig, TeacherConfig
 from tunix_lite.parallel.mesh import MeshShape, ShardingConfig, as_text
@@ -87,6 +93,8 @@ GROUPS = (
     Group("Adapters and their base", "model.lora.", LoraConfig, lambda run: run.model.lora),
     Group("Architecture", "model.architecture.", Architecture, None),
     Group("Rope scaling", "model.architecture.rope_scaling.", RopeScaling, None),
+    Group("Yarn", "model.architecture.yarn.", Yarn, None),
+    Group("Longrope", "model.architecture.longrope.", LongRope, None),
     Group("Gated delta net", "model.architecture.delta.", DeltaNet, None),
     Group("Algorithm: GRPO", "algorithm.", grpo.GRPO, lambda run: run.algorithm),
     Group("Algorithm: SFT", "algorithm.", sft.SFT, None),

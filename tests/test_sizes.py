@@ -38,6 +38,13 @@ def text_of_qwen3_5(L: int, D: int, F: int, N: int, K: int, V: int, head: int) -
     return (1 + head) * 248_320 * D + layers + D
 
 
+def text_of_ministral3(L: int, D: int, F: int, head: int) -> int:
+    """Parameters of the text model, from the numbers of its config.json: the files hold a vision tower, too. head: 1 if
+    it is not the embedding."""
+    layer = 2 * D * 32 * 128 + 2 * D * 8 * 128 + 3 * D * F + 2 * D
+    return (1 + head) * 131_072 * D + L * layer + D
+
+
 # What the hub counts in the safetensors of each size, a head that is the embedding counted once.
 PUBLISHED = {
     "gemma3_270m": 268_098_176,
@@ -71,10 +78,22 @@ PUBLISHED = {
     "llama3.2_1b": 1_235_814_400,
     "llama3.2_3b": 3_212_749_824,
     "llama3.3_70b": 70_553_706_496,
+    "ministral3_3b": text_of_ministral3(26, 3072, 9216, 0),
+    "ministral3_8b": text_of_ministral3(34, 4096, 14336, 1),
+    "ministral3_14b": text_of_ministral3(40, 5120, 16384, 1),
+    "mistral0.1_7b": 7_241_732_096,
+    "mistral0.3_7b": 7_248_023_552,
+    "olmo3_7b": 7_298_011_136,
+    "olmo3_32b": 32_233_522_176,
+    "phi4_mini": 3_836_021_760,
+    "phi4_14b": 14_659_507_200,
     "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1.7b": 1_711_376_384,
+    "smollm3_3b": 3_075_098_624,
 }
 
-# Of tp = 1, 2, 4 and 8, those that do not divide a size's query heads; feed-forward and vocabulary always divide.
+# Of tp = 1, 2, 4 and 8, those that do not divide a size's query heads or vocabulary; the feed-forward always divides.
 REFUSED = {
     ("gemma3_270m", 8),  # 4 heads
     ("gemma3_1b", 8),  # 4
@@ -82,6 +101,13 @@ REFUSED = {
     ("qwen2.5_0.5b", 8),
     ("qwen2.5_1.5b", 8),  # 12
     ("qwen2.5_7b", 8),  # 28
+    ("olmo3_7b", 4),  # 100,278 tokens
+    ("olmo3_7b", 8),
+    ("olmo3_32b", 4),
+    ("olmo3_32b", 8),
+    ("smollm2_360m", 2),  # 15
+    ("smollm2_360m", 4),
+    ("smollm2_360m", 8),
     ("smollm2_135m", 2),  # 9
     ("smollm2_135m", 4),
     ("smollm2_135m", 8),
@@ -126,6 +152,22 @@ GEMMA3_4B_TEXT = {
     "sliding_window": 1024,
 }
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+MINISTRAL3_ROPE = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn",
+    "type": "yarn",
+}  # fmt: skip
+OLMO3_ROPE = {
+    "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+    "original_max_position_embeddings": 8192, "rope_type": "yarn",
+}  # fmt: skip
+PHI4_LONG = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424, 6.693110555,
+    7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283,
+    20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7,
+    32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
 AS_PUBLISHED = {  # what the hub's config.json says that the decoder reads, in the spelling of the day
     "gemma3_1b": {
         "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
@@ -148,6 +190,44 @@ AS_PUBLISHED = {  # what the hub's config.json says that the decoder reads, in t
         "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
         "rope_scaling": {"factor": 32.0, "rope_type": "llama3"} | LLAMA3_ROPE, "rope_theta": 500000.0,
         "tie_word_embeddings": True, "vocab_size": 128256,
+    },
+    "ministral3_8b": {
+        "model_type": "mistral3", "vision_config": {"model_type": "pixtral"}, "text_config": {
+            "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3",
+            "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_parameters": MINISTRAL3_ROPE, "sliding_window": None, "tie_word_embeddings": False,
+            "vocab_size": 131072,
+        },
+    },
+    "olmo3_7b": {
+        "model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 11008, "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+        "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-06, "rope_scaling": OLMO3_ROPE, "rope_theta": 500000, "sliding_window": 4096,
+        "tie_word_embeddings": False, "vocab_size": 100278,
+    },
+    "phi4_mini": {
+        "model_type": "phi3", "attention_bias": False, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+        "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072,
+        "mlp_bias": False, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": PHI4_LONG, "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+    },
+    "smollm2_1.7b": {
+        "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 8192, "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 32,
+        "num_hidden_layers": 24, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 130000, "tie_word_embeddings": True, "vocab_size": 49152,
+    },
+    "smollm3_3b": {
+        "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 11008, "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+        "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+        "vocab_size": 128256,
     },
 }  # fmt: skip
 

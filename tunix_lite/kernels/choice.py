@@ -40,9 +40,9 @@ def check_fused(
     refuse(not plain_weights, lora)
 
     # The shape of the model.
-    is_plain = (
-        set(cfg.pattern) <= decoder.ATTENTION and cfg.rope_share == 1 and not cfg.attn_gate
-    )
+    is_rotated = set(cfg.pattern) <= decoder.ROTATED and cfg.rope_share == 1
+    has_growth = cfg.yarn is not None and cfg.yarn.query_growth
+    is_plain = is_rotated and not (cfg.attn_gate or cfg.qk_norm_whole or has_growth)
     attends = (
         "compute attention without gate, rotated as a whole, and the model has other layers"
     )

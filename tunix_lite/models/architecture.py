@@ -11,7 +11,7 @@ from tunix_lite.models.activations import ACTIVATIONS
 # Published models have up to 126 layers; a config.json that we do not trust may have 10**9.
 MOST_LAYERS = 1024
 # Kinds of layers that have a name here (decoder.LAYER_KINDS). Another one has a dotted path.
-KIND_NAMES = ("local", "global", "delta")
+KIND_NAMES = ("local", "global", "unrotated", "delta")
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 _MOST_OF_A_DIM = 2**26
@@ -60,6 +60,83 @@ class RopeScaling:
         low, high = self.low_freq_factor, self.high_freq_factor
         share = np.clip((turns - low) / (high - low), 0, 1)
         return frequency * (share + (1 - share) / self.factor)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Longer rotary wavelengths by yarn (arXiv:2309.00071), in global layers.
+
+    Pairs of elements that turn beta_fast times or more over original_positions stay, those that
+    turn beta_slow times or less turn `factor` times slower. Between the two, the share of the
+    slower turning grows linearly with the number of the pair.
+
+    Example: Yarn(8.0, 8192, amplitude=1.2079441541679836) for OLMo 3.
+    """
+
+    # Long wavelengths are multiplied by this.
+    factor: float
+    # Longest sequence of the pretraining, in tokens.
+    original_positions: int
+    # Turns from which on a wavelength stays as it is.
+    beta_fast: float = 32.0
+    # Turns up to which a wavelength is multiplied by factor.
+    beta_slow: float = 1.0
+    # The rotated elements of queries and keys are multiplied by this.
+    amplitude: float = 1.0
+    # Rotated queries at position p are multiplied by 1 + this * ln(1 + floor(p /
+    # original_positions)).
+    query_growth: float = 0.0
+
+    def __post_init__(self):
+        positive = (self.factor, self.original_positions, self.beta_slow, self.amplitude)
+        if min(positive) <= 0 or self.beta_fast < self.beta_slow or self.query_growth < 0:
+            raise ValueError(
+                "yarn: factor, original_positions, beta_slow and amplitude must be above 0, "
+                "beta_fast at least beta_slow, and query_growth at least 0"
+            )
+
+    def scaled(self, frequency: np.ndarray, theta: float) -> np.ndarray:
+        """Rotary frequencies, in radians per token, after the stretching of their wavelengths.
+        theta: base of the wavelengths."""
+        dim = 2 * len(frequency)
+        # The pairs that turn so often, by place.
+        turns = 2 * np.pi * np.array([self.beta_fast, self.beta_slow])
+        pairs = dim * np.log(self.original_positions / turns) / (2 * np.log(theta))
+        low = max(np.floor(pairs[0]), 0)
+        high = min(np.ceil(pairs[1]), dim - 1)
+        slow = np.clip((np.arange(len(frequency)) - low) / ((high - low) or 0.001), 0, 1)
+        return frequency * (1 - slow + slow / self.factor)
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """Rotary wavelengths with a factor for each pair of elements (longrope, arXiv:2402.13753).
+
+    An architecture whose max_positions is at most original_positions takes short_factors for all
+    its sequences, and any other long_factors, so that sampling and training never differ.
+
+    Example: LongRope((1.0, 1.0), (1.0, 30.0), 4096, 131_072, 1.19) for heads of four elements.
+    """
+
+    # Wavelengths are multiplied by these in an architecture of up to original_positions tokens.
+    short_factors: tuple[float, ...]
+    # Wavelengths are multiplied by these in an architecture of more tokens.
+    long_factors: tuple[float, ...]
+    # Longest sequence of the pretraining, in tokens.
+    original_positions: int
+    # Longest sequence with long_factors, in tokens.
+    long_positions: int
+    # The rotated elements of queries and keys are multiplied by this.
+    amplitude: float = 1.0
+
+    def __post_init__(self):
+        short, long = self.short_factors, self.long_factors
+        rest = (self.original_positions, self.long_positions, self.amplitude)
+        if len(short) != len(long) or min(*short, *long, *rest) <= 0:
+            raise ValueError(
+                f"longrope: short_factors has {len(short)} numbers, and long_factors {len(long)}; "
+                "they must be as many, and all numbers above 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -118,8 +195,8 @@ class Architecture:
     # Width of one attention head.
     head_dim: int
     mlp_dim: int  # hidden width of the gated feed-forward
-    # Kind of each layer, repeated over the depth: local or global (attention), delta (gated delta
-    # net), or the dotted path of a LayerKind.
+    # Kind of each layer, repeated over the depth: local, global or unrotated (attention), delta
+    # (gated delta net), or the dotted path of a LayerKind.
     pattern: tuple[str, ...] = ("local",) * 5 + ("global",)
     # Tokens that a local layer attends to, the current one included. null has no local layers.
     window: int | None = 512
@@ -131,6 +208,10 @@ class Architecture:
     rope_theta_global: float = 1_000_000.0
     # Stretching of rotary wavelengths for long contexts. null stretches none.
     rope_scaling: RopeScaling | None = None
+    # Stretching by yarn, in global layers. null stretches none.
+    yarn: Yarn | None = None
+    # A factor for each rotary wavelength. null has none.
+    longrope: LongRope | None = None
     # Share of each head that rotary positions turn: its first elements.
     rope_share: float = 1.0
     # Added to the mean square before its root is taken.
@@ -141,10 +222,14 @@ class Architecture:
     embed_scale: bool = True
     # true multiplies by 1 + scale in a norm, false by scale.
     norm_plus_one: bool = True
+    # true has norms before attention and before the feed-forward.
+    pre_norms: bool = True
     # true adds norms after attention and after the feed-forward.
     post_norms: bool = True
     # true normalises queries and keys per head.
     qk_norm: bool = True
+    # true normalises them over all heads together.
+    qk_norm_whole: bool = False
     # true adds biases to queries, keys and values.
     qkv_bias: bool = False
     # true multiplies the output of attention by the sigmoid of a gate, per element.
@@ -170,6 +255,7 @@ class Architecture:
                 raise ValueError(
                     f"{field.name}={value} is beyond {most:,}, which no model has"
                 )
+        num_factors = 0 if self.longrope is None else len(self.longrope.short_factors)
         mistakes = {
             f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}": (
                 self.activation not in ACTIVATIONS
@@ -183,6 +269,16 @@ class Architecture:
             f"rope_share={self.rope_share} of head_dim={self.head_dim} is no even number of at "
             "least 2 elements": (
                 self.rope_share > 1 or self.rotated_dim < 2 or self.rotated_dim % 2
+            ),
+            "rope_scaling, yarn and longrope: give one of the three": (
+                [self.rope_scaling, self.yarn, self.longrope].count(None) < 2
+            ),
+            f"rope_theta_global={self.rope_theta_global} with yarn; it is above 1": (
+                self.yarn is not None and self.rope_theta_global <= 1
+            ),
+            f"longrope: its lists have {num_factors} numbers, and rope_share={self.rope_share} of "
+            f"head_dim={self.head_dim} needs {self.rotated_dim // 2}": (
+                num_factors not in (0, self.rotated_dim // 2)
             ),
             f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}": (
                 self.num_heads % self.num_kv_heads
@@ -201,6 +297,22 @@ class Architecture:
         for message, is_so in mistakes.items():
             if is_so:
                 raise ValueError(message)
+
+    def rope(self, kind: str) -> tuple[np.ndarray, float]:
+        """The rotary frequencies of a kind of layer, in radians per token, [rotated_dim / 2]; and
+        what the rotated elements are multiplied by."""
+        half = self.rotated_dim // 2
+        theta = self.rope_theta_local if kind == "local" else self.rope_theta_global
+        frequency = theta ** -(np.arange(half) / half)
+        if (long := self.longrope) is not None:
+            is_long = self.max_positions > long.original_positions
+            factors = long.long_factors if is_long else long.short_factors
+            return frequency / np.array(factors), long.amplitude
+        if kind == "global" and self.yarn is not None:
+            return self.yarn.scaled(frequency, theta), self.yarn.amplitude
+        if kind == "global" and self.rope_scaling is not None:
+            return self.rope_scaling.scaled(frequency), 1.0
+        return frequency, 1.0
 
     @property
     def rotated_dim(self) -> int:

@@ -1,5 +1,5 @@
 """A decoder-only model as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and 3,
-Llama 3.
+Llama 3 and its relatives.
 
 Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
 rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
@@ -106,7 +106,7 @@ def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
     That is so where the layers have attention and weights of the same shapes.
     """
     tables = [layer_weights(cfg, kind) for kind in set(cfg.pattern)]
-    if set(cfg.pattern) <= ATTENTION and all(table == tables[0] for table in tables):
+    if set(cfg.pattern) <= ROTATED and all(table == tables[0] for table in tables):
         return (None,) * cfg.num_layers
     return tuple(kind.rsplit(".", 1)[-1] for kind in cfg.kinds)
 
@@ -135,6 +135,8 @@ def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
         "up": Weight((D, F), ("embed", "mlp")),
         "down": Weight((F, D), ("mlp", "embed")),
     }
+    if not cfg.pre_norms:
+        del layer["attn_norm"], layer["mlp_norm"]
     if cfg.post_norms:
         layer["attn_post_norm"] = _norm_weight(cfg, D)
         layer["mlp_post_norm"] = _norm_weight(cfg, D)
@@ -161,8 +163,8 @@ def attention_weights(cfg: Architecture) -> dict[str, Weight]:
         layer["k_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
         layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
     if cfg.qk_norm:
-        layer["q_norm"] = _norm_weight(cfg, H)
-        layer["k_norm"] = _norm_weight(cfg, H)
+        layer["q_norm"] = _norm_weight(cfg, N * H if cfg.qk_norm_whole else H)
+        layer["k_norm"] = _norm_weight(cfg, K * H if cfg.qk_norm_whole else H)
     return layer
 
 
@@ -639,7 +641,8 @@ def block(
     w: the weights of the layer, ready for `project`. mix: of its LayerKind.
     """
     # Attention, or what is in its place.
-    normed_BTD = move(norm(x_BTD, w["attn_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
+    normed_BTD = norm(x_BTD, w["attn_norm"], cfg) if cfg.pre_norms else x_BTD
+    normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
     mixed_BTD, extra = mix(normed_BTD, w, cfg, around)
     mixed_BTD = constrain(mixed_BTD, *_RESIDUAL)
     if cfg.post_norms:
@@ -647,7 +650,8 @@ def block(
     x_BTD = constrain(added(x_BTD, mixed_BTD), *_RESIDUAL)
 
     # Feed-forward.
-    normed_BTD = move(norm(x_BTD, w["mlp_norm"], cfg), _RESIDUAL, _LAYER_INPUT)
+    normed_BTD = norm(x_BTD, w["mlp_norm"], cfg) if cfg.pre_norms else x_BTD
+    normed_BTD = move(normed_BTD, _RESIDUAL, _LAYER_INPUT)
     fed_BTD = gated_mlp(normed_BTD, w, cfg, around.products)
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
@@ -656,10 +660,14 @@ def block(
 
 
 def attention_part(
-    x_BTD: jax.Array, w: dict[str, Any], cfg: Architecture, around: Surroundings
+    x_BTD: jax.Array,
+    w: dict[str, Any],
+    cfg: Architecture,
+    around: Surroundings,
+    is_rotated: bool = True,
 ) -> tuple[jax.Array, Any]:
     """Attention of one layer, from normed hidden states to what is added to the residual stream,
-    [B, T, D]; and what `attend_fn` keeps."""
+    [B, T, D]; and what `attend_fn` keeps. is_rotated: queries and keys have rotary positions."""
     products = around.products
     angles = around.angles
     if "qkv" in w:
@@ -681,13 +689,17 @@ def attention_part(
         out_BTNH, extra = around.attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
         return products.out(out_BTNH, w), extra
     if cfg.qk_norm:
-        q_BTNH = norm(q_BTNH, w["q_norm"], cfg)
-        k_BTKH = norm(k_BTKH, w["k_norm"], cfg)
+        q_BTNH = _norm_heads(q_BTNH, w["q_norm"], cfg)
+        k_BTKH = _norm_heads(k_BTKH, w["k_norm"], cfg)
+    if is_rotated:
+        sin_cos, query_scale = angles[:2], angles[2:]
+        q_BTNH = rope(q_BTNH, sin_cos)
+        k_BTKH = rope(k_BTKH, sin_cos)
+        if query_scale:
+            q_BTNH = stored(wide(q_BTNH) * query_scale[0], q_BTNH.dtype)
 
     # Heads over tp. The names are those that REMAT keeps.
-    q_BTNH, k_BTKH, v_BTKH = attention.shard_heads(
-        rope(q_BTNH, angles), rope(k_BTKH, angles), v_BTKH
-    )
+    q_BTNH, k_BTKH, v_BTKH = attention.shard_heads(q_BTNH, k_BTKH, v_BTKH)
     q_BTNH = checkpoint_name(q_BTNH, "q")
     k_BTKH = checkpoint_name(k_BTKH, "k")
     v_BTKH = checkpoint_name(v_BTKH, "v")
@@ -702,10 +714,13 @@ def attention_part(
     return products.out(out_BTNH, w), extra
 
 
-# Kinds of layers. A local layer has a window, a global one sees all tokens before.
-ATTENTION = {"local", "global"}
-LAYER_KINDS = {kind: LayerKind(attention_weights, attention_part) for kind in ATTENTION} | {
-    "delta": GATED_DELTA_NET
+# Kinds of layers. A local layer has a window, a global one sees all tokens before, and an unrotated
+# one sees them without rotary positions.
+ROTATED = {"local", "global"}
+ATTENTION = ROTATED | {"unrotated"}
+LAYER_KINDS = {kind: LayerKind(attention_weights, attention_part) for kind in ROTATED} | {
+    "unrotated": LayerKind(attention_weights, partial(attention_part, is_rotated=False)),
+    "delta": GATED_DELTA_NET,
 }
 
 
@@ -731,12 +746,20 @@ def norm(
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
 
+def _norm_heads(x_BTNH: jax.Array, scale: jax.Array, cfg: Architecture) -> jax.Array:
+    """`norm` of queries or keys: over each head, or over all heads together."""
+    if not cfg.qk_norm_whole:
+        return norm(x_BTNH, scale, cfg)
+    flat = x_BTNH.reshape(*x_BTNH.shape[:-2], -1)
+    return norm(flat, scale, cfg).reshape(x_BTNH.shape)
+
+
 # ---- rotary positions
 
 
 def rope_angles_by_kind(cfg: Architecture, positions_BT: jax.Array) -> dict[str, Angles]:
     """`rope_angles`, by kind of attention. Layers of other kinds may read those of global ones."""
-    kinds = dict.fromkeys(kind if kind in ATTENTION else "global" for kind in cfg.pattern)
+    kinds = dict.fromkeys(kind if kind in ROTATED else "global" for kind in cfg.pattern)
     return {kind: rope_angles(cfg, positions_BT, kind) for kind in kinds}
 
 
@@ -746,13 +769,20 @@ def rope_angles(
     kind: str,
 ) -> Angles:
     """sin and cos of the rotary angles, [B, T, 1, rotated_dim / 2] each, float32 (float64 where JAX
-    has it): to the last places of the dtype at every position below 2^26."""
-    half = cfg.rotated_dim // 2
-    theta = cfg.rope_theta_local if kind == "local" else cfg.rope_theta_global
-    frequency = theta ** -(np.arange(half) / half)
-    if cfg.rope_scaling is not None and kind == "global":
-        frequency = cfg.rope_scaling.scaled(frequency)
+    has it): to the last places of the dtype at every position below 2^26. With Yarn.query_growth
+    the factors of the queries come third, [B, T, 1, 1]."""
+    frequency, amplitude = cfg.rope(kind)
     positions_BT11 = positions_BT[..., None, None]
+    sin, cos = _sin_cos(positions_BT11, frequency)
+    if amplitude != 1:
+        sin, cos = sin * amplitude, cos * amplitude
+    if cfg.yarn is not None and cfg.yarn.query_growth:
+        times = positions_BT11 // cfg.yarn.original_positions
+        return sin, cos, 1 + cfg.yarn.query_growth * jnp.log1p(times.astype(sin.dtype))
+    return sin, cos
+
+
+def _sin_cos(positions_BT11: jax.Array, frequency: np.ndarray) -> tuple[jax.Array, jax.Array]:
     if jnp.asarray(frequency).dtype == jnp.float64:
         return jnp.sin(positions_BT11 * frequency), jnp.cos(positions_BT11 * frequency)
 

@@ -21,7 +21,9 @@ from tunix_lite.models.architecture import (
     MOST_LAYERS,
     Architecture,
     DeltaNet,
+    LongRope,
     RopeScaling,
+    Yarn,
     repeated,
 )
 from tunix_lite.models.decoder import layer_weights, stacks
@@ -29,7 +31,19 @@ from tunix_lite.models.gguf_file import is_gguf
 from tunix_lite.models.gguf_metadata import small_object
 
 KINDS = {"sliding_attention": "local", "full_attention": "global"}
+ROTATIONS = {1: "global", 0: "unrotated"}
 HYBRID_KINDS = {"linear_attention": "delta", "full_attention": "global"}
+LENGTH = "original_max_position_embeddings"
+MOST = "max_position_embeddings"
+# Field of Yarn -> key of a rope object of config.json.
+YARN_KEYS = {
+    "factor": "factor",
+    "original_positions": LENGTH,
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "amplitude": "attention_factor",
+    "query_growth": "llama_4_scaling_beta",
+}
 # Field of Architecture -> key of config.json.
 KEYS = {
     "vocab_size": "vocab_size",
@@ -96,14 +110,15 @@ def _local_by_list(hf: dict) -> list[str]:
     return _listed(hf) or ["global" if i < first_local else "local" for i in range(count)]
 
 
-def _listed(hf: dict, kinds: dict[str, str] = KINDS) -> list[str] | None:
-    """The kinds of `layer_types`; None without it. kinds: what each type is here."""
+def _listed(hf: dict, kinds: dict = KINDS, key: str = "layer_types") -> list[str] | None:
+    """The kinds of `layer_types`, or of another key; None without it. kinds: what each type is."""
     count = hf["num_hidden_layers"]
-    types = hf.get("layer_types")
+    types = hf.get(key)
     if not types:
         return None
-    if len(types) != count or set(types) - set(kinds):
-        raise ValueError(f"layer_types must hold {count} entries, each {' or '.join(kinds)}")
+    if len(types) != count or any(t not in kinds for t in types):
+        names = " or ".join(map(str, kinds))
+        raise ValueError(f"{key} must hold {count} entries, each {names}")
     return [kinds[t] for t in types]
 
 
@@ -113,6 +128,25 @@ def _hybrid(hf: dict) -> list[str]:
     count = hf["num_hidden_layers"]
     by_interval = ["delta" if i % every else "global" for i in range(1, count + 1)]
     return _listed(hf, HYBRID_KINDS) or by_interval
+
+
+def _unrotated_by_list(hf: dict) -> list[str]:
+    """The kind of every layer of SmolLM 3: of `no_rope_layers`, else every nth is unrotated."""
+    if "local" in (_listed(hf) or []):
+        raise ValueError("layer_types: sliding_attention is not supported in this family")
+    every = _number(hf.get("no_rope_layer_interval", 4), "no_rope_layer_interval", int)
+    if every < 1:
+        raise ValueError(f"no_rope_layer_interval={every}; it is 1 or more")
+    count = hf["num_hidden_layers"]
+    by_interval = [ROTATIONS[int(i % every != 0)] for i in range(1, count + 1)]
+    return _listed(hf, ROTATIONS, "no_rope_layers") or by_interval
+
+
+def _all_local(hf: dict) -> list[str]:
+    """The kind of every layer of Mistral: local, if there is a window that hides a token."""
+    window = hf["sliding_window"]
+    is_local = window is not None and window < hf[MOST]
+    return ["local" if is_local else "global"] * hf["num_hidden_layers"]
 
 
 def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
@@ -152,8 +186,10 @@ class Family:
         _local_by_list  # config.json -> the kind of every layer
     )
     has_windows: bool = True  # config.json lists the kinds of layers
-    types: dict[str, str] = field(default_factory=lambda: KINDS)  # under these names
+    types: dict[Any, str] = field(default_factory=lambda: KINDS)  # under these names
+    kinds_key: str = "layer_types"  # in this list
     rope_by_kind: bool = False  # config.json gives rope settings for each kind of layer
+    ropes: tuple[str, ...] = ("default", "linear", "llama3")  # values of rope_type
     # model_type of models that hold one of this family as their text part
     wrapper: str | None = None
     # beginnings of the tensor names of such models, in place of our "model."
@@ -309,7 +345,84 @@ LLAMA = Family(
     absent={"tie_word_embeddings": False, "rope_theta": 10_000.0},
     has_windows=False,
 )
-FAMILIES = {family.name: family for family in (GEMMA2, GEMMA3, LLAMA, QWEN2, QWEN3, QWEN3_5)}
+MISTRAL = replace(
+    LLAMA,
+    name="mistral",
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False},
+    keys=KEYS | {"window": "sliding_window"},
+    fixed={"hidden_act": "silu"},
+    absent=LLAMA.absent | {"num_key_value_heads": 8, "sliding_window": 4096, MOST: 131_072},
+    kinds=_all_local,
+    ropes=("default",),
+)
+MINISTRAL3 = replace(
+    LLAMA,
+    name="ministral3",
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    fixed={"hidden_act": "silu", "sliding_window": None},
+    absent=LLAMA.absent | {"num_key_value_heads": 8, "head_dim": 128},
+    ropes=("yarn",),
+    wrapper="mistral3",
+    prefixes=GEMMA3.prefixes,
+    ignored=GEMMA3.ignored,
+)
+PHI3 = replace(
+    MISTRAL,
+    name="phi3",
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    flags={name: value for name, value in MISTRAL.flags.items() if name != "rope_share"},
+    # Several weights in one tensor: the rows of the first, then those of the next.
+    names=NAMES
+    | dict.fromkeys("qkv", "self_attn.qkv_proj.weight")
+    | dict.fromkeys(("gate", "up"), "mlp.gate_up_proj.weight"),
+    fixed=LLAMA.fixed | {"lm_head_bias": False},
+    absent=LLAMA.absent | {MOST: 4096, LENGTH: 4096},
+    ropes=("default", "longrope"),
+)
+OLMO3 = replace(
+    LLAMA,
+    name="olmo3",
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    flags=LLAMA_LIKE
+    | {"pre_norms": False, "post_norms": True, "qkv_bias": False}
+    | {"qk_norm": True, "qk_norm_whole": True},
+    names={
+        name: tensor
+        for name, tensor in (NAMES | POST_NORMS | QK_NORMS).items()
+        if name not in ("attn_norm", "mlp_norm")
+    },
+    keys=KEYS | {"window": "sliding_window"},
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    absent=LLAMA.absent | {"rope_theta": 500_000.0, "sliding_window": 4096},
+    kinds=_every_nth_global(4),
+    has_windows=True,
+    rope_by_kind=True,
+    ropes=("default", "yarn"),
+)
+SMOLLM3 = replace(
+    LLAMA,
+    name="smollm3",
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    flags=LLAMA_LIKE | {"qkv_bias": False, "qk_norm": False, "window": None},
+    fixed=LLAMA.fixed | {"use_sliding_window": False},
+    absent={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    kinds=_unrotated_by_list,
+    has_windows=True,
+    types=ROTATIONS,
+    kinds_key="no_rope_layers",
+    ropes=("default", "yarn"),
+)
+_RELATIVES = (MINISTRAL3, MISTRAL, OLMO3, PHI3, SMOLLM3)
+FAMILIES = {
+    family.name: family
+    for family in (GEMMA2, GEMMA3, LLAMA, *_RELATIVES, QWEN2, QWEN3, QWEN3_5)
+}
 
 
 def find_family(name: str) -> Family:
@@ -374,7 +487,7 @@ def read_config(
         return _config_from(_object(hf, "text_config"), named_family), named_family
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -428,6 +541,8 @@ def _config_from(hf: dict, family: Family) -> Architecture:
     if "local" not in kinds:
         values["window"] = None
     values |= _rope(config, family, kinds)
+    if (long := values["longrope"]) is not None:
+        values["max_positions"] = min(long.original_positions, long.long_positions)
 
     # The flags of the family are not in config.json, but fields that are must agree with them.
     for name in sorted(values.keys() & family.flags.keys()):
@@ -466,20 +581,23 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
     of_global = _one_rope(config, family, newer, "full_attention", "rope_theta", scaling)
     of_local = of_global
     # Newer, one object for each kind; older, a key of its own for the local layers.
-    if "full_attention" in newer or "rope_local_base_freq" in family.absent | config:
-        theta_key = "rope_local_base_freq" if family.rope_by_kind else "rope_theta"
+    local_key = "rope_local_base_freq"
+    if "full_attention" in newer or family.rope_by_kind or local_key in config:
+        theta_key = local_key if local_key in family.absent else "rope_theta"
         of_local = _one_rope(config, family, newer, "sliding_attention", theta_key, {})
 
-    scaling = _scaling(of_global)
     key = "partial_rotary_factor"
     share = of_global.get(key, (family.absent | config).get(key, 1.0))
-    if "local" in kinds and _scaling(of_local) is not None:
+    scaled = _scaling(of_global, config, family)
+    of_windows = _scaling(of_local, config, family) if "local" in kinds else {}
+    if of_windows.keys() - {"longrope"}:
         raise ValueError("rope scaling of layers with sliding attention is not supported")
     return {
         "rope_theta_local": _number(of_local["rope_theta"], "rope_theta", float),
         "rope_theta_global": _number(of_global["rope_theta"], "rope_theta", float),
-        "rope_scaling": scaling,
+        **dict.fromkeys(("rope_scaling", "yarn", "longrope")),
         "rope_share": _number(share, "partial_rotary_factor", float),
+        **scaled,
     }
 
 
@@ -510,23 +628,50 @@ def _one_rope(
     return ({} if newer else {"rope_theta": family.absent[theta_key]}) | newer | older
 
 
-def _scaling(rope: dict) -> RopeScaling | None:
-    """The scaling of one rope object of config.json. Raises ValueError."""
+def _scaling(rope: dict, config: dict, family: Family) -> dict[str, Any]:
+    """The field of Architecture that stretches wavelengths as one rope object of a config.json
+    says; {}: nothing does. Raises ValueError."""
     kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return None
+    if kind not in family.ropes:
+        *most, last = family.ropes
+        names = f"{', '.join(most)} or {last}" if most else last
+        raise ValueError(f"rope_type {shown(kind)} is not supported; supported is {names}")
+
+    def number(key: str, kind: type = float) -> Any:
+        return _number(rope[key], key, kind)
+
     if kind == "linear":
-        return RopeScaling(_number(rope["factor"], "factor", float))
+        return {"rope_scaling": RopeScaling(number("factor"))}
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor")
-        length = "original_max_position_embeddings"
-        return RopeScaling(
-            *(_number(rope[key], key, float) for key in keys),
-            _number(rope[length], length, int),
-        )
-    raise ValueError(
-        f"rope_type {shown(kind)} is not supported; supported is default, linear or llama3"
-    )
+        return {"rope_scaling": RopeScaling(*map(number, keys), number(LENGTH, int))}
+    if kind == "yarn":
+        if rope.get("truncate", True) is not True:
+            raise ValueError("truncate: yarn is supported with true alone")
+        grown = 0.1 * math.log(max(number("factor"), 1))
+        amplitude = 1 + grown
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            amplitude = (1 + number("mscale") * grown) / (1 + number("mscale_all_dim") * grown)
+        absent = {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.0}
+        rope = absent | {"attention_factor": amplitude} | rope
+        types = get_type_hints(Yarn)
+        return {"yarn": Yarn(**{n: number(key, types[n]) for n, key in YARN_KEYS.items()})}
+    if kind == "longrope":
+        # Phi writes the length beside the rope object, too, and there it counts.
+        beside = family.absent | config
+        lengths = [_number(beside[key], key, int) for key in (LENGTH, MOST)]
+        if lengths[0] < 2:
+            raise ValueError(f"{LENGTH}={lengths[0]}; it is 2 or more")
+        rope = {"factor": lengths[1] / lengths[0]} | rope
+        grown = math.log(max(number("factor"), 1)) / math.log(lengths[0])
+        rope = {"attention_factor": math.sqrt(1 + grown)} | rope
+        lists = []
+        for key in ("short_factor", "long_factor"):
+            if not isinstance(rope[key], list):
+                raise ValueError(f"{key}={shown(rope[key])}; it is a list of numbers")
+            lists.append(tuple(_number(value, key, float) for value in rope[key]))
+        return {"longrope": LongRope(*lists, *lengths, number("attention_factor"))}
+    return {}
 
 
 def check_flags(cfg: Architecture, family: Family) -> None:
@@ -559,9 +704,11 @@ def check_flags(cfg: Architecture, family: Family) -> None:
 def as_computed(cfg: Architecture) -> Architecture:
     """The architecture without what no layer uses, so that two that compute the same are equal."""
     pattern = repeated(cfg.kinds)
-    unused = {}
+    unused: dict[str, Any] = {}
+    if cfg.longrope is not None:
+        unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:
-        unused = {"window": None, "rope_theta_local": cfg.rope_theta_global}
+        unused |= {"window": None, "rope_theta_local": cfg.rope_theta_global}
     return replace(cfg, pattern=pattern, **unused)
 
 
@@ -578,7 +725,7 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     hf |= {key: value for key, value in family.fixed.items() if value is not None}
     if family.has_windows:
         names = {kind: name for name, kind in family.types.items()}
-        hf["layer_types"] = [names[kind] for kind in cfg.kinds]
+        hf[family.kinds_key] = [names[kind] for kind in cfg.kinds]
         if "use_sliding_window" not in family.fixed and family.kinds is _local_by_list:
             hf["use_sliding_window"] = "local" in cfg.kinds
 
@@ -594,8 +741,20 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
                 "rope_type": "llama3",
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_positions,
+                LENGTH: scaling.original_positions,
             }
+    if (yarn := cfg.yarn) is not None:
+        written = {key: getattr(yarn, name) for name, key in YARN_KEYS.items()}
+        # Only Ministral knows the last one, which is 0 in the others.
+        of_global |= {"rope_type": "yarn"} | {key: x for key, x in written.items() if x}
+    if (long := cfg.longrope) is not None:
+        lists = {
+            "short_factor": list(long.short_factors),
+            "long_factor": list(long.long_factors),
+        }
+        of_global |= {"rope_type": "longrope", LENGTH: long.original_positions} | lists
+        of_global["attention_factor"] = long.amplitude
+        hf |= {LENGTH: long.original_positions, MOST: long.long_positions}
     by_kind = {"sliding_attention": of_local, "full_attention": of_global}
     hf["rope_parameters"] = by_kind if family.rope_by_kind else of_global
     return hf

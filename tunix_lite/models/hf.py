@@ -198,13 +198,41 @@ def hf_names(
     return [f"model.layers.{i}.{of_kind}" for i, of in numbers if [of] == (stack or [None])]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The rows of a tensor on disk that are one weight: mostly all of them, but Phi's files have
+    queries, keys and values in one tensor."""
+
+    path: str
+    layer: int | None  # in its stack; None: the weight is no stack
+    weight: Weight  # of one layer
+    rows: slice
+
+
+def hf_parts(cfg: Architecture, family: Family) -> dict[str, list[_Part]]:
+    """The weights in every tensor of the model, by its name on disk, in the order of their rows:
+    that of decoder.layer_weights."""
+    parts: dict[str, list[_Part]] = {}
+    for path, weight in flatten(decoder.weights(cfg)).items():
+        one = unstacked(weight)
+        for i, name in enumerate(hf_names(path, cfg, family)):
+            before = parts.setdefault(name, [])
+            first = before[-1].rows.stop if before else 0
+            rows = slice(first, first + hf_shape(one)[0])
+            before.append(_Part(path, i if weight.is_stacked else None, one, rows))
+    return parts
+
+
 def hf_weights(cfg: Architecture, family: Family) -> dict[str, Weight]:
-    """Every tensor of the model, by its name on disk."""
-    return {
-        name: unstacked(weight)
-        for path, weight in flatten(decoder.weights(cfg)).items()
-        for name in hf_names(path, cfg, family)
-    }
+    """Every tensor of the model, by its name on disk. Several weights in one tensor are one whose
+    outputs are theirs together."""
+    whole = {}
+    for name, parts in hf_parts(cfg, family).items():
+        whole[name] = parts[0].weight
+        if len(parts) > 1:
+            shape = (hf_shape(parts[0].weight)[1], parts[-1].rows.stop)
+            whole[name] = Weight(shape, parts[0].weight.axes[:2])
+    return whole
 
 
 def hf_shape(weight: Weight) -> tuple[int, ...]:
@@ -355,7 +383,9 @@ def load_params(
     check_weights(folder, cfg, family)
     tensors = open_tensors(folder, family)
     plain = flatten(decoder.weights(cfg))
-    num_bytes = {name: tensors.num_bytes(name) for name in hf_weights(cfg, family)}
+    parts = hf_parts(cfg, family)
+    num_bytes = {name: tensors.num_bytes(name) for name in parts}
+    first_rows = {(x.path, name): x.rows.start for name in parts for x in parts[name]}
     num_read = 0
     loaded = {}
     for path, leaf in flatten(stored_table(decoder.weights(cfg), storage)).items():
@@ -375,10 +405,11 @@ def load_params(
             # a folder may hold the table of a tied model twice
             head = TOP_NAMES["head"]
             is_twice = cfg.tied and name == TOP_NAMES["embed"] and head in tensors
+            first = first_rows[path, name]
             # The piece gets no name here, so that it is freed before the next one is read.
             stack = _write(
                 stack,
-                _piece(tensors, name, unstacked(weight), head if is_twice else None),
+                _piece(tensors, name, unstacked(weight), head if is_twice else None, first),
                 jnp.int32(i),
                 leaf,
                 weight.inputs,
@@ -386,7 +417,7 @@ def load_params(
             )
             # Without waiting, the pieces would queue up, and the host would hold them all.
             jax.block_until_ready(stack)
-            num_read += num_bytes[name]
+            num_read += num_bytes[name] if first == 0 else 0
             if on_bytes is not None:
                 on_bytes(num_read, sum(num_bytes.values()))
         loaded[path] = stack
@@ -394,17 +425,17 @@ def load_params(
 
 
 def _piece(
-    tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None
+    tensors: Tensors | GgufTensors, name: str, weight: Weight, copy: str | None, first_row: int
 ) -> jax.Array:
-    """One tensor on the mesh in its stored dtype. A slice that several devices hold is read once,
-    and compared with the tensor that should be a copy of it."""
+    """One tensor, or its rows from `first_row` on, on the mesh in its stored dtype. A slice that
+    several devices hold is read once, and compared with the tensor that should be a copy of it."""
     read = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         key = str(index)
         if key not in read:
             # A view: jax transposes while it copies.
-            read[key] = _read_slice(tensors, name, weight, index)
+            read[key] = _read_slice(tensors, name, weight, index, first_row)
             if copy is not None:
                 _check_copy(tensors, name, copy, weight.shape, index)
         return read[key]
@@ -509,23 +540,20 @@ def tensors_of(
 ) -> Callable[[str, str], np.ndarray]:
     """Returns (name, dtype) -> the tensor of this name in Hugging Face layout, as BF16, F16 or F32.
     Adapters and quantised weights are plain weights there, which compute the same."""
-    table = flatten(decoder.weights(cfg))
     leaves = flatten(params)
-    where = {
-        name: (path, i if table[path].is_stacked else None)
-        for path in table
-        for i, name in enumerate(hf_names(path, cfg, family))
-    }
+    parts_of = hf_parts(cfg, family)
+
+    def values(part: _Part, dtype: str) -> np.ndarray:
+        leaf = leaves[part.path]
+        if part.layer is not None:
+            leaf = jax.tree.map(lambda x: x[part.layer], leaf)
+        # In float32 first, so that the sum of a base and its adapter is rounded once.
+        value = dense(leaf, part.weight.inputs, jnp.float32)
+        return to_hf(np.asarray(value.astype(DTYPES[dtype])), part.weight)
 
     def tensor(name: str, dtype: str) -> np.ndarray:
-        path, layer = where[name]
-        weight = unstacked(table[path])
-        leaf = (
-            leaves[path] if layer is None else jax.tree.map(lambda x: x[layer], leaves[path])
-        )
-        # In float32 first, so that the sum of a base and its adapter is rounded once.
-        value = dense(leaf, weight.inputs, jnp.float32)
-        return np.ascontiguousarray(to_hf(np.asarray(value.astype(DTYPES[dtype])), weight))
+        rows = [values(part, dtype) for part in parts_of[name]]
+        return np.ascontiguousarray(np.concatenate(rows) if rows[1:] else rows[0])
 
     return tensor
 

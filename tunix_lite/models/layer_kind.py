@@ -16,8 +16,9 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.weights import Weight
 
-# sin and cos of the rotary angles, [B, T, 1, H/2] each
-Angles = tuple[jax.Array, jax.Array]
+# sin and cos of the rotary angles, [B, T, 1, H/2] each; with Yarn.query_growth also the factors of
+# the queries, [B, T, 1, 1]
+Angles = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)

@@ -105,11 +105,13 @@ def read_adapter_config(
 
     own_lora = replace(lora, rank=rank, alpha=alpha, targets=targets, adapter=str(folder))
     wanted = {}
-    for path, weight in flatten(adapter_weights(decoder.weights(cfg), own_lora)).items():
-        one = unstacked(weight)
-        rows = one.shape[one.inputs :] if path.endswith("/a") else one.shape[1:]
-        shape = (int(np.prod(rows)), int(np.prod(one.shape[: one.inputs])))
-        wanted |= dict.fromkeys(_names(path, cfg, family), shape)
+    for name, weight in hf.hf_weights(cfg, family).items():
+        if name.removesuffix(".weight") in present:
+            num_outputs, num_inputs = hf.hf_shape(weight)
+            wanted |= {
+                _side(name, "a"): (rank, num_inputs),
+                _side(name, "b"): (num_outputs, rank),
+            }
     if problems := hf.misfits(wanted, entries):
         raise ValueError(f"adapter: the tensors in {folder} do not fit: {problems}")
     return own_lora
@@ -160,14 +162,18 @@ def load_adapters(
     """The adapters in `folder`, in float32 on the current mesh."""
     read = hf.read_tensors(folder / TENSORS)
     tensors = {_without_wrapper(name, family): value for name, value in read.items()}
+    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
+    of_layers: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
+    for name, parts in hf.hf_parts(cfg, family).items():
+        for part in (part for part in parts if f"{part.path}/a" in pairs):
+            for side, rows in (("a", slice(None)), ("b", part.rows)):
+                path = f"{part.path}/{side}"
+                tensor = np.asarray(tensors[_side(name, side)][rows], np.float32)
+                of_layers[path].append(hf.from_hf(tensor, unstacked(pairs[path])))
     loaded = {}
-    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
-        one = unstacked(weight)
-        parts = [
-            hf.from_hf(np.asarray(tensors[name], np.float32), one)
-            for name in _names(path, cfg, family)
-        ]
-        loaded[path] = put(np.stack(parts) if weight.is_stacked else parts[0], *weight.axes)
+    for path, weight in pairs.items():
+        value = np.stack(of_layers[path]) if weight.is_stacked else of_layers[path][0]
+        loaded[path] = put(value, *weight.axes)
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
@@ -185,15 +191,28 @@ def save_adapters(
     is_wrapped: the base is a larger model, and ours its text part; the modules then get the names
     that they have there.
     """
-    # The tensors, and the modules that they are for.
+    # The tensors, and the modules that they are for. Where a tensor holds several weights, its one
+    # adapter has their pairs side by side, and all adapters get that rank, as PEFT wants it.
+    pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
+    values = {path: np.asarray(x, np.float32) for path, x in flatten(adapters).items()}
+    adapted = {}
+    for name, parts in hf.hf_parts(cfg, family).items():
+        if own := [part for part in parts if f"{part.path}/a" in pairs]:
+            adapted[name] = own, parts[-1].rows.stop
+    most = max(len(own) for own, _ in adapted.values())
+    rank = most * lora.rank
     tensors = {}
-    modules = set()
-    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
-        names = _names(path, cfg, family)
-        values = np.asarray(flatten(adapters)[path], np.float32)
-        for name, value in zip(names, values):
-            tensors[name] = hf.to_hf(value, unstacked(weight))
-        modules |= set(map(_module, names))
+    for name, (own, num_outputs) in adapted.items():
+        a = np.zeros((rank, hf.hf_shape(own[0].weight)[1]), np.float32)
+        b = np.zeros((num_outputs, rank), np.float32)
+        for i, part in enumerate(own):
+            columns = slice(i * lora.rank, (i + 1) * lora.rank)
+            for side, place in (("a", a[columns]), ("b", b[part.rows, columns])):
+                path = f"{part.path}/{side}"
+                one = values[path] if part.layer is None else values[path][part.layer]
+                place[:] = hf.to_hf(one, unstacked(pairs[path]))
+        tensors |= {_side(name, "a"): a, _side(name, "b"): b}
+    modules = set(map(_module, tensors))
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.
@@ -210,8 +229,8 @@ def save_adapters(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": rank,
+        "lora_alpha": most * lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "bias": "none",
@@ -220,15 +239,9 @@ def save_adapters(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _names(
-    path: str,
-    cfg: Architecture,
-    family: Family,
-) -> list[str]:
-    """layers/q/a -> base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, ..."""
-    weight, side = path.rsplit("/", 1)
-    modules = [name.removesuffix(".weight") for name in hf.hf_names(weight, cfg, family)]
-    return [f"{_PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
+def _side(name: str, side: str) -> str:
+    """The name of an adapter's tensor, side a or b, for the tensor of this name on disk."""
+    return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{side.upper()}.weight"
 
 
 def _module(name: str) -> str:

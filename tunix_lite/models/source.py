@@ -49,7 +49,7 @@ class ModelConfig:
     weights: str = "bundled"
     # Devices along each mesh axis: [[sizes], [axes]]. -1 takes the remaining devices.
     mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))
-    # Model family: gemma2, gemma3, llama, qwen2, qwen3, qwen3_5, or module.NAME. null reads it from
+    # Model family: llama, qwen3 or another of docs/guide/models, or module.NAME. null reads it from
     # config.json.
     family: str | None = None
     # Shape of random weights, and a check of other weights. null reads the config.json of the
@@ -86,7 +86,7 @@ class TeacherConfig:
     # Teacher weights: bundled, a Hugging Face folder, or a hub name. Its tokenizer must be the
     # policy's.
     weights: str
-    # Model family: gemma2, gemma3, llama, qwen2, qwen3, qwen3_5, or module.NAME. null reads it from
+    # Model family: llama, qwen3 or another of docs/guide/models, or module.NAME. null reads it from
     # config.json.
     family: str | None = None
     # of a hub name that a plan is made for; null: config.json
@@ -172,6 +172,8 @@ def locate(model: ModelConfig) -> FoundModel:
                         f"{'; '.join(differ)} (there). Choose another model=, or "
                         "model.architecture=null to take what is there"
                     )
+                if cfg.longrope is not None:
+                    cfg = replace(cfg, max_positions=model.architecture.max_positions)
     elif family is not None:
         with _setting("model.architecture"):
             families.check_flags(cfg, family)

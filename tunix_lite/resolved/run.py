@@ -527,10 +527,12 @@ def check_generation(run: RunConfig, cfg: Architecture) -> None:
     settings = run.generation
     total = settings.max_prompt_length + settings.max_new_tokens
     if total > cfg.max_positions:
+        more = 0 if cfg.longrope is None else cfg.longrope.long_positions
+        longer = f"; model.architecture.max_positions={more} takes factors of long sequences"
         raise ValueError(
             f"max_prompt_length={settings.max_prompt_length} + "
             f"max_new_tokens={settings.max_new_tokens} = {total} tokens, and the model was made "
-            f"for {cfg.max_positions}"
+            f"for {cfg.max_positions}{longer if more > cfg.max_positions else ''}"
         )
     settings.check_fits(cfg.vocab_size)
     if settings.top_k >= cfg.vocab_size:

@@ -37,6 +37,7 @@ SHOWN = 8
 SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 # fields of the architecture that runs of before do not have, which are left out at these values
 LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None}
+LATER |= {"yarn": None, "longrope": None, "pre_norms": True, "qk_norm_whole": False}
 # characters of a value in it
 LONGEST = 400
 

@@ -1,0 +1,325 @@
+"""Llama's relatives: yarn and longrope by hand-worked numbers, OLMo 3 and SmolLM 3 in rows, slots and on a mesh, and
+the fused tensors of Phi."""
+
+import json
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import logits_of, random_params, set_mesh
+
+from tunix_lite.kernels.choice import check_fused
+from tunix_lite.learner.packing import RowShape
+from tunix_lite.learner.policy import batch_scores, token_logprobs
+from tunix_lite.learner.rows import RowLayout
+from tunix_lite.models import decoder, hf, peft, weights
+from tunix_lite.models.architecture import Architecture, LongRope, Yarn
+from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
+from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
+from tunix_lite.resolved.run import check_generation
+from tunix_lite.rollout.generate import make_generate
+from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.settings.compose import compose
+from tunix_lite.types import Batch
+
+SIZES = {
+    "vocab_size": 48,
+    "num_layers": 5,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "mlp_dim": 24,
+    "query_scale": 8,
+    "norm_eps": 1e-3,
+    "activation": "silu",
+    "embed_scale": False,
+    "norm_plus_one": False,
+    "post_norms": False,
+    "qk_norm": False,
+    "tied": False,
+    "rope_theta_local": 1e4,
+    "rope_theta_global": 1e4,
+    "max_positions": 64,
+}
+PLAIN = SIZES | {"window": None, "pattern": ("global",)}
+OLMO3 = Architecture(
+    **SIZES | {"post_norms": True, "qk_norm": True, "pattern": ("local", "local", "local", "global"), "window": 6},
+    pre_norms=False,
+    qk_norm_whole=True,
+    yarn=Yarn(8.0, 8, amplitude=1.2),
+)
+SMOLLM3 = Architecture(**PLAIN | {"pattern": ("global", "global", "unrotated")})
+PHI3 = Architecture(
+    **PLAIN | {"num_layers": 2, "max_positions": 16},
+    rope_share=0.75,
+    longrope=LongRope((1.0, 1.5, 2.0), (1.0, 8.0, 30.0), 16, 64, 1.1),
+)
+MINISTRAL3 = Architecture(**PLAIN, yarn=Yarn(4.0, 16, amplitude=1.5, query_growth=0.1))
+
+
+# ---- rotary positions
+
+
+def test_yarn_slows_pairs_that_turn_seldom():
+    """Wavelengths of 4 pairs to base 10,000: frequencies 1, 0.1, 0.01, 0.001. Over 2,048 tokens 32 turns belong to pair
+    1.008 and one turn to pair 2.513, so the slower turning begins at pair 1 and is whole at pair 3."""
+    slowed = Yarn(4.0, 2048).scaled(np.array([1, 0.1, 0.01, 0.001]), 10_000.0)
+    np.testing.assert_allclose(slowed, [1, 0.1, 0.01 * (0.5 + 0.5 / 4), 0.001 / 4], rtol=1e-12)
+
+
+def test_angles_of_yarn_are_longer_and_queries_grow_with_their_position():
+    positions = np.array([[0, 3, 15, 16, 48]])
+    sin, cos, growth = decoder.rope_angles(MINISTRAL3, positions, "global")
+    frequency, _ = MINISTRAL3.rope("global")
+    angles = positions[..., None, None] * frequency
+    np.testing.assert_allclose(sin, 1.5 * np.sin(angles), atol=1e-6)
+    np.testing.assert_allclose(cos, 1.5 * np.cos(angles), atol=1e-6)
+    expected = [1, 1, 1, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(4)]
+    np.testing.assert_allclose(np.ravel(growth), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("most, factors", [(16, [1.0, 1.5, 2.0]), (17, [1.0, 8.0, 30.0])])
+def test_longrope_takes_its_list_by_the_longest_sequence_of_the_architecture(most, factors):
+    cfg = Architecture(**{**vars(PHI3), "max_positions": most})
+    frequency, amplitude = cfg.rope("global")
+    expected = [1e4 ** (-pair / 3) / factor for pair, factor in enumerate(factors)]
+    np.testing.assert_allclose(frequency, expected, rtol=1e-12)
+    assert amplitude == 1.1
+
+
+def test_a_run_that_is_too_long_for_the_short_factors_is_refused_with_the_setting():
+    run = compose(["model=phi4_mini", "generation.max_prompt_length=4000", "generation.max_new_tokens=97"])
+    with pytest.raises(
+        ValueError, match="made for 4096; model.architecture.max_positions=131072 takes factors of long"
+    ):
+        check_generation(run, run.model.architecture)
+
+
+# ---- rows, slots and a mesh
+
+
+@pytest.fixture(scope="module")
+def groups() -> Batch:
+    """Two prompts with two completions each, longer and shorter than the window."""
+    rng = np.random.default_rng(4)
+    prompts, completions = [9, 9, 3, 3], [7, 1, 12, 5]
+    tokens, mask, counts = (np.zeros((4, 21), kind) for kind in (np.int32, bool, np.float32))
+    texts = {length: rng.integers(1, 48, length) for length in prompts}
+    for row, (prompt, completion) in enumerate(zip(prompts, completions)):
+        here = slice(9 - prompt, 9 + completion)
+        tokens[row, here] = [*texts[prompt], *rng.integers(1, 48, completion)]
+        mask[row, here], counts[row, 9 : 9 + completion] = True, 1.0
+    return Batch(tokens, mask, counts)
+
+
+@pytest.mark.parametrize("cfg", [OLMO3, SMOLLM3], ids=["olmo3", "smollm3"])
+def test_shared_prompts_are_alone_and_a_mesh_changes_nothing(cfg, groups):
+    params = random_params(cfg)
+    scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, groups.tokens, groups.token_mask)
+    counts = groups.loss_weight > 0
+    set_mesh(1, 4)  # tp divides the heads, which the norms of OLMo 3 go over
+    layout = RowLayout("prefix", 1, shape=RowShape(12, 2, 12), rows_per_part=2)
+    rows, packed = layout.lay_out(groups)
+    scores = jax.jit(lambda params: batch_scores(params, rows, cfg=cfg, temperature=1.0, dtype=jnp.float32).logprobs)
+    np.testing.assert_allclose(packed.back(scores(random_params(cfg)))[counts], np.asarray(scored)[counts], atol=1e-5)
+
+
+@pytest.mark.parametrize("cfg", [OLMO3, SMOLLM3], ids=["olmo3", "smollm3"])
+def test_what_is_sampled_is_what_is_scored(cfg):
+    params = random_params(cfg)
+    generate = make_generate(cfg, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=3, chunk=4))
+    rollout = generate(params, [[5, 6, 7], [8] * 10, [9], [11, 12]], jax.random.key(0), num_generations=1)
+    scored = jax.jit(partial(token_logprobs, cfg=cfg))(params, rollout.tokens, rollout.token_mask)
+    mask = rollout.completion_mask
+    assert mask.sum() > 20
+    np.testing.assert_allclose(np.asarray(scored)[mask], rollout.logprobs[mask], atol=1e-5)
+
+
+def test_unrotated_layers_do_not_know_positions_and_rotated_ones_do():
+    """Two tokens before the last change places: only rotation tells which was first."""
+    tokens = np.array([[5, 6, 7], [6, 5, 7]])
+    only_unrotated = Architecture(**vars(SMOLLM3) | {"pattern": ("unrotated",), "num_layers": 1})
+    one, other = logits_of(random_params(only_unrotated), only_unrotated, tokens)[:, -1]
+    np.testing.assert_allclose(one, other, atol=1e-5)
+    only_global = Architecture(**vars(SMOLLM3) | {"pattern": ("global",), "num_layers": 1})
+    one, other = logits_of(random_params(only_global), only_global, tokens)[:, -1]
+    assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("cfg", [OLMO3, SMOLLM3, PHI3, MINISTRAL3], ids=["olmo3", "smollm3", "phi3", "ministral3"])
+def test_fused_kernels_are_refused(cfg):
+    with pytest.raises(ValueError, match="kernels=fused: they compute attention without gate.*use auto or xla"):
+        check_fused(cfg, jnp.float32, "gpu", 1)
+
+
+# ---- files
+
+
+def write_model(folder, params, cfg: Architecture, name: str, **more) -> None:
+    hf.save_params(params, cfg, FAMILIES[name], folder, "F32")
+    (folder / "config.json").write_text(json.dumps(config_json(cfg, FAMILIES[name]) | more))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+def test_fused_tensors_are_rows_of_queries_keys_and_values_and_shards_read_their_slices(mesh, tmp_path):
+    set_mesh(*mesh)
+    params = random_params(PHI3)
+    write_model(tmp_path, params, PHI3, "phi3")
+    held, layers = hf.read_tensors(tmp_path / hf.SINGLE), params["layers"]
+    rows = [np.asarray(layers[name][1]).reshape(16, -1).T for name in ("q", "k", "v")]
+    np.testing.assert_array_equal(held["model.layers.1.self_attn.qkv_proj.weight"], np.concatenate(rows))
+    rows = [np.asarray(layers[name][1]).T for name in ("gate", "up")]
+    np.testing.assert_array_equal(held["model.layers.1.mlp.gate_up_proj.weight"], np.concatenate(rows))
+    assert not [name for name in held if "q_proj" in name or ("up_proj" in name and "gate_up" not in name)]
+    cfg, family = read_config(tmp_path)
+    assert as_computed(cfg) == as_computed(PHI3) and cfg.max_positions == 16
+    jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, cfg, family), params)
+
+
+def test_adapters_of_fused_tensors_are_one_pair_that_computes_the_same(tmp_path):
+    lora = LoraConfig(rank=2, alpha=6.0, targets=".*/(q|v|o|up)")
+    adapters = jax.tree.map(
+        lambda w: np.random.default_rng(5).normal(0, 1, w.shape).astype(np.float32),
+        adapter_weights(decoder.weights(PHI3), lora),
+        is_leaf=weights.is_weight,
+    )
+    peft.save_adapters(adapters, PHI3, FAMILIES["phi3"], lora, tmp_path, "base")
+    config = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert config["target_modules"] == ["gate_up_proj", "o_proj", "qkv_proj"]
+    assert (config["r"], config["lora_alpha"]) == (4, 12.0)  # the same scale, 3
+    tensors = hf.read_tensors(tmp_path / peft.TENSORS)
+
+    def merged(module: str) -> np.ndarray:
+        name = f"base_model.model.model.layers.1.{module}"
+        return tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+
+    def own(name: str, layer: int, of=adapters) -> np.ndarray:
+        pair = of["layers"][name]
+        a, b = (np.asarray(pair[side][layer]) for side in "ab")
+        return (a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)).T
+
+    # 32 rows of queries, 16 of keys, 16 of values; 24 of gate, 24 of up.
+    np.testing.assert_allclose(merged("self_attn.qkv_proj")[:32], own("q", 1), atol=1e-5)
+    np.testing.assert_array_equal(merged("self_attn.qkv_proj")[32:48], 0)
+    np.testing.assert_allclose(merged("self_attn.qkv_proj")[48:], own("v", 1), atol=1e-5)
+    np.testing.assert_array_equal(merged("mlp.gate_up_proj")[:24], 0)
+    np.testing.assert_allclose(merged("mlp.gate_up_proj")[24:], own("up", 1), atol=1e-5)
+    np.testing.assert_allclose(merged("self_attn.o_proj"), own("o", 1), atol=1e-5)
+
+    # Read again, every weight of a fused tensor has a pair.
+    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path)), PHI3, FAMILIES["phi3"])
+    assert read.targets == "layers/q|layers/k|layers/v|layers/o|layers/gate|layers/up" and read.scale == 3
+    again = peft.load_adapters(tmp_path, PHI3, FAMILIES["phi3"], read)
+    for name in ("q", "v", "o", "up"):
+        np.testing.assert_allclose(own(name, 0, again), own(name, 0), atol=1e-5)
+    np.testing.assert_array_equal(own("k", 0, again), 0)
+
+
+def test_ministral_is_read_for_its_text_part(tmp_path):
+    """As it is published: text_config within, names with a prefix, a vision tower."""
+    params = random_params(MINISTRAL3)
+    write_model(tmp_path, params, MINISTRAL3, "ministral3")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {"model_type": "pixtral"}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    held = hf.read_tensors(tmp_path / hf.SINGLE)
+    longer = {f"language_model.{name}": x for name, x in held.items()}
+    longer |= {
+        name: np.ones((2, 2)) for name in ("vision_tower.patch_conv.weight", "multi_modal_projector.norm.weight")
+    }
+    hf.write_tensors(tmp_path / hf.SINGLE, longer)
+    cfg, family = read_config(tmp_path)
+    assert as_computed(cfg) == as_computed(MINISTRAL3)
+    jax.tree.map(np.testing.assert_array_equal, hf.load_params(tmp_path, cfg, family), params)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("mistral", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default"),
+        ("ministral3", {"sliding_window": 8}, "sliding_window=8 is not supported"),
+        ("ministral3", {"rope_parameters": YARN | {"rope_type": "linear"}}, "rope_type 'linear' is not.* is yarn"),
+        ("ministral3", {"rope_parameters": YARN | {"truncate": False}}, "truncate: yarn is supported with true alone"),
+        ("phi3", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default or longrope"),
+        ("phi3", {"rope_parameters": LONGROPE | {"long_factor": 3}}, "long_factor=3; it is a list of numbers"),
+        ("phi3", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "short_factors has 3 numbers, and long_fac"),
+        ("phi3", {"rope_parameters": LONGROPE}, "its lists have 3 numbers, and rope_share=1.0 of head_dim=8 needs 4"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 5 entries, each 1 or 0"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types: sliding_attention is not supported"),
+        ("olmo3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}}, "rope scaling of layers w"),
+    ],
+)
+def test_what_is_not_computed_is_refused_with_file_and_key(name, change, message, tmp_path):
+    cfgs = {"ministral3": MINISTRAL3, "phi3": PHI3, "smollm3": SMOLLM3, "olmo3": OLMO3}
+    cfg = cfgs.get(name, Architecture(**PLAIN))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(cfg, FAMILIES[name]) | change))
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys, amplitude",
+    [
+        ({}, 1 + 0.1 * math.log(4)),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (1 + 0.2 * math.log(4)) / (1 + 0.05 * math.log(4))),
+        ({"attention_factor": 1.25, "mscale": 2.0, "mscale_all_dim": 0.5}, 1.25),
+    ],
+)
+def test_the_amplitude_of_yarn_follows_from_its_keys(keys, amplitude, tmp_path):
+    change = {"rope_parameters": YARN | keys}
+    (tmp_path / "config.json").write_text(json.dumps(config_json(MINISTRAL3, FAMILIES["ministral3"]) | change))
+    np.testing.assert_allclose(read_config(tmp_path)[0].yarn.amplitude, amplitude, rtol=1e-12)
+
+
+# ---- PEFT
+
+
+@pytest.mark.parity
+def test_adapters_of_fused_tensors_are_those_of_peft(tmp_path):
+    """What we write computes the same there, and what it writes computes the same here."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    theirs = pytest.importorskip("peft", reason="needs the parity extra")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Phi3Config(vocab_size=97, num_hidden_layers=2, pad_token_id=0, **sizes)
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path / "base")
+
+    def base():
+        return transformers.Phi3ForCausalLM.from_pretrained(tmp_path / "base").eval()
+
+    cfg, family = read_config(tmp_path / "base")
+    params = hf.load_params(tmp_path / "base", cfg, family)
+    tokens = np.random.default_rng(0).integers(0, 97, (2, 12))
+
+    def compare(model, adapters, lora: LoraConfig) -> None:
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor(tokens)).logits.numpy()
+        np.testing.assert_allclose(logits_of(attach(params, adapters, lora), cfg, tokens), expected, atol=1e-5)
+
+    lora = LoraConfig(rank=2, alpha=6.0)
+    adapters = jax.tree.map(
+        lambda w: jnp.float32(np.random.default_rng(5).normal(0, 0.3, w.shape)),
+        adapter_weights(decoder.weights(cfg), lora),
+        is_leaf=weights.is_weight,
+    )
+    (tmp_path / "ours").mkdir()
+    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "ours", str(tmp_path / "base"))
+    compare(theirs.PeftModel.from_pretrained(base(), tmp_path / "ours"), adapters, lora)
+
+    modules = ["qkv_proj", "gate_up_proj", "down_proj"]
+    made = theirs.LoraConfig(r=3, lora_alpha=5, target_modules=modules, init_lora_weights=False)
+    model = theirs.get_peft_model(base(), made)
+    model.save_pretrained(tmp_path / "theirs")
+    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "theirs")), cfg, family)
+    compare(model, peft.load_adapters(tmp_path / "theirs", cfg, family, read), read)
