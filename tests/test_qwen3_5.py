@@ -232,7 +232,7 @@ def test_token_by_token_is_in_chunks_is_the_loop(hidden):
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), state, after_chunks)
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("is_shared", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_the_gradient_is_the_slope_of_the_loop(is_shared):
     """Along a drawn direction of weights and hidden states, by central differences in float64."""
     rng, w = np.random.default_rng(6), layer_weights()
@@ -294,7 +294,7 @@ def one_completion(rule, q, k, v, rows, memory=None, prompts=None):
     return rule(q, k, v, rows.replace(sequences=rows.sequences.replace(completion_ids=None)), memory, prompts)
 
 
-def first_prompt(rule, q, k, v, rows, memory=None, prompts=None):
+def every_prompt(rule, q, k, v, rows, memory=None, prompts=None):
     """A completion goes on from S of every prompt of the row."""
     if prompts is not None:
         segments = jnp.ones_like(rows.sequences.segments)
@@ -321,12 +321,12 @@ SHARED = lambda hidden: test_completions_go_on_from_the_state_of_their_shared_pr
 @pytest.mark.parametrize(
     "name, leak, seen",
     [
-        ("_taps", every_tap, PACKED),
         ("_delta_rule", one_sequence, PACKED),
-        ("_delta_rule", one_completion, SHARED),
-        ("_delta_rule", first_prompt, SHARED),
-        ("_rows", padding_writes, PIECES),
-        ("_rows", no_inputs, PIECES),
+        ("_delta_rule", every_prompt, SHARED),
+        pytest.param("_taps", every_tap, PACKED, marks=pytest.mark.wide),
+        pytest.param("_delta_rule", one_completion, SHARED, marks=pytest.mark.wide),
+        pytest.param("_rows", padding_writes, PIECES, marks=pytest.mark.wide),
+        pytest.param("_rows", no_inputs, PIECES, marks=pytest.mark.wide),
     ],
 )
 def test_a_leak_is_seen(name, leak, seen, hidden, monkeypatch):
