@@ -164,6 +164,14 @@ def test_heads_that_forget_at_once_have_finite_gradients(hidden):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
+def test_heads_that_forget_keep_the_digits_of_float32(hidden):
+    """Decays over a chunk add up to 1000 there: a difference of two such sums would be off by 5e-5."""
+    w = layer_weights() | {"decay": np.log(np.random.default_rng(0).uniform(0.01, 16, 8))}
+    out, _ = mixed(hidden[:1], w, in_rows([200]))
+    error = out[0] - by_token(hidden[0], w)
+    assert np.sqrt(np.mean(error**2)) < 1e-6
+
+
 def lanes() -> tuple[attention.AttentionMeta, list]:
     """A row with two prompts in 70 columns, and five completions in two lanes of 80; and of each completion where its
     prompt stands, and where it stands."""
