@@ -249,7 +249,6 @@ WIDE = [
     ("adapters", {"fsdp": 2, "tp": 4, "parts": 8, "remat": "save_qkv_out", "sync_every": 4, "rules": SEQ}, {}),
     ("adapters", {"parts": 4, "remat": "dots"}, {"pieces": 3, "blocks": 4}),
     ("adapters", {"fsdp": 4, "tp": 2, "parts": 4, "packing": "sequences", "sync_every": 2, "scan_layers": False}, {}),
-    ("delta", {"fsdp": 4, "tp": 2, "parts": 4}, {}),
     ("delta", {"tp": 8, "packing": "prefix", "rules": SEQ, "remat": "block"}, {"blocks": 3}),
     ("delta", {"fsdp": 2, "tp": 4, "parts": 2, "packing": "sequences", "remat": "save_all", "sync_every": 2}, {"pieces": 2}),
     ("delta_adapters", {"fsdp": 8, "packing": "prefix", "remat": "dots", "scan_layers": False}, {}),
