@@ -7,7 +7,8 @@ The sampler draws at temperature 1 and says log p of each token; the trainer sco
 gap is |difference|, in nats. outside: the share of ratios outside the clip range [0.8, 1.28], where nothing has been
 learnt yet and each should be 1. from_fp32: how far sampler and trainer are from the same model computed in float32,
 which is what bfloat16 costs. Models: the bundled one on arithmetic, and random ones with the shapes of a family, whose
-weights are large enough that they have opinions: Gemma 3 (gemma3), Qwen 2.5 (qwen25), Qwen 3 (qwen3), Llama 3 (llama).
+weights are large enough that they have opinions: Gemma 3 (gemma3), Qwen 2.5 (qwen25), Qwen 3 (qwen3),
+Qwen 3.5 (qwen3.5), Llama 3 (llama).
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tunix_lite.learner.packing import RowShape, rows_needed_at_most, shared_row
 from tunix_lite.learner.policy import batch_scores, scoring_program
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import decoder, weights
-from tunix_lite.models.architecture import Architecture, RopeScaling
+from tunix_lite.models.architecture import Architecture, DeltaNet, RopeScaling
 from tunix_lite.parallel.mesh import make_mesh
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
@@ -38,6 +39,13 @@ MODELS = {
     "gemma3": Architecture(512, 6, 256, 4, 1, 64, 1024, window=24, query_scale=64),
     "qwen25": Architecture(512, 4, 256, 8, 2, 32, 768, qk_norm=False, qkv_bias=True, **PLAIN),
     "qwen3": Architecture(512, 4, 256, 8, 4, 32, 768, **PLAIN),
+    "qwen3.5": Architecture(
+        *(512, 4, 256, 8, 4, 32, 768),
+        **PLAIN | {"pattern": ("delta", "delta", "delta", "global"), "norm_plus_one": True},
+        attn_gate=True,
+        rope_share=0.25,
+        delta=DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=32, value_dim=32),
+    ),
     "llama": Architecture(
         512, 5, 256, 8, 8, 32, 704, qk_norm=False, tied=False, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64), **PLAIN
     ),

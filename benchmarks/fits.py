@@ -20,7 +20,8 @@ from tunix_lite.settings.compose import compose
 
 MODELS = (
     *("gemma3_270m", "gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b"),
-    *("qwen3_0.6b", "qwen3_1.7b", "qwen3_32b", "llama3.2_1b", "llama3.3_70b"),
+    *("qwen3_0.6b", "qwen3_1.7b", "qwen3_32b", "qwen3.5_0.8b", "qwen3.5_4b", "qwen3.5_27b"),
+    *("llama3.2_1b", "llama3.3_70b"),
 )
 TARGETS = ("h100", "h100x2", "h100x8", "v5e-4", "v5e-16", "v5p-64", "v6e-256")
 WAYS = {

@@ -17,9 +17,9 @@ from tunix_lite.learner.rows import RowLayout
 from tunix_lite.models import attention, decoder, gated_delta_net, hf, peft, weights
 from tunix_lite.models.architecture import Architecture, DeltaNet
 from tunix_lite.models.families import QWEN3_5, config_json, read_config
-from tunix_lite.models.gated_delta_net import DeltaState, Rows
+from tunix_lite.models.gated_delta_net import DeltaState
 from tunix_lite.models.layer_kind import Surroundings
-from tunix_lite.models.lora import LoraConfig, adapter_weights
+from tunix_lite.models.lora import LoraConfig, adapter_weights, attach, targets_to_keep
 from tunix_lite.models.quantize import init_stored, stored_table
 from tunix_lite.planning import flops
 from tunix_lite.rollout import cache as kv_cache
@@ -152,13 +152,6 @@ def test_packed_sequences_are_what_a_loop_over_the_tokens_of_each_gives(hidden):
     np.testing.assert_allclose(out[is_token], expected[is_token], atol=3e-5)
 
 
-def test_a_leak_between_sequences_is_seen(hidden, monkeypatch):
-    """The test above fails where all tokens of a row count as one sequence."""
-    monkeypatch.setattr(Rows, "numbers", property(lambda rows: jnp.ones_like(rows.sequences.segments)))
-    with pytest.raises(AssertionError):
-        test_packed_sequences_are_what_a_loop_over_the_tokens_of_each_gives(hidden)
-
-
 def test_heads_that_forget_at_once_have_finite_gradients(hidden):
     """Over 30 tokens their decay is e^-1000, the inverse of which float32 does not have."""
     w = jax.tree.map(jnp.float32, layer_weights() | {"decay": np.full(8, 4.0)})
@@ -169,6 +162,14 @@ def test_heads_that_forget_at_once_have_finite_gradients(hidden):
 
     grads = jax.jit(jax.grad(total, argnums=(0, 1)))(w, jnp.float32(hidden[:1, :104]))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_heads_that_forget_keep_the_digits_of_float32(hidden):
+    """Decays over a chunk add up to 1000 there: a difference of two such sums would be off by 3e-5."""
+    w = layer_weights() | {"decay": np.log(np.random.default_rng(0).uniform(0.01, 16, 8))}
+    out, _ = mixed(hidden[:1], w, in_rows([200]))
+    error = out[0] - by_token(hidden[0], w)
+    assert np.sqrt(np.mean(error**2)) < 1e-6
 
 
 def lanes() -> tuple[attention.AttentionMeta, list]:
@@ -217,12 +218,129 @@ def test_chunks_then_single_tokens_go_on_from_each_other(hidden):
         np.testing.assert_allclose(got[row], expected[row][: lengths[row]], atol=3e-5)
 
 
+def test_token_by_token_is_in_chunks_is_the_loop(hidden):
+    """In float64, to its digits: 130 tokens one at a time, and in three chunks."""
+    x, w = hidden[:1, :130], layer_weights()
+    expected = by_token(x[0], w)
+    with jax.enable_x64(True):
+        chunks, after_chunks = mixed(x, w, in_rows([130]), dtype=np.float64)
+
+        @jax.jit
+        def step(x, w, state):
+            one = attention.AttentionMeta(*ids([[0]], [[1]]))
+            return gated_delta_net.mix(x, w, CFG, Surroundings(decoder.PLAIN, None, None, sequences=one, state=state))
+
+        state = jax.tree.map(lambda s: jnp.zeros(s.shape), gated_delta_net.state_shapes(CFG, 1, np.float64))
+        tokens = []
+        for t in range(130):
+            out, state = step(jnp.asarray(x[:, t : t + 1]), jax.tree.map(jnp.asarray, w), state)
+            tokens.append(out[0, 0])
+        np.testing.assert_allclose(chunks[0], expected, atol=1e-12)
+        np.testing.assert_allclose(tokens, expected, atol=1e-12)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-12), state, after_chunks)
+
+
+@pytest.mark.parametrize("is_shared", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_the_gradient_is_the_slope_of_the_loop(is_shared):
+    """Along a drawn direction of weights and hidden states, by central differences in float64."""
+    rng, w = np.random.default_rng(6), layer_weights()
+    meta, places = lanes() if is_shared else (in_rows(EDGES[0]), [])
+    x, weight = rng.normal(0, 1, (2, 1, meta.segments.shape[1], CFG.embed_dim))
+    ways = jax.tree.map(lambda v: rng.normal(0, 1, v.shape), (x, w))
+
+    def loss_of_loop(x, w):
+        if not is_shared:
+            ends = np.cumsum(EDGES[0])
+            return sum(np.sum(by_token(x[0, end - n : end], w) * weight[0, end - n : end])
+                       for n, end in zip(EDGES[0], ends))  # fmt: skip
+        total = {prompt.stop: np.sum(by_token(x[0, prompt], w) * weight[0, prompt]) for prompt, _ in places}
+        for prompt, here in places:
+            whole = by_token(np.concatenate([x[0, prompt], x[0, here]]), w)
+            total[here.start] = np.sum(whole[prompt.stop - prompt.start :] * weight[0, here])
+        return sum(total.values())
+
+    def along(step):
+        return jax.tree.map(lambda v, way: v + step * way, (x, w), ways)
+
+    with jax.enable_x64(True):
+
+        def loss(x, w):
+            out, _ = gated_delta_net.mix(x, w, CFG, Surroundings(decoder.PLAIN, None, None, sequences=meta))
+            return jnp.sum(jnp.where((meta.segments > 0)[..., None], out, 0) * weight)
+
+        value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+    slope = sum(np.sum(grad * way) for grad, way in zip(jax.tree.leaves(grads), jax.tree.leaves(ways)))
+    np.testing.assert_allclose(value, loss_of_loop(x, w), rtol=1e-11)
+    ahead, behind = (loss_of_loop(*along(step)) for step in (1e-5, -1e-5))
+    np.testing.assert_allclose(slope, (ahead - behind) / 2e-5, rtol=1e-6)
+
+
 def test_a_prompt_of_one_token_repeated_stays_exact():
     """Keys that are all alike make the triangular system as bad as it gets: powers of it would cancel out."""
     x = np.broadcast_to(np.random.default_rng(3).normal(0, 1, CFG.embed_dim), (1, 128, CFG.embed_dim))
     w = layer_weights() | {"decay": np.full(8, -30.0), "b": np.zeros((16, 8))}
     out, _ = mixed(x, w, in_rows([128]))
     np.testing.assert_allclose(out[0], by_token(x[0], w), atol=3e-5)
+
+
+# ---- leaks that are put in on purpose: the tests above must see them
+
+
+def every_tap(taps, *args):
+    """The convolution reads across the beginning of a sequence."""
+    return [(x, jnp.ones_like(is_own)) for x, is_own in taps(*args)]
+
+
+def one_sequence(rule, q, k, v, rows, memory=None, prompts=None):
+    """S goes on across the beginning of a sequence; the convolution does not."""
+    whole = attention.AttentionMeta(rows.sequences.positions, jnp.ones_like(rows.sequences.segments))
+    return rule(q, k, v, rows.replace(sequences=whole), memory, prompts)
+
+
+def one_completion(rule, q, k, v, rows, memory=None, prompts=None):
+    """A completion goes on from S of the one before it in its lane, if they share the prompt."""
+    return rule(q, k, v, rows.replace(sequences=rows.sequences.replace(completion_ids=None)), memory, prompts)
+
+
+def every_prompt(rule, q, k, v, rows, memory=None, prompts=None):
+    """A completion goes on from S of every prompt of the row."""
+    if prompts is not None:
+        segments = jnp.ones_like(rows.sequences.segments)
+        rows = rows.replace(sequences=rows.sequences.replace(segments=segments))
+        prompts = prompts.replace(segments=jnp.ones_like(prompts.segments))
+    return rule(q, k, v, rows, memory, prompts)
+
+
+def padding_writes(of_rows, rows, *args):
+    return of_rows(rows.replace(beta=jnp.where(rows.beta == 0, 0.5, rows.beta)), *args)
+
+
+def no_inputs(of_rows, *args):
+    """The convolution of the next piece begins with zeros."""
+    out, state, *more = of_rows(*args)
+    return out, state.replace(inputs=jnp.zeros_like(state.inputs)), *more
+
+
+PACKED = test_packed_sequences_are_what_a_loop_over_the_tokens_of_each_gives
+PIECES = test_chunks_then_single_tokens_go_on_from_each_other
+SHARED = lambda hidden: test_completions_go_on_from_the_state_of_their_shared_prompt()  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "name, leak, seen",
+    [
+        ("_delta_rule", one_sequence, PACKED),
+        ("_delta_rule", every_prompt, SHARED),
+        pytest.param("_taps", every_tap, PACKED, marks=pytest.mark.wide),
+        pytest.param("_delta_rule", one_completion, SHARED, marks=pytest.mark.wide),
+        pytest.param("_rows", padding_writes, PIECES, marks=pytest.mark.wide),
+        pytest.param("_rows", no_inputs, PIECES, marks=pytest.mark.wide),
+    ],
+)
+def test_a_leak_is_seen(name, leak, seen, hidden, monkeypatch):
+    monkeypatch.setattr(gated_delta_net, name, partial(leak, getattr(gated_delta_net, name)))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        seen(hidden)
 
 
 # ---- the model: rows, slots and meshes
@@ -339,6 +457,56 @@ def test_what_is_sampled_is_what_is_scored(mesh, slots):
     np.testing.assert_allclose(np.asarray(scored)[mask], rollout.logprobs[mask], atol=1e-5)
 
 
+def layout_of(name: str, fsdp: int) -> RowLayout:
+    """As LAYOUTS, in eight rows of columns that four devices divide, too."""
+    shape = {"none": None, "sequences": RowShape(48), "prefix": RowShape(16, 2, 16)}[name]
+    return RowLayout(name, 1, None, shape, 8 // fsdp)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("slots", [1, 3, 16])
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
+def test_in_every_packing_what_is_scored_is_what_was_sampled(mesh, slots):
+    set_mesh(*mesh)
+    params = random_params(CFG)
+    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=slots, chunk=4))
+    prompts = [[5, 6, 7], [8] * 10, [9], [11, 12]]
+    rollout = jax.tree.map(np.asarray, generate(params, prompts, jax.random.key(0), num_generations=2))
+    mask = rollout.completion_mask
+    assert len(set(mask.sum(axis=1))) > 1, "all are of one length"
+    batch = Batch(rollout.tokens, rollout.token_mask, mask.astype(np.float32))
+    for name in LAYOUTS:
+        rows, packed = layout_of(name, mesh[0]).lay_out(batch)
+        scores = jax.jit(partial(batch_scores, cfg=CFG, temperature=1.0, dtype=jnp.float32))(params, rows)
+        np.testing.assert_allclose(packed.back(scores.logprobs)[mask], rollout.logprobs[mask], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
+def test_on_every_mesh_packed_is_alone_to_the_digits_of_float64(groups, alone, mesh, name):
+    set_mesh(*mesh)
+    eight = jax.tree.map(lambda x: np.concatenate([x, x[-2:]]), groups)
+    eight.loss_weight[-2:] = 0  # two that count nothing, so that four devices divide the rows
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
+        logprobs, grads = losses(params, eight, layout_of(name, mesh[0]), jnp.float64)
+        np.testing.assert_allclose(logprobs[: len(alone[0])], alone[0], atol=1e-9)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
+
+
+def keeps_states(load, kv, prompts, *where):
+    """A slot that takes the next sequence keeps the state of the one before."""
+    return kv if isinstance(kv, DeltaState) else load(kv, prompts, *where)
+
+
+@pytest.mark.wide
+def test_a_state_that_stays_in_its_slot_is_seen(monkeypatch):
+    monkeypatch.setattr(kv_cache, "load_rows", partial(keeps_states, kv_cache.load_rows))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_what_is_sampled_is_what_is_scored((1, 1), 3)
+
+
 def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_drawn(monkeypatch):
     """It is read again by `append`, in pieces, into slots that other sequences have left."""
     monkeypatch.setattr(engine, "APPEND_WIDTHS", (2, 4, 8))
@@ -414,8 +582,21 @@ def test_what_it_does_not_compute_is_refused_with_file_and_key(change, message, 
         read_config(tmp_path)
 
 
+EVERY_PROJECTION = ".*/(q|k|v|qkv|z|b|a|o|gate|up|down)"
+
+
+def test_adapters_are_by_default_on_every_large_projection(cfg):
+    of_kind = adapter_weights(decoder.weights(CFG), LoraConfig(rank=2))["layers"]
+    assert of_kind["delta"].keys() == {"qkv", "z", "o", "gate", "up", "down"}
+    assert of_kind["global"].keys() == {"q", "k", "v", "o", "gate", "up", "down"}
+    # A run of another family that began before this default goes on: it stands as it did.
+    targets = LoraConfig().targets
+    assert targets_to_keep(targets, CFG) == targets
+    assert targets_to_keep(targets, cfg) == ".*/(q|k|v|o|gate|up|down)"
+
+
 def test_adapters_go_to_the_modules_of_the_files_and_come_back(tmp_path):
-    lora = LoraConfig(rank=3, targets=".*/(q|k|v|qkv|z|b|a|o|gate|up|down)")
+    lora = LoraConfig(rank=3, targets=EVERY_PROJECTION)
     adapters = jax.tree.map(
         lambda w: np.random.default_rng(5).normal(0, 1, w.shape).astype(np.float32),
         adapter_weights(decoder.weights(CFG), lora),
@@ -441,9 +622,11 @@ def test_exponents_stay_exact_in_a_frozen_base(storage):
     assert {stored[f"layers/delta/{name}"].dtype for name in ("decay", "step_bias")} == {jnp.float32}
 
 
-def test_a_base_in_codes_computes_what_its_values_do():
-    """Every projection, those of the gated delta net among them, is read from its int8 codes."""
-    codes = init_stored(decoder.weights(CFG), jax.random.key(0), "int8")
+@pytest.mark.parametrize("storage", ["int8", pytest.param("nf4", marks=pytest.mark.wide)])
+def test_a_base_in_codes_computes_what_its_values_do(storage):
+    """Every projection, those of the gated delta net among them, is read from its codes."""
+    codes = init_stored(decoder.weights(CFG), jax.random.key(0), storage)
+    assert all(weights.is_quantized(codes["layers"]["delta"][name]) for name in ("qkv", "z", "b", "a", "o"))
 
     def plain(weight, leaf):
         if not weights.is_quantized(leaf):
@@ -522,6 +705,89 @@ def test_a_drawn_model_is_that_of_transformers(seed, tmp_path):
     again = type(model).from_pretrained(tmp_path / "ours", attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(torch.tensor(tokens)).logits, torch.tensor(theirs), rtol=0, atol=0)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(3))
+def test_in_bfloat16_logits_are_no_further_off_than_those_of_transformers(seed, tmp_path):
+    """From what transformers computes in float64 with the same weights, on average over two rows of 150 tokens."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    model = drawn_model(np.random.default_rng(seed), torch, transformers).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    cfg, family = read_config(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 97, (2, 150))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.double().numpy()
+        exact = model.double()(torch.tensor(tokens)).logits.numpy()
+    ours = logits_of(hf.load_params(tmp_path, cfg, family), cfg, tokens, jnp.bfloat16)
+    errors = [np.sqrt(np.mean((np.float64(logits) - exact) ** 2)) for logits in (ours, theirs)]
+    assert exact.std() > 0.3 and errors[1] > 1e-3
+    assert errors[0] <= errors[1], errors
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_peft_says_the_same_with_adapters_of_delta_layers(is_wrapped, tmp_path):
+    """Ours read by PEFT, PEFT's read here, and merged; of the text model, and of the larger one around it."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    library = pytest.importorskip("peft", reason="needs the parity extra")
+    model = drawn_model(np.random.default_rng(2), torch, transformers)
+    if is_wrapped:
+        vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "num_position_embeddings": 16}
+        vision |= {"out_hidden_size": model.config.hidden_size, "patch_size": 4}
+        text = model.config.to_dict()
+        tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+        config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tied)
+        config._attn_implementation = "eager"
+        whole = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+        whole.model.language_model.load_state_dict(model.model.state_dict())
+        whole.lm_head.load_state_dict(model.lm_head.state_dict())
+        model = whole
+    model.save_pretrained(tmp_path / "base")
+    cfg, family = read_config(tmp_path / "base")
+    assert set(cfg.kinds) == {"delta", "global"}
+    base = hf.load_params(tmp_path / "base", cfg, family)
+    tokens = np.random.default_rng(0).integers(0, 97, (2, 80))
+
+    def says(model) -> np.ndarray:
+        with torch.no_grad():
+            return model.eval()(torch.tensor(tokens)).logits.numpy()
+
+    # Ours, read by PEFT, and merged.
+    lora = LoraConfig(rank=4, alpha=12.0, targets=EVERY_PROJECTION)
+    adapters = jax.tree.map(
+        lambda w: np.random.default_rng(5).normal(0, 0.2, w.shape).astype(np.float32),
+        adapter_weights(decoder.weights(cfg), lora),
+        is_leaf=weights.is_weight,
+    )
+    acting = attach(base, adapters, lora)
+    ours = logits_of(acting, cfg, tokens)
+    assert np.abs(ours - logits_of(base, cfg, tokens)).max() > 0.1
+    (tmp_path / "ours").mkdir()
+    peft.save_adapters(adapters, cfg, family, lora, tmp_path / "ours", "base", is_wrapped=is_wrapped)
+    np.testing.assert_allclose(says(library.PeftModel.from_pretrained(model, tmp_path / "ours")), ours, atol=2e-4)
+    (tmp_path / "merged").mkdir()
+    hf.save_params(acting, cfg, family, tmp_path / "merged", "F32")
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(config_json(cfg, family)))
+    merged = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    np.testing.assert_allclose(says(merged), ours, atol=2e-4)
+
+    # PEFT's, read here: two projections of delta layers, and one of attention.
+    fresh = type(model).from_pretrained(tmp_path / "base", attn_implementation="eager", dtype=torch.float32)
+    modules = r".*layers\.\d+\.(self_attn\.q_proj|linear_attn\.(in_proj_qkv|out_proj))"
+    adapted = library.get_peft_model(fresh, library.LoraConfig(r=3, lora_alpha=6, target_modules=modules))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(tmp_path / "theirs")
+    read = peft.read_adapter_config(LoraConfig(adapter=str(tmp_path / "theirs")), cfg, family)
+    loaded = peft.load_adapters(tmp_path / "theirs", cfg, family, read)
+    assert {stack: set(of) for stack, of in loaded["layers"].items()} == {"delta": {"qkv", "o"}, "global": {"q"}}
+    np.testing.assert_allclose(logits_of(attach(base, loaded, read), cfg, tokens), says(adapted), atol=2e-4)
 
 
 def drawn_model(rng: np.random.Generator, torch, transformers):

@@ -312,10 +312,12 @@ def _delta_rule(
     # Decay from the first token of a sequence in the chunk up to i, and from j to i.
     is_before = np.tri(size, dtype=bool) & (numbers[..., None] == numbers[..., None, :])
     total = _einsum("bnij,bnjv->bnvi", is_before.astype(q.dtype), log_decay)
-    between = jnp.where(
-        is_before[:, :, None], total[..., None] - total[..., None, :], -jnp.inf
-    )
-    between = jnp.exp(between)
+    # A sum of its own for each pair: a difference of totals would lose digits in heads that forget.
+    up_to_i = log_decay.swapaxes(2, 3)[..., None, :] * np.tri(size, dtype=bool)
+    after_j = jnp.tri(size, k=-1, dtype=q.dtype)
+    between = _einsum("bnvit,tj->bnvij", up_to_i, after_j)
+    # Hidden before exp, so that no gradient is infinite.
+    between = jnp.exp(jnp.where(is_before[:, :, None], between, -jnp.inf))
     from_first = jnp.exp(total).swapaxes(2, 3)[..., None]
 
     # Within a chunk: what each token writes, if S were zero before (u) and for each S (reads).
@@ -332,9 +334,7 @@ def _delta_rule(
     first = numbers[:, :1, 0] if memory is not None else jnp.full((B, 1), -1)
     previous = jnp.concatenate([first, last[:, :-1]], axis=1)
     goes_on = numbers == previous[..., None]
-    # Hidden before exp, which else may be infinite, and its gradient not a number.
-    is_last = (numbers == last[..., None])[:, :, None]
-    to_end = jnp.exp(jnp.where(is_last, total[..., -1:] - total, -jnp.inf)).swapaxes(2, 3)
+    to_end = between[..., -1, :].swapaxes(2, 3)
     stays = jnp.where((last == previous)[..., None], jnp.exp(total[..., -1]), 0)
 
     out = 0

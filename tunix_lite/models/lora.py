@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.plain_text import shown
+from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Initializer,
@@ -49,7 +50,7 @@ class LoraConfig:
     # The output of adapters is scaled by alpha / rank.
     alpha: float = 32.0
     # Regular expression over weight paths, such as layers/q. Matching projections get adapters.
-    targets: str = ".*/(q|k|v|o|gate|up|down)"
+    targets: str = ".*/(q|k|v|qkv|z|o|gate|up|down)"
     # Share of the adapter inputs set to 0 in an update, from 0 to 1. 0 turns dropout off.
     dropout: float = 0.0
     # Type in which the frozen weights are stored under adapters: fp32, bf16, int8 or nf4.
@@ -100,6 +101,12 @@ def _uniform_fan_in(inputs: int) -> Initializer:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
+
+
+def targets_to_keep(targets: str, cfg: Architecture) -> str:
+    """Targets as they are kept beside what trains. Of a model without delta layers they do not name
+    what only those have, as its runs of before this default did not."""
+    return targets if cfg.delta else targets.replace("qkv|z|", "")
 
 
 def adapter_weights(table: Table, lora: LoraConfig) -> Table:
