@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 
 from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.plain_text import shown
-from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.quantize import STORAGE
 from tunix_lite.models.weights import (
     Initializer,
@@ -101,12 +100,6 @@ def _uniform_fan_in(inputs: int) -> Initializer:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
-
-
-def targets_to_keep(targets: str, cfg: Architecture) -> str:
-    """Targets as they are kept beside what trains. Of a model without delta layers they do not name
-    what only those have, as its runs of before this default did not."""
-    return targets if cfg.delta else targets.replace("qkv|z|", "")
 
 
 def adapter_weights(table: Table, lora: LoraConfig) -> Table:

@@ -25,7 +25,6 @@ from tunix_lite.files.plain_text import escaped, shown, without_secrets
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
-from tunix_lite.models.lora import targets_to_keep
 from tunix_lite.models.source import FoundModel
 from tunix_lite.tasks.sources import digest_of_data
 
@@ -74,8 +73,7 @@ def fingerprint(
                 for name, value in model_settings["architecture"].items()
                 if name not in LATER or value != LATER[name]
             },
-            "lora": model_settings["lora"]
-            | {"targets": targets_to_keep(model_settings["lora"]["targets"], model.cfg)},
+            "lora": model_settings["lora"],
         },
         "weights": source.weights_digest(model),
         "tokenizer": _digest(repr(sorted(model.tokenizer.vocabulary.items()))),

@@ -15,8 +15,7 @@ import numpy as np
 from tunix_lite.checkpoint import Checkpoints, shapes_of
 from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import read_object
-from tunix_lite.models.architecture import Architecture
-from tunix_lite.models.lora import LoraConfig, targets_to_keep
+from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import put
 from tunix_lite.types import Params, TrainState
 
@@ -45,14 +44,11 @@ class _SavedKind:
     optimizer: bool
 
 
-def kind_of(
-    model: str, cfg: Architecture, lora: LoraConfig | None, optimizer: bool
-) -> _SavedKind:
+def kind_of(model: str, lora: LoraConfig | None, optimizer: bool) -> _SavedKind:
     """What a client with these adapters saves."""
     if lora is None:
         return _SavedKind(model, 0, 0.0, "", optimizer)
-    targets = targets_to_keep(lora.targets, cfg)
-    return _SavedKind(model, lora.rank, lora.alpha, targets, optimizer)
+    return _SavedKind(model, lora.rank, lora.alpha, lora.targets, optimizer)
 
 
 def save_state(folder: Path, state: TrainState, kind: _SavedKind) -> None:

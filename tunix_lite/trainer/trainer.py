@@ -432,8 +432,7 @@ class TrainingClient(Weights):
         ValueError if the folder holds something else, or this step; OSError.
         """
         folder = Path(path).absolute()
-        kind = kind_of(self.trainer.model_name, self.trainer.cfg, self.lora, optimizer)
-        save_state(folder, self.state, kind)
+        save_state(folder, self.state, kind_of(self.trainer.model_name, self.lora, optimizer))
         return folder
 
     @locked
@@ -443,7 +442,7 @@ class TrainingClient(Weights):
         optimizer: False leaves the optimizer of the checkpoint, and begins with a new one. Raises
         ValueError if the checkpoint is damaged, or of other weights: this client stays as it was.
         """
-        kind = kind_of(self.trainer.model_name, self.trainer.cfg, self.lora, optimizer)
+        kind = kind_of(self.trainer.model_name, self.lora, optimizer)
         state = load_state(Path(path).absolute(), self.state, kind)
         if not optimizer:
             fresh = optimizer_of_client(self._optimizer, self._table)
@@ -619,9 +618,7 @@ class Trainer:
                 shapes = weights.shapes(stored_table(decoder.weights(self.cfg), storage))
             else:
                 shapes = weights.shapes(self.trained_table(lora), STORAGE[storage])
-            _, params = load_trained(
-                folder, shapes, kind_of(self.model_name, self.cfg, lora, False)
-            )
+            _, params = load_trained(folder, shapes, kind_of(self.model_name, lora, False))
             return Weights(self, params, lora, self.run.seed)
 
     @contextlib.contextmanager
