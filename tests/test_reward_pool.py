@@ -456,6 +456,7 @@ def test_wrong_settings_are_named(overrides, message):
 
 
 SMALL = [
+    *("model=random", "model.architecture.num_layers=1", "model.architecture.vocab_size=512"),
     "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "training.prompts_per_step=2",
     "generation.max_new_tokens=8",
