@@ -279,7 +279,7 @@ def alone(groups):
     """What each sequence gives in a program of its own, in float64."""
     with jax.enable_x64(True):
         set_mesh(1, 1)
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
+        params = jax.tree.map(np.float64, random_params(CFG))
 
         def loss(params, tokens, weights):
             logprobs = token_logprobs(params, tokens, jnp.ones_like(tokens, bool), cfg=CFG, dtype=jnp.float64)
@@ -291,8 +291,9 @@ def alone(groups):
             grads, values = of_one(params, groups.tokens[row, mask][None], groups.loss_weight[row, mask][None])
             counts = groups.loss_weight[row] > 0
             logprobs[row, counts] = values[0][groups.loss_weight[row, mask] > 0]
-            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        return logprobs, jax.tree.map(np.asarray, total)
+            grads = jax.tree.map(np.asarray, grads)
+            total = grads if total is None else jax.tree.map(np.add, total, grads)
+        return logprobs, total
 
 
 WIDE = pytest.mark.wide
@@ -313,7 +314,7 @@ def test_packed_is_alone(groups, alone, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_is_alone_to_the_digits_of_float64(groups, alone, name):
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
+        params = jax.tree.map(np.float64, random_params(CFG))
         _, grads = losses(params, groups, LAYOUTS[name], jnp.float64)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
 
