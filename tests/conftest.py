@@ -41,6 +41,8 @@ from omegaconf import omegaconf
 from tunix_lite.learner.policy import make_policy
 from tunix_lite.models import attention, decoder, weights
 from tunix_lite.models.architecture import Architecture
+from tunix_lite.models.source import BUNDLED
+from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.programs import Programs, SamplerSpec
@@ -88,6 +90,12 @@ def one_device():
     jax.config.update("jax_enable_compilation_cache", USES_DISK)
     compilation_cache.reset_cache()  # it would keep what it was told before
     return set_mesh(1, 1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The one of the bundled model."""
+    return Tokenizer.load(BUNDLED)
 
 
 @pytest.fixture(scope="session")
