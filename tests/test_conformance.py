@@ -125,15 +125,8 @@ IN_ROWS = [
 ]
 
 
-# Each objective in one layout, each layout twice; `make wide` has the product.
-PLACED = [
-    pytest.param(name, layout, marks=[] if (i + j) % len(LAYOUTS) == 0 else pytest.mark.wide)
-    for i, name in enumerate(IN_ROWS)
-    for j, layout in enumerate(LAYOUTS)
-]
-
-
-@pytest.mark.parametrize("name, layout", PLACED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", IN_ROWS)
 def test_packed_micro_batched_and_sharded_it_is_the_same(name, layout):
     fsdp, tp, rows, num_parts = LAYOUTS[layout]
     variant = VARIANTS[name]
