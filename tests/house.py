@@ -53,12 +53,22 @@ WITH_DOCSTRING = (*FUNCTIONS, ast.ClassDef, ast.Module)
 
 @dataclass(frozen=True)
 class Source:
-    """A file, its syntax tree and its tokens."""
+    """A file, its syntax tree and its tokens, which are made when somebody asks for them."""
 
     path: Path
-    lines: list[str]
-    tree: ast.Module
-    tokens: list[tokenize.TokenInfo]
+    text: str
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @functools.cached_property
+    def tokens(self) -> list[tokenize.TokenInfo]:
+        return list(tokenize.generate_tokens(io.StringIO(self.text).readline))
 
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
@@ -103,9 +113,7 @@ def docstring(node: ast.AST) -> ast.Expr | None:
 
 @functools.cache
 def read(path: Path) -> Source:
-    text = path.read_text(encoding="utf-8")
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    return Source(path, text.splitlines(), ast.parse(text), tokens)
+    return Source(path, path.read_text(encoding="utf-8"))
 
 
 def package(root: Path = ROOT) -> list[Source]:

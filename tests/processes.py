@@ -74,10 +74,11 @@ def own_lines(text: str) -> list[str]:
 def _started(call: list, devices: int, log_file: Path) -> subprocess.Popen:
     folders = Path(tunix_lite.__file__).parents[1], Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # distributed/join.py
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     environment |= {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # without the pretend devices of this process
+        "XLA_FLAGS": " ".join(flags),  # as here, without the pretend devices of this process
     }
     with open(log_file, "w") as log:
         return subprocess.Popen([sys.executable, *call], env=environment, stdout=log, stderr=log)

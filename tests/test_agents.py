@@ -24,8 +24,6 @@ from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, train_agent
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
-from tunix_lite.models.source import BUNDLED
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
 from tunix_lite.runs.agents import rewards_of
 from tunix_lite.serving.bad_call import BadCall
@@ -33,11 +31,6 @@ from tunix_lite.serving.calls import Limits
 
 pytest.importorskip("openai")
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.load(BUNDLED)
 
 
 # ---- calls become sequences

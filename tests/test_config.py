@@ -107,7 +107,7 @@ def test_every_model_gives_exactly_the_fields_of_its_dataclasses(name):
     assert set(values["lora"]) == {f.name for f in dataclasses.fields(LoraConfig)}
     if values["architecture"] is not None:
         assert set(values["architecture"]) == {f.name for f in dataclasses.fields(Architecture)}
-        assert compose([f"model={name}"]).model.family in FAMILIES
+        assert values["family"] in FAMILIES
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if "model" not in f.parts], ids=lambda f: str(f.relative_to(CONF)))

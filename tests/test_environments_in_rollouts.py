@@ -13,8 +13,6 @@ from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import expression_in
 from tunix_lite.environments.tools import ToolEnvironment
 from tunix_lite.errors import ConfigError, RunFailed
-from tunix_lite.models.source import BUNDLED
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.models.turns import TurnTokens
 from tunix_lite.rewards.math import correct
 from tunix_lite.runs.samples import sample_rows
@@ -46,11 +44,6 @@ class Hears:
         if self.fails_at and self.fails_at in completion:
             raise KeyError("broken")
         return f"{completion}!", 0.5, "stop" in completion, {"calls": 2}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.load(BUNDLED)
 
 
 def open_task(tokenizer, environment, rewards=(), processes=ALONE, say=lambda line: None, **conversation):

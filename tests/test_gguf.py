@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -444,20 +445,22 @@ def test_scores_are_in_the_order_of_merges(tmp_path, models):
 
 
 def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
-    lora = LoraConfig(rank=2)
-    for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=lora))):
-        written = exporting.export(load(model, dtype="fp32"), tmp_path / name, "gguf", gguf_type="f32")
+    # programs of several devices would be compiled again for each model
+    opened = partial(load, dtype="fp32", mesh_shape=((1, 1), ("fsdp", "tp")))
+    own = opened("bundled")
+    for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=LoraConfig(rank=2)))):
+        written = exporting.export(opened(model), tmp_path / name, "gguf", gguf_type="f32")
         assert written.kind == "gguf" and written.difference < 1e-5
         assert written.serve == f"llama-server -m {tmp_path / name / 'weights.gguf'}"
-        own, theirs = load("bundled", dtype="fp32"), load(tmp_path / name, dtype="fp32")
+        theirs = opened(tmp_path / name)
         assert theirs.tokenizer.vocabulary.items() >= own.tokenizer.vocabulary.items()
         assert theirs.tokenizer.prompt("What is 2 + 2?") == own.tokenizer.prompt("What is 2 + 2?")
         assert theirs.tokenizer.eos_ids == own.tokenizer.eos_ids
         for key in ("embed", "final_norm"):
             np.testing.assert_allclose(theirs.params[key], own.params[key], rtol=0, atol=2e-7)
     # From a GGUF file to a folder of Hugging Face.
-    exporting.export(load(tmp_path / "all", dtype="fp32"), tmp_path / "folder", "full", "fp32")
-    again = load(tmp_path / "folder", dtype="fp32")
+    exporting.export(opened(tmp_path / "all"), tmp_path / "folder", "full", "fp32")
+    again = opened(tmp_path / "folder")
     assert again.cfg == own.cfg and again.tokenizer.prompt("hi") == own.tokenizer.prompt("hi")
 
 

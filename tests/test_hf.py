@@ -239,7 +239,8 @@ def test_an_untied_head_gives_the_scores(folder):
     cfg = replace(CFG, tied=False)
     params = hf.load_params(folder, cfg, GEMMA3)
     tokens = np.random.default_rng(0).integers(0, 32, (2, 7))
-    hidden = decoder.forward(params, cfg, tokens, attention.one_sequence_per_row(np.ones_like(tokens, bool)))
+    row = attention.one_sequence_per_row(np.ones_like(tokens, bool))
+    hidden = jax.jit(decoder.forward, static_argnums=1)(params, cfg, tokens, row)
     np.testing.assert_array_equal(params["embed"], embed)
     by_hand = np.float64(hidden) @ np.float64(head).T
     np.testing.assert_allclose(decoder.logits(params, cfg, hidden), by_hand, rtol=1e-5, atol=1e-5)

@@ -36,13 +36,6 @@ TRAINING = ["training.max_steps=1", "training.prompts_per_step=2", "algorithm.nu
             "+task.rewards.short={fn: {_target_: tunix_lite.rewards.text.brevity}, weight: 1.0}"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def few_devices(monkeypatch):
-    """A mesh over two of the pretend devices where settings name none."""
-    devices = jax.devices()
-    monkeypatch.setattr(jax, "devices", lambda *a: devices[:2])
-
-
 SMALL = ["model=random", *(f"model.architecture.{size}" for size in (
     "num_layers=3", "embed_dim=32", "mlp_dim=48", "head_dim=8", "pattern=[local,global]", "window=20"))]  # fmt: skip
 TINY = None  # a folder with such a model and the bundled tokenizer: it says nothing sensible, and compiles fast
@@ -57,7 +50,8 @@ def tiny(tmp_path_factory):
 
 
 def one(model=None, **more):
-    return load(model or TINY, mesh_shape=[[-1, 1], ["fsdp", "tp"]], **more)
+    """On one device: programs of several are compiled again by each test."""
+    return load(model or TINY, mesh_shape=[[1, 1], ["fsdp", "tp"]], **more)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +61,7 @@ def on_four(tiny):
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    return load(tiny, mesh_shape=[[1, 1], ["fsdp", "tp"]])
+    return one(tiny)
 
 
 ADAPTERS = ["model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="layers/(q|down)"']
@@ -76,10 +70,8 @@ ADAPTERS = ["model.lora.rank=4", "model.lora.base=nf4", 'model.lora.targets="lay
 @pytest.fixture(scope="module")
 def adapted(tiny, tmp_path_factory):
     """A run of one step that trained adapters on a base in nf4: its folder, and its last state."""
-    folder, devices = tmp_path_factory.mktemp("runs") / "adapted", jax.devices()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *a: devices[:2])
-        return folder, train(compose([*TRAINING, f"model.weights={tiny}", *ADAPTERS]), folder)
+    folder = tmp_path_factory.mktemp("runs") / "adapted"
+    return folder, train(compose([*TRAINING, f"model.weights={tiny}", *ADAPTERS]), folder)
 
 
 def test_completions_do_not_depend_on_what_is_asked_beside_them(model):

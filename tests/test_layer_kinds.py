@@ -64,9 +64,8 @@ def test_a_scan_over_periods_is_layer_after_layer(mixed):
     def loss(params, scan_layers):
         return jnp.mean(jax.nn.log_softmax(scores(params, tokens, mixed, scan_layers=scan_layers))[..., 3])
 
-    one, other = (jax.jit(jax.grad(partial(loss, scan_layers=way)))(params) for way in (True, False))
+    one, other = (jax.jit(jax.value_and_grad(partial(loss, scan_layers=way)))(params) for way in (True, False))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), one, other)
-    np.testing.assert_allclose(loss(params, True), loss(params, False), atol=1e-6)
 
 
 def test_the_made_up_kind_knows_no_positions(mixed):
@@ -83,7 +82,7 @@ def test_the_made_up_kind_knows_no_positions(mixed):
     assert np.abs(last - last_of_turned).max() > 0.1
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.wide)])
 def test_what_is_sampled_is_what_is_scored(mixed, mesh):
     set_mesh(*mesh)
     params = random_params(mixed)

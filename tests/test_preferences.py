@@ -46,9 +46,10 @@ def test_a_batch_is_scored_under_the_weights_that_are_given(cfg, params, rollout
         np.asarray(rollout.tokens), np.asarray(rollout.token_mask), (mask / mask.sum()).astype(np.float32), mask * 1e30
     )
     policy = make_policy(cfg, None, temperature=1.0, reference=params)
+    whole_logprobs = jax.jit(partial(token_logprobs, cfg=cfg))
     for weights in (params, random_params(cfg, seed=5)):
         found = policy.rescore(weights, batch)
-        whole = token_logprobs(weights, jnp.asarray(batch.tokens), jnp.asarray(batch.token_mask), cfg=cfg)
+        whole = whole_logprobs(weights, batch.tokens, batch.token_mask)
         np.testing.assert_allclose(found, np.where(mask, whole, 0), atol=2e-5)
     np.testing.assert_array_equal(
         policy.scorers["reference"](batch), policy.rescore(jax.tree.map(jnp.copy, params), batch)
@@ -201,7 +202,7 @@ def test_the_teacher_scores_under_its_own_weights(cfg, params, rollout):
     policy = policy_of(resolved, frozen_models={"teacher": weights})
     mask = np.asarray(rollout.completion_mask)
     batch = Batch(np.asarray(rollout.tokens), np.asarray(rollout.token_mask), mask.astype(np.float32))
-    whole = token_logprobs(weights, jnp.asarray(batch.tokens), jnp.asarray(batch.token_mask), cfg=other)
+    whole = jax.jit(partial(token_logprobs, cfg=other))(weights, batch.tokens, batch.token_mask)
     np.testing.assert_allclose(policy.scorers["teacher"](batch), np.where(mask, whole, 0), atol=2e-5)
 
 

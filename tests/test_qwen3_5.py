@@ -397,7 +397,7 @@ def alone(groups):
     """What each sequence gives in a program of its own, in float64."""
     with jax.enable_x64(True):
         set_mesh(1, 1)
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
+        params = jax.tree.map(np.float64, random_params(CFG))
 
         def loss(params, tokens, weights):
             logprobs = token_logprobs(params, tokens, jnp.ones_like(tokens, bool), cfg=CFG, dtype=jnp.float64)
@@ -409,11 +409,17 @@ def alone(groups):
             grads, values = of_one(params, groups.tokens[row, mask][None], groups.loss_weight[row, mask][None])
             counts = groups.loss_weight[row] > 0
             logprobs[row, counts] = values[0][groups.loss_weight[row, mask] > 0]
-            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        return logprobs, jax.tree.map(np.asarray, total)
+            grads = jax.tree.map(np.asarray, grads)
+            total = grads if total is None else jax.tree.map(np.add, total, grads)
+        return logprobs, total
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+WIDE = pytest.mark.wide
+# `make test` has the layouts in float64 below, and a packed one in float32 on a mesh.
+IN_FLOAT32 = ["none", pytest.param("sequences", marks=WIDE), pytest.param("prefix", marks=WIDE)]
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
 def test_packed_is_alone(groups, alone, name):
     logprobs, grads = losses(random_params(CFG), groups, LAYOUTS[name], jnp.float32)
     np.testing.assert_allclose(logprobs, alone[0], atol=1e-5)
@@ -426,12 +432,12 @@ def test_packed_is_alone(groups, alone, name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_is_alone_to_the_digits_of_float64(groups, alone, name):
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), random_params(CFG))
+        params = jax.tree.map(np.float64, random_params(CFG))
         _, grads = losses(params, groups, LAYOUTS[name], jnp.float64)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-9), grads, alone[1])
 
 
-@pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((1, 4), marks=WIDE), pytest.param((4, 1), marks=WIDE)])
 def test_a_mesh_changes_nothing(groups, alone, mesh):
     set_mesh(*mesh)
     layout = RowLayout("prefix", 1, shape=RowShape(14, 2, 16), rows_per_part=1 if mesh[0] == 4 else 2)
@@ -442,7 +448,7 @@ def test_a_mesh_changes_nothing(groups, alone, mesh):
         np.testing.assert_allclose(grad / size, hf.flatten(alone[1])[path] / size, atol=2e-4, err_msg=path)
 
 
-@pytest.mark.parametrize("mesh, slots", [((1, 1), 1), ((1, 1), 3), ((2, 2), 16)])
+@pytest.mark.parametrize("mesh, slots", [pytest.param((1, 1), 1, marks=WIDE), ((1, 1), 3), ((2, 2), 16)])
 def test_what_is_sampled_is_what_is_scored(mesh, slots):
     """Ragged prompts, two completions of each; slots take the next request while others run."""
     set_mesh(*mesh)
@@ -525,7 +531,8 @@ def test_a_completion_that_goes_on_after_an_update_draws_what_it_would_have_draw
 
 def test_a_scan_over_periods_is_layer_after_layer(groups, alone):
     rows, packed = LAYOUTS["none"].lay_out(groups)
-    scores = batch_scores(random_params(CFG), rows, cfg=CFG, temperature=1.0, dtype=jnp.float32, scan_layers=False)
+    program = partial(batch_scores, cfg=CFG, temperature=1.0, dtype=jnp.float32, scan_layers=False)
+    scores = jax.jit(program)(random_params(CFG), rows)
     np.testing.assert_allclose(packed.back(scores.logprobs), alone[0], atol=1e-5)
 
 

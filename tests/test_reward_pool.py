@@ -34,6 +34,7 @@ from faulty_rewards import (
     slowly,
     undecodable,
 )
+from test_reward_scores import Words
 
 from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.grpo import GRPO
@@ -59,24 +60,6 @@ METRICS = {
         ("not_number", "not_numbers"),
     ]
 }
-
-
-class Words:
-    """A tokenizer whose token i is the whole of text i."""
-
-    pad_id = 0
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def decode(self, tokens):
-        return self.texts[tokens[0]]
-
-    def special_in(self, text):
-        return []
-
-    def prompt(self, asked):
-        return [0]
 
 
 def judge(texts, examples=None, say=lambda text: None, settings=ZERO, num_generations=None, **functions):
@@ -456,6 +439,7 @@ def test_wrong_settings_are_named(overrides, message):
 
 
 SMALL = [
+    *("model=random", "model.architecture.num_layers=1", "model.architecture.vocab_size=512"),
     "model.mesh_shape=[[1,1],[fsdp,tp]]",
     "training.prompts_per_step=2",
     "generation.max_new_tokens=8",

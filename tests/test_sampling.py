@@ -206,14 +206,14 @@ def rollout(params):
     return generate(params, [PROMPT], jax.random.key(1), DRAWS)
 
 
+@jax.jit
+def last_scores(params, tokens):
+    hidden = decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(tokens >= 0))
+    return decoder.logits(params, CFG, hidden[0, -1])
+
+
 def scores_after(params, tokens) -> np.ndarray:
-    tokens = np.array([tokens])
-    return np.asarray(
-        decoder.logits(
-            params, CFG, decoder.forward(params, CFG, tokens, attention.one_sequence_per_row(tokens >= 0))[0, -1]
-        ),
-        np.float64,
-    )
+    return np.asarray(last_scores(params, np.array([tokens])), np.float64)
 
 
 def test_pairs_of_tokens_follow_the_distribution_of_pairs(params, rollout):
@@ -236,7 +236,8 @@ def test_pairs_of_tokens_follow_the_distribution_of_pairs(params, rollout):
 
 def test_whole_logprobs_are_the_trainers_where_tokens_are_cut_off(params, rollout):
     rows = slice(0, 256)
-    scored = token_logprobs(params, rollout.tokens[rows], rollout.token_mask[rows], cfg=CFG, temperature=0.9)
+    score = jax.jit(partial(token_logprobs, cfg=CFG, temperature=0.9))
+    scored = score(params, rollout.tokens[rows], rollout.token_mask[rows])
     np.testing.assert_allclose(rollout.full_logprobs[rows, 4:], scored[:, 4:], atol=1e-4)
     assert np.abs(rollout.logprobs - rollout.full_logprobs)[rows, 4:].max() > 0.1
 

@@ -12,7 +12,6 @@ import pytest
 from scripted_engine import ScriptedEngine, listening
 from test_serve import post, raw, until
 
-from tunix_lite.models.source import BUNDLED
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import TooManyRequests
 from tunix_lite.serving import face
@@ -20,11 +19,6 @@ from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits, read_call
 
 LIMITS = Limits("m", 64, 48, 112)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.load(BUNDLED)
 
 
 def asking(number: int, **more) -> bytes:

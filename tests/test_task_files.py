@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from tunix_lite.errors import ConfigError
-from tunix_lite.models.source import BUNDLED
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.runs.setup import check_embedded, check_fields, prepare, startup_summary
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training
@@ -27,11 +25,6 @@ def near(completion, example) -> float:
 def words(config: list[str], tokenizer=None, **settings) -> Task:
     run = compose([*config, "evaluation.num_examples=4"])
     return Task(run.task, tokenizer, 48, 16, **settings)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.load(BUNDLED)
 
 
 def json_lines(file: Path, rows: list) -> Path:

@@ -24,11 +24,6 @@ from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.workers.pool import check_portable
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.load(BUNDLED)
-
-
 def written(file: Path, rows: list) -> Path:
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return file

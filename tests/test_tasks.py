@@ -12,7 +12,6 @@ import pytest
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.errors import ConfigError
 from tunix_lite.models.source import BUNDLED
-from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rewards.math import correct, final_answer
 from tunix_lite.rewards.text import brevity, contains
 from tunix_lite.runs.setup import prepare, startup_summary
@@ -25,11 +24,6 @@ from tunix_lite.tasks.task import Reward, Task, TaskConfig
 from tunix_lite.tracking.rundir import RunDir
 from tunix_lite.types import Rollout
 from tunix_lite.workers.pool import RewardsConfig
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.load(BUNDLED)
 
 
 @pytest.fixture(scope="module")

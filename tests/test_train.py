@@ -562,20 +562,21 @@ def learnt(row: dict) -> dict:
     return {k: v for k, v in without_time(row).items() if not k.startswith("rollout/")}
 
 
-def test_a_run_that_has_made_all_its_steps_only_says_so_whether_it_was_killed_or_is_started_once_more(tmp_path):
-    run = compose([*SHORT, "training.max_steps=1", "training.save_interval_steps=1"])
-    first = train(run, tmp_path)
-    made = lines(tmp_path)
-    ended = json.loads((tmp_path / "status.json").read_text())
+def test_a_run_that_has_made_all_its_steps_only_says_so_whether_it_was_killed_or_is_started_once_more(
+    finished, tmp_path
+):
+    run, folder = compose(SHORT), copied(finished, tmp_path)
+    made = lines(folder)
+    ended = json.loads((folder / "status.json").read_text())
     for word in ("completed", "running"):
-        (tmp_path / "status.json").write_text(json.dumps(ended | {"status": word}))
-        jax.tree.map(np.testing.assert_array_equal, train(run, tmp_path), first)
-        status = json.loads((tmp_path / "status.json").read_text())
-        assert (status["status"], status["steps"], status["eval"]) == ("completed", 1, ended["eval"])
-        assert lines(tmp_path) == made
-    assert "all its steps are made; raise training.max_steps to go on" in (tmp_path / "train.log").read_text()
-    with pytest.raises(ConfigError, match="is at step 1 already"):
-        train(replace(run, resume=replace(run.resume, folder=str(tmp_path))), tmp_path / "another")
+        (folder / "status.json").write_text(json.dumps(ended | {"status": word}))
+        jax.tree.map(np.testing.assert_array_equal, train(run, folder), finished[1])
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["status"], status["steps"], status["eval"]) == ("completed", 4, ended["eval"])
+        assert lines(folder) == made
+    assert "all its steps are made; raise training.max_steps to go on" in (folder / "train.log").read_text()
+    with pytest.raises(ConfigError, match="is at step 4 already"):
+        train(replace(run, resume=replace(run.resume, folder=str(folder))), tmp_path / "another")
 
 
 def test_a_run_stops_before_its_time_is_up_which_counts_from_the_start_of_the_job(tmp_path, monkeypatch):
@@ -657,6 +658,7 @@ def test_secrets_of_the_settings_stand_in_no_file_of_the_run(tmp_path):
         *SECRETS,
         "project_name=mine",
         "training.max_steps=1",
+        "evaluation.num_examples=0",
         "hydra.run.dir=run",
     ]
     words += ["tracking.report=true", "task.system=${oc.env:HEAT} ${oc.env:PLACE}", "generation.max_prompt_length=64"]
