@@ -74,7 +74,7 @@ def read_adapter_config(
         raise ValueError(
             f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
         )
-    present = {_module(name) for name in entries}
+    present = {module_of(name) for name in entries}
     paths = []
     for path, weight in flatten(decoder.weights(cfg)).items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
@@ -160,6 +160,16 @@ def load_adapters(
     """The adapters in `folder`, in float32 on the current mesh."""
     read = hf.read_tensors(folder / TENSORS)
     tensors = {_without_wrapper(name, family): value for name, value in read.items()}
+    return from_tensors(tensors, cfg, family, lora)
+
+
+def from_tensors(
+    tensors: dict[str, np.ndarray],
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+) -> Params:
+    """The adapters of these tensors, which have PEFT's names, in float32 on the current mesh."""
     loaded = {}
     for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         one = unstacked(weight)
@@ -169,6 +179,21 @@ def load_adapters(
         ]
         loaded[path] = put(np.stack(parts) if weight.is_stacked else parts[0], *weight.axes)
     return traverse_util.unflatten_dict(loaded, sep="/")
+
+
+def to_tensors(
+    adapters: Params,
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+) -> dict[str, np.ndarray]:
+    """The tensors of adapters by PEFT's names, float32: lora_A [R, inputs], lora_B [outputs, R]."""
+    tensors = {}
+    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
+        values = np.asarray(flatten(adapters)[path], np.float32)
+        for name, value in zip(_names(path, cfg, family), values):
+            tensors[name] = hf.to_hf(value, unstacked(weight))
+    return tensors
 
 
 def save_adapters(
@@ -185,15 +210,8 @@ def save_adapters(
     is_wrapped: the base is a larger model, and ours its text part; the modules then get the names
     that they have there.
     """
-    # The tensors, and the modules that they are for.
-    tensors = {}
-    modules = set()
-    for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
-        names = _names(path, cfg, family)
-        values = np.asarray(flatten(adapters)[path], np.float32)
-        for name, value in zip(names, values):
-            tensors[name] = hf.to_hf(value, unstacked(weight))
-        modules |= set(map(_module, names))
+    tensors = to_tensors(adapters, cfg, family, lora)
+    modules = set(map(module_of, tensors))
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.
@@ -231,7 +249,7 @@ def _names(
     return [f"{_PREFIX}{module}.lora_{side.upper()}.weight" for module in modules]
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
     """The module that a tensor of an adapter is for."""
     return name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0]
 
