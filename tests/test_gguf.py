@@ -448,7 +448,8 @@ def test_scores_are_in_the_order_of_merges(tmp_path, models):
 def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
     lora = LoraConfig(rank=2)
     for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=lora))):
-        written = exporting.export(load(model, dtype="fp32"), tmp_path / name, "gguf", gguf_type="f32")
+        loaded = load(model, dtype="fp32")
+        written = exporting.export(loaded, tmp_path / name, "gguf", gguf_type="f32")
         assert written.kind == "gguf" and written.difference < 1e-5
         assert written.serve == f"llama-server -m {tmp_path / name / 'weights.gguf'}"
         own, theirs = load("bundled", dtype="fp32"), load(tmp_path / name, dtype="fp32")
@@ -457,7 +458,7 @@ def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
         assert theirs.tokenizer.eos_ids == own.tokenizer.eos_ids
         for key in ("embed", "final_norm"):
             np.testing.assert_allclose(theirs.params[key], own.params[key], rtol=0, atol=2e-7)
-    written = exporting.export(model, tmp_path / "alone", "gguf_adapter")
+    written = exporting.export(loaded, tmp_path / "alone", "gguf_adapter")
     assert written.difference < 1e-5
     assert written.serve == f"llama-server -m bundled.gguf --lora {tmp_path / 'alone' / 'adapter.gguf'}"
     # From a GGUF file to a folder of Hugging Face.
