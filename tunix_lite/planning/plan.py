@@ -41,10 +41,8 @@ SAMPLING_PROGRAMS = ("prefill", "decode", "append")
 SAMPLING_PROGRAMS += ("read_slot", "write_slot", "save", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
-# The part of a CPU's memory that is neither weights nor temporaries: Python, jax, other libraries,
-# compiled programs, and freed memory that is kept. Measured: docs/log.md, 27 November 2026.
+# the part that is neither weights nor temporaries
 PROCESS = "process"
-PROCESS_BYTES = 700 << 20
 
 
 @dataclass(frozen=True)
@@ -159,8 +157,7 @@ def assemble_plan(
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
     with_code = resident | ({PROGRAMS: code} if code else {})
-    if machine.platform == "cpu":
-        with_code[PROCESS] = PROCESS_BYTES // jax.local_device_count("cpu")
+    with_code |= {PROCESS: machine.process_bytes} if machine.process_bytes else {}
 
     # The phases of a step, in their order.
     made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
