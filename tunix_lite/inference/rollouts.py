@@ -7,7 +7,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from tunix_lite.distributed.host_memory import give_back_freed_memory
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.models import decoder
 from tunix_lite.models.weights import num_params
@@ -60,9 +59,6 @@ def generate_of(
     def on_the_mesh(
         params: Params, prompts: Prompts, *args: object, **settings: object
     ) -> Rollout:
-        # What loading, compiling and another rollout have freed.
-        if model.mesh.devices.flat[0].platform == "cpu":
-            give_back_freed_memory()
         with jax.set_mesh(model.mesh):
             return generate(params, prompts, *args, **settings)
 

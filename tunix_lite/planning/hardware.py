@@ -24,7 +24,7 @@ GiB = 2**30
 # What a process takes of a CPU's memory beside weights and temporaries: Python, jax and other
 # libraries, compiled programs, and freed memory that it keeps. Measured with SmolLM2 (docs/log.md,
 # 27 November 2026).
-PROCESS_BYTES = 800_000_000
+_PROCESS_BYTES = 800_000_000
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def attached_machine() -> Machine:
         None if None in limits else min(limits),
         "physical memory" if on_cpu else "what the runtime allows",
         min(allgather_values(free_host_bytes())),
-        PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
+        _PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
     )
 
 

@@ -41,8 +41,6 @@ SAMPLING_PROGRAMS = ("prefill", "decode", "append")
 SAMPLING_PROGRAMS += ("read_slot", "write_slot", "save", "rewind")
 # the part of what is resident that is code
 PROGRAMS = "programs"
-# the part that is neither weights nor temporaries
-PROCESS = "process"
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def assemble_plan(
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
     with_code = resident | ({PROGRAMS: code} if code else {})
-    with_code |= {PROCESS: machine.process_bytes} if machine.process_bytes else {}
+    with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
     # The phases of a step, in their order.
     made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
