@@ -339,7 +339,8 @@ def check_program(name: str, overrides: list[str] | None, devices: int | None) -
     if name == "export" and settings.kind != "auto":
         assert settings.kind in KINDS
         has_adapters = bool(run.model.lora.rank or run.model.lora.adapter)
-        assert settings.checkpoint or (settings.kind == "full") != has_adapters, f"kind={settings.kind} does not fit"
+        fits = settings.kind == "gguf" or (settings.kind == "full") != has_adapters
+        assert settings.checkpoint or fits, f"kind={settings.kind} does not fit"
 
 
 def check_make(words: list[str]) -> None:

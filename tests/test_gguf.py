@@ -14,19 +14,21 @@ import jax
 import numpy as np
 import pytest
 from conftest import logits_of, random_params, set_mesh
-from safetensors.numpy import load_file
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import load_file, save_file
 
 from tunix_lite.errors import ConfigError
 from tunix_lite.inference import export as exporting
 from tunix_lite.inference.language_model import LONG, load
-from tunix_lite.models import hf
+from tunix_lite.models import decoder, hf, peft
 from tunix_lite.models.architecture import Architecture, RopeScaling
 from tunix_lite.models.families import FAMILIES, as_computed, config_json, read_config
 from tunix_lite.models.gguf_file import open_gguf
-from tunix_lite.models.gguf_out import save_gguf
-from tunix_lite.models.lora import LoraConfig
+from tunix_lite.models.gguf_out import save_gguf, save_gguf_adapter
+from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.source import ModelConfig, load_base, locate
 from tunix_lite.models.tokenizer import Tokenizer
+from tunix_lite.models.weights import Lora, flatten
 from tunix_lite.parallel.mesh import make_mesh
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
@@ -448,8 +450,10 @@ def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
     # programs of several devices would be compiled again for each model
     opened = partial(load, dtype="fp32", mesh_shape=((1, 1), ("fsdp", "tp")))
     own = opened("bundled")
-    for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=LoraConfig(rank=2)))):
-        written = exporting.export(opened(model), tmp_path / name, "gguf", gguf_type="f32")
+    lora = LoraConfig(rank=2)
+    for name, model in (("all", ModelConfig()), ("adapted", ModelConfig(lora=lora))):
+        loaded = opened(model)
+        written = exporting.export(loaded, tmp_path / name, "gguf", gguf_type="f32")
         assert written.kind == "gguf" and written.difference < 1e-5
         assert written.serve == f"llama-server -m {tmp_path / name / 'weights.gguf'}"
         theirs = opened(tmp_path / name)
@@ -458,23 +462,59 @@ def test_the_bundled_model_and_its_adapters_leave_as_one_file(tmp_path, capsys):
         assert theirs.tokenizer.eos_ids == own.tokenizer.eos_ids
         for key in ("embed", "final_norm"):
             np.testing.assert_allclose(theirs.params[key], own.params[key], rtol=0, atol=2e-7)
+    written = exporting.export(loaded, tmp_path / "alone", "gguf_adapter")
+    assert written.difference < 1e-5
+    assert written.serve == f"llama-server -m bundled.gguf --lora {tmp_path / 'alone' / 'adapter.gguf'}"
     # From a GGUF file to a folder of Hugging Face.
     exporting.export(opened(tmp_path / "all"), tmp_path / "folder", "full", "fp32")
     again = opened(tmp_path / "folder")
     assert again.cfg == own.cfg and again.tokenizer.prompt("hi") == own.tokenizer.prompt("hi")
 
 
+@pytest.mark.parametrize("arch", sorted(CFGS))
+def test_adapters_alone_add_up_to_the_merged_model_of_llama_cpp(tmp_path, models, arch):
+    """As src/llama-adapter.cpp there reads them: W + alpha / rank * lora_b @ lora_a."""
+    cfg, family, lora = CFGS[arch], FAMILIES[arch], LoraConfig(rank=2, alpha=3.0)
+    draw = np.random.default_rng(0).normal
+    shapes = flatten(adapter_weights(decoder.weights(cfg), lora))
+    sides = {path: draw(size=weight.shape).astype(np.float32) for path, weight in shapes.items()}
+    adapters = peft.to_tensors(unflatten_dict(sides, sep="/"), cfg, family, lora)
+    save_gguf_adapter(adapters, cfg, family, lora.alpha, tmp_path / "x.gguf", "mine")
+    reader = gguf.GGUFReader(tmp_path / "x.gguf")
+    keys = {"general.architecture": arch, "general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 3.0}
+    assert {key: reader.fields[key].contents() for key in keys} == keys
+
+    # The merged weights by PEFT's names, and what llama.cpp makes of them.
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    plain = load_file(models[arch][0] / "model.safetensors")
+    for name in [name for name in adapters if ".lora_A." in name]:
+        of_base = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        b_a = adapters[name.replace(".lora_A.", ".lora_B.")].astype(np.float64) @ adapters[name]
+        plain[of_base] = np.ascontiguousarray(plain[of_base] + 1.5 * b_a)
+    save_file(plain, folder / "model.safetensors")
+    merged, base = tensors_of(arch, cfg, folder), tensors_of(arch, cfg, models[arch][0])
+    written = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert len(written) == 2 * 7 * cfg.num_layers
+    for name in {name.rpartition(".lora_")[0] for name in written}:
+        a, b = written[f"{name}.lora_a"], written[f"{name}.lora_b"]
+        assert a.dtype == b.dtype == np.float32
+        np.testing.assert_allclose(base[name] + 1.5 * (b @ a), merged[name], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
-    "how, message",
+    "has_adapters, how, message",
     [
-        ({"kind": "gguf", "dtype": "bf16"}, "dtype=bf16: tensors of kind=gguf have a type"),
-        ({"kind": "gguf", "gguf_type": "q4_k"}, "type='q4_k'; it is f32, f16, bf16, q8_0, or null"),
-        ({"kind": "full", "gguf_type": "f16"}, "type=f16: type is of kind=gguf"),
+        (False, {"kind": "gguf", "dtype": "bf16"}, "dtype=bf16: tensors of kind=gguf have a type"),
+        (False, {"kind": "gguf", "gguf_type": "q4_k"}, "type='q4_k'; it is f32, f16, bf16, q8_0, or null"),
+        (False, {"kind": "full", "gguf_type": "f16"}, "type=f16: type is of kind=gguf"),
+        (False, {"kind": "gguf_adapter"}, "kind=gguf_adapter: the model has no adapters; give full or gguf"),
+        (True, {"kind": "gguf_adapter", "gguf_type": "f16"}, "type=f16: adapters are written in float32"),
     ],
 )
-def test_types_that_are_not_written_are_refused(tmp_path, how, message):
+def test_kinds_and_types_that_are_not_written_are_refused(tmp_path, has_adapters, how, message):
     with pytest.raises(ConfigError, match=message):
-        exporting.check_export(False, tmp_path / "x", **{"dtype": None, "overwrite": False} | how)
+        exporting.check_export(has_adapters, tmp_path / "x", **{"dtype": None, "overwrite": False} | how)
 
 
 @pytest.mark.parametrize("change, message", [({"query_scale": 13}, "query_scale=13 against 8"), ({"mlp_dim": 40}, "rows of blk.0.ffn_down.weight have 40 numbers")])  # fmt: skip
@@ -506,17 +546,17 @@ def greedy_of_transformers(file: Path, prompts: list[list[int]], count: int) -> 
     return made
 
 
-def greedy_of_llama_cpp(file: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+def greedy_of_llama_cpp(file: Path, prompts: list[list[int]], count: int, lora: Path | None = None) -> list[list[int]]:
     """Through the npm package node-llama-cpp, installed in the folder that TUNIX_LITE_REAL names."""
     folder = Path(os.environ.get("TUNIX_LITE_REAL", "nowhere"))
     if not (folder / "node_modules" / "node-llama-cpp").is_dir():
         pytest.skip("npm install node-llama-cpp in the folder that TUNIX_LITE_REAL names")
     program = """
-        const [file, prompts, count] = JSON.parse(process.argv[2]);
+        const [file, prompts, count, lora] = JSON.parse(process.argv[2]);
         const { getLlama } = await import("node-llama-cpp");
         const llama = await getLlama({ gpu: false, build: "never", logLevel: "error" });
         const model = await llama.loadModel({ modelPath: file });
-        const context = await model.createContext({ contextSize: 1024, threads: 2 });
+        const context = await model.createContext({ contextSize: 1024, threads: 2, ...lora });
         const all = [];
         for (const prompt of prompts) {
           const sequence = context.getSequence();
@@ -533,7 +573,7 @@ def greedy_of_llama_cpp(file: Path, prompts: list[list[int]], count: int) -> lis
     with tempfile.NamedTemporaryFile("w", suffix=".mjs", dir=folder) as script:
         script.write(program)
         script.flush()
-        words = ["node", script.name, json.dumps([str(file), prompts, count])]
+        words = ["node", script.name, json.dumps([str(file), prompts, count, lora and {"lora": str(lora)}])]
         ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -596,3 +636,23 @@ def test_a_real_model_in_and_out_is_that_of_transformers_and_llama_cpp(tmp_path,
             # llama.cpp does not report the token that ends a completion.
             text = one[:-1] if one[-1] in ours.tokenizer.eos_ids else one
             assert text == other[: len(text)], read.__name__
+
+    # Adapters alone, beside that file. They are large enough to change what is written.
+    if "smollm2" in name:
+        lora = LoraConfig(rank=8, alpha=16.0, base="fp32")
+        adapted = load(ModelConfig(str(file), ((1, 1), ("fsdp", "tp")), lora=lora), dtype="fp32")
+        draw = np.random.default_rng(0).normal
+
+        def with_b(leaf):
+            b = draw(0, 0.02, leaf.b.shape).astype(np.float32)
+            return leaf.replace(b=jax.device_put(b, leaf.b.sharding))
+
+        leaves = flatten(adapted.params)
+        leaves |= {path: with_b(leaf) for path, leaf in leaves.items() if isinstance(leaf, Lora)}
+        adapted = replace(adapted, params=unflatten_dict(leaves, sep="/"))
+        exporting.export(adapted, tmp_path / "a", "gguf_adapter")
+        ours = [one.tokens for one in adapted.generate(PROMPTS, replace(LONG, temperature=0.0, max_new_tokens=64))]
+        theirs = greedy_of_llama_cpp(tmp_path / "x" / "weights.gguf", prompts, 64, tmp_path / "a" / "adapter.gguf")
+        for one, other, plain in zip(ours, theirs, made):
+            text = one[:-1] if one[-1] in adapted.tokenizer.eos_ids else one
+            assert text == other[: len(text)] and one != plain

@@ -43,7 +43,13 @@ ONE, SOME, ALL = ({"num_attention_heads": 4, "num_key_value_heads": k} for k in 
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 13}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
-MINISTRAL3 = YARN | {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.1, "beta_fast": 4.0}
+MINISTRAL3 = YARN | {
+    "type": "yarn",
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "llama_4_scaling_beta": 0.1,
+    "beta_fast": 4.0,
+}
 FACTORS = {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.0, 3.0, 9.0, 30.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, **FACTORS}
 BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}, "full_attention": YARN}
@@ -104,27 +110,37 @@ def drawn(family: str, seed: int) -> dict:
     size = {"num_attention_heads": heads, "num_key_value_heads": one_of(1, 2, heads), "hidden_size": heads * head}
     size |= {"num_hidden_layers": one_of(1, 2, 4, 6), "tie_word_embeddings": one_of(True, False), "pad_token_id": 0}
     window = one_of(2, 6, 11)
-    return size | {
-        "ministral3": {
-            "head_dim": one_of(8, 12),
-            "rope_parameters": yarn | {"llama_4_scaling_beta": 0.3} | one_of({}, {"mscale": 1.0, "mscale_all_dim": 1.0}),
-        },
-        "mistral": {"sliding_window": one_of(window, None), "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
-        "olmo3": {
-            "sliding_window": window,
-            "layer_types": [one_of("sliding_attention", "full_attention") for _ in range(size["num_hidden_layers"])],
-            "rope_parameters": BY_KIND | {"full_attention": yarn},
-        },
-        "phi3": {
-            "sliding_window": one_of(None, window),
-            "original_max_position_embeddings": 64,
-            "rope_parameters": longrope,
-        },
-        "smollm3": {
-            "no_rope_layers": [one_of(0, 1) for _ in range(size["num_hidden_layers"])],
-            "rope_parameters": one_of(yarn, {"rope_type": "default", "rope_theta": 300.0}),
-        },
-    }[family]
+    return (
+        size
+        | {
+            "ministral3": {
+                "head_dim": one_of(8, 12),
+                "rope_parameters": yarn
+                | {"llama_4_scaling_beta": 0.3}
+                | one_of({}, {"mscale": 1.0, "mscale_all_dim": 1.0}),
+            },
+            "mistral": {
+                "sliding_window": one_of(window, None),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "olmo3": {
+                "sliding_window": window,
+                "layer_types": [
+                    one_of("sliding_attention", "full_attention") for _ in range(size["num_hidden_layers"])
+                ],
+                "rope_parameters": BY_KIND | {"full_attention": yarn},
+            },
+            "phi3": {
+                "sliding_window": one_of(None, window),
+                "original_max_position_embeddings": 64,
+                "rope_parameters": longrope,
+            },
+            "smollm3": {
+                "no_rope_layers": [one_of(0, 1) for _ in range(size["num_hidden_layers"])],
+                "rope_parameters": one_of(yarn, {"rope_type": "default", "rope_theta": 300.0}),
+            },
+        }[family]
+    )
 
 
 RELATIVES = ("ministral3", "mistral", "olmo3", "phi3", "smollm3")

@@ -36,7 +36,7 @@ from tunix_lite.parallel.mesh import put
 from tunix_lite.planning import at_start, plan, report
 from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.planning.hardware import GiB, Machine, devices_of, find_machine, find_target
+from tunix_lite.planning.hardware import GiB, Machine, attached_machine, devices_of, find_machine, find_target
 from tunix_lite.planning.plan import Plan
 from tunix_lite.planning.programs import Compiled, DoesNotFit, _needed
 from tunix_lite.planning.report import Plans
@@ -231,6 +231,15 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
     mean = ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "algorithm.reference_every=20"]
     with_mean = case_of(cfg, [*mean, "algorithm.reference_mix=0.5"])
     assert MemoryEstimate(with_mean).resident()["reference"] == 4 * MATRICES + 4 * SCALES
+
+
+def test_a_plan_for_a_cpu_has_room_for_the_process(cfg):
+    without, with_it = (
+        plan.assemble_plan(replace(machine(None), process_bytes=size), case_of(cfg), {}) for size in (0, 700)
+    )
+    assert with_it.resident == without.resident | {"process": 700}
+    assert with_it.peak_bytes == without.peak_bytes + 700
+    assert attached_machine().process_bytes * jax.local_device_count() == 800_000_000
 
 
 def test_under_lora_the_base_is_resident_and_adapters_train(cfg):

@@ -16,8 +16,8 @@ class ExportConfig(WhichWeights):
 
     # Folder to write. null uses export/<kind> in the run folder.
     out: str | None = None
-    # What is written: full, merged (adapters added to the base), adapter (PEFT) or gguf (one file
-    # for llama.cpp). auto picks full or adapter.
+    # What is written: full, merged (adapters added to the base), adapter (PEFT), gguf (one file for
+    # llama.cpp) or gguf_adapter (its adapters). auto picks full or adapter.
     kind: str = "auto"
     # Type of the tensors: bf16, fp16 or fp32. null keeps the original types, or bf16 for random
     # weights.

@@ -1,5 +1,5 @@
-"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, a PEFT adapter, or a
-GGUF file for llama.cpp and Ollama.
+"""Exports a model: a folder in Hugging Face layout for transformers and vLLM, a PEFT adapter, or
+GGUF files for llama.cpp and Ollama.
 
 The export is read back, and its logits are compared with the model's, before the folder gets its
 name. So a folder that exists is whole and holds the same model.
@@ -32,14 +32,17 @@ from tunix_lite.models.weights import Lora, flatten, without_adapters
 from tunix_lite.tracking.progress import BytesProgress, StandardError
 from tunix_lite.types import Params
 
-KINDS = ("full", "merged", "adapter", "gguf")
+KINDS = ("full", "merged", "adapter", "gguf", "gguf_adapter")
+# those that write adapters without their base
+_ADAPTERS = ("adapter", "gguf_adapter")
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # The file that marks a folder as written by `export`: overwrite=true replaces no other folder.
 _PROVENANCE = "tunix_lite.json"
 # How far logits may move, relative to their size, when float32 weights are rounded to this dtype.
 TOLERANCE = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05, "Q8_0": 0.05}
-# The file of kind=gguf, and the type that null is.
+# The files of kind=gguf and kind=gguf_adapter, and the type that null is.
 _GGUF = "weights.gguf"
+_GGUF_ADAPTER = "adapter.gguf"
 _GGUF_TYPE = "bf16"
 # Texts that a tokenizer has to cut the same after reading back.
 _PROBE = "Hello, I'LL pay  1234.5 for\n\n\n\tit's (naïve) 你好, ok?\r\n   end "
@@ -53,7 +56,7 @@ class Exported:
     """
 
     folder: Path
-    # full, merged, adapter or gguf
+    # one of KINDS
     kind: str
     # of the logits after reading back, relative to their size
     difference: float
@@ -71,16 +74,15 @@ def check_export(
 ) -> str:
     """Checks what `export` would do, before anything is loaded or written.
 
-    Returns the kind that will be written: full, merged, adapter or gguf. Raises ConfigError if the
-    kind, the dtype or the type does not fit the model, or if the folder cannot be written or
-    replaced.
+    Returns the kind that will be written, one of KINDS. Raises ConfigError if the kind, the dtype
+    or the type does not fit the model, or if the folder cannot be written or replaced.
     """
     # kind and dtype against the model
     kind = ("adapter" if model_has_adapters else "full") if kind == "auto" else kind
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r}; it is auto, {', '.join(KINDS)}")
     if kind != "gguf" and (kind == "full") == model_has_adapters:
-        right = "merged or adapter" if model_has_adapters else "full"
+        right = "merged, adapter or gguf_adapter" if model_has_adapters else "full or gguf"
         raise ConfigError(
             f"kind={kind}: the model {'has' if model_has_adapters else 'has no'} adapters; give "
             f"{right}"
@@ -89,10 +91,11 @@ def check_export(
         raise ConfigError(
             f"dtype={dtype!r}; it is one of {', '.join(DTYPES)}, or null for that of the original"
         )
-    if dtype is not None and kind == "adapter":
-        raise ConfigError(
-            f"dtype={dtype}: adapters are written in float32, as they train; leave it out"
-        )
+    for name, value in (("dtype", dtype), ("type", gguf_type)):
+        if value is not None and kind in _ADAPTERS:
+            raise ConfigError(
+                f"{name}={value}: adapters are written in float32, as they train; leave it out"
+            )
 
     if kind == "gguf" and dtype is not None:
         raise ConfigError(f"dtype={dtype}: tensors of kind=gguf have a type; give type=...")
@@ -136,9 +139,10 @@ def export(
     """Writes the model to the folder `out`, reads it back and compares it.
 
     kind: full (all weights), merged (adapters added to their base), adapter (PEFT), gguf (all
-    weights in one file for llama.cpp), or auto: adapter if there are adapters, else full. dtype:
-    bf16, fp16 or fp32; None: as the original has it, bf16 for random weights. overwrite: replace
-    an export. gguf_type: f32, f16, bf16 or q8_0; None: bf16. Raises ConfigError, writes nothing.
+    weights in one file for llama.cpp), gguf_adapter (adapters for llama.cpp), or auto: adapter if
+    there are adapters, else full. dtype: bf16, fp16 or fp32; None: as the original has it, bf16 for
+    random weights. overwrite: replace an export. gguf_type: f32, f16, bf16 or q8_0; None: bf16.
+    Raises ConfigError, writes nothing.
     Example: `export(load("outputs/latest"), "outputs/model").serve` is the command to serve it.
     """
     # What can be wrong is found before anything is written.
@@ -153,9 +157,9 @@ def export(
             raise ConfigError(
                 f"out={out} is the folder of {what} that the model is made from; give another"
             )
-    if kind == "adapter" and source.folder is None:
+    if kind in _ADAPTERS and source.folder is None:
         raise ConfigError(
-            "kind=adapter: the base has random weights that nobody else has; give kind=merged"
+            f"kind={kind}: the base has random weights that nobody else has; give kind=merged"
         )
     if source.family is None:
         raise ConfigError(
@@ -183,8 +187,8 @@ def export(
     partial.chmod(0o755)
     try:
         with jax.set_mesh(model.mesh):
-            if kind == "adapter":
-                difference = _write_adapter(model, partial)
+            if kind in _ADAPTERS:
+                difference = _write_adapter(model, partial, kind)
             elif kind == "gguf":
                 difference = _write_gguf(model, partial / _GGUF, gguf_type or _GGUF_TYPE)
             else:
@@ -282,24 +286,33 @@ def _write_gguf(model: LanguageModel, file: Path, kind: str) -> float:
         )
 
 
-def _write_adapter(model: LanguageModel, folder: Path) -> float:
-    """Writes a PEFT adapter and the tokenizer. Returns the difference after reading back."""
+def _write_adapter(model: LanguageModel, folder: Path, kind: str) -> float:
+    """Writes a PEFT adapter and the tokenizer, or an adapter for llama.cpp. Returns the difference
+    after reading back."""
+    cfg = model.cfg
     source = model.source
+    family = source.family
     leaves = {p: x for p, x in flatten(model.params).items() if isinstance(x, Lora)}
     sides = {path: {"a": leaf.a, "b": leaf.b} for path, leaf in leaves.items()}
     adapters = traverse_util.unflatten_dict(sides, sep="/")
-    wrapped = families.is_wrapped(source.folder, source.family)
-    peft.save_adapters(
-        adapters, model.cfg, source.family, source.lora, folder, _base_name(model), wrapped
-    )
-    _copy_tokenizer(model, folder)
-    with error_context("what was written"):
-        read = peft.read_adapter_config(
-            LoraConfig(adapter=str(folder)), model.cfg, source.family
-        )
-        again = peft.load_adapters(folder, model.cfg, source.family, read)
-    base = without_adapters(model.params)
-    return _compare(model, attach(base, again, read), 1e-5)
+    base = _base_name(model)
+    if kind == "gguf_adapter":
+        read = source.lora
+        file = folder / _GGUF_ADAPTER
+        tensors = peft.to_tensors(adapters, cfg, family, read)
+        with error_context(f"kind={kind}"):
+            name = Path(base).name
+            gguf_out.save_gguf_adapter(tensors, cfg, family, read.alpha, file, name)
+        tensors = gguf_out.read_gguf_adapter(file, tensors, cfg, family)
+        again = peft.from_tensors(tensors, cfg, family, read)
+    else:
+        wrapped = families.is_wrapped(source.folder, family)
+        peft.save_adapters(adapters, cfg, family, source.lora, folder, base, wrapped)
+        _copy_tokenizer(model, folder)
+        with error_context("what was written"):
+            read = peft.read_adapter_config(LoraConfig(adapter=str(folder)), cfg, family)
+            again = peft.load_adapters(folder, cfg, family, read)
+    return _compare(model, attach(without_adapters(model.params), again, read), 1e-5)
 
 
 def _compare(model: LanguageModel, params: Params, tolerance: float) -> float:
@@ -387,6 +400,10 @@ def _describe(
         },
     }
     served = f"llama-server -m {out / _GGUF}" if kind == "gguf" else f"vllm serve {out}"
+    if kind == "gguf_adapter":
+        there = is_gguf(Path(about["base"]))
+        base = about["base"] if there else f"{Path(about['base']).name}.gguf"
+        served = f"llama-server -m {base} --lora {out / _GGUF_ADAPTER}"
     if kind == "adapter":
         served = (
             f"vllm serve {about['base']} --enable-lora --max-lora-rank {lora.rank} --lora-modules "
@@ -417,8 +434,10 @@ def _card(about: dict, served: str, name: str) -> str:
         "merged": "Adapters merged into their base",
         "adapter": "LoRA adapters",
         "gguf": "All weights, with adapters merged if there were any,",
+        "gguf_adapter": "LoRA adapters for llama.cpp",
     }[about["kind"]]
-    library = {"adapter": "peft", "gguf": "gguf"}.get(about["kind"], "transformers")
+    library = {"adapter": "peft", "gguf": "gguf", "gguf_adapter": "gguf"}
+    library = library.get(about["kind"], "transformers")
     front = [f"library_name: {library}"]
     if is_hub_name(about["base"]):
         front += [f"base_model: {about['base'].partition('@')[0]}"]

@@ -1,7 +1,12 @@
-"""Writes a model as one GGUF file, with tokenizer and chat template, for llama.cpp and Ollama."""
+"""Writes GGUF files for llama.cpp and Ollama: a model with tokenizer and chat template, or adapters
+alone.
+
+The form of adapters is that of convert_lora_to_gguf.py and src/llama-adapter.cpp in llama.cpp.
+"""
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,12 @@ from tunix_lite.files.plain_text import shown
 from tunix_lite.models import gguf_metadata, hf
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import Family
-from tunix_lite.models.gguf_file import import_gguf
+from tunix_lite.models.gguf_file import import_gguf, open_gguf
 from tunix_lite.models.gguf_tensors import (
     gguf_names,
     has_plus_one,
     has_turned_rows,
+    rows_of_halves,
     rows_of_pairs,
 )
 from tunix_lite.models.gguf_tokenizer import (
@@ -29,6 +35,7 @@ from tunix_lite.models.gguf_tokenizer import (
     UNUSED,
     USER_DEFINED,
 )
+from tunix_lite.models.peft import module_of
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.types import Params
 
@@ -53,13 +60,8 @@ def save_gguf(
     q8_0 cannot divide into blocks.
     """
     gguf = import_gguf(file)
-    if family.name not in gguf_metadata.MODEL_TYPES:
-        raise ValueError(
-            f"the family {family.name} has no GGUF format here; those that have one are "
-            f"{', '.join(gguf_metadata.MODEL_TYPES)}"
-        )
     file_type, dtype = TYPES[kind]
-    writer = gguf.GGUFWriter(file, family.name)
+    writer = _writer(file, family)
     metadata = {"general.type": "model", "general.name": name, "general.file_type": file_type}
     if kind == "q8_0":
         metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
@@ -116,6 +118,74 @@ def save_gguf(
         if on_bytes is not None:
             on_bytes(num_written, sum(num_bytes.values()))
     writer.close()
+
+
+def save_gguf_adapter(
+    tensors: dict[str, np.ndarray],
+    cfg: Architecture,
+    family: Family,
+    alpha: float,
+    file: Path,
+    name: str,
+) -> None:
+    """Writes adapters in float32. tensors: as peft.to_tensors returns them. name: of the base.
+
+    llama.cpp multiplies lora_b @ lora_a by alpha / rank, as we do. Raises ValueError for a family
+    that it does not know.
+    """
+    writer = _writer(file, family)
+    metadata = {"general.type": "adapter", "general.name": name, "adapter.type": "lora"}
+    for key, value in metadata.items():
+        writer.add_string(key, value)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for own, (name, is_turned) in _adapter_names(tensors, cfg, family).items():
+        value = tensors[own]
+        writer.add_tensor(
+            name,
+            np.ascontiguousarray(rows_of_pairs(value, cfg.head_dim) if is_turned else value),
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_gguf_adapter(
+    file: Path, tensors: Iterable[str], cfg: Architecture, family: Family
+) -> dict[str, np.ndarray]:
+    """The tensors of these names of PEFT, from a file that `save_gguf_adapter` wrote."""
+    opened = open_gguf(file)
+    read = {}
+    for own, (name, is_turned) in _adapter_names(tensors, cfg, family).items():
+        about = opened.tensors[name]
+        value = opened.content(about, slice(0, about.shape[0])).view(np.float32)
+        read[own] = rows_of_halves(value, cfg.head_dim) if is_turned else value
+    return read
+
+
+def _adapter_names(
+    tensors: Iterable[str], cfg: Architecture, family: Family
+) -> dict[str, tuple[str, bool]]:
+    """By PEFT's name of a tensor, its name in the file, and whether llama.cpp turns its rows."""
+    names = gguf_names(family, cfg.num_layers)
+    made = {}
+    for own in tensors:
+        of_base = names[f"{module_of(own)}.weight"]
+        side = "b" if own.endswith(".lora_B.weight") else "a"
+        # The rows of B are the outputs.
+        is_turned = side == "b" and has_turned_rows(family, of_base)
+        made[own] = f"{of_base}.lora_{side}", is_turned
+    return made
+
+
+def _writer(file: Path, family: Family) -> Any:
+    """A writer of the gguf package. Raises ValueError for a family that llama.cpp does not know."""
+    if family.name not in gguf_metadata.MODEL_TYPES:
+        raise ValueError(
+            f"the family {family.name} has no GGUF format here; those that have one are "
+            f"{', '.join(gguf_metadata.MODEL_TYPES)}"
+        )
+    return import_gguf(file).GGUFWriter(file, family.name)
 
 
 def _config(cfg: Architecture, family: Family) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def read_adapter_config(
         raise ValueError(
             f"adapter: {folder} has rank {rank}, and model.lora.rank={lora.rank}; leave rank at 0"
         )
-    present = {_module(name) for name in entries}
+    present = {module_of(name) for name in entries}
     paths = []
     for path, weight in flatten(decoder.weights(cfg)).items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
@@ -162,6 +162,16 @@ def load_adapters(
     """The adapters in `folder`, in float32 on the current mesh."""
     read = hf.read_tensors(folder / TENSORS)
     tensors = {_without_wrapper(name, family): value for name, value in read.items()}
+    return from_tensors(tensors, cfg, family, lora)
+
+
+def from_tensors(
+    tensors: dict[str, np.ndarray],
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+) -> Params:
+    """The adapters of these tensors, which have PEFT's names, in float32 on the current mesh."""
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
     of_layers: dict[str, list[np.ndarray]] = {path: [] for path in pairs}
     for name, parts in hf.hf_parts(cfg, family).items():
@@ -177,20 +187,13 @@ def load_adapters(
     return traverse_util.unflatten_dict(loaded, sep="/")
 
 
-def save_adapters(
+def to_tensors(
     adapters: Params,
     cfg: Architecture,
     family: Family,
     lora: LoraConfig,
-    folder: Path,
-    base: str,
-    is_wrapped: bool = False,
-) -> None:
-    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`.
-
-    is_wrapped: the base is a larger model, and ours its text part; the modules then get the names
-    that they have there.
-    """
+) -> dict[str, np.ndarray]:
+    """The tensors of adapters by PEFT's names, float32: lora_A [R, inputs], lora_B [outputs, R]."""
     # The tensors, and the modules that they are for. Where a tensor holds several weights, its one
     # adapter has their pairs side by side, and all adapters get that rank, as PEFT wants it.
     pairs = flatten(adapter_weights(decoder.weights(cfg), lora))
@@ -212,7 +215,27 @@ def save_adapters(
                 one = values[path] if part.layer is None else values[path][part.layer]
                 place[:] = hf.to_hf(one, unstacked(pairs[path]))
         tensors |= {_side(name, "a"): a, _side(name, "b"): b}
-    modules = set(map(_module, tensors))
+    return tensors
+
+
+def save_adapters(
+    adapters: Params,
+    cfg: Architecture,
+    family: Family,
+    lora: LoraConfig,
+    folder: Path,
+    base: str,
+    is_wrapped: bool = False,
+) -> None:
+    """Writes `adapters` so that PEFT and vLLM load them onto the model named `base`.
+
+    is_wrapped: the base is a larger model, and ours its text part; the modules then get the names
+    that they have there.
+    """
+    tensors = to_tensors(adapters, cfg, family, lora)
+    modules = set(map(module_of, tensors))
+    # Where a tensor holds several weights, its adapter is wider: the scale stays.
+    rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
 
     # All layers have these modules, so their last names are enough. In a larger model the names
     # are in full, because its vision tower has a q_proj, too.
@@ -230,7 +253,7 @@ def save_adapters(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": rank,
-        "lora_alpha": most * lora.alpha,
+        "lora_alpha": rank // lora.rank * lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "bias": "none",
@@ -244,7 +267,7 @@ def _side(name: str, side: str) -> str:
     return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{side.upper()}.weight"
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
     """The module that a tensor of an adapter is for."""
     return name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0]
 

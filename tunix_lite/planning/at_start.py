@@ -243,6 +243,6 @@ def memory_line(plan: Plan) -> str:
         return f"{peak} (plan.md)"
     phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
     return (
-        f"{peak} ({plan.resident_bytes / GiB:.2f} for weights and optimizer, and {phases}; "
+        f"{peak} ({plan.resident_bytes / GiB:.2f} all the time, and {phases}; "
         f"update {plan.phases[-1].source}; plan.md)"
     )

@@ -21,6 +21,10 @@ from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.rollout.memory import free_host_bytes
 
 GiB = 2**30
+# What a process takes of a CPU's memory beside weights and temporaries: Python, jax and other
+# libraries, compiled programs, and freed memory that it keeps. Measured with SmolLM2 (docs/log.md,
+# 27 November 2026).
+_PROCESS_BYTES = 800_000_000
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,8 @@ class Machine:
     capacity_is: str = ""  # in words
     # of a host's memory, what is free now; None: the hosts are not here
     host_bytes: int | None = None
+    # of a device, what the process itself takes there
+    process_bytes: int = 0
 
 
 def find_target(text: str) -> Machine:
@@ -315,6 +321,7 @@ def attached_machine() -> Machine:
     """The devices that jax sees; a CPU's share its memory evenly. All processes must ask: they
     decide by the least."""
     device = jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
     limits = allgather_values(memory_limit(device))
     return Machine(
         "attached",
@@ -322,8 +329,9 @@ def attached_machine() -> Machine:
         jax.device_count(),
         of_device(device),
         None if None in limits else min(limits),
-        "physical memory" if device.platform == "cpu" else "what the runtime allows",
+        "physical memory" if on_cpu else "what the runtime allows",
         min(allgather_values(free_host_bytes())),
+        _PROCESS_BYTES // jax.local_device_count() if on_cpu else 0,
     )
 
 

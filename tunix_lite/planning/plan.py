@@ -155,6 +155,7 @@ def assemble_plan(
     # The code of all programs stays loaded.
     code = sum(program.code_bytes for program in done.values())
     with_code = resident | ({PROGRAMS: code} if code else {})
+    with_code |= {"process": machine.process_bytes} if machine.process_bytes else {}
 
     # The phases of a step, in their order.
     made = {"rollout": _rollout(resolved, done)} if resolved.has_rollouts else {}
