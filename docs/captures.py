@@ -10,7 +10,6 @@ figures that differ from machine to machine.
 
 import dataclasses
 import errno
-import io
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import rich.console
 
 from tunix_lite.distributed.agreement import ProcessInfo, mismatch_error
 from tunix_lite.errors import ConfigError
@@ -32,7 +30,6 @@ from tunix_lite.learner import optim
 from tunix_lite.models import families, source
 from tunix_lite.settings.compose import compose, compose_values
 from tunix_lite.settings.flags import HYDRA, refuse_foreign
-from tunix_lite.tracking.dashboard import Dashboard
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 
 DOCS = Path(__file__).parent
@@ -195,31 +192,6 @@ def finding(folder: Path) -> str:
     return "\n".join(line.rstrip() for line in lines[: first[0]]).strip()
 
 
-def live_region(folder: Path) -> str:
-    words = [
-        "training.max_steps=10",
-        "evaluation.interval_steps=5",
-        "hydra.run.dir=outputs/ten",
-    ]
-    _run(folder, *words, "evaluation.num_examples=64", "evaluation.num_samples=0")
-    board = Dashboard(10)
-    for row in map(
-        json.loads, (folder / "outputs/ten/metrics.jsonl").read_text().splitlines()
-    ):
-        board.log(row["step"], row)
-    screen = rich.console.Console(file=io.StringIO(), width=80, height=30, color_system=None)
-    screen.print(board.drawn(80, 30))
-    return screen.file.getvalue().strip()
-
-
-REPLAYED = (
-    "completions/correct",
-    "reward/mean",
-    "train/grad_norm",
-    "train/kl ",
-    "train/loss ",
-    "samples/",
-)
 NO_RUN = (foreign_flags, optimizer_line, odd_process, other_architecture, full_disk)
 MESSAGES: dict[str, Callable[[], str]] = {each.__name__: each for each in NO_RUN}
 
@@ -234,7 +206,7 @@ def trainer_loop(folder: Path) -> str:
 RUNS: dict[str, Callable[[Path], str]] = {
     each.__name__: each
     for each in (quick_start, first_answer, before_and_after, exported, four_devices, check,
-                 damaged_checkpoint, sweep, finding, live_region, trainer_loop)
+                 damaged_checkpoint, sweep, finding, trainer_loop)
 }  # fmt: skip
 SHORT = ["algorithm.kl_coef=0.1", "training.prompts_per_step=4", "training.save_interval_steps=4",
          "evaluation.num_examples=0"]  # fmt: skip

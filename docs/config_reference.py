@@ -32,7 +32,6 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.commands.watch import WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
 from tunix_lite.environments import attempts, guessing, open_env, tools
 from tunix_lite.environments.settings import ConversationConfig
@@ -145,7 +144,6 @@ GROUPS = (
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
     Group("The command check", "", Check, None),
-    Group("The command watch", "", WatchRun, None),
     Group("The command doctor", "", Doctor, None),
     Group("How the command doctor shows its findings", "doctor.", DoctorOptions, None),
 )

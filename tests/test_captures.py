@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
 
 
 RUN_NAMES = ("quick_start", "first_answer", "before_and_after", "exported", "four_devices", "check")
-RUN_NAMES += ("damaged_checkpoint", "sweep", "finding", "live_region", "trainer_loop")
+RUN_NAMES += ("damaged_checkpoint", "sweep", "finding", "trainer_loop")
 
 
 @pytest.mark.wide

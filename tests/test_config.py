@@ -20,7 +20,6 @@ from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     EvaluationConfig,
     ModelConfig,
@@ -62,7 +61,6 @@ KINDS = {
     "task": TaskConfig,
     "command/serve": ServeConfig,
     "command/check": Check,
-    "command/watch": WatchRun,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,

@@ -211,9 +211,8 @@ class TrackingConfig:
     samples_interval_steps: int = 10
     # Completions of such a file that the console shows. 0 shows none.
     samples_shown: int = 3
-    # Console output: rich (live region), plain (a line per step) or quiet (hints, errors, results).
-    # auto uses rich on a terminal, else plain.
-    console: str = "auto"
+    # Console output: plain (a line per step) or quiet (hints, errors, results).
+    console: str = "plain"
     # true writes report.html when the run ends, even by an error.
     report: bool = True
     # Other trackers by name, such as one of your own. tracking=wandb, mlflow or trackio adds one.
@@ -224,8 +223,8 @@ class TrackingConfig:
     def __post_init__(self):
         counts = "samples_interval_steps samples_shown"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
-        if self.console not in ("auto", "rich", "plain", "quiet"):
-            raise ValueError(f"console={self.console!r} is one of auto, rich, plain, quiet")
+        if self.console not in ("plain", "quiet"):
+            raise ValueError(f"console={self.console!r} is one of plain, quiet")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
 from tunix_lite.report.run_page import interval_text, standing
-from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.console import seconds_in_words
 from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
 

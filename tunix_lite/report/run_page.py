@@ -16,8 +16,7 @@ from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
 from tunix_lite.report.statistics import Estimate
-from tunix_lite.tracking.console import as_words
-from tunix_lite.tracking.dashboard import best_middle_worst, seconds_in_words
+from tunix_lite.tracking.console import as_words, seconds_in_words
 from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.tracking.rundir import RunDir
@@ -222,6 +221,17 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
         answers = [(f"reward {row['reward']:.3g}", row, _rewards(row)) for row in chosen]
         title = f"What step {steps[-1]} learned from: best, middle and worst of a group"
         yield html.examples(title, [(chosen[0], answers)])
+
+
+def best_middle_worst(groups: list[list[dict]]) -> list[dict]:
+    """Three rows of the group whose rewards differ most, fewer of a small one; [] without groups.
+    Rows without a reward do not count."""
+    rewarded = [[row for row in group if is_number(row.get("reward"))] for group in groups]
+    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in rewarded if group]
+    if not ranked:
+        return []
+    group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
+    return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
 
 
 def _rewards(row: dict) -> str:

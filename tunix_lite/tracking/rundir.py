@@ -14,8 +14,7 @@ import numpy as np
 from tunix_lite.files import untrusted
 from tunix_lite.files.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
-from tunix_lite.tracking.console import as_words, averages_of_samples
-from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.console import as_words, averages_of_samples, seconds_in_words
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.types import Metrics
 
