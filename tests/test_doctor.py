@@ -84,35 +84,12 @@ def test_a_run_without_metrics_shows_nothing():
     assert names(Evidence(Path("run"), {}, [], [], {}, {}, {})) == []
 
 
-def test_the_gap_of_the_first_step_and_one_that_grows_are_two_faults():
+def test_a_gap_in_the_first_step_is_a_fault():
     assert names(evidence(train_sampler_gap=[3e-7] * 10)) == []
     assert names(evidence(train_sampler_gap=[0.8])) == ["sampler_gap"]
-    assert names(evidence(train_sampler_gap=np.linspace(1e-7, 0.2, 10).tolist())) == ["sampler_stale"]
     # within a rollout the policy moves, so only its first update counts
     moving = [1e-7, 0.1] * 5
     assert names(evidence(train_sampler_gap=moving, settings={"algorithm.updates_per_rollout": 2})) == []
-
-
-def group(rewards, advantages, prompt="2 + 2", number=0):
-    return [
-        {"prompt": prompt, "completion": f"{i}", "reward": r, "advantage": a, "group": number, "correct": r > 0}
-        for i, (r, a) in enumerate(zip(rewards, advantages))
-    ]
-
-
-def test_advantages_that_do_not_follow_the_rewards_of_their_group():
-    right = group([1.0, 0.0, 1.0, 0.0], [0.9, -0.9, 0.9, -0.9]) + group([0.0] * 4, [0.0] * 4, "3 + 3", 1)
-    assert names(evidence({1: right})) == []
-    unequal = group([1.0, 1.0, 0.0], [0.9, 0.3, -1.2]) + group([1.0, 1.0, 0.0], [0.4, 0.8, -1.2], "3 + 3", 1)
-    assert names(evidence({1: unequal})) == ["groups_mixed"]
-    reversed_ = group([1.0, 0.5, 0.0], [-1.0, 0.0, 1.0]) + group([1.0, 0.2, 0.0], [-0.9, 0.0, 0.9], "3 + 3", 1)
-    assert names(evidence({1: reversed_})) == ["groups_mixed"]
-    # what is added to the rewards is not in the files
-    assert names(evidence({1: unequal}, settings={"algorithm.shaping": {"_target_": "x"}})) == []
-    mixed = group([1.0, 0.0], [1.0, -1.0]) + group([1.0, 0.0], [1.0, -1.0], "3 + 3", 1)
-    mixed[0]["prompt"] = "another"
-    mixed[2]["prompt"] = "a third"
-    assert names(evidence({1: mixed})) == ["groups_mixed"]
 
 
 def test_settings_of_sampling_that_leave_no_choice_are_named():

@@ -165,10 +165,6 @@ class Evidence:
         is_whole = size > 1 and len(rows) % size == 0
         return [rows[i : i + size] for i in range(0, len(rows), size)] if is_whole else []
 
-    def all_groups(self) -> list[tuple[int, list[dict]]]:
-        """All groups of samples/, with their step."""
-        return [(step, group) for step in self.samples for group in self.groups(step)]
-
     def share(self, of: Callable[[dict], bool]) -> float:
         """The share of completions for which this holds; nan if there are none."""
         rows = self.sampled
