@@ -670,9 +670,7 @@ def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
     assert [phase["name"] for phase in best["phases"]] == ["rollout", "scoring", "update"]
     most = max(sum(phase["adds"].values()) for phase in best["phases"])
     assert best["peak_bytes"] == sum(best["resident_bytes"].values()) + most
-    page = (tmp_path / "plan.md").read_text()
-    assert "## fsdp=16 tp=1" in page
-    assert "Meshes that cannot be" in page
+    assert best["mesh"] == {"fsdp": 16, "tp": 1} and said["refused"]
 
 
 def test_supervised_learning_samples_only_to_evaluate(cfg):

@@ -277,23 +277,6 @@ def test_texts_of_a_stranger_stay_texts_and_a_page_loads_nothing_from_elsewhere(
     assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", sound)
 
 
-def test_lines_to_paste_are_quoted_and_name_the_run(run, tmp_path):
-    folder, _, _ = run
-    lines = read(folder).lines
-    assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
-    assert f"tunix-lite generate checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
-    # commands that leave a mark and nothing else, should one be run
-    given = ["task.prompt='a b'; touch ran-1", "seed=$(touch ran-2)", "x=`touch ran-3`"]
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
-    (again,) = [line for line in read(folder).lines if line.startswith("python") and "hydra.run.dir" not in line]
-    here = tmp_path / "here"
-    here.mkdir()
-    command = ["bash", "-c", again.replace("python run_training.py", "printf '%s\\n'")]
-    heard = subprocess.run(command, capture_output=True, cwd=here)
-    assert not list(here.iterdir()), "nothing of it is run"
-    assert heard.stdout.decode().splitlines() == given
-
-
 @pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", EVALUATION])
 def test_a_damaged_or_missing_file_leaves_the_rest(run, name):
     folder, _, _ = run
@@ -335,7 +318,6 @@ def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
     main()
     text = (folder / "report.html").read_text()
     assert ">killed<" in text and "metrics.jsonl holds 60 steps" in text
-    assert f"hydra.run.dir={folder}" in text, "and how to go on"
     assert capsys.readouterr().out.split()[-1] == str(folder / "report.html")
 
 
@@ -363,12 +345,9 @@ def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, monkeypat
     assert [path.name for path in runs_in(tmp_path / "sweep")] == ["0", "1", "10"]
     monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(tmp_path / "sweep")])
     main()
-    found = Reader((tmp_path / "sweep" / "report.html").read_text())
-    results, differ = [table for table in found.tables if table[0][0] == "run"][:2]
-    for row, seed, truth in zip(results[1:], (0, 1, 10), truths):
-        assert row[0] == f"seed={seed}" and row[1:3] == ["completed", "60"]
-        assert numbers(row[3]) == [pytest.approx(100 * truth[0][0].mean(), abs=0.051)]
-        assert numbers(row[4]) == [pytest.approx(100 * truth[STEPS][0].mean(), abs=0.051)]
-    assert differ == [["run", "seed"], ["seed=0", "0"], ["seed=1", "1"], ["seed=10", "10"]]
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].split()[:3] == ["run", "status", "steps"] and out[3].startswith("seed=10")
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split()[:3] == ["run", "status", "steps"]
+    for row, seed, truth in zip(rows, (0, 1, 10), truths):
+        assert row.split()[:3] == [f"seed={seed}", "completed", "60"]
+        before, after = (f"{truth[step][0].mean():.1%}".replace("%", " %") for step in (0, STEPS))
+        assert re.search(rf"60 +{before} +{after} ", row)

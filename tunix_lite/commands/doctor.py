@@ -1,5 +1,5 @@
-"""`tunix-lite doctor RUN [RUN ...]`: find in the files of a run why it does not learn, and write a
-page on its results, or on those of several runs."""
+"""`tunix-lite doctor RUN [RUN ...]`: find in the files of a run why it does not learn, write a page
+on its results, or compare several runs."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path
-from tunix_lite.report.comparison import comparison_page, runs_in
+from tunix_lite.report.comparison import compared_lines, runs_in
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose
 from tunix_lite.report.page import write_page
@@ -25,8 +25,7 @@ class DoctorOptions:
 
     # true prints one JSON object instead of lines.
     json: bool = False
-    # Folder for report.html, such as that of the run. null writes it for several runs only: into
-    # the sweep's folder, else here.
+    # Folder for report.html of one run, such as its own. null writes none.
     report: str | None = None
 
 
@@ -53,8 +52,8 @@ def main() -> None:
 
 
 def doctor(settings: Doctor) -> None:
-    """Prints what is wrong with a run, the heaviest finding first; of several, what each came to.
-    Writes their page. The folders may be somebody else's."""
+    """Prints what is wrong with a run, the heaviest finding first, and may write its page; of
+    several, what each came to. The folders may be somebody else's."""
     options = settings.doctor
     place = options.report
     page = None
@@ -62,11 +61,11 @@ def doctor(settings: Doctor) -> None:
         folders = [as_path(folder) for folder in settings.folders]
         of_sweep = [] if (folders[0] / "metrics.jsonl").is_file() else runs_in(folders[0])
         if len(folders) == 1 and of_sweep:
-            place = place or settings.folders[0]
             folders = of_sweep
         if len(folders) > 1:
-            place = place or "."
-            page = comparison_page(folders, lambda line: print(escaped(line, 1000)))
+            if place is not None:
+                raise ValueError("doctor.report is of one run: give its folder alone")
+            print("\n".join(escaped(line, 1000) for line in compared_lines(folders)))
         else:
             evidence = read_evidence(folders[0])
             findings = diagnose(evidence)

@@ -240,9 +240,9 @@ def memory_line(plan: Plan) -> str:
     if plan.apart:
         peak += f", {sum(plan.apart.values()) / GiB:.2f} on one that only samples"
     if capacity is not None and plan.peak_bytes < PLENTY * capacity:
-        return f"{peak} (plan.md)"
+        return f"{peak} (plan.json)"
     phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
     return (
         f"{peak} ({plan.resident_bytes / GiB:.2f} for weights and optimizer, and {phases}; "
-        f"update {plan.phases[-1].source}; plan.md)"
+        f"update {plan.phases[-1].source}; plan.json)"
     )

@@ -1,4 +1,4 @@
-"""A plan as people read it: one screen of text, plan.md with every part, plan.json for programs."""
+"""A plan as people read it: one screen of text, and plan.json with every part."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
 
 
 def _more(meshes: tuple) -> list[str]:
-    return [f"  and {len(meshes) - SHOWN} more in plan.md"] if len(meshes) > SHOWN else []
+    return [f"  and {len(meshes) - SHOWN} more in plan.json"] if len(meshes) > SHOWN else []
 
 
 def _head(plan: Plan) -> list[str]:
@@ -209,51 +209,14 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-# ---- files
+# ---- the file
 
 
 def write(plan: Plan | Plans, folder: str | Path) -> None:
-    """plan.md and plan.json into `folder`, which is made if it is not there."""
+    """plan.json into `folder`, which is made if it is not there."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.md").write_text(as_markdown(plan))
     (folder / "plan.json").write_text(json.dumps(as_dict(plan), indent=2) + "\n")
-
-
-def as_markdown(plan: Plan | Plans) -> str:
-    """plan.md: the short form, and for each mesh what lies on a device and what is sent."""
-    plans = plan if isinstance(plan, Plans) else Plans((plan,))
-    lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
-    for one in plans.plans:
-        lines += [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
-        lines += [f"{speed(one)}.", "", "| phase | part | GiB | is |", "|---|---|---|---|"]
-        # What lies on a device in each phase, by part.
-        parts = [("always", part, size, "by formula") for part, size in one.resident.items()]
-        for phase in one.phases:
-            parts += [
-                (phase.name, part, size, phase.source) for part, size in phase.adds.items()
-            ]
-        only = "device that only samples"
-        parts += [(only, part, size, "by formula") for part, size in one.apart.items()]
-        resume = "a checkpoint, read where it stays"
-        parts.append(("resume", resume, one.resume_bytes, "by formula"))
-        lines += [
-            f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in parts
-        ]
-        # What each call of a compiled program sends.
-        rows = [
-            f"| {program.name} | {group.kind} | {group.axis} | "
-            f"{group.count}{'' if group.count_known else ' at least'} | "
-            f"{group.sent_bytes / 1e6:,.2f} |"
-            for program in one.programs.values()
-            for group in program.collectives
-        ]
-        head = ["| program | collective | axis | times | sent, MB |", "|---|---|---|---|---|"]
-        lines += ["", *([*head, *rows, ""] if rows else [])]
-    if plans.refused:
-        lines += ["## Meshes that cannot be", ""]
-        lines += [*(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
-    return "\n".join(lines)
 
 
 def as_dict(plan: Plan | Plans) -> dict:

@@ -98,8 +98,8 @@ def write_page(page: Page, folder: Path) -> Path:
 
 
 def write_at_end(folder: Path, page: Callable[[], Page], say: Callable[[str], None]) -> None:
-    """Writes the report of a run or a sweep that has just ended into its folder. It never fails:
-    whatever is wrong becomes one line that `say` gets."""
+    """Writes the report of a run that has just ended into its folder. It never fails: whatever is
+    wrong becomes one line that `say` gets."""
     try:
         say(f"report: {write_page(page(), folder)}")
     # A report is no reason for a run to fail, whatever its files hold.

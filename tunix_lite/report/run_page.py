@@ -1,7 +1,6 @@
 """The report of one run, from the files in its folder."""
 
 import math
-import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from tunix_lite.report.statistics import Estimate
 from tunix_lite.tracking.console import as_words, seconds_in_words
 from tunix_lite.tracking.plugs import flat
 from tunix_lite.tracking.rows import is_number
-from tunix_lite.tracking.rundir import RunDir
 
 _ABOUT_CURVES = (
     "A thick line is the moving average of the thin one. Beside a title stand the first and the "
@@ -59,7 +57,6 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         ("What may be wrong", [*map(html.finding, diagnose(run))] or [html.text(_NO_FINDING)]),
         ("Time", [*_times(run)]),
         ("Settings", [*_settings(run, overrides)]),
-        ("Go on from here", [*_commands(run, overrides, status)]),
         (
             "Numbers behind the curves",
             [
@@ -314,45 +311,3 @@ def _settings(run: Evidence, overrides: list[str] | None) -> Iterator[Markup]:
         yield table(["what they come to", ""], facts)
     if every := [*flat(run.settings)]:
         yield html.folded(f"all {len(every)} settings", table(["setting", "value"], every))
-
-
-def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterator[Markup]:
-    checkpoints = RunDir(run.folder).checkpoints
-    steps = [path for path in checkpoints.glob("*") if path.is_dir() and path.name.isdecimal()]
-    words = [shlex.quote(text) for text in overrides or [] if text.isprintable()]
-    lines = []
-    if overrides is not None:
-        again = " ".join(["python run_training.py", *words])
-        here = shlex.quote(f"hydra.run.dir={run.folder}")
-        if status != "completed":
-            does = (
-                "go on from its newest checkpoint" if steps else "begin it anew in its folder"
-            )
-            lines.append((does, f"{again} {here}"))
-        elif run.rows:
-            more = f"training.max_steps={2 * run.rows[-1]['step']}"
-            without = [text for text in words if not text.startswith("training.max_steps=")]
-            line = " ".join(["python run_training.py", *without, more, here])
-            lines.append(("train on", line))
-        lines.append(("make it again, in a folder of its own", again))
-    if steps:
-        folder = shlex.quote(f"checkpoint={run.folder}")
-        of_data = ("task", "generation", "rewards")
-        same = [text for text in words if text.strip("'\"+~").startswith(of_data)]
-        lines += [
-            ("measure it", " ".join(["tunix-lite evaluate", folder, *same])),
-            ("talk to it", f"tunix-lite generate {folder}"),
-            ("export it for transformers or vLLM", f"tunix-lite export {folder}"),
-        ]
-    place = shlex.quote(str(run.folder))
-    lines.append(("ask why it does not learn", f"tunix-lite doctor {place}"))
-    lines.append(
-        ("write this report again", f"tunix-lite doctor {place} doctor.report={place}")
-    )
-    yield html.commands(lines)
-    if any("_target_" in text for text in overrides or []):
-        yield html.text(
-            "An override names something to import and call (_target_): read it before you run a "
-            "line of somebody else's run.",
-            is_warning=True,
-        )

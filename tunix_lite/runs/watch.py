@@ -132,7 +132,7 @@ class Watch:
     _updates_before: int = field(default=0, init=False)
 
     def before(self, state: TrainState) -> None:
-        """Compiles, writes plan.md, and evaluates where the start was not evaluated."""
+        """Compiles, writes plan.json, and evaluates where the start was not evaluated."""
         session = self.session
         console = session.console
         learner = self.learner
