@@ -112,7 +112,7 @@ def test_no_name_stands_in_the_table_twice_with_two_meanings():
     assert len(seen) >= 80
 
 
-SAMPLES = {"model": "google/gemma-3-1b-it", "mesh": "[2,2]", "file": "a.jsonl", "reward": "my.near", "data": "a.csv"}
+SAMPLES = {"mesh": "[2,2]"}
 NEEDS = {"surrogate.tau": "algorithm=sapo", "algorithm.beta=": "algorithm=dpo", "task.": "task=jsonl"}
 
 

@@ -210,22 +210,6 @@ def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
         assert [float(cell) for cell in cells] == pytest.approx(of, rel=6e-4), name
 
 
-def test_seconds_by_phase_add_up_to_those_of_the_run(run):
-    folder, rows, _ = run
-    table = read(folder).table("phase", "seconds")
-    total = {
-        name: sum(row.get(f"time/{name}", 0.0) for row in rows) for name in ("rollout", "update", "eval", "collect")
-    }
-    assert float(table["sampling"][0]) == pytest.approx(total["rollout"], abs=0.051)
-    assert float(table["update"][0]) == pytest.approx(total["update"], abs=0.051)
-    assert float(table["evaluation"][0]) == pytest.approx(total["eval"], abs=0.051) and total["eval"] == 1.25 * 5
-    assert float(table["pass of reference"][0]) == pytest.approx(0.2 * STEPS, abs=0.051)
-    assert float(table["rest of collecting"][0]) == pytest.approx(0.1 * STEPS, abs=0.051)
-    rest = 400 - total["collect"] - total["update"] - total["eval"]
-    assert float(table["start, compiling, files"][0]) == pytest.approx(rest, abs=0.051)
-    assert sum(float(cells[0]) for cells in table.values()) == pytest.approx(400, abs=0.4)
-
-
 def test_the_head_and_the_examples_are_those_of_the_files(run):
     folder, rows, truth = run
     words = " ".join(read(folder).words)
