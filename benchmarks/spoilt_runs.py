@@ -186,7 +186,6 @@ SPOILT = {
     "huge temperature": Case(("temperature_high",), ("generation.temperature=4.0",)),
     "tiny temperature": Case(("temperature_low",), ("generation.temperature=0.05",)),
     "numbers that are not finite": Case(("updates_skipped",), around=changed_rollout(not_a_number)),
-    "KL term of 50": Case(("kl_dominates",), ("algorithm.kl_coef=50.0",)),
     "task too hard": Case(
         ("all_wrong", "groups_agree"),
         (

@@ -18,7 +18,7 @@ from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.hints import mesh_setting, shell_quoted, unknown_key
+from tunix_lite.hints import unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
@@ -555,14 +555,10 @@ def _check_mesh_form(value: object, where: str) -> None:
     # A run's model.json was read before, so its lists are tuples.
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     lists = is_pair and all(isinstance(part, list | tuple) for part in value)
-    named = lists and all(name in AXES for name in value[1])
-    meant = mesh_setting(str(value))
-    if named or (lists and not meant):
+    if lists and all(name in AXES for name in value[1]):
         return
-    meant = meant or ("model.mesh_shape=[[4,1],[fsdp,tp]]",)
     wrong = "the axes are fsdp and tp" if lists else f"expected two lists, got {shown(value)}"
-    form = shell_quoted(meant[0].replace("model.mesh_shape", where, 1))
-    raise ConfigError(f"{where}: {wrong}; write it as {form}")
+    raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
 
 
 def _expect_type(kind: type, value: object, where: str) -> Any:

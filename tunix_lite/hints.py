@@ -160,8 +160,6 @@ def _fitting(
     overrides: tuple[str, ...] = ()
     if (chosen := each.values.get(text.lower())) is not None:
         overrides = tuple(chosen.split())
-    elif each.ours == ("<mesh>",):
-        overrides = mesh_setting(text)
     elif known is not None or len(each.ours) == 1:
         # The first template whose settings exist, with the value in it; the parts first, for a
         # value may hold spaces.
@@ -205,29 +203,6 @@ def _text(value: object) -> str:
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
     return text.lower() if text.lower() in ("true", "false") else text
-
-
-# ---- a mesh
-
-
-# What other projects call the two axes.
-_AXIS_NAMES = dict.fromkeys(("fsdp", "data", "dp"), "fsdp")
-_AXIS_NAMES |= dict.fromkeys(("tp", "tensor", "model", "mp"), "tp")
-
-
-def mesh_setting(value: str) -> tuple[str, ...]:
-    """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape; ():
-    something else."""
-    # 4x1 is two sizes.
-    value = re.sub(r"(?<=\d) *[x*] *(?=-?\d)", ",", value.lower())
-    sizes = re.findall(r"-?\d+", value)
-    names = re.findall(r"[a-z_]+", value)
-    axes = [_AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
-    if axes == ["fsdp"] and len(sizes) == 1:
-        sizes, axes = [*sizes, "1"], ["fsdp", "tp"]
-    if sorted(map(str, axes)) not in (["fsdp", "tp"], ["tp"]) or len(axes) != len(sizes):
-        return ()
-    return (f"model.mesh_shape=[[{','.join(sizes)}],[{','.join(axes)}]]",)
 
 
 # ---- options of a group

@@ -12,10 +12,9 @@ from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
-from tunix_lite.planning import hardware
-from tunix_lite.planning.advice import advice, savings
+from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.planning.hardware import GiB, Machine, attached_machine
+from tunix_lite.planning.hardware import GiB, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
     Plan,
@@ -196,20 +195,6 @@ def _with_architecture(plan: Plan) -> Plan:
     run = plan.resolved.run
     run = replace(run, model=replace(run.model, architecture=plan.resolved.cfg))
     return replace(plan, resolved=replace(plan.resolved, run=run))
-
-
-def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
-    """Changes to try after a device ran out of memory, by formulas, the cheapest first."""
-    # The devices may not answer.
-    device = jax.local_devices()[0]
-    limit = hardware.memory_limit(device)
-    kind = hardware.of_device(device)
-    machine = Machine("attached", device.platform, jax.device_count(), kind, limit, "")
-    lines = ["out of memory; what takes less, by an estimate, the cheapest first:"]
-    for overrides, size in savings(_with_architecture(assemble_plan(machine, resolved, {}))):
-        shown = f"{size / GiB:.2f} GiB" if size >= GiB / 100 else f"{size / 2**20:.2f} MiB"
-        lines.append(f"  {' '.join(overrides)}   ({shown} a device less)")
-    return lines if len(lines) > 1 else []
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

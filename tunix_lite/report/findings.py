@@ -239,14 +239,6 @@ def _outside_of_clip(run: Evidence) -> _Shown:
     return shown, _overrides(run, ((updates, 0.5), (_RATE, 0.1)))
 
 
-@_fault(66, "the KL term holds the policy where it began")
-def _kl_dominates(run: Evidence) -> _Shown:
-    if not run.number("algorithm.kl_coef") >= 0.5 or run.num_steps < 3:
-        return None
-    shown = run.shown("algorithm.kl_coef", "train/kl", "reward/mean")
-    return shown, ["algorithm.kl_coef=0.01"]
-
-
 @_fault(96, "reward functions fail, and what they should have judged teaches nothing")
 def _rewards_fail(run: Evidence) -> _Shown:
     names = ("errors", "timeouts", "crashes", "not_numbers")

@@ -183,29 +183,8 @@ class RunDir:
 
 
 def json_lines(rows: list[dict]) -> str:
-    """One JSON object a line, its values by `json_value`. Readers take MOST_SAMPLE_LINE bytes of a
-    line: in a row of more, the longest texts and lists are cut, and it has `"shortened": true`."""
-    lines = []
-    for row in map(json_value, rows):
-        line = json.dumps(row, allow_nan=False)
-        most = untrusted.MOST_SAMPLE_LINE
-        while len(line) > untrusted.MOST_SAMPLE_LINE:
-            most //= 4
-            line = json.dumps(_cut(row, most) | {"shortened": True}, allow_nan=False)
-        lines.append(f"{line}\n")
-    return "".join(lines)
-
-
-def _cut(value: Any, most: int) -> Any:
-    """A JSON value with at most so many characters in each text and items in each list."""
-    if isinstance(value, str) and len(value) > most:
-        return f"{value[:most]}… ({len(value) - most:,} more characters)"
-    if isinstance(value, dict):
-        items = list(value.items())[: max(most, 64)]
-        return {_cut(key, max(most, 64)): _cut(item, most) for key, item in items}
-    if isinstance(value, list):
-        return [_cut(item, most) for item in value[:most]]
-    return value
+    """One JSON object a line, its values by `json_value`."""
+    return "".join(f"{json.dumps(json_value(row), allow_nan=False)}\n" for row in rows)
 
 
 def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:
