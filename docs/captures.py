@@ -171,13 +171,9 @@ def sweep(folder: Path) -> str:
         "training.max_steps=3",
         "training.prompts_per_step=16",
     ]
-    printed = _run(folder, *words, "evaluation.num_examples=32", "evaluation.num_samples=0")
-    table = printed[printed.index("run     status") :]
-    return (
-        table.split("\n\n")[0].strip().rpartition("\nseed=2")[0]
-        + "\nseed=2"
-        + (table.partition("\nseed=2")[2].splitlines()[0])
-    )
+    words += ["hydra.sweep.dir=outputs/sweep"]
+    _run(folder, *words, "evaluation.num_examples=32", "evaluation.num_samples=0")
+    return _command(folder, "doctor", "outputs/sweep").strip()
 
 
 def finding(folder: Path) -> str:

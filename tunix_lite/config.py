@@ -253,13 +253,6 @@ class RuntimeConfig:
 
     def __post_init__(self):
         check_on_disk("program_cache", self.program_cache)
-        # What people write for a folder that they do not want.
-        no_folder = ("", "none", "off", "no", "false", "true")
-        if self.program_cache is not None and self.program_cache.strip().lower() in no_folder:
-            raise ValueError(
-                f"program_cache={self.program_cache!r} is no folder; null keeps no programs, auto "
-                "takes ~/.cache/tunix_lite"
-            )
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,10 @@ class Check:
 def main() -> None:
     # What a run would have of a GPU.
     prepare_gpu()
-    program.run_command("check", Check, check)
+    program.run_command("check", Check, check_machine)
 
 
-def check(run: RunConfig, settings: Check) -> None:
+def check_machine(run: RunConfig, settings: Check) -> None:
     """Prints a line for each stage, and ends the process with 1 after the first that fails."""
     # As little of a GPU's memory as can be: another program may be using it.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

@@ -8,7 +8,7 @@ from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path
-from tunix_lite.report.comparison import compared_lines, runs_in
+from tunix_lite.report.comparison import lines_of_runs, runs_in
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose
 from tunix_lite.report.page import write_page
@@ -61,7 +61,7 @@ def doctor(settings: Doctor) -> None:
         if len(folders) > 1:
             if place is not None:
                 raise ValueError("doctor.report is of one run: give its folder alone")
-            print("\n".join(escaped(line, 1000) for line in compared_lines(folders)))
+            print("\n".join(escaped(line, 1000) for line in lines_of_runs(folders)))
         else:
             evidence = read_evidence(folders[0])
             findings = diagnose(evidence)

@@ -206,11 +206,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return is_so or is_out_of_memory(error.__cause__)
 
 
-# Share of a device's memory below which nobody has to know what takes it. Formulas have been up to
-# a quarter too low.
-PLENTY = 0.5
-
-
 def memory_line(plan: Plan) -> str:
     """The plan of a run in one line, for its start."""
     capacity = plan.machine.capacity
@@ -224,10 +219,4 @@ def memory_line(plan: Plan) -> str:
     peak = f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device {how}{fits}"
     if plan.apart:
         peak += f", {sum(plan.apart.values()) / GiB:.2f} on one that only samples"
-    if capacity is not None and plan.peak_bytes < PLENTY * capacity:
-        return f"{peak} (plan.json)"
-    phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
-    return (
-        f"{peak} ({plan.resident_bytes / GiB:.2f} for weights and optimizer, and {phases}; "
-        f"update {plan.phases[-1].source}; plan.json)"
-    )
+    return f"{peak} (plan.json)"

@@ -39,7 +39,30 @@ def short_form(plan: Plan | Plans) -> list[str]:
     """The plan as lines of plain text; its tables are at most 100 columns wide."""
     plans = plan if isinstance(plan, Plans) else Plans((plan,))
     best = plans.plans[0]
-    lines = [*_head(best), ""]
+    resolved = best.resolved
+    machine = best.machine
+    kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
+    room = "memory not known"
+    if machine.capacity is not None:
+        room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
+    count = weights.num_params(decoder.weights(resolved.cfg))
+    training = resolved.run.training
+    lora = resolved.lora
+    trains = "all of them train"
+    if lora is not None:
+        trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
+    prompt, new = resolved.lengths
+    why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
+    lines = [
+        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
+        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
+        f"{training.remat}",
+        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
+        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
+        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
+        f"training: {resolved.attention}",
+        "",
+    ]
     if len(plans.plans) > 1:
         # Predicted, and what is possible at best.
         rows = [
@@ -78,8 +101,6 @@ def short_form(plan: Plan | Plans) -> list[str]:
         peak = best.resident_bytes + phase.added_bytes
         sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
         rows.append((phase.name, *sizes, *fast, source(phase)))
-    resume = gib(best.resume_bytes)
-    rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
     lines += [f"{best.machine.name}: {verdict(best)}"]
     lines += [speed(best)] if best.fits is not False else []
@@ -94,42 +115,6 @@ def short_form(plan: Plan | Plans) -> list[str]:
 
 def _more(meshes: tuple) -> list[str]:
     return [f"  and {len(meshes) - SHOWN} more in plan.json"] if len(meshes) > SHOWN else []
-
-
-def _head(plan: Plan) -> list[str]:
-    resolved = plan.resolved
-    machine = plan.machine
-    kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
-    room = "memory not known"
-    if machine.capacity is not None:
-        room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
-    count = weights.num_params(decoder.weights(resolved.cfg))
-    training = resolved.run.training
-    lora = resolved.lora
-    trains = "all of them train"
-    if lora is not None:
-        trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
-    prompt, new = resolved.lengths
-    why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
-    lines = [
-        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
-        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
-        f"{training.remat}",
-        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
-        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
-        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
-        f"training: {resolved.attention}",
-    ]
-    if (offloading := plan.offloading) is not None:
-        # What becomes of the slots of conversations that wait.
-        does = "those that wait hold their slots"
-        if offloading.most != 0:
-            count = offloading.without_slot if offloading.most is None else offloading.most
-            each = f"{offloading.slot_bytes / 2**20:,.2f} MiB of a host each"
-            does = f"up to {count:,} that wait are offloaded, {each}"
-        slots = f"{resolved.num_conversations} in {resolved.slots} slots"
-        lines.append(f"talks      {slots}; {does}")
-    return lines
 
 
 def source(of: Plan | Phase) -> str:

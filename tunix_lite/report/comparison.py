@@ -24,28 +24,22 @@ def runs_in(folder: Path) -> list[Path]:
     )
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Tells each run from the others: by its own overrides if they are short, else its folder."""
-    overrides = [read_overrides(folder, []) or [] for folder in folders]
-    common = set.intersection(*map(set, overrides))
-    names = [
-        " ".join(
-            text for text in texts if text not in common and not text.startswith("hydra.")
-        )
-        for texts in overrides
-    ]
-    if "" in names or len(set(names)) < len(names) or max(map(len, names)) > _MOST_CHARACTERS:
-        names = list(map(str, folders))
-    return [escaped(name[-_MOST_CHARACTERS:]) for name in names]
-
-
-def compared_lines(folders: Sequence[Path]) -> list[str]:
+def lines_of_runs(folders: Sequence[Path]) -> list[str]:
     """A row for each run: how it ended, what it reached, and what that took. Raises ValueError if
     one of them is not the folder of a run, or is there twice."""
     heads = ["run", "status", "steps", "accuracy before", "accuracy after", "95 % of it"]
     rows = [[*heads, "best", "reward, last third", "time", "tokens/s"]]
     places = [folder.resolve() for folder in folders]
-    for name, folder, place in zip(_names(folders), folders, places[:_MOST_RUNS]):
+    # Each is told from the others by its own overrides if they are short, else by its folder.
+    overrides = [read_overrides(folder, []) or [] for folder in folders]
+    common = set.intersection(*map(set, overrides))
+    names = []
+    for texts in overrides:
+        own = [x for x in texts if x not in common and not x.startswith("hydra.")]
+        names.append(" ".join(own))
+    if "" in names or len(set(names)) < len(names) or max(map(len, names)) > _MOST_CHARACTERS:
+        names = list(map(str, folders))
+    for name, folder, place in zip(names, folders, places[:_MOST_RUNS]):
         if places.count(place) > 1:
             raise ValueError(f"{escaped(str(folder))} is given twice")
         run = read_evidence(folder)
@@ -61,7 +55,7 @@ def compared_lines(folders: Sequence[Path]) -> list[str]:
         seconds = run.status.get("seconds")
         cells.insert(-1, seconds_in_words(seconds) if is_number(seconds) else "")
         steps = str(run.rows[-1]["step"]) if run.rows else "0"
-        rows.append([name, status, steps, *cells])
+        rows.append([escaped(name[-_MOST_CHARACTERS:]), status, steps, *cells])
     # Columns without a word below their heads are left out.
     columns = [column for column in zip(*rows) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]

@@ -1,6 +1,5 @@
 """The folder of a run: the names of its files, and status.json, which says how the run ended."""
 
-import difflib
 import json
 import math
 import os
@@ -132,10 +131,7 @@ class RunDir:
                 )
             if self.path.is_dir():
                 raise ValueError(f"{text}it has no {self.MODEL}")
-            beside = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
-            near = difflib.get_close_matches(self.path.name, beside, n=1)
-            hint = f"; did you mean {self.path.with_name(near[0])}?" if near else ""
-            raise ValueError(f"{text}there is no such folder{hint}")
+            raise ValueError(f"{text}there is no such folder")
         saved = untrusted.read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             value = saved.get(key)
