@@ -184,7 +184,6 @@ SPOILT = {
     "lost end token": Case(("never_ends",), around=no_end_token),
     "answers that are not found": Case(("parse_failures",), spoil=without_extract),
     "huge temperature": Case(("temperature_high",), ("generation.temperature=4.0",)),
-    "tiny temperature": Case(("temperature_low",), ("generation.temperature=0.05",)),
     "numbers that are not finite": Case(("updates_skipped",), around=changed_rollout(not_a_number)),
     "task too hard": Case(
         ("all_wrong", "groups_agree"),
@@ -219,7 +218,6 @@ UNSEEN = {
     "reward of the prompt alone": Case(("rewards_constant",), spoil=with_reward(of_the_prompt)),
     "reward of a coin": Case(("reward_sign", "reward_noise", "evaluation_falls"), spoil=with_reward(coin)),
     "a stop text that cuts": Case(("parse_failures", "truncated"), ("generation.stop=['er']",)),
-    "greedy rollouts": Case(("temperature_low",), ("generation.top_k=1",)),
     "weight decay of 1000": Case(("step_too_large",), ("optimizer.weight_decay=1000.0",)),
     "adapters, learning rate x 100": Case(("step_too_large",), ("model.lora.rank=8", "optimizer.learning_rate=0.2")),
 }

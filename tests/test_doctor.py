@@ -92,16 +92,6 @@ def test_a_gap_in_the_first_step_is_a_fault():
     assert names(evidence(train_sampler_gap=moving, settings={"algorithm.updates_per_rollout": 2})) == []
 
 
-def test_settings_of_sampling_that_leave_no_choice_are_named():
-    agree = {"reward_groups_that_agree": [0.9]}
-    for settings in ({"temperature": 0.2}, {"top_p": 0.05}, {"top_k": 1}, {"min_p": 0.9}):
-        given = {f"generation.{name}": value for name, value in settings.items()}
-        assert "temperature_low" in names(evidence(settings=given, **agree))
-        assert "temperature_low" not in names(evidence(settings=given, reward_groups_that_agree=[0.3]))
-    usual = {"generation.top_p": 0.95, "generation.top_k": 50, "generation.min_p": 0.05}
-    assert "temperature_low" not in names(evidence(settings=usual, **agree))
-
-
 def test_held_out_prompts_among_the_training_prompts_are_counted():
     def of(data):
         return names(replace(evidence(), status={"data": data}))

@@ -18,6 +18,7 @@ _ELSEWHERE = {
     "dpo": "train algorithm=dpo",
     "rloo": "train algorithm=rloo",
     "resume": "train hydra.run.dir=FOLDER",
+    "eval": "evaluate",
     "merge": "export kind=merged",
     "test_distributed_setup": "check",
     "gpu-info": "check",

@@ -208,54 +208,53 @@ def as_dict(plan: Plan | Plans) -> dict:
     """plan.json: bytes are those of one device, seconds and tokens those of a bound."""
     plans = plan if isinstance(plan, Plans) else Plans((plan,))
     machine = plans.plans[0].machine
+    plan_dicts = []
+    for one in plans.plans:
+        # Without their kernels, of which there are thousands.
+        programs = [
+            dataclasses.asdict(dataclasses.replace(p, kernels=()))
+            for p in one.programs.values()
+        ]
+        for program in programs:
+            del program["kernels"]
+        described = {
+            "mesh": one.resolved.mesh_shape,
+            "batch": str(one.resolved.batch),
+            "prompts_of_rollout": one.resolved.batch.prompts * one.resolved.needs.mini_batches,
+            "packing": one.resolved.rows.packing,
+            "slots": one.resolved.slots,
+            "sampling_weights": one.resolved.sampling_weights,
+            "attention": one.resolved.attention,
+            "source": one.source,
+            "fits": one.fits,
+            "peak_bytes": one.peak_bytes,
+            "peak_phase": one.fullest.name,
+            "resume_peak_bytes": one.resume_bytes,
+            "resident_bytes": one.resident,
+            "phases": [dataclasses.asdict(phase) for phase in one.phases],
+            "programs": programs,
+            "refused_by_the_compiler": list(one.refused),
+            "step_seconds": one.step_seconds,
+            "tokens_per_second": one.tokens_per_second,
+        }
+        if one.apart:
+            described["device_that_only_samples"] = one.apart
+        if one.offloading is not None:
+            described["conversations"] = one.resolved.num_conversations
+            described["parking"] = dataclasses.asdict(one.offloading)
+        if one.forecast is not None:
+            names = ("step_seconds", "tokens_per_second", "hours")
+            derived = {name: getattr(one.forecast, name) for name in names}
+            described["forecast"] = dataclasses.asdict(one.forecast) | derived
+        plan_dicts.append(described)
     return {
         "version": VERSION,
         "target": machine.name,
         "hardware": machine.hardware and machine.hardware.name,
         "devices": machine.num_devices,
         "capacity_bytes": machine.capacity,
-        "plans": [_plan_dict(one) for one in plans.plans],
+        "plans": plan_dicts,
         "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
         "command_that_fits": plans.command,
         "advice": plans.change,
     }
-
-
-def _plan_dict(plan: Plan) -> dict:
-    resolved = plan.resolved
-    # Without their kernels, of which there are thousands.
-    programs = [
-        dataclasses.asdict(dataclasses.replace(p, kernels=())) for p in plan.programs.values()
-    ]
-    for program in programs:
-        del program["kernels"]
-    described = {
-        "mesh": resolved.mesh_shape,
-        "batch": str(resolved.batch),
-        "prompts_of_rollout": resolved.batch.prompts * resolved.needs.mini_batches,
-        "packing": resolved.rows.packing,
-        "slots": resolved.slots,
-        "sampling_weights": resolved.sampling_weights,
-        "attention": resolved.attention,
-        "source": plan.source,
-        "fits": plan.fits,
-        "peak_bytes": plan.peak_bytes,
-        "peak_phase": plan.fullest.name,
-        "resume_peak_bytes": plan.resume_bytes,
-        "resident_bytes": plan.resident,
-        "phases": [dataclasses.asdict(phase) for phase in plan.phases],
-        "programs": programs,
-        "refused_by_the_compiler": list(plan.refused),
-        "step_seconds": plan.step_seconds,
-        "tokens_per_second": plan.tokens_per_second,
-    }
-    if plan.apart:
-        described["device_that_only_samples"] = plan.apart
-    if plan.offloading is not None:
-        described["conversations"] = resolved.num_conversations
-        described["parking"] = dataclasses.asdict(plan.offloading)
-    if plan.forecast is not None:
-        names = ("step_seconds", "tokens_per_second", "hours")
-        derived = {name: getattr(plan.forecast, name) for name in names}
-        described["forecast"] = dataclasses.asdict(plan.forecast) | derived
-    return described

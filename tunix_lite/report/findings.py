@@ -28,7 +28,6 @@ _AGREE = "reward/groups_that_agree"
 _CORRECT = "completions/correct"
 _CUT = "completions/truncated"
 _RATE = "optimizer.learning_rate"
-_OF_SAMPLING = [f"generation.{name}" for name in ("temperature", "top_k", "top_p", "min_p")]
 # What an update may move a weight, relative to a weight's usual size of 1 / sqrt(embed_dim). The
 # quickstart moves 6e-4 at most, a model of billions at 1e-6 some 5e-5.
 _LARGE_STEP = 5e-3
@@ -89,10 +88,6 @@ def _has_one_reward(run: Evidence) -> bool:
     """Whether all completions of all steps got one reward."""
     reward = run.series("reward/mean")
     return run.series("reward/std").largest <= 1e-9 and reward.largest - reward.least <= 1e-9
-
-
-def _temperature(run: Evidence) -> float:
-    return run.number("generation.temperature")
 
 
 def _answers_and_goes_on(run: Evidence) -> bool:
@@ -353,20 +348,12 @@ def _groups_agree(run: Evidence) -> _Shown:
 
 @_fault(86, "the temperature is so high that completions are noise")
 def _temperature_high(run: Evidence) -> _Shown:
-    if not (_temperature(run) > 1.2 and run.series("train/entropy").first > 1.5):
+    if not (
+        run.number("generation.temperature") > 1.2 and run.series("train/entropy").first > 1.5
+    ):
         return None
     shown = run.shown("generation.temperature", "train/entropy", EXAMPLE)
     return shown, ["generation.temperature=1.0"]
-
-
-@_fault(77, "the settings of sampling leave so little choice that completions hardly differ")
-def _temperature_low(run: Evidence) -> _Shown:
-    few = run.number("generation.top_k") in (1, 2) or run.number("generation.top_p") < 0.5
-    few |= run.number("generation.min_p") > 0.5 or _temperature(run) <= 0.4
-    if not (few and run.series(_AGREE).mean >= 0.5):
-        return None
-    free = ["generation.temperature=1.0", "generation.top_k=0", "generation.top_p=1.0"]
-    return run.shown(*_OF_SAMPLING, _AGREE), free
 
 
 @_fault(
