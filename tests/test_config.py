@@ -193,7 +193,7 @@ def test_meshes_are_read_as_people_type_them_and_algorithms_are_one_yaml_file_ea
         (["model.mesh_shape=2,2"], "model.mesh_shape=2,2: several values are a sweep, which needs --multirun"),
         (["optimizer.learning_rate=1e-5,1e-6"], "optimizer.learning_rate=1e-5,1e-6: several values are a sweep, which needs --multirun"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected two lists, got 4; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
-        (["model.mesh_shape=2x2"], "expected two lists, got '2x2'; write it as 'model.mesh_shape=[[2,2],[fsdp,tp]]'"),
+        (["model.mesh_shape=2x2"], "expected two lists, got '2x2'; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
         (["model.mesh_shape=[2,2,2]"], "expected two lists, got [2, 2, 2]; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
         (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; write algorithm.advantages.eps=1"),
