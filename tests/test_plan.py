@@ -645,7 +645,7 @@ def test_a_mesh_that_is_smaller_than_the_target_is_planned_for_its_devices_alone
 # ---- what is written
 
 
-def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
+def test_a_plan_is_one_screen_and_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["tunix-lite", "model=gemma3_1b"])
     settings = PlanConfig(target="v5e-16", mesh="all", analytic=True, out=str(tmp_path))
     command.plan(compose(["model=gemma3_1b", "algorithm.kl_coef=0.04"]), settings)
@@ -669,7 +669,7 @@ def test_a_plan_is_one_screen_and_two_files(tmp_path, capsys, monkeypatch):
     assert [phase["name"] for phase in best["phases"]] == ["rollout", "scoring", "update"]
     most = max(sum(phase["adds"].values()) for phase in best["phases"])
     assert best["peak_bytes"] == sum(best["resident_bytes"].values()) + most
-    assert best["mesh"] == {"fsdp": 16, "tp": 1} and said["refused"]
+    assert {"fsdp": 16, "tp": 1} in [one["mesh"] for one in said["plans"]] and said["refused"]
 
 
 def test_supervised_learning_samples_only_to_evaluate(cfg):
@@ -757,7 +757,7 @@ def test_a_packed_run_of_one_step_has_a_plan_a_trace_and_a_table(tmp_path, compi
     train(compose([*STARTS, *more]), tmp_path)
     assert plan_of(tmp_path) == {"rollout": "estimate", "scoring": "compiled", "update": "compiled"}
     assert compiled_programs == {"update": 1, "score": 1}
-    assert " GiB a device at most (plan.md)" in (tmp_path / "train.log").read_text()
+    assert " GiB a device at most (plan.json)" in (tmp_path / "train.log").read_text()
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
     assert "| all-reduce | " in (tmp_path / "communication.md").read_text()
 
