@@ -1,7 +1,7 @@
 """Makes what the pages show of the output of programs, by running the programs:
 
     python docs/captures.py               # all of it: some ten minutes on two cores
-    python docs/captures.py replay check  # some of it
+    python docs/captures.py sweep check  # some of it
 
 A block that shows output stands under `<!-- captured: NAME -->`, and NAME is a function here.
 tests/test_captures.py compares pages and programs: a message word by word, a run without the
@@ -10,7 +10,6 @@ figures that differ from machine to machine.
 
 import dataclasses
 import errno
-import io
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import rich.console
 
 from tunix_lite.distributed.agreement import ProcessInfo, mismatch_error
 from tunix_lite.errors import ConfigError
@@ -32,7 +30,6 @@ from tunix_lite.learner import optim
 from tunix_lite.models import families, source
 from tunix_lite.settings.compose import compose, compose_values
 from tunix_lite.settings.flags import HYDRA, refuse_foreign
-from tunix_lite.tracking.dashboard import Dashboard
 from tunix_lite.tracking.disk import DiskError, disk_errors_explained
 
 DOCS = Path(__file__).parent
@@ -153,16 +150,6 @@ def check(folder: Path) -> str:
     return _command(folder, "check", "devices=4").strip()
 
 
-def replay(folder: Path) -> str:
-    _short_run(folder)
-    asked = ["replay", "outputs/short", "step=5", "training.max_steps=5", *SHORT]
-    lines = _command(folder, *asked).splitlines()
-    some = [
-        line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]
-    ]
-    return "\n".join(some)
-
-
 def damaged_checkpoint(folder: Path) -> str:
     _short_run(folder)
     data = folder / "outputs/short/checkpoints/5/default/d"
@@ -184,13 +171,9 @@ def sweep(folder: Path) -> str:
         "training.max_steps=3",
         "training.prompts_per_step=16",
     ]
-    printed = _run(folder, *words, "evaluation.num_examples=32", "evaluation.num_samples=0")
-    table = printed[printed.index("run     status") :]
-    return (
-        table.split("\n\n")[0].strip().rpartition("\nseed=2")[0]
-        + "\nseed=2"
-        + (table.partition("\nseed=2")[2].splitlines()[0])
-    )
+    words += ["hydra.sweep.dir=outputs/sweep"]
+    _run(folder, *words, "evaluation.num_examples=32", "evaluation.num_samples=0")
+    return _command(folder, "doctor", "outputs/sweep").strip()
 
 
 def finding(folder: Path) -> str:
@@ -205,31 +188,6 @@ def finding(folder: Path) -> str:
     return "\n".join(line.rstrip() for line in lines[: first[0]]).strip()
 
 
-def live_region(folder: Path) -> str:
-    words = [
-        "training.max_steps=10",
-        "evaluation.interval_steps=5",
-        "hydra.run.dir=outputs/ten",
-    ]
-    _run(folder, *words, "evaluation.num_examples=64", "evaluation.num_samples=0")
-    board = Dashboard(10)
-    for row in map(
-        json.loads, (folder / "outputs/ten/metrics.jsonl").read_text().splitlines()
-    ):
-        board.log(row["step"], row)
-    screen = rich.console.Console(file=io.StringIO(), width=80, height=30, color_system=None)
-    screen.print(board.drawn(80, 30))
-    return screen.file.getvalue().strip()
-
-
-REPLAYED = (
-    "completions/correct",
-    "reward/mean",
-    "train/grad_norm",
-    "train/kl ",
-    "train/loss ",
-    "samples/",
-)
 NO_RUN = (foreign_flags, optimizer_line, odd_process, other_architecture, full_disk)
 MESSAGES: dict[str, Callable[[], str]] = {each.__name__: each for each in NO_RUN}
 
@@ -243,8 +201,8 @@ def trainer_loop(folder: Path) -> str:
 
 RUNS: dict[str, Callable[[Path], str]] = {
     each.__name__: each
-    for each in (quick_start, first_answer, before_and_after, exported, four_devices, check, replay,
-                 damaged_checkpoint, sweep, finding, live_region, trainer_loop)
+    for each in (quick_start, first_answer, before_and_after, exported, four_devices, check,
+                 damaged_checkpoint, sweep, finding, trainer_loop)
 }  # fmt: skip
 SHORT = ["algorithm.kl_coef=0.1", "training.prompts_per_step=4", "training.save_interval_steps=4",
          "evaluation.num_examples=0"]  # fmt: skip

@@ -10,8 +10,8 @@ import sys
 import termios
 
 
-def seen_on_terminal(*words: str, term: str = "xterm-256color", resize: tuple[bytes, int] | None = None) -> str:
-    """What a Python process writes to a terminal of 80 columns. resize: once it wrote this, so many columns."""
+def seen_on_terminal(*words: str, term: str = "xterm-256color") -> str:
+    """What a Python process writes to a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
     environment = os.environ | {"TERM": term, "JAX_PLATFORMS": "cpu"}
@@ -21,9 +21,6 @@ def seen_on_terminal(*words: str, term: str = "xterm-256color", resize: tuple[by
     seen = b""
     try:
         while select.select([ours], [], [], 60)[0]:
-            if resize and resize[0] in seen:
-                fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, resize[1], 0, 0))
-                resize = None
             try:
                 part = os.read(ours, 65536)
             # The program has ended.

@@ -390,7 +390,7 @@ def test_a_step_learns_from_the_tokens_as_they_were_sampled(learned):
 
 def test_a_run_of_an_agent_has_all_that_a_run_has(learned):
     folder = learned.folder
-    assert {"checkpoints", "metrics.jsonl", "plan.md", "samples", "status.json"} <= {p.name for p in folder.iterdir()}
+    assert {"checkpoints", "metrics.jsonl", "plan.json", "samples", "status.json"} <= {p.name for p in folder.iterdir()}
     status = json.loads((folder / "status.json").read_text())
     assert status["status"] == "completed" and status["steps"] == 3 and "avg_at_2" in status["eval"]["last"]
     samples = [json.loads(line) for line in (folder / "samples/evaluation_000000.jsonl").read_text().splitlines()]

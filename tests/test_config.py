@@ -19,9 +19,7 @@ from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
     EvaluationConfig,
     ModelConfig,
@@ -63,12 +61,10 @@ KINDS = {
     "task": TaskConfig,
     "command/serve": ServeConfig,
     "command/check": Check,
-    "command/watch": WatchRun,
     "command/doctor": Doctor,
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
-    "command/replay": Replay,
     "command/evaluate": EvaluateConfig,
     "generation": GenerationConfig,
     "rollout": RolloutConfig,
@@ -194,10 +190,10 @@ def test_meshes_are_read_as_people_type_them_and_algorithms_are_one_yaml_file_ea
         (["training.micro_batchsize=4"], "training.micro_batchsize: there is no such setting; did you mean 'training.micro_batch_size'?"),
         (["algorithm=sft", "algorithm.foo=1"], "no such setting; known here: algorithm._target_, algorithm.weighting"),
         (["tracking.tensorboard=1"], "tracking.tensorboard: expected bool, got 1"),
-        (["model.mesh_shape=2,2"], "model.mesh_shape=2,2: a list has brackets: 'model.mesh_shape=[[2,2],[fsdp,tp]]'; without them it is a sweep, which needs --multirun"),
+        (["model.mesh_shape=2,2"], "model.mesh_shape=2,2: several values are a sweep, which needs --multirun"),
         (["optimizer.learning_rate=1e-5,1e-6"], "optimizer.learning_rate=1e-5,1e-6: several values are a sweep, which needs --multirun"),
         (["model.mesh_shape=4"], "model.mesh_shape: expected two lists, got 4; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
-        (["model.mesh_shape=2x2"], "expected two lists, got '2x2'; write it as 'model.mesh_shape=[[2,2],[fsdp,tp]]'"),
+        (["model.mesh_shape=2x2"], "expected two lists, got '2x2'; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
         (["model.mesh_shape=[2,2,2]"], "expected two lists, got [2, 2, 2]; write it as 'model.mesh_shape=[[4,1],[fsdp,tp]]'"),
         (["task.rewards.correct.fn._target_=rewards.nope"], "task.rewards.correct.fn._target_: cannot import"),
         (["algorithm.advantages.epsilon=1"], "algorithm.advantages.epsilon: there is no such setting; write algorithm.advantages.eps=1"),

@@ -31,9 +31,7 @@ from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
-from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
 from tunix_lite.environments import open_env
 from tunix_lite.inference.export import KINDS
@@ -68,16 +66,11 @@ PROGRAMS = {
     "serve": ServeConfig,
     "export": ExportConfig,
     "plan": PlanConfig,
-    "replay": Replay,
     "check": Check,
-    "watch": WatchRun,
     "doctor": Doctor,
     "evaluate": EvaluateConfig,
 }
-POSITIONAL = {
-    "watch": "folder",
-    "replay": "checkpoint",
-}  # the setting that a first word without = is short for
+POSITIONAL = {}  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}
 VARIABLES = {"XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
@@ -529,7 +522,7 @@ def metrics_in_the_code() -> set[str]:
     """Every `part/name` that stands in the package as a string; the variable part of an f-string is <name>."""
     files = (ROOT / "tunix_lite").rglob("*.py")
     # these only read what runs have logged
-    readers = {"findings.py", "dashboard.py", "forecast.py"}
+    readers = {"findings.py", "console.py", "forecast.py"}
     trees = [ast.parse(file.read_text()) for file in files if file.name not in readers]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -84,45 +84,12 @@ def test_a_run_without_metrics_shows_nothing():
     assert names(Evidence(Path("run"), {}, [], [], {}, {}, {})) == []
 
 
-def test_the_gap_of_the_first_step_and_one_that_grows_are_two_faults():
+def test_a_gap_in_the_first_step_is_a_fault():
     assert names(evidence(train_sampler_gap=[3e-7] * 10)) == []
     assert names(evidence(train_sampler_gap=[0.8])) == ["sampler_gap"]
-    assert names(evidence(train_sampler_gap=np.linspace(1e-7, 0.2, 10).tolist())) == ["sampler_stale"]
     # within a rollout the policy moves, so only its first update counts
     moving = [1e-7, 0.1] * 5
     assert names(evidence(train_sampler_gap=moving, settings={"algorithm.updates_per_rollout": 2})) == []
-
-
-def group(rewards, advantages, prompt="2 + 2", number=0):
-    return [
-        {"prompt": prompt, "completion": f"{i}", "reward": r, "advantage": a, "group": number, "correct": r > 0}
-        for i, (r, a) in enumerate(zip(rewards, advantages))
-    ]
-
-
-def test_advantages_that_do_not_follow_the_rewards_of_their_group():
-    right = group([1.0, 0.0, 1.0, 0.0], [0.9, -0.9, 0.9, -0.9]) + group([0.0] * 4, [0.0] * 4, "3 + 3", 1)
-    assert names(evidence({1: right})) == []
-    unequal = group([1.0, 1.0, 0.0], [0.9, 0.3, -1.2]) + group([1.0, 1.0, 0.0], [0.4, 0.8, -1.2], "3 + 3", 1)
-    assert names(evidence({1: unequal})) == ["groups_mixed"]
-    reversed_ = group([1.0, 0.5, 0.0], [-1.0, 0.0, 1.0]) + group([1.0, 0.2, 0.0], [-0.9, 0.0, 0.9], "3 + 3", 1)
-    assert names(evidence({1: reversed_})) == ["groups_mixed"]
-    # what is added to the rewards is not in the files
-    assert names(evidence({1: unequal}, settings={"algorithm.shaping": {"_target_": "x"}})) == []
-    mixed = group([1.0, 0.0], [1.0, -1.0]) + group([1.0, 0.0], [1.0, -1.0], "3 + 3", 1)
-    mixed[0]["prompt"] = "another"
-    mixed[2]["prompt"] = "a third"
-    assert names(evidence({1: mixed})) == ["groups_mixed"]
-
-
-def test_settings_of_sampling_that_leave_no_choice_are_named():
-    agree = {"reward_groups_that_agree": [0.9]}
-    for settings in ({"temperature": 0.2}, {"top_p": 0.05}, {"top_k": 1}, {"min_p": 0.9}):
-        given = {f"generation.{name}": value for name, value in settings.items()}
-        assert "temperature_low" in names(evidence(settings=given, **agree))
-        assert "temperature_low" not in names(evidence(settings=given, reward_groups_that_agree=[0.3]))
-    usual = {"generation.top_p": 0.95, "generation.top_k": 50, "generation.min_p": 0.05}
-    assert "temperature_low" not in names(evidence(settings=usual, **agree))
 
 
 def test_held_out_prompts_among_the_training_prompts_are_counted():
@@ -169,7 +136,7 @@ def test_findings_name_steps_numbers_and_an_override():
     )
     (finding,) = diagnose(run)
     assert finding.evidence == ["train/skipped is 1 in 5 of 10 steps, first in step 6"]
-    assert finding.overrides == ["optimizer.learning_rate=0.0001", "tunix-lite replay run skipped=6"]
+    assert finding.overrides == ["optimizer.learning_rate=0.0001"]
 
 
 def test_the_page_names_every_finding():
@@ -190,14 +157,11 @@ def doctor(*words: str, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_prints_lines_or_json(tmp_path, capsys):
+def test_the_command_prints_lines(tmp_path, capsys):
     folder = folder_of(RECORDED["learning rate 0"], tmp_path)
     text = doctor(str(folder), capsys=capsys)
     assert text.splitlines()[0].startswith(f"{folder}: 12 steps, reward/mean")
     assert "1. the weights do not move [learning_rate_zero]" in text and "try optimizer.learning_rate=1e-4" in text
-    found = json.loads(doctor(str(folder), "doctor.json=true", capsys=capsys))
-    assert found["steps"] == 12 and found["unread"] == []
-    assert found["findings"][0]["name"] == "learning_rate_zero" and found["findings"][0]["weight"] == 98
     assert "usage: tunix-lite doctor [FOLDERS ...]" in doctor("--help", capsys=capsys)
 
 

@@ -336,7 +336,6 @@ def test_a_flag_of_ours_behind_the_program_is_not_lost(capsys):
     [
         (["--nproc_per_node=2", "x.py"], "--nproc_per_node=2: the launcher has no such flag; it has --nprocs. "),
         (["--nnodes", "2", "--nprocs=4", "x.py"], "--nnodes: the launcher has no such flag; it has --nprocs."),
-        (["x.py", "--max-restarts=3"], "--max-restarts is gone; write launch.max_restarts=N, after the program"),
         (["--nprocs=auto", "x.py"], "argument --nprocs: auto: it is a number; one process uses all devices"),
     ],
 )

@@ -165,7 +165,7 @@ def test_the_page_on_teachers_to_the_letter(tmp_path, monkeypatch):
     train(run, tmp_path / "run")
     (row,) = metrics_of(tmp_path / "run")
     assert row["time/first"] > 0 < row["time/second"]
-    assert {"first", "second"} <= set(re.findall(r"\w+", (tmp_path / "run" / "plan.md").read_text()))
+    assert {"first", "second"} <= set(re.findall(r"\w+", (tmp_path / "run" / "plan.json").read_text()))
 
 
 def test_the_example_of_two_teachers_takes_the_better_one_by_hand(monkeypatch):

@@ -17,8 +17,6 @@ from test_hardware import needs_compiler
 
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.models import decoder, weights
-from tunix_lite.planning.advice import savings
-from tunix_lite.planning.at_start import out_of_memory_lines
 from tunix_lite.planning.hardware import find_target
 from tunix_lite.resolved.run import find_model, resolve_run
 from tunix_lite.runs import session, setup
@@ -194,25 +192,6 @@ def test_a_recipe_gives_way_to_the_command_line_and_a_wrong_name_lists_those_the
         compose(["experiment=quick"])
 
 
-def test_out_of_memory_names_what_takes_less_the_cheapest_first():
-    settings = ["model=gemma3_1b", "training.micro_batch_size=4", "generation.max_new_tokens=512"]
-    plan = make_plans(compose(settings), PlanConfig(analytic=True), []).plans[0]
-    found = savings(plan)
-    changes = [overrides[0].partition("=")[0] for overrides, _ in found]
-    order = ["rollout.weights", "rollout.num_slots", "rollout.cache", "training.remat", "training.mixed_precision",
-             "training.micro_batch_size", "training.mixed_precision", "model.lora.rank"]  # fmt: skip
-    places = [order.index(name) for name in dict.fromkeys(changes)]
-    assert places == sorted(places) and len(found) >= 3 and all(size > 0 for _, size in found)
-    # Each saving is what a plan with the override says.
-    overrides, size = found[0]
-    better = make_plans(compose([*settings, *overrides]), PlanConfig(analytic=True), []).plans[0]
-    assert size == plan.peak_bytes - better.peak_bytes
-
-    lines = out_of_memory_lines(plan.resolved)
-    assert lines[0].startswith("out of memory") and len(lines) == len(found) + 1
-    assert lines[1].split()[0] == overrides[0]
-
-
 def test_a_run_that_is_out_of_memory_says_so_and_another_does_not(tmp_path, monkeypatch):
     said = []
     resolved = make_plans(compose([]), PlanConfig(analytic=True), []).plans[0].resolved
@@ -228,7 +207,7 @@ def test_a_run_that_is_out_of_memory_says_so_and_another_does_not(tmp_path, monk
     outer = RuntimeError("step 4")
     outer.__cause__ = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
     session._failed(run_session, outer)
-    assert any("what takes less" in text for text in said) and any("training.remat=block" in text for text in said)
+    assert any(text.startswith("out of memory: ") for text in said)
 
 
 def test_a_run_in_float32_says_where_jax_multiplies_with_fewer_bits():

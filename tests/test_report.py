@@ -17,7 +17,7 @@ from tunix_lite.__main__ import main
 from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.report.charts import Chart, Line, line_chart
 from tunix_lite.report.comparison import runs_in
-from tunix_lite.report.page import MOST_BYTES, page_as_html, write_at_end, write_page
+from tunix_lite.report.page import page_as_html, write_at_end, write_page
 from tunix_lite.report.run_page import run_page
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>](javascript:x)|`</pre>&\x1b[31m\u202e"
@@ -210,22 +210,6 @@ def test_every_number_behind_the_curves_is_that_of_metrics_jsonl(run):
         assert [float(cell) for cell in cells] == pytest.approx(of, rel=6e-4), name
 
 
-def test_seconds_by_phase_add_up_to_those_of_the_run(run):
-    folder, rows, _ = run
-    table = read(folder).table("phase", "seconds")
-    total = {
-        name: sum(row.get(f"time/{name}", 0.0) for row in rows) for name in ("rollout", "update", "eval", "collect")
-    }
-    assert float(table["sampling"][0]) == pytest.approx(total["rollout"], abs=0.051)
-    assert float(table["update"][0]) == pytest.approx(total["update"], abs=0.051)
-    assert float(table["evaluation"][0]) == pytest.approx(total["eval"], abs=0.051) and total["eval"] == 1.25 * 5
-    assert float(table["pass of reference"][0]) == pytest.approx(0.2 * STEPS, abs=0.051)
-    assert float(table["rest of collecting"][0]) == pytest.approx(0.1 * STEPS, abs=0.051)
-    rest = 400 - total["collect"] - total["update"] - total["eval"]
-    assert float(table["start, compiling, files"][0]) == pytest.approx(rest, abs=0.051)
-    assert sum(float(cells[0]) for cells in table.values()) == pytest.approx(400, abs=0.4)
-
-
 def test_the_head_and_the_examples_are_those_of_the_files(run):
     folder, rows, truth = run
     words = " ".join(read(folder).words)
@@ -277,23 +261,6 @@ def test_texts_of_a_stranger_stay_texts_and_a_page_loads_nothing_from_elsewhere(
     assert not re.search(r"https?:|//|url\(|@import|<link|<script|<iframe|src=|href=", sound)
 
 
-def test_lines_to_paste_are_quoted_and_name_the_run(run, tmp_path):
-    folder, _, _ = run
-    lines = read(folder).lines
-    assert f"python run_training.py seed=0 training.max_steps={2 * STEPS} hydra.run.dir={folder}" in lines
-    assert f"tunix-lite generate checkpoint={folder}" in lines and f"tunix-lite export checkpoint={folder}" in lines
-    # commands that leave a mark and nothing else, should one be run
-    given = ["task.prompt='a b'; touch ran-1", "seed=$(touch ran-2)", "x=`touch ran-3`"]
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(given))
-    (again,) = [line for line in read(folder).lines if line.startswith("python") and "hydra.run.dir" not in line]
-    here = tmp_path / "here"
-    here.mkdir()
-    command = ["bash", "-c", again.replace("python run_training.py", "printf '%s\\n'")]
-    heard = subprocess.run(command, capture_output=True, cwd=here)
-    assert not list(here.iterdir()), "nothing of it is run"
-    assert heard.stdout.decode().splitlines() == given
-
-
 @pytest.mark.parametrize("name", ["status.json", ".hydra/config.yaml", ".hydra/overrides.yaml", EVALUATION])
 def test_a_damaged_or_missing_file_leaves_the_rest(run, name):
     folder, _, _ = run
@@ -311,7 +278,7 @@ def test_a_report_of_thousands_of_steps_is_small_and_soon_there(tmp_path):
     began = time.process_time()
     file = write_page(run_page(tmp_path / "run"), tmp_path)
     assert time.process_time() - began < 12, "some 2.5 s; a page that reads the rows once a metric takes minutes"
-    assert file.stat().st_size < MOST_BYTES
+    assert file.stat().st_size < 2_000_000
 
 
 HOLDS = "import sys, time; from pathlib import Path; from tunix_lite.distributed.folder_lock import lock_folder\nwith lock_folder(Path(sys.argv[1]), 0):\n    print('has it', flush=True); time.sleep(60)"
@@ -335,7 +302,6 @@ def test_a_killed_run_has_one_by_the_command(run, monkeypatch, capsys):
     main()
     text = (folder / "report.html").read_text()
     assert ">killed<" in text and "metrics.jsonl holds 60 steps" in text
-    assert f"hydra.run.dir={folder}" in text, "and how to go on"
     assert capsys.readouterr().out.split()[-1] == str(folder / "report.html")
 
 
@@ -363,12 +329,9 @@ def test_runs_are_compared_by_their_own_numbers_and_settings(tmp_path, monkeypat
     assert [path.name for path in runs_in(tmp_path / "sweep")] == ["0", "1", "10"]
     monkeypatch.setattr(sys, "argv", ["tunix-lite", "doctor", str(tmp_path / "sweep")])
     main()
-    found = Reader((tmp_path / "sweep" / "report.html").read_text())
-    results, differ = [table for table in found.tables if table[0][0] == "run"][:2]
-    for row, seed, truth in zip(results[1:], (0, 1, 10), truths):
-        assert row[0] == f"seed={seed}" and row[1:3] == ["completed", "60"]
-        assert numbers(row[3]) == [pytest.approx(100 * truth[0][0].mean(), abs=0.051)]
-        assert numbers(row[4]) == [pytest.approx(100 * truth[STEPS][0].mean(), abs=0.051)]
-    assert differ == [["run", "seed"], ["seed=0", "0"], ["seed=1", "1"], ["seed=10", "10"]]
-    out = capsys.readouterr().out.splitlines()
-    assert out[0].split()[:3] == ["run", "status", "steps"] and out[3].startswith("seed=10")
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split()[:3] == ["run", "status", "steps"]
+    for row, seed, truth in zip(rows, (0, 1, 10), truths):
+        assert row.split()[:3] == [f"seed={seed}", "completed", "60"]
+        before, after = (f"{truth[step][0].mean():.1%}".replace("%", " %") for step in (0, STEPS))
+        assert re.search(rf"60 +{before} +{after} ", row)

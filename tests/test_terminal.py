@@ -1,14 +1,12 @@
-"""The terminal: a live region where one can be drawn, plain lines elsewhere, and the same files either way."""
+"""The terminal: a line that is rewritten where one can be, plain lines elsewhere, and the same files either way."""
 
 import io
 import re
 
-import pytest
-import rich.console
 from pseudo_terminal import seen_on_terminal
 
+from tunix_lite.report.run_page import best_middle_worst
 from tunix_lite.tracking.console import Console, lines_of_sample
-from tunix_lite.tracking.dashboard import Dashboard, best_middle_worst
 
 NASTY = "a\x1b[2J\x07[bold]b\u202e"
 
@@ -32,36 +30,14 @@ def metrics(step: int) -> dict:
     }
 
 
-def text_of(drawn, width: int) -> str:
-    stream = io.StringIO()
-    rich.console.Console(file=stream, width=width, color_system=None).print(drawn)
-    return stream.getvalue()
-
-
-def board_after(steps: int) -> Dashboard:
-    board = Dashboard(20)
-    for step in range(1, steps + 1):
-        board.log(step, metrics(step))
-    return board
-
-
-@pytest.mark.parametrize("width", [50, 80, 140])
-def test_the_region_holds_every_number_within_the_columns(width):
-    text = text_of(board_after(12).drawn(width, 60), width)
-    for part in ("step 12/20 60% | eta", "reward", "1.200", "kl", "0.0010", "groups agree", "50%", "cut", "25%",
-                 "grad", "lr", "1.0e-05", "1,234", "31.0%", "1.50 GB", "rollout", "0.50 s", "update", "1.25 s"):  # fmt: skip
-        assert part in text, f"{part} at {width}"
-    assert max(map(len, text.splitlines())) <= width
-
-
-def test_the_time_left_counts_the_evaluations_that_are_still_to_come():
+def test_the_time_left_counts_the_evaluations_that_are_still_to_come(tmp_path):
     """Steps of 2 s and evaluations of 30 s at steps 0, 5, 10, 15 and 18: the mean of all that was would be wrong."""
-    board = Dashboard(18, evaluates_every=5)
+    board = Console(tmp_path / "train.log", 18, stream=io.StringIO(), evaluates_every=5)
     board.log(0, {"time/eval": 40.0})
     left = {}
     for step in range(1, 19):
         board.log(step, {"time/step": 2.0} | ({"time/eval": 30.0} if step in (5, 10, 15, 18) else {}))
-        left[step] = board.seconds_left()
+        left[step] = board.seconds_left(step)
     assert left[1] is None and left[2] == 16 * 2 + 4 * 40
     assert left[5] == 13 * 2 + 3 * 30 and left[17] == 2 + 30 and left[18] == 0
 
@@ -75,47 +51,47 @@ def test_a_sample_is_one_line_whatever_it_holds():
 
 
 SCRIPT = """
-import sys, time
+import sys
 from pathlib import Path
 from tunix_lite.tracking.console import Console
-console = Console(Path(sys.argv[1]), max_steps=8, mode=sys.argv[2])
+console = Console(Path(sys.argv[1]), max_steps=8)
 console.panel("title", [("mesh", "fsdp=1")])
 console.busy("compiling…")
-time.sleep(float(sys.argv[3]))
+console.show(sys.argv[2])
 for step in range(1, 9):
-    console.doing("updating")
+    console.show("updating")
     metrics = {"reward/mean": step / 8, "train/kl": 0.1, "time/step": 1.0}
     console.log(step, metrics | ({"eval/accuracy": 0.5} if step == 4 else {}))
-    time.sleep(float(sys.argv[3]) / 2)
 print("to standard error", file=sys.stderr)
 console.say("a hint", style="yellow"); console.say("a fact")
 console.close()
 """
 
 
-def on_a_terminal(tmp_path, mode="auto", term="xterm-256color", pause=0.0, resize=None) -> tuple[str, str]:
+def on_a_terminal(tmp_path, term="xterm-256color", long="") -> tuple[str, str]:
     """What reaches the terminal, and train.log without its clock."""
-    log = tmp_path / f"train-{mode}-{term}.log"
-    seen = seen_on_terminal("-c", SCRIPT, str(log), mode, str(pause), term=term, resize=resize)
+    log = tmp_path / f"train-{term}-{len(long)}.log"
+    seen = seen_on_terminal("-c", SCRIPT, str(log), long, term=term)
     return seen, re.sub(r"(?m)^\d\S* ", "", log.read_text())
 
 
-def test_a_terminal_gets_a_live_region(tmp_path):
-    seen, _ = on_a_terminal(tmp_path, pause=0.3, resize=(b"compiling", 140))
-    assert "╭─ step " in seen and "reward" in seen and "compiling… 0 s" in seen
-    assert "to standard error" in seen and "a hint" in seen
-    columns = {len(line) for line in re.findall(r"╭─ step [^╮]*╮", seen)}
-    assert max(columns) == 140 and min(columns) <= 140, "the region follows the terminal"
+def test_a_terminal_has_a_line_that_is_rewritten_as_wide_as_it_is(tmp_path):
+    seen, log = on_a_terminal(tmp_path, long="x" * 100)
+    shown = [text.partition("\r")[0].strip() for text in seen.split("\r\x1b[2K")[1:]]
+    assert "step 0/8 0% | compiling…" in shown and "step 1/8 12% | updating" not in log
+    assert max(map(len, (text for text in shown if "xxx" in text))) == 79, "it ends before the last of 80 columns"
+    assert "to standard error" in seen and "\x1b[33ma hint\x1b[0m" in seen
+    assert shown[-1] == "" or "updating" not in shown[-1], "nothing of it stays"
 
 
 def test_a_dumb_terminal_and_a_pipe_get_a_plain_line_a_step(tmp_path):
     dumb, log = on_a_terminal(tmp_path, term="dumb")
-    assert "\x1b" not in dumb and "╭" not in dumb
+    assert "\x1b" not in dumb
     assert [line.split(" | ")[0] for line in dumb.splitlines() if line.startswith("step")] == [
         f"step {n}/8 {n / 8:.0%}" for n in range(1, 9)
     ]
     # The files are the same whatever the screen is.
-    _, live = on_a_terminal(tmp_path, mode="rich")
+    _, live = on_a_terminal(tmp_path)
     assert live == log
 
 

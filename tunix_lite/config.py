@@ -18,7 +18,7 @@ from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.imports import import_named
 from tunix_lite.files.plain_text import shown
 from tunix_lite.files.untrusted import TARGET
-from tunix_lite.hints import mesh_setting, shell_quoted, unknown_key
+from tunix_lite.hints import unknown_key
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig
 from tunix_lite.learner.policy import DTYPES
 from tunix_lite.learner.rows import PACKING
@@ -211,9 +211,8 @@ class TrackingConfig:
     samples_interval_steps: int = 10
     # Completions of such a file that the console shows. 0 shows none.
     samples_shown: int = 3
-    # Console output: rich (live region), plain (a line per step) or quiet (hints, errors, results).
-    # auto uses rich on a terminal, else plain.
-    console: str = "auto"
+    # Console output: plain (a line per step) or quiet (hints, errors, results).
+    console: str = "plain"
     # true writes report.html when the run ends, even by an error.
     report: bool = True
     # Other trackers by name, such as one of your own. tracking=wandb, mlflow or trackio adds one.
@@ -224,8 +223,8 @@ class TrackingConfig:
     def __post_init__(self):
         counts = "samples_interval_steps samples_shown"
         _check_numbers(self, counts, lambda x: x >= 0, "must not be negative")
-        if self.console not in ("auto", "rich", "plain", "quiet"):
-            raise ValueError(f"console={self.console!r} is one of auto, rich, plain, quiet")
+        if self.console not in ("plain", "quiet"):
+            raise ValueError(f"console={self.console!r} is one of plain, quiet")
 
 
 @dataclass(frozen=True)
@@ -254,13 +253,6 @@ class RuntimeConfig:
 
     def __post_init__(self):
         check_on_disk("program_cache", self.program_cache)
-        # What people write for a folder that they do not want.
-        no_folder = ("", "none", "off", "no", "false", "true")
-        if self.program_cache is not None and self.program_cache.strip().lower() in no_folder:
-            raise ValueError(
-                f"program_cache={self.program_cache!r} is no folder; null keeps no programs, auto "
-                "takes ~/.cache/tunix_lite"
-            )
 
 
 @dataclass(frozen=True)
@@ -556,14 +548,10 @@ def _check_mesh_form(value: object, where: str) -> None:
     # A run's model.json was read before, so its lists are tuples.
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     lists = is_pair and all(isinstance(part, list | tuple) for part in value)
-    named = lists and all(name in AXES for name in value[1])
-    meant = mesh_setting(str(value))
-    if named or (lists and not meant):
+    if lists and all(name in AXES for name in value[1]):
         return
-    meant = meant or ("model.mesh_shape=[[4,1],[fsdp,tp]]",)
     wrong = "the axes are fsdp and tp" if lists else f"expected two lists, got {shown(value)}"
-    form = shell_quoted(meant[0].replace("model.mesh_shape", where, 1))
-    raise ConfigError(f"{where}: {wrong}; write it as {form}")
+    raise ConfigError(f"{where}: {wrong}; write it as '{where}=[[4,1],[fsdp,tp]]'")
 
 
 def _expect_type(kind: type, value: object, where: str) -> Any:

@@ -8,7 +8,7 @@ of one of them.
 import functools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -160,8 +160,6 @@ def _fitting(
     overrides: tuple[str, ...] = ()
     if (chosen := each.values.get(text.lower())) is not None:
         overrides = tuple(chosen.split())
-    elif each.ours and each.ours[0].startswith("<"):
-        overrides = _MADE_OF_VALUES[each.ours[0]](text, known)
     elif known is not None or len(each.ours) == 1:
         # The first template whose settings exist, with the value in it; the parts first, for a
         # value may hold spaces.
@@ -205,68 +203,6 @@ def _text(value: object) -> str:
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
     return text.lower() if text.lower() in ("true", "false") else text
-
-
-# ---- overrides that are made of the value
-
-
-def _model_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
-    """A folder or a hub name as model.weights, a size as the option of that name."""
-    if "/" in value:
-        return (f"model.weights={value}",)
-    option = near_option("model", value)
-    return (f"model={option}",) if option else ("model.weights=...",) if not value else ()
-
-
-def _data_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
-    """A file as the task of its format; a name on the hub is nothing that we load."""
-    return _file_setting(value) if re.search(r"\.(jsonl|parquet|csv)$", value) else ()
-
-
-def _file_setting(value: str, *_: object) -> tuple[str, ...]:
-    """Files of rows, by the ending of their name."""
-    ending = re.search(r"\.(jsonl|parquet|csv)\]?$", value)
-    task = ending[1] if ending else "jsonl"
-    return (f"task={task}", f"task.train={value.strip('[]') or '...'}")
-
-
-def _reward_setting(value: str, known: Iterable[str] | None) -> tuple[str, ...]:
-    """A function by its dotted path, as the reward of the task."""
-    is_path = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value)
-    if not is_path or value.startswith("trl.") or value.endswith(".py"):
-        return ()
-    if known is not None and "task.reward" not in known:
-        return (f"+task.rewards.mine={{fn: {value}, weight: 1.0}}",)
-    return (f"task.reward={value}",)
-
-
-# What other projects call the two axes.
-_AXIS_NAMES = dict.fromkeys(("fsdp", "data", "dp"), "fsdp")
-_AXIS_NAMES |= dict.fromkeys(("tp", "tensor", "model", "mp"), "tp")
-
-
-def mesh_setting(value: str, *_: object) -> tuple[str, ...]:
-    """Sizes, `[4,2]` or `(4,2)` with or without names, in the form of model.mesh_shape; ():
-    something else."""
-    # 4x1 is two sizes.
-    value = re.sub(r"(?<=\d) *[x*] *(?=-?\d)", ",", value.lower())
-    sizes = re.findall(r"-?\d+", value)
-    names = re.findall(r"[a-z_]+", value)
-    axes = [_AXIS_NAMES.get(name) for name in names] or ["fsdp", "tp"][: len(sizes)]
-    if axes == ["fsdp"] and len(sizes) == 1:
-        sizes, axes = [*sizes, "1"], ["fsdp", "tp"]
-    if sorted(map(str, axes)) not in (["fsdp", "tp"], ["tp"]) or len(axes) != len(sizes):
-        return ()
-    return (f"model.mesh_shape=[[{','.join(sizes)}],[{','.join(axes)}]]",)
-
-
-_MADE_OF_VALUES: dict[str, Callable[..., tuple[str, ...]]] = {
-    "<model>": _model_setting,
-    "<data>": _data_setting,
-    "<file>": _file_setting,
-    "<reward>": _reward_setting,
-    "<mesh>": mesh_setting,
-}
 
 
 # ---- options of a group

@@ -1,15 +1,14 @@
-"""`tunix-lite doctor RUN [RUN ...]`: find in the files of a run why it does not learn, and write a
-page on its results, or on those of several runs."""
+"""`tunix-lite doctor RUN [RUN ...]`: find in the files of a run why it does not learn, write a page
+on its results, or compare several runs."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tunix_lite.commands import program
 from tunix_lite.distributed.folder_lock import is_held
 from tunix_lite.errors import RunFailed, error_context
 from tunix_lite.files.plain_text import escaped, shown
 from tunix_lite.files.untrusted import as_path
-from tunix_lite.report.comparison import comparison_page, runs_in
+from tunix_lite.report.comparison import lines_of_runs, runs_in
 from tunix_lite.report.evidence import Evidence, read_evidence
 from tunix_lite.report.findings import Finding, diagnose
 from tunix_lite.report.page import write_page
@@ -18,15 +17,12 @@ from tunix_lite.report.run_page import run_page
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """How the findings are shown.
+    """Where the page goes.
 
-    Example: `tunix-lite doctor RUN doctor.json=true` is DoctorOptions(json=True).
+    Example: `tunix-lite doctor RUN doctor.report=RUN` is DoctorOptions(report="RUN").
     """
 
-    # true prints one JSON object instead of lines.
-    json: bool = False
-    # Folder for report.html, such as that of the run. null writes it for several runs only: into
-    # the sweep's folder, else here.
+    # Folder for report.html of one run, such as its own. null writes none.
     report: str | None = None
 
 
@@ -53,27 +49,23 @@ def main() -> None:
 
 
 def doctor(settings: Doctor) -> None:
-    """Prints what is wrong with a run, the heaviest finding first; of several, what each came to.
-    Writes their page. The folders may be somebody else's."""
-    options = settings.doctor
-    place = options.report
+    """Prints what is wrong with a run, the heaviest finding first, and may write its page; of
+    several, what each came to. The folders may be somebody else's."""
+    place = settings.doctor.report
     page = None
     with error_context(""):
         folders = [as_path(folder) for folder in settings.folders]
         of_sweep = [] if (folders[0] / "metrics.jsonl").is_file() else runs_in(folders[0])
         if len(folders) == 1 and of_sweep:
-            place = place or settings.folders[0]
             folders = of_sweep
         if len(folders) > 1:
-            place = place or "."
-            page = comparison_page(folders, lambda line: print(escaped(line, 1000)))
+            if place is not None:
+                raise ValueError("doctor.report is of one run: give its folder alone")
+            print("\n".join(escaped(line, 1000) for line in lines_of_runs(folders)))
         else:
             evidence = read_evidence(folders[0])
             findings = diagnose(evidence)
-            if options.json:
-                print(json.dumps(as_object(evidence, findings), indent=2))
-            else:
-                print("\n".join(escaped(x, 1000) for x in finding_lines(evidence, findings)))
+            print("\n".join(escaped(x, 1000) for x in finding_lines(evidence, findings)))
             page = run_page(folders[0], is_held(folders[0])) if place else None
     if page is None:
         return
@@ -85,16 +77,6 @@ def doctor(settings: Doctor) -> None:
             f"{shown(place)} cannot be written to ({why}); give doctor.report=FOLDER"
         ) from error
     print(escaped(str(file), 1000))
-
-
-def as_object(run: Evidence, findings: list[Finding]) -> dict:
-    """The findings as plain values."""
-    return {
-        "folder": str(run.folder),
-        "steps": run.num_steps,
-        "findings": [asdict(finding) for finding in findings],
-        "unread": run.unread,
-    }
 
 
 def finding_lines(run: Evidence, findings: list[Finding]) -> list[str]:

@@ -221,31 +221,31 @@ def read_prompts(file: Path, most: int) -> tuple[list[Prompt], list[int]]:
         raise ConfigError(f"prompts={file} holds no prompt")
     if file.suffix != ".jsonl":
         return [line for _, line in lines], [most] * len(lines)
-    read = [
-        _read_prompt(f"prompts={file}, line {number}", line, most) for number, line in lines
-    ]
-    return [prompt for prompt, _ in read], [limit for _, limit in read]
-
-
-def _read_prompt(where: str, line: str, most: int) -> tuple[Prompt, int]:
-    """The prompt in a line of a .jsonl file, and the most tokens of its completions."""
-    try:
-        row = json_of(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    row = row if isinstance(row, dict) else {"prompt": row}
-    prompt = row.get("prompt", row.get("messages"))
-    is_messages = isinstance(prompt, list) and all(
-        isinstance(message, dict) for message in prompt
-    )
-    if not prompt or not (isinstance(prompt, str) or is_messages):
-        raise ConfigError(f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
-    if row.get("tools") is not None:
-        raise ConfigError(f"{where}: has `tools`: serve the model, and send them to it")
-    limit = row.get("max_new_tokens", most)
-    if type(limit) is not int or not 1 <= limit <= most:
-        raise ConfigError(
-            f"{where}: max_new_tokens={shortened(limit)}; it is 1 to "
-            f"generation.max_new_tokens={most}"
+    prompts: list[Prompt] = []
+    limits = []
+    for number, line in lines:
+        where = f"prompts={file}, line {number}"
+        try:
+            row = json_of(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        row = row if isinstance(row, dict) else {"prompt": row}
+        prompt = row.get("prompt", row.get("messages"))
+        is_messages = isinstance(prompt, list) and all(
+            isinstance(message, dict) for message in prompt
         )
-    return prompt, limit
+        if not prompt or not (isinstance(prompt, str) or is_messages):
+            raise ConfigError(
+                f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}'
+            )
+        if row.get("tools") is not None:
+            raise ConfigError(f"{where}: has `tools`: serve the model, and send them to it")
+        limit = row.get("max_new_tokens", most)
+        if type(limit) is not int or not 1 <= limit <= most:
+            raise ConfigError(
+                f"{where}: max_new_tokens={shortened(limit)}; it is 1 to "
+                f"generation.max_new_tokens={most}"
+            )
+        prompts.append(prompt)
+        limits.append(limit)
+    return prompts, limits

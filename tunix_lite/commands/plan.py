@@ -42,7 +42,7 @@ class PlanConfig:
     lengths_of: str | None = None
     # Folder of a run made with the same settings: prints predicted against measured, and no plan.
     verify: str | None = None
-    # Folder for plan.md and plan.json. null uses outputs/<project_name>/plan-<target>.
+    # Folder for plan.json. null uses outputs/<project_name>/plan-<target>.
     out: str | None = None
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def plan(run: RunConfig, settings: PlanConfig) -> None:
-    """Makes the plans, writes plan.md and plan.json, and prints a short form of them. Raises
+    """Makes the plans, writes plan.json, and prints a short form of them. Raises
     RunFailed, after that, if none fits."""
     if settings.target != "attached":
         # Nothing runs on a device. jax's CUDA package cannot compile without a GPU's driver either,
@@ -86,7 +86,7 @@ def plan(run: RunConfig, settings: PlanConfig) -> None:
     found = replace(found, plans=tuple(_with_forecast(plan, lengths) for plan in found.plans))
     report.write(found, folder)
     print("\n".join([*report.short_form(found), ""]))
-    print(f"written to {folder}/plan.md and plan.json")
+    print(f"written to {folder}/plan.json")
     if all(plan.fits is False for plan in found.plans):
         # The last line is then the command that fits.
         if found.command is not None:
@@ -107,7 +107,7 @@ def make_plans(run: RunConfig, settings: PlanConfig, words: list[str]) -> Plans:
     if run.rollout.mesh_shape is not None:
         raise ConfigError(
             f"rollout.mesh_shape={as_text(run.rollout.mesh_shape)}: this command plans for the "
-            "devices of one mesh; leave it out, or start the run, whose plan.md has both"
+            "devices of one mesh; leave it out, or start the run, whose plan.json has both"
         )
     machine = find_machine(settings.target)
     cfg, lora = find_model(run.model)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 
 from tunix_lite.checkpoint import Checkpoints
@@ -37,8 +36,6 @@ from tunix_lite.planning import plan as planning
 from tunix_lite.planning.at_start import check_fits
 from tunix_lite.planning.hardware import find_machine
 from tunix_lite.planning.report import short_form
-from tunix_lite.report.comparison import comparison_page, runs_in
-from tunix_lite.report.page import write_at_end
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import (
     Parts,
@@ -54,21 +51,12 @@ from tunix_lite.train import train
 # What `check` has found about the run that it checked last. Not of all runs of a sweep: each holds
 # its data, and hours may lie between the check and the start of a run.
 _FOUND: list[tuple[RunConfig, Parts]] = []
-# The folder of the sweep whose runs are made here, if a report of it is asked for.
-SWEEPS: list[Path] = []
 
 
 def main() -> None:
     prepare_gpu()
     with looking_in_working_folder(), exit_at_once_on_failure():
-        try:
-            program.main(start, check)
-        finally:
-            # also of a sweep that a run has ended by its failure
-            say = partial(print, flush=True)
-            for sweep in SWEEPS:
-                if len(folders := runs_in(sweep)) > 1:
-                    write_at_end(sweep, partial(comparison_page, folders, say), say)
+        program.main(start, check)
 
 
 def check(run: RunConfig, folder: Path) -> None:
@@ -151,8 +139,6 @@ def start(run: RunConfig, folder: Path) -> float | None:
         if sweep is None and _FOUND and _FOUND[0][0] is run:
             parts = _FOUND[0][1]
         _FOUND.clear()
-        if sweep is not None and run.tracking.report and is_first():
-            SWEEPS[:] = [sweep]
         job = Job(job_start_time(os.environ), resume_hint, parts)
         train(run, folder, job)
         # A signal may have come with the last step, which ends the run but not the sweep.

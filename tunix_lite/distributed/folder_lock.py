@@ -120,9 +120,3 @@ def is_held(folder: Path) -> bool | None:
         return True
     except OSError:
         return None
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Whether a process of this machine had the lock of a folder, and no process has it now."""
-    is_ours = f" of {socket.gethostname()}," in (lock_owner(folder) or "")
-    return is_ours and is_held(folder) is False

@@ -37,13 +37,6 @@ from tunix_lite.files.addresses import check_on_disk
 
 # The commands that several processes can run together.
 COMMANDS = ("train", "evaluate", "check")
-# Flags that the launcher had, and the settings that say the same.
-_OLD_FLAGS = {
-    "--max-restarts": "launch.max_restarts=N",
-    "--stall-timeout": "launch.stall_timeout=SECONDS",
-    "--grace": "nothing: it is 5 seconds",
-}
-
 # Seconds between two looks at the processes.
 POLL = 0.05
 # Seconds between asking a process to end and ending it.
@@ -130,9 +123,6 @@ def _parsed(arguments: list[str]) -> tuple[int, list[str]]:
     known, unknown = parser.parse_known_args(arguments)
     program = known.program[1:] if known.program[:1] == ["--"] else known.program
     flags = [word.partition("=")[0] for word in [*unknown, *program]]
-    for flag in flags:
-        if flag in _OLD_FLAGS:
-            raise ValueError(f"{flag} is gone; write {_OLD_FLAGS[flag]}, after the program")
     if "--nprocs" in flags and not unknown:
         raise ValueError(
             "--nprocs is a flag of the launcher: write it before the program and its settings"

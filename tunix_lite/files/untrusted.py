@@ -133,15 +133,6 @@ def read_lines(file: Path, most: int = MOST_LINE) -> Iterator[tuple[bytes, bool]
                     raise ValueError(f"{file} has a line of more than {MOST_SKIPPED:,} bytes")
 
 
-def read_from(file: Path, offset: int, most: int = MOST_LINE) -> tuple[bytes, int]:
-    """Reads at most `most` bytes of a file from `offset` on, and returns how many bytes it has now.
-    Raises ValueError, beginning with the file."""
-    with opened(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        stream.seek(offset)
-        return stream.read(most), size
-
-
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
     """Opens an ordinary file for reading. Raises ValueError, beginning with the file."""

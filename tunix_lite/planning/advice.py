@@ -94,18 +94,6 @@ def advice(
     return least.overrides, refine(changed) if changed.fits else changed
 
 
-def savings(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
-    """Single changes that take less memory, by an estimate: (overrides, bytes less on a device).
-
-    The cheapest first; of each only its first step. A larger mesh is not among them.
-    """
-    start = _Trial((), plan.resolved.run, plan.machine, plan.resolved.mesh_shape)
-    now = start.peak()
-    first_steps = [trial for make in CHANGES for trial in list(make(start))[:1]]
-    peaks = [(trial.overrides, trial.peak()) for trial in first_steps]
-    return [(overrides, int(now - peak)) for overrides, peak in peaks if peak < now]
-
-
 def _trials(start: _Trial) -> Iterator[_Trial]:
     """What is tried, one after the other."""
     for make in CHANGES:

@@ -12,10 +12,9 @@ from tunix_lite.learner.policy import Policy
 from tunix_lite.learner.rows import RowLayout, at_every_width
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.models.lora import acting_params
-from tunix_lite.planning import hardware
-from tunix_lite.planning.advice import advice, savings
+from tunix_lite.planning.advice import advice
 from tunix_lite.planning.estimate import MemoryEstimate
-from tunix_lite.planning.hardware import GiB, Machine, attached_machine
+from tunix_lite.planning.hardware import GiB, attached_machine
 from tunix_lite.planning.plan import (
     COMPILED,
     Plan,
@@ -198,20 +197,6 @@ def _with_architecture(plan: Plan) -> Plan:
     return replace(plan, resolved=replace(plan.resolved, run=run))
 
 
-def out_of_memory_lines(resolved: ResolvedRun) -> list[str]:
-    """Changes to try after a device ran out of memory, by formulas, the cheapest first."""
-    # The devices may not answer.
-    device = jax.local_devices()[0]
-    limit = hardware.memory_limit(device)
-    kind = hardware.of_device(device)
-    machine = Machine("attached", device.platform, jax.device_count(), kind, limit, "")
-    lines = ["out of memory; what takes less, by an estimate, the cheapest first:"]
-    for overrides, size in savings(_with_architecture(assemble_plan(machine, resolved, {}))):
-        shown = f"{size / GiB:.2f} GiB" if size >= GiB / 100 else f"{size / 2**20:.2f} MiB"
-        lines.append(f"  {' '.join(overrides)}   ({shown} a device less)")
-    return lines if len(lines) > 1 else []
-
-
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a device had no memory left, as XLA says it."""
     if error is None:
@@ -219,11 +204,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     text = str(error)
     is_so = "RESOURCE_EXHAUSTED" in text or "Out of memory" in text
     return is_so or is_out_of_memory(error.__cause__)
-
-
-# Share of a device's memory below which nobody has to know what takes it. Formulas have been up to
-# a quarter too low.
-PLENTY = 0.5
 
 
 def memory_line(plan: Plan) -> str:
@@ -239,10 +219,4 @@ def memory_line(plan: Plan) -> str:
     peak = f"memory: {plan.peak_bytes / GiB:.2f}{room} GiB a device {how}{fits}"
     if plan.apart:
         peak += f", {sum(plan.apart.values()) / GiB:.2f} on one that only samples"
-    if capacity is not None and plan.peak_bytes < PLENTY * capacity:
-        return f"{peak} (plan.md)"
-    phases = ", ".join(f"{phase.name} {phase.added_bytes / GiB:.2f}" for phase in plan.phases)
-    return (
-        f"{peak} ({plan.resident_bytes / GiB:.2f} all the time, and {phases}; "
-        f"update {plan.phases[-1].source}; plan.md)"
-    )
+    return f"{peak} (plan.json)"

@@ -173,10 +173,6 @@ def find_target(text: str) -> Machine:
         gpus, tpus = ([h.name for h in TABLE if h.platform == platform] for platform in EXTRAS)
         examples = [*(f"{name}x8" for name in gpus), *(f"{name}-16" for name in tpus)]
         near = difflib.get_close_matches(typed, examples, n=1)
-        # 2xh100x8 is two nodes of eight, 8xa100 eight GPUs.
-        turned = re.fullmatch(rf"([0-9]+)x({'|'.join(gpus)})(?:x([0-9]+))?", typed)
-        if turned:
-            near = [f"{turned[2]}x{int(turned[1]) * int(turned[3] or 1)}"]
         hint = f"did you mean {near[0]}? There are" if near else "there are"
         raise ValueError(
             f"{text!r} is no hardware that is known; {hint} {', '.join(gpus)}, "

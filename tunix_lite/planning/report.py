@@ -1,4 +1,4 @@
-"""A plan as people read it: one screen of text, plan.md with every part, plan.json for programs."""
+"""A plan as people read it: one screen of text, and plan.json with every part."""
 
 import dataclasses
 import json
@@ -39,7 +39,30 @@ def short_form(plan: Plan | Plans) -> list[str]:
     """The plan as lines of plain text; its tables are at most 100 columns wide."""
     plans = plan if isinstance(plan, Plans) else Plans((plan,))
     best = plans.plans[0]
-    lines = [*_head(best), ""]
+    resolved = best.resolved
+    machine = best.machine
+    kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
+    room = "memory not known"
+    if machine.capacity is not None:
+        room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
+    count = weights.num_params(decoder.weights(resolved.cfg))
+    training = resolved.run.training
+    lora = resolved.lora
+    trains = "all of them train"
+    if lora is not None:
+        trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
+    prompt, new = resolved.lengths
+    why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
+    lines = [
+        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
+        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
+        f"{training.remat}",
+        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
+        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
+        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
+        f"training: {resolved.attention}",
+        "",
+    ]
     if len(plans.plans) > 1:
         # Predicted, and what is possible at best.
         rows = [
@@ -78,8 +101,6 @@ def short_form(plan: Plan | Plans) -> list[str]:
         peak = best.resident_bytes + phase.added_bytes
         sizes = map(gib, (best.resident_bytes, phase.added_bytes, peak))
         rows.append((phase.name, *sizes, *fast, source(phase)))
-    resume = gib(best.resume_bytes)
-    rows.append(("resume", resume, gib(0), resume, "-", "-", "-", "by formula"))
     lines += [f"{_sizes(best.resolved.mesh_shape)}, GiB on a device:", *columns(rows), ""]
     lines += [f"{best.machine.name}: {verdict(best)}"]
     lines += [speed(best)] if best.fits is not False else []
@@ -93,43 +114,7 @@ def short_form(plan: Plan | Plans) -> list[str]:
 
 
 def _more(meshes: tuple) -> list[str]:
-    return [f"  and {len(meshes) - SHOWN} more in plan.md"] if len(meshes) > SHOWN else []
-
-
-def _head(plan: Plan) -> list[str]:
-    resolved = plan.resolved
-    machine = plan.machine
-    kind = "" if machine.hardware is None else f" ({machine.hardware.kinds[0]})"
-    room = "memory not known"
-    if machine.capacity is not None:
-        room = f"{gib(machine.capacity)} GiB each ({machine.capacity_is})"
-    count = weights.num_params(decoder.weights(resolved.cfg))
-    training = resolved.run.training
-    lora = resolved.lora
-    trains = "all of them train"
-    if lora is not None:
-        trains = f"adapters of rank {lora.rank} train on a {lora.base} base"
-    prompt, new = resolved.lengths
-    why = f" ({resolved.precision_reason})" if resolved.precision_reason else ""
-    lines = [
-        f"devices    {machine.num_devices} of {machine.name}{kind}, {room}",
-        f"model      {count:,} parameters, {trains}, {training.mixed_precision}{why}, remat "
-        f"{training.remat}",
-        f"batch      {resolved.batch}, of {prompt} + {new} tokens",
-        *([f"packing    {resolved.packing_reason}"] if resolved.packing_reason else []),
-        f"sampling   {resolved.slots} slots, weights {resolved.sampling_weights}; attention while "
-        f"training: {resolved.attention}",
-    ]
-    if (offloading := plan.offloading) is not None:
-        # What becomes of the slots of conversations that wait.
-        does = "those that wait hold their slots"
-        if offloading.most != 0:
-            count = offloading.without_slot if offloading.most is None else offloading.most
-            each = f"{offloading.slot_bytes / 2**20:,.2f} MiB of a host each"
-            does = f"up to {count:,} that wait are offloaded, {each}"
-        slots = f"{resolved.num_conversations} in {resolved.slots} slots"
-        lines.append(f"talks      {slots}; {does}")
-    return lines
+    return [f"  and {len(meshes) - SHOWN} more in plan.json"] if len(meshes) > SHOWN else []
 
 
 def source(of: Plan | Phase) -> str:
@@ -209,105 +194,67 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-# ---- files
+# ---- the file
 
 
 def write(plan: Plan | Plans, folder: str | Path) -> None:
-    """plan.md and plan.json into `folder`, which is made if it is not there."""
+    """plan.json into `folder`, which is made if it is not there."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.md").write_text(as_markdown(plan))
     (folder / "plan.json").write_text(json.dumps(as_dict(plan), indent=2) + "\n")
-
-
-def as_markdown(plan: Plan | Plans) -> str:
-    """plan.md: the short form, and for each mesh what lies on a device and what is sent."""
-    plans = plan if isinstance(plan, Plans) else Plans((plan,))
-    lines = ["# Plan", "", "```text", *short_form(plans), "```", ""]
-    for one in plans.plans:
-        lines += [f"## {_sizes(one.resolved.mesh_shape)}", "", f"{verdict(one)}.", ""]
-        lines += [f"{speed(one)}.", "", "| phase | part | GiB | is |", "|---|---|---|---|"]
-        # What lies on a device in each phase, by part.
-        parts = [("always", part, size, "by formula") for part, size in one.resident.items()]
-        for phase in one.phases:
-            parts += [
-                (phase.name, part, size, phase.source) for part, size in phase.adds.items()
-            ]
-        only = "device that only samples"
-        parts += [(only, part, size, "by formula") for part, size in one.apart.items()]
-        resume = "a checkpoint, read where it stays"
-        parts.append(("resume", resume, one.resume_bytes, "by formula"))
-        lines += [
-            f"| {phase} | {part} | {gib(size)} | {of} |" for phase, part, size, of in parts
-        ]
-        # What each call of a compiled program sends.
-        rows = [
-            f"| {program.name} | {group.kind} | {group.axis} | "
-            f"{group.count}{'' if group.count_known else ' at least'} | "
-            f"{group.sent_bytes / 1e6:,.2f} |"
-            for program in one.programs.values()
-            for group in program.collectives
-        ]
-        head = ["| program | collective | axis | times | sent, MB |", "|---|---|---|---|---|"]
-        lines += ["", *([*head, *rows, ""] if rows else [])]
-    if plans.refused:
-        lines += ["## Meshes that cannot be", ""]
-        lines += [*(f"- {_sizes(sizes)}: {why}" for sizes, why in plans.refused), ""]
-    return "\n".join(lines)
 
 
 def as_dict(plan: Plan | Plans) -> dict:
     """plan.json: bytes are those of one device, seconds and tokens those of a bound."""
     plans = plan if isinstance(plan, Plans) else Plans((plan,))
     machine = plans.plans[0].machine
+    plan_dicts = []
+    for one in plans.plans:
+        # Without their kernels, of which there are thousands.
+        programs = [
+            dataclasses.asdict(dataclasses.replace(p, kernels=()))
+            for p in one.programs.values()
+        ]
+        for program in programs:
+            del program["kernels"]
+        described = {
+            "mesh": one.resolved.mesh_shape,
+            "batch": str(one.resolved.batch),
+            "prompts_of_rollout": one.resolved.batch.prompts * one.resolved.needs.mini_batches,
+            "packing": one.resolved.rows.packing,
+            "slots": one.resolved.slots,
+            "sampling_weights": one.resolved.sampling_weights,
+            "attention": one.resolved.attention,
+            "source": one.source,
+            "fits": one.fits,
+            "peak_bytes": one.peak_bytes,
+            "peak_phase": one.fullest.name,
+            "resume_peak_bytes": one.resume_bytes,
+            "resident_bytes": one.resident,
+            "phases": [dataclasses.asdict(phase) for phase in one.phases],
+            "programs": programs,
+            "refused_by_the_compiler": list(one.refused),
+            "step_seconds": one.step_seconds,
+            "tokens_per_second": one.tokens_per_second,
+        }
+        if one.apart:
+            described["device_that_only_samples"] = one.apart
+        if one.offloading is not None:
+            described["conversations"] = one.resolved.num_conversations
+            described["parking"] = dataclasses.asdict(one.offloading)
+        if one.forecast is not None:
+            names = ("step_seconds", "tokens_per_second", "hours")
+            derived = {name: getattr(one.forecast, name) for name in names}
+            described["forecast"] = dataclasses.asdict(one.forecast) | derived
+        plan_dicts.append(described)
     return {
         "version": VERSION,
         "target": machine.name,
         "hardware": machine.hardware and machine.hardware.name,
         "devices": machine.num_devices,
         "capacity_bytes": machine.capacity,
-        "plans": [_plan_dict(one) for one in plans.plans],
+        "plans": plan_dicts,
         "refused": [{"mesh": sizes, "reason": why} for sizes, why in plans.refused],
         "command_that_fits": plans.command,
         "advice": plans.change,
     }
-
-
-def _plan_dict(plan: Plan) -> dict:
-    resolved = plan.resolved
-    # Without their kernels, of which there are thousands.
-    programs = [
-        dataclasses.asdict(dataclasses.replace(p, kernels=())) for p in plan.programs.values()
-    ]
-    for program in programs:
-        del program["kernels"]
-    described = {
-        "mesh": resolved.mesh_shape,
-        "batch": str(resolved.batch),
-        "prompts_of_rollout": resolved.batch.prompts * resolved.needs.mini_batches,
-        "packing": resolved.rows.packing,
-        "slots": resolved.slots,
-        "sampling_weights": resolved.sampling_weights,
-        "attention": resolved.attention,
-        "source": plan.source,
-        "fits": plan.fits,
-        "peak_bytes": plan.peak_bytes,
-        "peak_phase": plan.fullest.name,
-        "resume_peak_bytes": plan.resume_bytes,
-        "resident_bytes": plan.resident,
-        "phases": [dataclasses.asdict(phase) for phase in plan.phases],
-        "programs": programs,
-        "refused_by_the_compiler": list(plan.refused),
-        "step_seconds": plan.step_seconds,
-        "tokens_per_second": plan.tokens_per_second,
-    }
-    if plan.apart:
-        described["device_that_only_samples"] = plan.apart
-    if plan.offloading is not None:
-        described["conversations"] = resolved.num_conversations
-        described["parking"] = dataclasses.asdict(plan.offloading)
-    if plan.forecast is not None:
-        names = ("step_seconds", "tokens_per_second", "hours")
-        derived = {name: getattr(plan.forecast, name) for name in names}
-        described["forecast"] = dataclasses.asdict(plan.forecast) | derived
-    return described

@@ -71,28 +71,26 @@ class _Curve:
     # each is a line; those of eval/ get a dot at each evaluation
     metrics: tuple[str, ...]
     is_share: bool = False
-    # whether a comparison of runs shows its first metric, too
-    in_comparison: bool = False
 
 
 _ACCURACIES = ("eval/accuracy", "eval/avg_at_", "eval/pass_at_")
 CURVES = (
-    _Curve("reward", ("reward/mean", "eval/reward"), in_comparison=True),
-    _Curve("held-out accuracy", _ACCURACIES, is_share=True, in_comparison=True),
+    _Curve("reward", ("reward/mean", "eval/reward")),
+    _Curve("held-out accuracy", _ACCURACIES, is_share=True),
     _Curve("right in training", ("completions/correct",), is_share=True),
     _Curve("groups that teach nothing", ("reward/groups_that_agree",), is_share=True),
-    _Curve("completion length, tokens", ("completions/mean_length",), in_comparison=True),
+    _Curve("completion length, tokens", ("completions/mean_length",)),
     _Curve("cut off at the longest length", ("completions/truncated",), is_share=True),
-    _Curve("entropy, nats a token", ("train/entropy",), in_comparison=True),
-    _Curve("KL to the reference, nats a token", ("train/kl",), in_comparison=True),
+    _Curve("entropy, nats a token", ("train/entropy",)),
+    _Curve("KL to the reference, nats a token", ("train/kl",)),
     _Curve("gap of sampler and trainer, nats", ("train/sampler_gap",)),
     _Curve("ratio outside of the clip", ("train/ratio_outside_clip",), is_share=True),
     _Curve("loss", ("train/loss",)),
-    _Curve("gradient norm", ("train/grad_norm",), in_comparison=True),
+    _Curve("gradient norm", ("train/grad_norm",)),
     _Curve("learning rate", ("train/learning_rate",)),
     _Curve("seconds of a step", ("time/step", "time/rollout", "time/update")),
     _Curve("peak memory of a device, GB", ("memory/peak_gb",)),
-    _Curve("tokens a second", ("perf/tokens_per_second",), in_comparison=True),
+    _Curve("tokens a second", ("perf/tokens_per_second",)),
 )
 
 

@@ -155,19 +155,12 @@ class Evidence:
         return [row for step in sorted(self.samples) for row in self.samples[step]]
 
     def groups(self, step: int) -> list[list[dict]]:
-        """The completions of a step by their group; where the file does not say it, as they stand
-        there."""
-        rows = self.samples[step]
-        if all(type(row.get("group")) is int for row in rows):
-            numbers = sorted({row["group"] for row in rows})
-            return [[row for row in rows if row["group"] == number] for number in numbers]
-        size = self.group_size
-        is_whole = size > 1 and len(rows) % size == 0
-        return [rows[i : i + size] for i in range(0, len(rows), size)] if is_whole else []
-
-    def all_groups(self) -> list[tuple[int, list[dict]]]:
-        """All groups of samples/, with their step."""
-        return [(step, group) for step in self.samples for group in self.groups(step)]
+        """The completions of a step by their group, as the file says it."""
+        groups: dict[int, list[dict]] = {}
+        for row in self.samples[step]:
+            if type(row.get("group")) is int:
+                groups.setdefault(row["group"], []).append(row)
+        return [groups[number] for number in sorted(groups)]
 
     def share(self, of: Callable[[dict], bool]) -> float:
         """The share of completions for which this holds; nan if there are none."""

@@ -28,7 +28,6 @@ _AGREE = "reward/groups_that_agree"
 _CORRECT = "completions/correct"
 _CUT = "completions/truncated"
 _RATE = "optimizer.learning_rate"
-_OF_SAMPLING = [f"generation.{name}" for name in ("temperature", "top_k", "top_p", "min_p")]
 # What an update may move a weight, relative to a weight's usual size of 1 / sqrt(embed_dim). The
 # quickstart moves 6e-4 at most, a model of billions at 1e-6 some 5e-5.
 _LARGE_STEP = 5e-3
@@ -91,15 +90,6 @@ def _has_one_reward(run: Evidence) -> bool:
     return run.series("reward/std").largest <= 1e-9 and reward.largest - reward.least <= 1e-9
 
 
-def _has_no_choice(run: Evidence) -> bool:
-    few = run.number("generation.top_k") in (1, 2) or run.number("generation.top_p") < 0.5
-    return few or run.number("generation.min_p") > 0.5 or _temperature(run) <= 0.4
-
-
-def _temperature(run: Evidence) -> float:
-    return run.number("generation.temperature")
-
-
 def _answers_and_goes_on(run: Evidence) -> bool:
     """Whether many completions that were cut hold the right answer all the same.
 
@@ -134,8 +124,7 @@ def _updates_skipped(run: Evidence) -> _Shown:
         return None
     first = int(made.steps[0])
     shown = f"train/skipped is 1 in {len(made)} of {len(skipped)} steps, first in step {first}"
-    replay = f"tunix-lite replay {run.folder} skipped={first}"
-    return [shown], _overrides(run, ((_RATE, 0.1), replay))
+    return [shown], _overrides(run, ((_RATE, 0.1),))
 
 
 def relative_step(run: Evidence) -> Series:
@@ -236,15 +225,6 @@ def _learning_rate_zero(run: Evidence) -> _Shown:
     return shown, [f"{_RATE}=1e-4 (a small model), 1e-6 (a large one)"]
 
 
-@_fault(91, "the sampler does not have the weights that learn: the gap grows with the updates")
-def _sampler_stale(run: Evidence) -> _Shown:
-    gap = run.sampler_gap()
-    is_small = len(gap) > 2 and gap.first < _LARGE_GAP
-    if not is_small or gap.late < max(30 * gap.first, 2e-3):
-        return None
-    return [str(gap)], ["give the sampler the weights of every step"]
-
-
 @_fault(60, "the policy leaves the clip within a rollout, so many tokens have no gradient")
 def _outside_of_clip(run: Evidence) -> _Shown:
     updates = "algorithm.updates_per_rollout"
@@ -252,14 +232,6 @@ def _outside_of_clip(run: Evidence) -> _Shown:
         return None
     shown = run.shown("train/ratio_outside_clip", updates, "eval/accuracy")
     return shown, _overrides(run, ((updates, 0.5), (_RATE, 0.1)))
-
-
-@_fault(66, "the KL term holds the policy where it began")
-def _kl_dominates(run: Evidence) -> _Shown:
-    if not run.number("algorithm.kl_coef") >= 0.5 or run.num_steps < 3:
-        return None
-    shown = run.shown("algorithm.kl_coef", "train/kl", "reward/mean")
-    return shown, ["algorithm.kl_coef=0.01"]
 
 
 @_fault(96, "reward functions fail, and what they should have judged teaches nothing")
@@ -288,51 +260,6 @@ def _rewards_fail(run: Evidence) -> _Shown:
     if any(series.name == "rewards/timeouts" for series in counted):
         overrides[:0] = _overrides(run, (("rewards.timeout", 3.0),))
     return shown, overrides
-
-
-@_fault(94, "advantages are not those of the completions of one prompt")
-def _groups_mixed(run: Evidence) -> _Shown:
-    groups = run.all_groups()
-    mixed = [step for step, group in groups if len({row.get("prompt") for row in group}) > 1]
-    # Within a group equal rewards have equal advantages, and higher ones higher. That is so where
-    # advantages follow one reward: of several, each may be normalised alone, and what an algorithm
-    # adds to it is not in the files.
-    adds = run.setting("algorithm.shaping") is not None
-    adds = adds or run.setting("algorithm.kl_estimator") == "k1_reward"
-    rewards = run.sampled[0].get("rewards") if run.sampled else None
-    has_one = not adds and not (isinstance(rewards, dict) and len(rewards) > 1)
-    wrong = [step for step, group in groups if has_one and _against_rewards(group)]
-    if len(mixed) + len(wrong) < max(2, len(groups) // 5):
-        return None
-    shown = []
-    if mixed:
-        shown.append(
-            f"{len(mixed)} of {len(groups)} groups of samples/ hold different prompts"
-        )
-    if wrong:
-        shown.append(
-            f"in {len(wrong)} of {len(groups)} groups the advantages do not follow the rewards, "
-            f"such as two of one reward that differ (step {wrong[0]})"
-        )
-    return shown, [
-        f"row p * {run.group_size} + g must be completion g of prompt p: see collect"
-    ]
-
-
-def _against_rewards(group: list[dict]) -> bool:
-    """Whether two advantages of one reward differ, or the higher is that of the lower reward."""
-    pairs = [(row.get("reward"), row.get("advantage")) for row in group]
-    pairs = [pair for pair in pairs if all(map(is_number, pair))]
-    if len(pairs) < 2:
-        return False
-    rewards, advantages = np.array(pairs, np.float64).T
-    reach = np.ptp(advantages)
-    apart = rewards[:, None] - rewards[None]
-    gain = advantages[:, None] - advantages[None]
-    differ = (apart == 0) & (np.abs(gain) > 1e-3 * (1 + reach))
-    # Opposite signs, both of some size: baselines and scales of all kinds keep the order.
-    turned = apart * gain < -0.1 * np.abs(apart) * reach
-    return bool((differ | turned).any())
 
 
 @_fault(89, "the reward is higher for what the task calls wrong")
@@ -421,18 +348,12 @@ def _groups_agree(run: Evidence) -> _Shown:
 
 @_fault(86, "the temperature is so high that completions are noise")
 def _temperature_high(run: Evidence) -> _Shown:
-    if not (_temperature(run) > 1.2 and run.series("train/entropy").first > 1.5):
+    if not (
+        run.number("generation.temperature") > 1.2 and run.series("train/entropy").first > 1.5
+    ):
         return None
     shown = run.shown("generation.temperature", "train/entropy", EXAMPLE)
     return shown, ["generation.temperature=1.0"]
-
-
-@_fault(77, "the settings of sampling leave so little choice that completions hardly differ")
-def _temperature_low(run: Evidence) -> _Shown:
-    if not (_has_no_choice(run) and run.series(_AGREE).mean >= 0.5):
-        return None
-    free = ["generation.temperature=1.0", "generation.top_k=0", "generation.top_p=1.0"]
-    return run.shown(*_OF_SAMPLING, _AGREE), free
 
 
 @_fault(
@@ -462,34 +383,16 @@ def _parse_failures(run: Evidence) -> _Shown:
     return run.shown(UNREAD, EXAMPLE), [extract, "task.prompt: ask for its form"]
 
 
-@_fault(76, "all completions of a group are one text: they are sampled with one random key")
-def _completions_identical(run: Evidence) -> _Shown:
-    entropy = run.series("train/entropy")
-    # A policy that is certain says the same each time, and so does one without a choice.
-    if not entropy.early >= 0.01 or _has_collapsed(entropy) or _has_no_choice(run):
-        return None
-    groups = [{row.get("completion") for row in group} for _, group in run.all_groups()]
-    same = sum(len(texts) == 1 for texts in groups)
-    if not same or same < 0.5 * len(groups):
-        return None
-    shown = [f"{same} of {len(groups)} groups of samples/ hold one text", str(entropy)]
-    return shown, ["the random key must depend on the completion"]
-
-
 @_fault(62, "the policy became certain without becoming right: all completions say the same")
 def _entropy_collapse(run: Evidence) -> _Shown:
     entropy = run.series("train/entropy")
     correct = run.series(_CORRECT) or run.series("reward/mean")
-    has_collapsed = len(entropy) >= 5 and _has_collapsed(entropy)
+    has_collapsed = len(entropy) >= 5 and entropy.late < min(0.2 * entropy.first, 0.02)
     if not has_collapsed or not correct.late <= 0.8 or correct.rises():
         return None
     shown = run.shown("train/entropy", _CORRECT, "reward/mean")
     tries = ((_RATE, 0.2), "algorithm.clip_high=0.28", "algorithm.kl_coef=0.01")
     return shown, _overrides(run, tries)
-
-
-def _has_collapsed(entropy: Series) -> bool:
-    return entropy.late < 0.2 * entropy.first and entropy.late < 0.02
 
 
 @_fault(58, "held-out accuracy falls")

@@ -16,8 +16,6 @@ from markupsafe import Markup, escape
 from tunix_lite.files.plain_text import visible
 from tunix_lite.report.charts import COLORS, Chart, line_chart
 
-# most bytes of a page; a larger one loses its largest blocks
-MOST_BYTES = 2_000_000
 # most characters of a completion, and of any other text
 MOST_TEXT = 1_500
 
@@ -73,17 +71,8 @@ html = _TEMPLATE.module
 
 
 def page_as_html(page: Page) -> str:
-    """The page as HTML of at most MOST_BYTES."""
-    text = _TEMPLATE.render(vars(page))
-    cut = html.text("This page would be too large: a part of it is left out.", is_warning=True)
-    most = MOST_BYTES
-    while len(text.encode()) > MOST_BYTES:
-        most //= 2
-        sections = [("Cut", [cut])]
-        for title, blocks in page.sections:
-            sections.append((title, [block for block in blocks if len(block) <= most]))
-        text = _TEMPLATE.render(vars(page) | {"sections": sections})
-    return text
+    """The page as HTML."""
+    return _TEMPLATE.render(vars(page))
 
 
 def write_page(page: Page, folder: Path) -> Path:
@@ -98,8 +87,8 @@ def write_page(page: Page, folder: Path) -> Path:
 
 
 def write_at_end(folder: Path, page: Callable[[], Page], say: Callable[[str], None]) -> None:
-    """Writes the report of a run or a sweep that has just ended into its folder. It never fails:
-    whatever is wrong becomes one line that `say` gets."""
+    """Writes the report of a run that has just ended into its folder. It never fails: whatever is
+    wrong becomes one line that `say` gets."""
     try:
         say(f"report: {write_page(page(), folder)}")
     # A report is no reason for a run to fail, whatever its files hold.

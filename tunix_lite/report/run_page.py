@@ -1,7 +1,6 @@
 """The report of one run, from the files in its folder."""
 
 import math
-import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,8 @@ from tunix_lite.report.evidence import Evidence, read_evidence, read_overrides
 from tunix_lite.report.findings import diagnose
 from tunix_lite.report.page import Page, html
 from tunix_lite.report.statistics import Estimate
-from tunix_lite.tracking.console import as_words
-from tunix_lite.tracking.dashboard import best_middle_worst, seconds_in_words
-from tunix_lite.tracking.plugs import flat
+from tunix_lite.tracking.console import as_words, seconds_in_words
 from tunix_lite.tracking.rows import is_number
-from tunix_lite.tracking.rundir import RunDir
 
 _ABOUT_CURVES = (
     "A thick line is the moving average of the thin one. Beside a title stand the first and the "
@@ -29,9 +25,6 @@ _ABOUT_CURVES = (
 _NO_FINDING = (
     "tunix-lite doctor finds nothing: the files show none of the faults that it knows."
 )
-# settings in the table of all, and characters of one
-_MOST_SETTINGS = 400
-_MOST_CHARACTERS = 160
 # examples of a kind that are shown
 _SHOWN = 5
 
@@ -41,6 +34,11 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
     Raises ValueError if it is no folder of a run."""
     run = read_evidence(folder)
     overrides = read_overrides(folder, run.unread)
+    changed = (
+        [" ".join(overrides) or "All settings are the defaults."]
+        if overrides is not None
+        else []
+    )
     measured = before_after.first_and_last(run)
     scores = before_after.scores(measured)
     charts = curves(run)
@@ -58,9 +56,7 @@ def run_page(folder: Path, is_alive: bool | None = None) -> Page:
         ("Curves", [html.charts(charts), html.text(_ABOUT_CURVES)]),
         ("Examples", [*_examples(run, measured)]),
         ("What may be wrong", [*map(html.finding, diagnose(run))] or [html.text(_NO_FINDING)]),
-        ("Time", [*_times(run)]),
-        ("Settings", [*_settings(run, overrides)]),
-        ("Go on from here", [*_commands(run, overrides, status)]),
+        ("Changed from the defaults", [*map(html.text, changed)]),
         (
             "Numbers behind the curves",
             [
@@ -224,6 +220,17 @@ def _examples(run: Evidence, measured: list[Measured]) -> Iterator[Markup]:
         yield html.examples(title, [(chosen[0], answers)])
 
 
+def best_middle_worst(groups: list[list[dict]]) -> list[dict]:
+    """Three rows of the group whose rewards differ most, fewer of a small one; [] without groups.
+    Rows without a reward do not count."""
+    rewarded = [[row for row in group if is_number(row.get("reward"))] for group in groups]
+    ranked = [sorted(group, key=lambda row: -row["reward"]) for group in rewarded if group]
+    if not ranked:
+        return []
+    group = max(ranked, key=lambda group: group[0]["reward"] - group[-1]["reward"])
+    return [group[i] for i in sorted({0, len(group) // 2, len(group) - 1})]
+
+
 def _rewards(row: dict) -> str:
     """`correct 1 · short 0.3 · advantage +0.62`."""
     rewards = row.get("rewards")
@@ -232,117 +239,3 @@ def _rewards(row: dict) -> str:
     if is_number(row.get("advantage")):
         parts.append(f"advantage {row['advantage']:+.2f}")
     return " · ".join(parts[:8])
-
-
-# ---- what it cost
-
-
-# time/ keys of parts of collecting, but for the pass of each scorer, and of what is beside it
-_COLLECTING = {"time/rollout": "sampling", "time/rewards": "waiting for rewards"}
-_BESIDE = {
-    "time/update": "update",
-    "time/compile": "compiling in steps",
-    "time/eval": "evaluation",
-}
-# and those that lie in other ones
-_OTHER_TIMES = {"time/collect", "time/step", "time/rollout_beside_update", "time/extra_rounds"}
-_OTHER_TIMES |= {"time/reward_p50", "time/reward_p99"}
-
-
-def _times(run: Evidence) -> Iterator[Markup]:
-    """Where the seconds went; all together they are the seconds of status.json, as far as it knows
-    them."""
-    by_step = {row["step"]: row for row in [*run.evaluations, *run.rows]}
-
-    def total(name: str) -> float:
-        values = (row.get(name) for row in by_step.values())
-        return math.fsum(value for value in values if is_number(value) and value >= 0)
-
-    times = {key for row in run.rows for key in row if key.startswith("time/")}
-    scorers = sorted(times - _COLLECTING.keys() - _BESIDE.keys() - _OTHER_TIMES)
-    passes = {key: f"pass of {escaped(key.removeprefix('time/'))}" for key in scorers}
-    inside = [(name, total(key)) for key, name in (_COLLECTING | passes).items()]
-    beside = [(name, total(key)) for key, name in _BESIDE.items()]
-    collecting = total("time/collect")
-    phases = [
-        *inside,
-        ("rest of collecting", collecting - sum(seconds for _, seconds in inside)),
-        *beside,
-    ]
-    whole = run.status.get("seconds")
-    if is_number(whole):
-        rest = whole - collecting - sum(seconds for _, seconds in beside)
-        phases.append(("start, compiling, files", rest))
-    phases = [phase for phase in phases if phase[1] > 0]
-    if phases:
-        whole = sum(seconds for _, seconds in phases)
-        cells = [[name, f"{x:,.1f}", f"{x / whole:.1%}"] for name, x in phases]
-        note = "The first step's sampling includes compiling it."
-        yield html.table(["phase", "seconds", "share"], cells, 1, note)
-
-
-# ---- settings, lines to paste, and numbers
-
-
-def _settings(run: Evidence, overrides: list[str] | None) -> Iterator[Markup]:
-    def table(heads: list[str], pairs: list[tuple[str, object]]) -> Markup:
-        cells = [[escaped(str(x), _MOST_CHARACTERS) for x in pair] for pair in pairs]
-        return html.table(heads, cells[:_MOST_SETTINGS])
-
-    if overrides is None:
-        yield html.text(
-            "The run was not started from the command line. Its settings are below."
-        )
-    elif not overrides:
-        yield html.text("All settings are the defaults.")
-    else:
-        pairs = [override.partition("=")[::2] for override in overrides]
-        yield table(["changed from the defaults", "value"], pairs)
-    facts = [(name, run.status.get(name)) for name in ("batch", "mesh", "versions")]
-    facts = [*flat({name: value for name, value in facts if value is not None})]
-    if facts:
-        yield table(["what they come to", ""], facts)
-    if every := [*flat(run.settings)]:
-        yield html.folded(f"all {len(every)} settings", table(["setting", "value"], every))
-
-
-def _commands(run: Evidence, overrides: list[str] | None, status: str) -> Iterator[Markup]:
-    checkpoints = RunDir(run.folder).checkpoints
-    steps = [path for path in checkpoints.glob("*") if path.is_dir() and path.name.isdecimal()]
-    words = [shlex.quote(text) for text in overrides or [] if text.isprintable()]
-    lines = []
-    if overrides is not None:
-        again = " ".join(["python run_training.py", *words])
-        here = shlex.quote(f"hydra.run.dir={run.folder}")
-        if status != "completed":
-            does = (
-                "go on from its newest checkpoint" if steps else "begin it anew in its folder"
-            )
-            lines.append((does, f"{again} {here}"))
-        elif run.rows:
-            more = f"training.max_steps={2 * run.rows[-1]['step']}"
-            without = [text for text in words if not text.startswith("training.max_steps=")]
-            line = " ".join(["python run_training.py", *without, more, here])
-            lines.append(("train on", line))
-        lines.append(("make it again, in a folder of its own", again))
-    if steps:
-        folder = shlex.quote(f"checkpoint={run.folder}")
-        of_data = ("task", "generation", "rewards")
-        same = [text for text in words if text.strip("'\"+~").startswith(of_data)]
-        lines += [
-            ("measure it", " ".join(["tunix-lite evaluate", folder, *same])),
-            ("talk to it", f"tunix-lite generate {folder}"),
-            ("export it for transformers or vLLM", f"tunix-lite export {folder}"),
-        ]
-    place = shlex.quote(str(run.folder))
-    lines.append(("ask why it does not learn", f"tunix-lite doctor {place}"))
-    lines.append(
-        ("write this report again", f"tunix-lite doctor {place} doctor.report={place}")
-    )
-    yield html.commands(lines)
-    if any("_target_" in text for text in overrides or []):
-        yield html.text(
-            "An override names something to import and call (_target_): read it before you run a "
-            "line of somebody else's run.",
-            is_warning=True,
-        )

@@ -4,8 +4,8 @@ Shapes: E examples, N samples of each. `correct_EN` is bool or 0/1. Every functi
 what draws random numbers draws them from a seed of its own.
 """
 
-import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +15,6 @@ import numpy as np
 RESAMPLES = 10_000
 # numbers drawn at a time, so that memory does not grow with the examples
 _BLOCK = 2_000_000
-# subsets of samples that a majority is taken of; if there are more, so many are drawn
-_MOST_SUBSETS = 512
 
 
 @dataclass(frozen=True)
@@ -76,41 +74,24 @@ def avg_at_k(correct_EN: np.ndarray) -> np.ndarray:
     return np.asarray(correct_EN, np.float64).mean(axis=1)
 
 
-def maj_at_k(
-    answers: Sequence[Sequence[str | None]], correct_EN: np.ndarray, k: int
-) -> np.ndarray:
-    """[E] float64: the chance that the most frequent answer of k samples is right.
+def maj_at_k(answers: Sequence[Sequence[str | None]], correct_EK: np.ndarray) -> np.ndarray:
+    """[E] float64: whether the most frequent answer of the k samples is right.
 
-    answers: of each example the answers of its N samples; None: there is none, and it does not
-    vote. Of answers that are equally frequent each counts its share; where nobody votes it is 0. It
-    is the mean over all subsets of k samples, or over _MOST_SUBSETS that are drawn.
+    answers: of each example the answers of its samples; None: there is none, and it does not vote.
+    Of answers that are equally frequent each counts its share; where nobody votes it is 0.
     """
-    correct_EN = np.asarray(correct_EN)
-    num_samples = correct_EN.shape[1]
-    if math.comb(num_samples, k) <= _MOST_SUBSETS:
-        subsets_SK = np.array(list(itertools.combinations(range(num_samples), k)))
-    else:
-        every = np.tile(np.arange(num_samples), (_MOST_SUBSETS, 1))
-        subsets_SK = np.random.default_rng(0).permuted(every, axis=1)[:, :k]
-    return np.array(
-        [_majority(row, right, subsets_SK) for row, right in zip(answers, correct_EN)]
-    )
-
-
-def _majority(
-    answers: Sequence[str | None], correct_N: np.ndarray, subsets_SK: np.ndarray
-) -> float:
-    """The mean over subsets of how right their most frequent answer is."""
-    names = list(dict.fromkeys(answer for answer in answers if answer is not None))
-    if not names:
-        return 0.0
-    votes_NA = np.array([[answer == name for name in names] for answer in answers], np.float64)
-
-    # The same answer may be graded differently, where more than the answer counts.
-    right_A = (votes_NA * np.asarray(correct_N, np.float64)[:, None]).sum(0) / votes_NA.sum(0)
-    votes_SA = votes_NA[subsets_SK].sum(axis=1)
-    wins_SA = (votes_SA == votes_SA.max(axis=1, keepdims=True)) & (votes_SA > 0)
-    return float(np.mean((wins_SA * right_A).sum(axis=1) / np.maximum(wins_SA.sum(axis=1), 1)))
+    shares = []
+    for row, right in zip(answers, np.asarray(correct_EK)):
+        votes = Counter(answer for answer in row if answer is not None)
+        most = max(votes.values(), default=0)
+        # The same answer may be graded differently, where more than the answer counts.
+        is_right = [
+            np.mean([ok for answer, ok in zip(row, right) if answer == winner])
+            for winner, count in votes.items()
+            if count == most
+        ]
+        shares.append(np.mean(is_right) if is_right else 0.0)
+    return np.array(shares, np.float64)
 
 
 # ---- how sure it is

@@ -18,16 +18,3 @@ def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
     del named["constants"]
     named |= {f"{STREAM}{name}": value for name, value in streams.items()}
     return {name: np.asarray(value) for name, value in named.items() if value is not None}
-
-
-def batch_of_arrays(arrays: dict[str, np.ndarray]) -> Batch:
-    """Rebuilds the batch from the arrays of `arrays_of_batch`. Raises TypeError for another
-    name."""
-    streams = {}
-    others = {}
-    for name, value in arrays.items():
-        part = streams if name.startswith(STREAM) else others
-        part[name.removeprefix(STREAM)] = value
-    if others.keys() & {"streams", "constants"}:
-        raise TypeError("a batch has no array named streams or constants")
-    return Batch(**others, streams=streams)

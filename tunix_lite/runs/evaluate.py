@@ -75,7 +75,7 @@ def evaluate(
     metrics |= {
         f"eval/avg_at_{k}": float(avg_at_k(correct_EN).mean()),
         f"eval/pass_at_{k}": float(pass_at_k(correct_EN, k).mean()),
-        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN, k).mean()),
+        f"eval/maj_at_{k}": float(maj_at_k(extracted, correct_EN).mean()),
         "eval/sampled_reward": sampled.metrics["reward/mean"],
         "eval/sampled_truncated": sampled.metrics["completions/truncated"],
     }

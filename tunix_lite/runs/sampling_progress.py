@@ -8,7 +8,7 @@ from tunix_lite.parallel.compiling import compile_seconds
 from tunix_lite.rollout.generate import OnChunk
 from tunix_lite.rollout.requests import Request
 from tunix_lite.tasks.task import Grader
-from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.console import seconds_in_words
 from tunix_lite.tracking.progress import Output, Progress, after
 from tunix_lite.types import Rollout
 

@@ -114,8 +114,7 @@ def model_scores(
     scores[f"avg_at_{num_samples}"] = avg_at_k(correct_EN)
     for k in powers_up_to(num_samples):
         scores[f"pass_at_{k}"] = pass_at_k(correct_EN, k)
-    for k in powers_up_to(num_samples)[1:]:
-        scores[f"maj_at_{k}"] = maj_at_k(extracted, correct_EN, k)
+    scores[f"maj_at_{num_samples}"] = maj_at_k(extracted, correct_EN)
 
     # A dropped sample does not count; an example without samples has no reward.
     rewards_EN = sampled.rewards.reshape(-1, num_samples)

@@ -13,14 +13,12 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
-from tunix_lite.errors import ConfigError
 from tunix_lite.files.plain_text import hide_users_of_urls
 from tunix_lite.learner.defaults import AUTO, HIGH, REAL, usual_rate, what_trains
 from tunix_lite.models import decoder, weights
 from tunix_lite.planning.at_start import (
     choose_micro_batch,
     is_out_of_memory,
-    out_of_memory_lines,
 )
 from tunix_lite.report.page import write_at_end
 from tunix_lite.report.run_page import run_page
@@ -243,13 +241,9 @@ def _failed(session: Session, error: BaseException) -> None:
         if steps:
             saved = f"checkpoint {steps[-1]} is in {session.run_dir.checkpoints}"
         session.console.say(f"{word} after step {session.status.steps}; {saved}", style="red")
-        # What cannot be estimated must not hide the error under way.
-        with contextlib.suppress(ConfigError, jax.errors.JaxRuntimeError):
-            lines = (
-                out_of_memory_lines(session.parts.resolved) if is_out_of_memory(error) else []
-            )
-            for line in lines:
-                session.console.say(line, style="yellow")
+        if is_out_of_memory(error):
+            more = "docs/howto/out_of_memory.md has what takes less, and tunix-lite plan what fits"
+            session.console.say(f"out of memory: {more}", style="yellow")
     _write_report(session)
 
 

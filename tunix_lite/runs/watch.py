@@ -132,7 +132,7 @@ class Watch:
     _updates_before: int = field(default=0, init=False)
 
     def before(self, state: TrainState) -> None:
-        """Compiles, writes plan.md, and evaluates where the start was not evaluated."""
+        """Compiles, writes plan.json, and evaluates where the start was not evaluated."""
         session = self.session
         console = session.console
         learner = self.learner
@@ -184,9 +184,9 @@ class Watch:
         """A `CompileWatcher`: names the program that a step waits for."""
         console = self.session.console
         if seconds is None:
-            console.doing(f"{self._doing}: compiling {program}")
+            console.show(f"{self._doing}: compiling {program}")
             return
-        console.doing(self._doing)
+        console.show(self._doing)
         if seconds >= LONG_COMPILATION:
             console.say(f"{self._doing}: compiled {program}, {seconds:.1f} s")
 
@@ -198,7 +198,7 @@ class Watch:
     def _do(self, text: str) -> None:
         """Shows the step's current activity."""
         self._doing = text
-        self.session.console.doing(text)
+        self.session.console.show(text)
 
     @contextlib.contextmanager
     def updating(self, experience: Experience, update: jax.stages.Compiled) -> Iterator[None]:
@@ -345,7 +345,7 @@ class Watch:
         # A launcher's clock starts with the first heartbeat, and before it everything compiles.
         if session.status.steps > self.start:
             heartbeat("evaluating")
-        session.console.doing("measuring held-out accuracy")
+        session.console.show("measuring held-out accuracy")
         step = int(self.state.step)
         patience = 0.0 if is_first else EVALUATION_PATIENCE
         evaluation = self.source.evaluate(

@@ -223,12 +223,6 @@ def explain(
         # many words of other projects have a line each
         return line if len(line) <= SHOWN else "\n  ".join(wrong)
     for text, override in parsed.items():
-        if override.is_sweep_override() and text.startswith("model.mesh_shape="):
-            sizes = text.partition("=")[2]
-            return (
-                f"{text}: a list has brackets: 'model.mesh_shape=[[{sizes}],[fsdp,tp]]'; without "
-                "them it is a sweep, which needs --multirun"
-            )
         if override.is_sweep_override():
             return f"{text}: several values are a sweep, which needs --multirun"
     return str(error).replace("\n", " ")

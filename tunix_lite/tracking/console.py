@@ -1,12 +1,13 @@
 """Prints a run: its settings, a line for each step, and samples; train.log has all of it.
 
-On a terminal a live region shows the last step, drawn by tracking/dashboard.py. Text of the model
-is never read as markup, and its control characters are escaped.
+On a terminal the last line says what is done now, and is rewritten. Control characters in text of
+the model are escaped.
 """
 
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import sys
 import time
@@ -14,12 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-import rich.console
-import rich.live
-import rich.text
-
 from tunix_lite.files.plain_text import SHOWN, visible
-from tunix_lite.tracking.dashboard import BARS, LINE_METRICS, Dashboard, headline
 from tunix_lite.tracking.rows import is_number
 from tunix_lite.types import Metrics
 
@@ -27,6 +23,26 @@ from tunix_lite.types import Metrics
 # may not take one of these.
 OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
 OUR_PARTS += ("prompts", "curriculum", "rollout", "sampler", "time", "perf", "memory")
+# The numbers of a step's line: the name, and how it is written.
+LINE_METRICS = {
+    "train/loss": ("loss", "{:.4f}"),
+    "reward/mean": ("reward", "{:.3f}"),
+    "completions/correct": ("right", "{:.0%}"),
+    "eval/accuracy": ("held-out accuracy", "{:.1%}"),
+    "completions/mean_length": ("length", "{:.1f}"),
+    "completions/truncated": ("cut", "{:.0%}"),
+    "conversation/turns": ("turns", "{:.2f}"),
+    "prompts/drawn": ("drawn", "{:.0f}"),
+    "prompts/kept": ("kept", "{:.0f}"),
+    "time/extra_rounds": ("extra rounds", "{:.1f} s"),
+    "train/kl": ("kl", "{:.4f}"),
+    "train/entropy": ("entropy", "{:.3f}"),
+    "train/grad_norm": ("grad", "{:.2f}"),
+    "train/learning_rate": ("lr", "{:.1e}"),
+    "time/step": ("s/step", "{:.2f}"),
+}
+# How a terminal colours a line.
+_COLORS = {"red": "31", "green": "32", "yellow": "33", "bold green": "1;32"}
 
 
 def averages_of_samples(metrics: Metrics) -> Metrics:
@@ -40,6 +56,16 @@ def as_words(name: str) -> str:
     return name.replace("_at_", "@")
 
 
+def seconds_in_words(seconds: float) -> str:
+    """A duration as `48 s`, `2m05s` or `3h12m`."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
 class Console:
     """The screen and train.log of one run."""
 
@@ -50,22 +76,25 @@ class Console:
         every: int = 1,
         stream: TextIO | None = None,
         quiet: bool = False,
-        mode: str = "auto",
+        mode: str = "plain",
         evaluates_every: int = 0,
     ):
-        """every: steps between two lines in a pipe. stream: the screen; None: standard output.
+        """every: steps between two lines on the screen. stream: the screen; None: standard output.
         quiet: print nothing; of several processes only the first prints. mode: tracking.console.
-        evaluates_every: as of a Dashboard. Raises OSError."""
+        evaluates_every: steps between two evaluations; 0: there is one at the end, or none. Raises
+        OSError."""
         if quiet:
             stream = open(os.devnull, "w")  # noqa: SIM115
-        self._terminal = Terminal(file=Screen(stream or sys.stdout), highlight=False)
-        self._is_live = self._terminal.is_terminal and is_live(mode, self._terminal)
+        self._screen = Screen(stream or sys.stdout)
         self._is_quiet = mode == "quiet"
         self._log = log_file.open("a", encoding="utf-8")
-        self._live: rich.live.Live | None = None
-        self._board = Dashboard(max_steps, evaluates_every=evaluates_every)
         self._max_steps = max_steps
         self._every = every
+        self._evaluates_every = evaluates_every
+        # of the steps so far, and of the last evaluation
+        self._seconds: list[float] = []
+        self._of_evaluation = 0.0
+        self._headline = headline(0, max_steps, None)
 
     # ---- the start
 
@@ -75,49 +104,60 @@ class Console:
             self.say(line)
 
     def say(self, text: str, style: str = "") -> None:
-        """Prints one line. style: of rich, such as "bold red"; tracking.console=quiet prints only
-        lines with one: hints, errors and results."""
+        """Prints one line. style: one of red, green, yellow and bold green; tracking.console=quiet
+        prints only lines with one: hints, errors and results."""
         self._print(text, style, is_loud=bool(style))
         self._write(text)
-
-    def busy(self, text: str) -> None:
-        """Prints what is done now; the live region shows it with a clock, until the next step."""
-        self.doing(text)
-        self.note(text)
-
-    def doing(self, text: str) -> None:
-        """Shows what is done now in the live region alone: neither printed nor logged."""
-        self._board.busy(text)
-        self._show()
 
     # ---- a tracking.progress.Output: work that takes long
 
     def show(self, text: str) -> None:
-        """Shows what is done now and how far it is in the live region."""
-        self._board.busy(text, has_clock=False)
-        self._show()
+        """Shows what is done now as the last line of a terminal: neither printed nor logged."""
+        if not self._is_quiet:
+            self._screen.rewrite(" | ".join([*self._headline, text]) if text else "")
 
     def note(self, text: str) -> None:
-        """Prints how far it is as a line, where there is no live region; train.log has it too."""
-        if not self._is_live:
+        """Prints how far it is as a line, where no line is rewritten; train.log has it too."""
+        if not self._screen.can_rewrite:
             self._print(text)
         self._write(text)
 
+    def busy(self, text: str) -> None:
+        """Says what is done now, until the next step."""
+        self.note(text)
+        self.show(text)
+
     def begin_at(self, step: int) -> None:
-        """The step that a run goes on from: the live region shows it until the next is made."""
-        self._board.step = step
+        """The step that a run goes on from."""
+        self._headline = headline(step, self._max_steps, None)
 
     # ---- every step
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Prints the line of a step, and writes it to the log. A `Tracker`."""
-        self._board.log(step, metrics)
-        line = step_line(step, self._max_steps, metrics, self._board.seconds_left())
+        if "time/step" in metrics:
+            self._seconds.append(metrics["time/step"])
+        self._of_evaluation = metrics.get("time/eval", self._of_evaluation)
+        left = self.seconds_left(step)
+        self._headline = headline(step, self._max_steps, left)
+        line = step_line(step, self._max_steps, metrics, left)
         self._write(line)
-        self._show()
         is_due = step % self._every == 0 or step == self._max_steps
-        if "eval/accuracy" in metrics or (is_due and not self._is_live):
+        if "eval/accuracy" in metrics or is_due:
             self._print(line)
+
+    def seconds_left(self, step: int) -> float | None:
+        """Seconds to go after this step, by the steps since the first one, which compiles, and the
+        evaluations to come, each as long as the last one; None: not known yet."""
+        # Evaluations are every so many steps, and after the last one.
+        every = self._evaluates_every
+        to_come = int(step < self._max_steps)
+        if every:
+            to_come += (self._max_steps - 1) // every - step // every
+        if len(self._seconds) < 2:
+            return None
+        pace = sum(self._seconds[1:]) / (len(self._seconds) - 1)
+        return pace * (self._max_steps - step) + to_come * self._of_evaluation
 
     def samples(self, rows: list[dict], with_rewards: bool = False) -> None:
         """Prints completions, each with its extracted answer, marked right or wrong; with_rewards:
@@ -128,33 +168,15 @@ class Console:
                 self._write(line)
 
     def close(self) -> None:
-        """Ends the live region, and closes the log."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """Clears the line that is rewritten, and closes the log."""
+        self._screen.rewrite("")
         self._log.close()
 
     # ---- the screen and the log
 
     def _print(self, text: str, style: str = "", is_loud: bool = False) -> None:
-        if self._is_quiet and not is_loud:
-            return
-        text = visible(text)
-        if self._is_live:
-            self._terminal.print(rich.text.Text(text, style=style))
-        else:
-            print(text, file=self._terminal.file, flush=True)
-
-    def _show(self) -> None:
-        """Begins the live region: a thread of rich draws it, whatever a step does meanwhile."""
-        if self._is_live and self._live is None:
-            self._live = rich.live.Live(
-                console=self._terminal,
-                get_renderable=lambda: self._board.drawn(*self._terminal.size),
-                refresh_per_second=4,
-                transient=True,
-            )
-            self._live.start()
+        if not self._is_quiet or is_loud:
+            self._screen.print(text, style)
 
     def _write(self, *lines: str) -> None:
         self._log.write(
@@ -163,8 +185,14 @@ class Console:
         self._log.flush()
 
 
+def headline(step: int, max_steps: int, seconds_left: float | None) -> list[str]:
+    """`step 12/60 20%` and `eta 1m20s`; None: not known."""
+    parts = [f"step {step}/{max_steps} {step / max_steps:.0%}"]
+    return parts if seconds_left is None else [*parts, f"eta {seconds_in_words(seconds_left)}"]
+
+
 def step_line(
-    step: int, max_steps: int | None, metrics: Metrics, seconds_left: float | None = None
+    step: int, max_steps: int, metrics: Metrics, seconds_left: float | None = None
 ) -> str:
     """`step 12/120 10% | reward 0.41 | ...`, with those of LINE_METRICS that there are.
 
@@ -181,17 +209,6 @@ def step_line(
             averages = averages_of_samples(metrics).items()
             parts += [f"{as_words(name)} {value:.1%}" for name, value in averages]
     return " | ".join(parts)
-
-
-def is_live(mode: str, terminal: rich.console.Console) -> bool:
-    """Whether there is a live region on this terminal."""
-    if mode in ("plain", "quiet"):
-        return False
-    try:
-        BARS.encode(terminal.encoding)
-    except (UnicodeEncodeError, LookupError):
-        return mode == "rich"
-    return mode == "rich" or not terminal.is_dumb_terminal
 
 
 def lines_of_sample(row: dict, with_reward: bool) -> list[str]:
@@ -219,20 +236,6 @@ def _one_line(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-class Terminal(rich.console.Console):
-    """A rich console as wide as the terminal that it writes to: rich asks standard output."""
-
-    @property
-    def size(self) -> rich.console.ConsoleDimensions:
-        # An error: it is no terminal.
-        with contextlib.suppress(OSError, ValueError):
-            found = os.get_terminal_size(self.file.fileno())
-            # Zeros: the terminal does not know its size.
-            if all(found):
-                return rich.console.ConsoleDimensions(*found)
-        return super().size
-
-
 # Errors of a pipe that nobody reads, and of a terminal that was closed.
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
@@ -240,11 +243,38 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 class Screen:
     """A text stream whose reader may go away, as with `| head`: later text is then dropped.
 
-    Characters that the stream's encoding does not have, as on an ASCII terminal, are escaped.
+    Characters that the stream's encoding does not have, as on an ASCII terminal, are escaped. Of a
+    terminal the last line can be rewritten.
     """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
+        is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
+        self.can_rewrite = stream.isatty() and not is_dumb
+        self._is_rewritten = False
+
+    def print(self, text: str, style: str = "") -> None:
+        """Prints a line, on a terminal in a colour: red, green, yellow or bold green."""
+        self.rewrite("")
+        text = visible(text)
+        if style and self.can_rewrite and not os.environ.get("NO_COLOR"):
+            text = f"\x1b[{_COLORS[style]}m{text}\x1b[0m"
+        self.write(f"{text}\n")
+        self.flush()
+
+    def rewrite(self, text: str) -> None:
+        """Puts a text in the place of the last line, as far as a terminal has columns; "":
+        nothing."""
+        if not self.can_rewrite or not (text or self._is_rewritten):
+            return
+        columns = shutil.get_terminal_size().columns
+        # An error: the stream is no terminal of its own.
+        with contextlib.suppress(OSError, ValueError):
+            # 0: the terminal does not know its size
+            columns = os.get_terminal_size(self._stream.fileno()).columns or columns
+        self.write(f"\r\x1b[2K{visible(text)[: columns - 1]}")
+        self.flush()
+        self._is_rewritten = bool(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -10,9 +10,7 @@ from typing import Protocol, Self
 
 import jax
 
-from tunix_lite.files.plain_text import visible
-from tunix_lite.tracking.console import Screen, Terminal
-from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.console import Screen, seconds_in_words
 
 # Seconds between two whole lines, and between two looks at a line that is rewritten.
 LINE_SECONDS = 30.0
@@ -43,30 +41,22 @@ class StandardError:
 
     def __init__(self):
         self._speaks = jax.process_index() == 0
-        self._screen = Terminal(file=Screen(sys.stderr), highlight=False)
-        can_rewrite = self._screen.is_terminal and not self._screen.is_dumb_terminal
-        self._is_live = self._speaks and can_rewrite
-        self._is_shown = False
+        self._screen = Screen(sys.stderr)
 
     def show(self, text: str) -> None:
         """Rewrites the line, as far as the terminal has columns."""
-        if not self._is_live or not (text or self._is_shown):
-            return
-        self._screen.file.write(f"\r\x1b[2K{visible(text)[: self._screen.width - 1]}")
-        self._screen.file.flush()
-        self._is_shown = bool(text)
+        if self._speaks:
+            self._screen.rewrite(text)
 
     def note(self, text: str) -> None:
         """Prints a line, if it is no terminal."""
-        if not self._is_live:
+        if not self._screen.can_rewrite:
             self.say(text)
 
     def say(self, text: str) -> None:
         """Prints a line."""
         if self._speaks:
-            self.show("")
-            self._screen.file.write(f"{visible(text)}\n")
-            self._screen.file.flush()
+            self._screen.print(text)
 
 
 class Progress:

@@ -1,6 +1,5 @@
 """The folder of a run: the names of its files, and status.json, which says how the run ended."""
 
-import difflib
 import json
 import math
 import os
@@ -14,8 +13,7 @@ import numpy as np
 from tunix_lite.files import untrusted
 from tunix_lite.files.plain_text import encodable, shown, visible
 from tunix_lite.tracking import disk
-from tunix_lite.tracking.console import as_words, averages_of_samples
-from tunix_lite.tracking.dashboard import seconds_in_words
+from tunix_lite.tracking.console import as_words, averages_of_samples, seconds_in_words
 from tunix_lite.tracking.rows import is_number, rows_until
 from tunix_lite.types import Metrics
 
@@ -135,10 +133,7 @@ class RunDir:
                 )
             if self.path.is_dir():
                 raise ValueError(f"{text}it has no {self.MODEL}")
-            beside = os.listdir(self.path.parent) if self.path.parent.is_dir() else []
-            near = difflib.get_close_matches(self.path.name, beside, n=1)
-            hint = f"; did you mean {self.path.with_name(near[0])}?" if near else ""
-            raise ValueError(f"{text}there is no such folder{hint}")
+            raise ValueError(f"{text}there is no such folder")
         saved = untrusted.read_object(file)
         for key, kind in (("model", dict), ("seed", int)):
             value = saved.get(key)
@@ -165,7 +160,7 @@ class RunDir:
         return int(next(filter(is_number, reversed(numbers)), 0))
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
-        """Writes skipped/step_000010.npz, which `tunix-lite replay` reads: the batch of an update
+        """Writes skipped/step_000010.npz, for `numpy.load`: the batch of an update
         that was not finite, its fields by name, [B, T] each. Returns the file."""
         file = self.skipped(step)
         if self.is_first:
@@ -186,29 +181,8 @@ class RunDir:
 
 
 def json_lines(rows: list[dict]) -> str:
-    """One JSON object a line, its values by `json_value`. Readers take MOST_SAMPLE_LINE bytes of a
-    line: in a row of more, the longest texts and lists are cut, and it has `"shortened": true`."""
-    lines = []
-    for row in map(json_value, rows):
-        line = json.dumps(row, allow_nan=False)
-        most = untrusted.MOST_SAMPLE_LINE
-        while len(line) > untrusted.MOST_SAMPLE_LINE:
-            most //= 4
-            line = json.dumps(_cut(row, most) | {"shortened": True}, allow_nan=False)
-        lines.append(f"{line}\n")
-    return "".join(lines)
-
-
-def _cut(value: Any, most: int) -> Any:
-    """A JSON value with at most so many characters in each text and items in each list."""
-    if isinstance(value, str) and len(value) > most:
-        return f"{value[:most]}… ({len(value) - most:,} more characters)"
-    if isinstance(value, dict):
-        items = list(value.items())[: max(most, 64)]
-        return {_cut(key, max(most, 64)): _cut(item, most) for key, item in items}
-    if isinstance(value, list):
-        return [_cut(item, most) for item in value[:most]]
-    return value
+    """One JSON object a line, its values by `json_value`."""
+    return "".join(f"{json.dumps(json_value(row), allow_nan=False)}\n" for row in rows)
 
 
 def json_value(value: Any, depth: int = untrusted.MOST_DEPTH) -> Any:

@@ -8,7 +8,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Protocol
 
-from tunix_lite.files.untrusted import MOST_LINE
 from tunix_lite.tracking.rows import check_rows, rows_until
 from tunix_lite.types import Metrics
 
@@ -58,36 +57,18 @@ class JsonLines:
         self._file = file.open("a" if resume_at is not None else "w")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes the row of a step; NaN and infinity become null. Readers take MOST_LINE bytes of a
-        line: of more, `train/metrics_left_out` with the longest names are left out."""
+        """Writes the row of a step; NaN and infinity become null."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             row[name] = (
                 None if isinstance(value, float) and not math.isfinite(value) else value
             )
-        line = json.dumps(row, allow_nan=False)
-        if len(line) > MOST_LINE:
-            line = json.dumps(_shortest_names(row), allow_nan=False)
-        self._file.write(line + "\n")
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-def _shortest_names(row: dict) -> dict:
-    """The part of a row that a line can hold: `step`, and metrics by the length of their names."""
-    # The number, its separators, and the count.
-    left = MOST_LINE - 100
-    kept = set()
-    for name in sorted(row, key=lambda name: (name != "step", len(name))):
-        left -= len(json.dumps({name: row[name]}))
-        if left < 0:
-            break
-        kept.add(name)
-    part = {name: value for name, value in row.items() if name in kept}
-    return part | {"train/metrics_left_out": len(row) - len(kept)}
 
 
 class TensorBoard:
