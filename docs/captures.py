@@ -1,7 +1,7 @@
 """Makes what the pages show of the output of programs, by running the programs:
 
     python docs/captures.py               # all of it: some ten minutes on two cores
-    python docs/captures.py replay check  # some of it
+    python docs/captures.py finding check # some of it
 
 A block that shows output stands under `<!-- captured: NAME -->`, and NAME is a function here.
 tests/test_captures.py compares pages and programs: a message word by word, a run without the
@@ -153,16 +153,6 @@ def check(folder: Path) -> str:
     return _command(folder, "check", "devices=4").strip()
 
 
-def replay(folder: Path) -> str:
-    _short_run(folder)
-    asked = ["replay", "outputs/short", "step=5", "training.max_steps=5", *SHORT]
-    lines = _command(folder, *asked).splitlines()
-    some = [
-        line for line in lines if line.startswith(REPLAYED) or "/" not in line.split(" ")[0]
-    ]
-    return "\n".join(some)
-
-
 def damaged_checkpoint(folder: Path) -> str:
     _short_run(folder)
     data = folder / "outputs/short/checkpoints/5/default/d"
@@ -222,14 +212,6 @@ def live_region(folder: Path) -> str:
     return screen.file.getvalue().strip()
 
 
-REPLAYED = (
-    "completions/correct",
-    "reward/mean",
-    "train/grad_norm",
-    "train/kl ",
-    "train/loss ",
-    "samples/",
-)
 NO_RUN = (foreign_flags, optimizer_line, odd_process, other_architecture, full_disk)
 MESSAGES: dict[str, Callable[[], str]] = {each.__name__: each for each in NO_RUN}
 
@@ -243,7 +225,7 @@ def trainer_loop(folder: Path) -> str:
 
 RUNS: dict[str, Callable[[Path], str]] = {
     each.__name__: each
-    for each in (quick_start, first_answer, before_and_after, exported, four_devices, check, replay,
+    for each in (quick_start, first_answer, before_and_after, exported, four_devices, check,
                  damaged_checkpoint, sweep, finding, live_region, trainer_loop)
 }  # fmt: skip
 SHORT = ["algorithm.kl_coef=0.1", "training.prompts_per_step=4", "training.save_interval_steps=4",

@@ -31,7 +31,6 @@ from tunix_lite.commands.evaluate import EvaluateConfig, EvaluateTaskConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
@@ -145,7 +144,6 @@ GROUPS = (
     Group("The command evaluate: what is asked", "evaluate.", EvaluateTaskConfig, None),
     Group("The command export", "", ExportConfig, None),
     Group("The command plan", "", PlanConfig, None),
-    Group("The command replay", "", Replay, None),
     Group("The command check", "", Check, None),
     Group("The command watch", "", WatchRun, None),
     Group("The command doctor", "", Doctor, None),

@@ -15,8 +15,6 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.kl import k3_exact
 from tunix_lite.algorithms.sft import SFT
 from tunix_lite.algorithms.weighting import per_prompt, per_token, weights_of_learned
-from tunix_lite.commands.replay import sequence_losses
-from tunix_lite.runs.batch_files import arrays_of_batch, batch_of_arrays
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import Batch, Rollout, TokenScores
 
@@ -176,23 +174,3 @@ def test_the_ratio_is_to_the_distribution_that_was_chosen(chosen):
     policy = Policy(lambda *_, on_finished: said, None)
     batch, *_ = GRPO(num_generations=2, old_logprobs=chosen).collect(policy, task, None, [{}, {}], None)
     assert (batch.old_logprobs == {"sampled": -1, "whole": -2}[chosen]).all()
-
-
-def test_a_batch_is_kept_as_arrays_with_its_streams_and_read_again(batch, tmp_path):
-    kept = batch.replace(ref_logprobs=None, streams={"share": np.asarray(batch.advantages) * 2})
-    np.savez(tmp_path / "batch.npz", **arrays_of_batch(kept))
-    with np.load(tmp_path / "batch.npz") as arrays:
-        again = batch_of_arrays(dict(arrays))
-    assert jax.tree.structure(again) == jax.tree.structure(kept)
-    jax.tree.map(np.testing.assert_array_equal, again, kept)
-    losses, found = sequence_losses(SumOfStreams(), again, scores_of(np.asarray(batch.old_logprobs)))
-    np.testing.assert_allclose(losses, (batch.loss_weight * kept.streams["share"]).sum(axis=1), rtol=1e-6)
-    assert found == {}
-    again.streams["share"][2] = np.nan
-    losses, found = sequence_losses(SumOfStreams(), again, scores_of(np.asarray(batch.old_logprobs)))
-    assert found == {2: {"streams.share": int((batch.loss_weight[2] > 0).sum())}} and np.isnan(losses[2])
-
-
-class SumOfStreams:
-    def loss(self, scores, batch):
-        return jnp.sum(batch.loss_weight * batch.streams["share"]), {}

@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("captures")
 
 
-RUN_NAMES = ("quick_start", "first_answer", "before_and_after", "exported", "four_devices", "check", "replay")
+RUN_NAMES = ("quick_start", "first_answer", "before_and_after", "exported", "four_devices", "check")
 RUN_NAMES += ("damaged_checkpoint", "sweep", "finding", "live_region", "trainer_loop")
 
 

@@ -19,7 +19,6 @@ from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
-from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import (
@@ -68,7 +67,6 @@ KINDS = {
     "command/export": ExportConfig,
     "command/generate": GenerateConfig,
     "command/plan": PlanConfig,
-    "command/replay": Replay,
     "command/evaluate": EvaluateConfig,
     "generation": GenerationConfig,
     "rollout": RolloutConfig,

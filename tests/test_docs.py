@@ -31,7 +31,6 @@ from tunix_lite.commands.evaluate import EvaluateConfig
 from tunix_lite.commands.export import ExportConfig
 from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
-from tunix_lite.commands.replay import Replay
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.config import RunConfig, build
@@ -68,7 +67,6 @@ PROGRAMS = {
     "serve": ServeConfig,
     "export": ExportConfig,
     "plan": PlanConfig,
-    "replay": Replay,
     "check": Check,
     "watch": WatchRun,
     "doctor": Doctor,
@@ -76,7 +74,6 @@ PROGRAMS = {
 }
 POSITIONAL = {
     "watch": "folder",
-    "replay": "checkpoint",
 }  # the setting that a first word without = is short for
 OPTIONS = {"--help": 0, "--cfg": 1, "--config-dir": 1}  # of all our programs, and how many words follow each
 RUN_OPTIONS = OPTIONS | {"--multirun": 0}

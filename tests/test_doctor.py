@@ -169,7 +169,7 @@ def test_findings_name_steps_numbers_and_an_override():
     )
     (finding,) = diagnose(run)
     assert finding.evidence == ["train/skipped is 1 in 5 of 10 steps, first in step 6"]
-    assert finding.overrides == ["optimizer.learning_rate=0.0001", "tunix-lite replay run skipped=6"]
+    assert finding.overrides == ["optimizer.learning_rate=0.0001"]
 
 
 def test_the_page_names_every_finding():

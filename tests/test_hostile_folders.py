@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_lite.algorithms.algorithm import Needs
 from tunix_lite.checkpoint import _LATER, Checkpoints
-from tunix_lite.commands import doctor, evaluate, export, generate, program, replay
+from tunix_lite.commands import doctor, evaluate, export, generate, program
 from tunix_lite.config import ResumeConfig, RunConfig, build
 from tunix_lite.errors import ConfigError
 from tunix_lite.files import digests
@@ -97,16 +96,7 @@ def good(tmp_path_factory):
     optimizer = make_optimizer(OptimizerConfig(), 2)
     checkpoints.save(TrainState(put(np.int32(1)), params, init_opt_state(optimizer, params)))
     checkpoints.close()
-    (folder / "run" / "skipped").mkdir()
-    np.savez(folder / "run" / "skipped" / "step_000002.npz", **arrays())
     return folder
-
-
-def arrays() -> dict[str, np.ndarray]:
-    """A batch, as a skipped update leaves it."""
-    tokens = np.ones((2, 4), np.int32)
-    floats = {name: np.ones((2, 4), np.float32) for name in ("loss_weight", "advantages", "old_logprobs")}
-    return {"tokens": tokens, "token_mask": tokens > 0} | floats
 
 
 @pytest.fixture
@@ -245,7 +235,7 @@ def settings_with(run: Path, key: str, value, canary: Path) -> None:
 
 
 def of_run(run: Path, *overrides: str) -> ModelConfig:
-    """What generate, chat, export and replay make of checkpoint=RUN, before they open it."""
+    """What generate, chat and export make of checkpoint=RUN, before they open it."""
     values = {"checkpoint": str(run), "model": {"mesh_shape": [[1, 1], ["fsdp", "tp"]], "family": "llama"}}
     return build(ModelConfig, program._of_run(values, list(overrides)), "model")
 
@@ -324,9 +314,7 @@ COMMANDS = {
     "generate": (generate.main, ["prompt=hi"]),
     "chat": (generate.main, []),
     "export": (export.main, ["out=exported"]),
-    "replay": (replay.main, ["skipped=2"]),
     "evaluate": (evaluate.main, ["evaluate.num_examples=1", "out=exported"]),
-    "replay step": (replay.main, ["step=1"]),
 }
 
 
@@ -624,66 +612,6 @@ def test_a_strangers_adapter_is_data(name, good, tmp_path, canary):
         )
     else:
         assert within_seconds(lambda: source.locate(found)).lora.rank == 2
-
-
-# ---- the batch that replay reads
-
-
-def packed(**changes):
-    return lambda file: np.savez(file, **(arrays() | changes))
-
-
-def with_header(header: str):
-    """tokens.npy with this header and no numbers."""
-
-    def change(file: Path) -> None:
-        np.savez(file, **{name: x for name, x in arrays().items() if name != "tokens"})
-        text = header.encode().ljust(117) + b"\n"
-        with zipfile.ZipFile(file, "a") as archive:
-            archive.writestr("tokens.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
-
-    return change
-
-
-def bomb(file: Path) -> None:
-    """A few kilobytes that say they are 5 GB."""
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("tokens.npy", b"\0" * 1000)
-    content = bytearray(file.read_bytes())
-    at = content.rindex(b"PK\x01\x02")
-    content[at + 24 : at + 28] = struct.pack("<I", 2**32 - 2)
-    archive = zipfile.ZipInfo("other.npy")
-    file.write_bytes(content)
-    with zipfile.ZipFile(file, "a") as more:
-        more.writestr(archive, b"x")
-
-
-BATCHES = {
-    "pickled objects": lambda file: np.savez(file, **arrays() | {"advantages": np.array([[Pickled("touch CANARY")] * 4] * 2)}),
-    "another shape": packed(loss_weight=np.ones((2, 5), np.float32)),
-    "texts": packed(tokens=np.full((2, 4), "x")),
-    "another name": packed(hostile=np.ones(2)),
-    "a shape of 10^15": with_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1000000, 1000000000), }"),
-    "a header that is code": with_header("__import__('os').system('touch CANARY')"),
-    "no archive": lambda file: file.write_bytes(b"PK\x03\x04" + b"x" * 100),
-    "5 GB of zeros": bomb,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_a_strangers_batch_is_numbers(name, tmp_path, canary, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where the commands would leave CANARY
-    (tmp_path / "skipped").mkdir()
-    monkeypatch.setattr(replay, "MOST_BYTES", 2**32 - 2)
-    BATCHES[name](tmp_path / "skipped" / "step_000002.npz")
-    settings = replay.Replay(str(tmp_path), skipped=2)
-    is_refused(lambda: replay.read_batch(RunDir(tmp_path), settings), "step_000002.npz cannot be read (")
-
-
-def test_a_batch_in_which_nothing_is_wrong_is_read(good):
-    """Else every one of those above could be refused for one reason that has nothing to do with it."""
-    batch = replay.read_batch(RunDir(good / "run"), replay.Replay(str(good / "run"), skipped=2))
-    np.testing.assert_array_equal(batch.tokens, np.ones((2, 4), np.int32))
 
 
 # ---- doctor

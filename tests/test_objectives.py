@@ -23,7 +23,7 @@ from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.algorithms.groups import Groups
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.errors import ConfigError
-from tunix_lite.runs.batch_files import arrays_of_batch
+from tunix_lite.runs.samples import arrays_of_batch
 from tunix_lite.settings.compose import compose
 from tunix_lite.types import Graded, Rollout, RowBatch, TokenScores
 

@@ -23,19 +23,14 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.commands import evaluate as evaluating
 from tunix_lite.commands import train as train_command
-from tunix_lite.commands.replay import Replay, as_lines, nearest, read_batch, replay, saw
-from tunix_lite.config import build
 from tunix_lite.distributed.stopping import Stopping
 from tunix_lite.errors import ConfigError, RunFailed
 from tunix_lite.files import plain_text
 from tunix_lite.files.plain_text import visible
-from tunix_lite.inference.language_model import run_settings
 from tunix_lite.learner.optim import learning_rate_at
 from tunix_lite.models import attention, decoder, source
-from tunix_lite.models.source import ModelConfig
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint, read_fingerprint
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.replay import check_reached, nearest_before, replay_step
 from tunix_lite.runs.session import Job
 from tunix_lite.runs.setup import prepare, resume_from_folder, write_fingerprint
 from tunix_lite.settings.compose import compose
@@ -467,30 +462,6 @@ def test_what_made_a_checkpoint_must_be_known(finished, tmp_path):
         train(compose([*SHORT, "training.max_steps=6", "resume.force=true"]), folder)
 
 
-def test_a_replay_takes_the_weights_that_saw_the_batch(tmp_path):
-    """Steps 3 and 5 to 7 were skipped."""
-    folder = RunDir(tmp_path)
-    for step in (3, 5, 6, 7):
-        folder.write_skipped(step, {"tokens": np.zeros((1, 2))})
-
-    def chosen(skipped, *steps):
-        shutil.rmtree(folder.checkpoints, ignore_errors=True)
-        for step in steps:
-            (folder.checkpoints / str(step)).mkdir(parents=True)
-        return nearest(folder, skipped)
-
-    assert [chosen(6, *steps) for steps in ((4,), (2, 7), (2, 6), (3, 8), (2,))] == [4, 7, 6, 3, 2]
-    assert [saw(folder, 6, step) for step in (2, 3, 4, 5, 6, 7, 8)] == [False, False, True, True, True, True, False]
-    with pytest.raises(ConfigError, match="holds no checkpoint until step 6; step=8 takes weights that have been"):
-        chosen(6, 8, 9)
-    with pytest.raises(ConfigError, match="holds no checkpoint until step 6$"):
-        chosen(6)
-    assert sorted(file.name for file in (tmp_path / "skipped").iterdir())[0] == "step_000003.npz"
-    os.truncate(folder.skipped(6), 60)
-    with pytest.raises(ConfigError, match=f"skipped=6: {folder.skipped(6)} cannot be read"):
-        read_batch(folder, Replay(str(tmp_path), skipped=6))
-
-
 def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsys):
     every = ["training.save_interval_steps=1", "training.keep_checkpoints=4", "evaluation.num_examples=0"]
     run = compose([*SHORT, *every, "optimizer.schedule=linear", "training.max_skipped_in_a_row=2"])
@@ -508,12 +479,6 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, capsy
     first, second, third = (checkpoints.restore_params(shapes, step)[1] for step in (1, 2, 3))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, first, second)
-    replay(replace(run, model=build(ModelConfig, run_settings(tmp_path)[0])), Replay(str(tmp_path), skipped=2))
-    said = capsys.readouterr().out
-    assert (
-        "step 2: 16 sequences, with the weights of step 2\nloss nan; of the 15 sequences whose loss is finite" in said
-    )
-    assert "sequence 0: not finite: advantages at " in said and "sequence 1" not in said
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(second), jax.tree.leaves(third)))
 
 
@@ -782,68 +747,3 @@ def test_a_data_file_that_changed_is_noticed_where_a_run_goes_on(finished, tmp_p
     with pytest.raises(ConfigError, match=f"resume: this is not the run in {folder.path}: {here}"):
         found("evaluation.num_examples=8")
     assert found("evaluation.num_examples=8", "resume.force=true").startswith("data.train: ")
-
-
-# ---- a step once more
-
-
-def test_a_step_is_made_again_from_the_files_of_the_run(finished, capsys, monkeypatch):
-    """Step 4 from checkpoint 2, to the bit on the same mesh."""
-    folder, _ = finished
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    monkeypatch.setattr("tunix_lite.runs.replay.QUIET", 0.0)
-    done = replay_step(compose(SHORT), folder, 4, print)
-    said = capsys.readouterr().out
-    assert "from checkpoint 2: 2 steps to make, which took the run" in said
-    assert "step 3 is made again, 1 to make" in said
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before, "it writes nothing there"
-    not_repeated = ("eval/", "step", "train/num_tokens")  # the last counts from the beginning of the run
-    logged = {k: v for k, v in without_time(lines(folder)[4]).items() if not k.startswith(not_repeated)}
-    assert done.logged == logged and done.metrics == logged and len(logged) > 20
-    assert done.samples == [json.loads(x) for x in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()]
-    text = "\n".join(as_lines(done))
-    assert f"{len(logged)} of {len(logged)} logged metrics are the same to the bit" in text
-    assert "samples/: tokens the same in 16 of 16 completions" in text
-    assert "samples/: logprobs the same in 16 of 16 completions" in text
-
-
-def test_which_steps_can_be_made_again(finished, tmp_path):
-    folder, _ = finished
-    assert [nearest_before(RunDir(folder), step) for step in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 4]
-    assert nearest_before(RunDir(folder), 4, updates=4) == 0
-    (tmp_path / "checkpoints" / "8").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "8" / "_CHECKPOINT_METADATA").write_text("{}")
-    (tmp_path / "status.json").write_text(json.dumps({"began_from": 4}))
-    with pytest.raises(ValueError, match="7: this run began from step 4 of another.*can be replayed: 9 and later"):
-        nearest_before(RunDir(tmp_path), 7)
-    with pytest.raises(ValueError, match="the first step of a run is 1"):
-        nearest_before(RunDir(tmp_path), 0)
-
-
-def test_a_step_after_the_last_is_not_made(tmp_path):
-    with pytest.raises(ConfigError, match="step: 5: this run has 4 steps; give step=4 or an earlier one"):
-        replay_step(compose(SHORT), tmp_path, 5, print)
-    # a run that ended in step 3
-    rows = [f'{{"step": {step}, "train/loss": 0.5}}\n' for step in (0, 1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(rows))
-    check_reached(RunDir(tmp_path), 3)
-    message = "step: 4: this run has made 2 steps; give step=2 or an earlier one, or step=3, in which it ended"
-    with pytest.raises(ConfigError, match=message):
-        replay_step(compose(SHORT), tmp_path, 4, print)
-    (tmp_path / "metrics.jsonl").unlink()
-    check_reached(RunDir(tmp_path), 4)
-
-
-def test_a_replay_names_the_settings_that_it_lacks_and_takes_none_from_the_folder(tmp_path, monkeypatch):
-    (tmp_path / ".hydra").mkdir()
-    overrides = ["seed=3", "tracking.report=false", "+task.correct=my_rewards.near", "model.lora.rank=4"]
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
-    words = [str(tmp_path), "step=2", "seed=4"]
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", *words])
-    asked = Replay(str(tmp_path), step=2)
-    more = f"started with more settings: tunix-lite replay {' '.join(words)} \\+task.correct=my_rewards.near$"
-    with pytest.raises(ConfigError, match=more):
-        replay(compose(SHORT), asked)
-    monkeypatch.setattr(sys, "argv", ["tunix-lite", *words, "+task.correct=mine.near"])
-    with pytest.raises(ConfigError, match="fingerprint.json"):
-        replay(compose(SHORT), asked)

@@ -194,19 +194,20 @@ class Checkpoints:
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
 
-    def restore(self, like: TrainState, step: int | None = None) -> TrainState:
-        """Reads a checkpoint, after comparing all its files with their digests.
+    def restore(self, like: TrainState) -> TrainState:
+        """Reads the newest checkpoint, after comparing all its files with their digests.
 
-        step: None means the newest. like: the shapes, dtypes and shardings to restore, as arrays or
+        like: the shapes, dtypes and shardings to restore, as arrays or
         ShapeDtypeStructs. Every array is made once, on its devices; free the memory of the old ones
         before. Raises ValueError if there is no checkpoint, if it cannot be read, has changed since
         it was written, or does not match `like`.
         """
-        return self._read(self._chosen(step), shapes_of(like))
+        return self._read(self._chosen(None), shapes_of(like))
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
-        """Reads only the parameters of a checkpoint: (its step, params). Arguments and errors are
-        those of `restore`.
+        """Reads only the parameters of a checkpoint: (its step, params).
+
+        step: None means the newest. `like` and errors are those of `restore`.
 
         All files are compared with their digests, because only orbax knows which of them hold the
         parameters.

@@ -22,7 +22,6 @@ from tunix_lite.models import decoder, lora, weights
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.lora import LoraConfig
 from tunix_lite.parallel.mesh import ShardingConfig, axis_size, make_mesh, put, set_rules
-from tunix_lite.runs.batch_files import batch_of_arrays
 from tunix_lite.types import Batch, TrainState
 
 SEQUENCES, PROMPT, NEW = 16, 10, 22
@@ -139,7 +138,9 @@ def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> 
 
 def update_of(batch_file: str) -> dict:
     """A few numbers of an update of eight devices, and what the reference thinks of its batch."""
-    batch = batch_of_arrays(dict(np.load(batch_file)))
+    arrays = dict(np.load(batch_file))
+    streams = {name.partition(".")[2]: arrays.pop(name) for name in [*arrays] if name.startswith("streams.")}
+    batch = Batch(**arrays, streams=streams)
     found = update(MODELS["plain"], Way(fsdp=4, tp=2, parts=2, sync_every=2), batch)
     grads = jax.tree.leaves(process_allgather(found.grads, tiled=True))
     return {

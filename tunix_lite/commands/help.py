@@ -27,7 +27,6 @@ COMMANDS = {
     "check": "test this machine, its devices and its processes",
     "doctor": "find why a run does not learn; write a page on a run, or on several",
     "watch": "show the numbers of a run that goes on elsewhere",
-    "replay": "repeat a step, or find why an update was skipped",
     "export": "write a model as a Hugging Face folder or a PEFT adapter",
 }
 # What people change, in the order in which they do.

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tunix_lite.commands import help as help_pages
@@ -36,7 +36,6 @@ from tunix_lite.files.addresses import check_on_disk
 from tunix_lite.files.plain_text import visible, without_secrets
 from tunix_lite.files.untrusted import as_path
 from tunix_lite.inference.language_model import run_settings
-from tunix_lite.report.evidence import read_overrides
 from tunix_lite.settings.compose import (
     as_yaml,
     compose_values,
@@ -206,20 +205,6 @@ def run_command(
             action(settings)
 
     _or_exit(as_long_as_read()(act), interrupted="")
-
-
-def missing_overrides(
-    folder: Path, words: Sequence[str], no_matter: tuple[str, ...]
-) -> list[str]:
-    """The overrides that a run was started with, by its folder, and whose setting these words do
-    not name. no_matter: how those begin that are left out."""
-    named = {word.lstrip("+~").partition("=")[0] for word in words}
-    missing = []
-    for text in read_overrides(folder, []) or []:
-        plain = text.lstrip("+~")
-        if plain.partition("=")[0] not in named and not plain.startswith(no_matter):
-            missing.append(text)
-    return missing
 
 
 # Settings of `model` that may stand beside checkpoint=: where the base is, and the machine's own.

@@ -134,8 +134,7 @@ def _updates_skipped(run: Evidence) -> _Shown:
         return None
     first = int(made.steps[0])
     shown = f"train/skipped is 1 in {len(made)} of {len(skipped)} steps, first in step {first}"
-    replay = f"tunix-lite replay {run.folder} skipped={first}"
-    return [shown], _overrides(run, ((_RATE, 0.1), replay))
+    return [shown], _overrides(run, ((_RATE, 0.1),))
 
 
 def relative_step(run: Evidence) -> Series:

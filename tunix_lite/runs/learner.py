@@ -199,7 +199,7 @@ def state_at_start(
     checkpoints = Checkpoints(parts.resume_from)
     loading = BytesProgress(console, "loading", f"a checkpoint of {parts.resume_from}")
     with error_context("resume"), loading:
-        state = checkpoints.restore(shapes, parts.resume_step)
+        state = checkpoints.restore(shapes)
         number = int(state.step)
         is_other_run = run.resume.force and parts.differs
         skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(number)

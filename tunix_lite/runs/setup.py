@@ -74,8 +74,6 @@ class Parts:
     data: str = ""
     # the folder of checkpoints to resume from; None: the run starts from step 0
     resume_from: Path | None = None
-    # the step of its checkpoint; None: the newest
-    resume_step: int | None = None
     # the reference of the KL term; None: there is no KL term
     reference: Reference | None = None
     # text: settings that differ from those of the run that made the checkpoints

@@ -30,7 +30,6 @@ from tunix_lite.planning.at_start import (
     plan_of_this_run,
     training_programs,
 )
-from tunix_lite.runs.batch_files import arrays_of_batch
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.hints import RunHints
 from tunix_lite.runs.learner import Learner
@@ -44,6 +43,7 @@ from tunix_lite.runs.leaving import (
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.samples import (
     advantage_metrics,
+    arrays_of_batch,
     evaluation_rows,
     from_best_to_worst,
     keep_samples,
