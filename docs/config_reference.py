@@ -34,7 +34,7 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import attempts, guessing, open_env, tools
+from tunix_lite.environments import attempts, guessing, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -114,8 +114,6 @@ GROUPS = (
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
     Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
-    Group("Source: openenv", "task.source.", open_env.Episodes, None),
-    Group("Environment: openenv", "task.environment.", open_env.OpenEnv, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
     Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
