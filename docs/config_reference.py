@@ -60,7 +60,6 @@ from tunix_lite.rewards import (
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
-from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.puzzles import countdown, last_word
 from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
@@ -116,7 +115,6 @@ GROUPS = (
     Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
-    Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),

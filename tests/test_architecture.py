@@ -73,7 +73,6 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "models",
         "parallel.mesh",
         "rollout.settings",
-        "tasks.curriculum",
         "tasks.task",
         "types",
         "workers.pool",

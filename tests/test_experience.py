@@ -64,7 +64,7 @@ def source(algorithm, prompts=2):
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
     console = SimpleNamespace(say=print)
     session = SimpleNamespace(run=run, task=task, parts=parts, run_dir=None, console=console, stopping=None)
-    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), curriculum=None, overlap=None)
+    learner = SimpleNamespace(policy=None, seed_key=jax.random.key(0), overlap=None)
     return FreshExperience(session, learner)
 
 

@@ -141,7 +141,6 @@ def settings_for_agents(run: RunConfig) -> RunConfig:
         "algorithm.shaping": algorithm.shaping is not None,
         "algorithm.mask_truncated=true": algorithm.mask_truncated,
         "task.environment": getattr(run.task, "environment", None) is not None,
-        "curriculum": run.curriculum.is_on,
         f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
         f"training.packing={run.training.packing}": run.training.packing not in PACKING,
         # Sequences are packed: micro-batches have tokens, and dropout belongs to one sequence.

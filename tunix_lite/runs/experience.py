@@ -161,11 +161,8 @@ class FreshExperience:
         if self._moving is not None:
             self._policy = self._moving.follow(self._policy, step, params)
         session = self._session
-        curriculum = self._learner.curriculum
         overlap = self._learner.overlap
         task = session.task.at_step(step)
-        if curriculum is not None:
-            task = curriculum.begin(step, task)
 
         # What was sampled beside earlier updates, or the examples of all rounds. Those of later
         # rounds are of other shuffles, so that the first one goes through the data in the same
@@ -180,16 +177,11 @@ class FreshExperience:
             dropped = 0
             for r in range(self._needs.rounds):
                 seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-                if curriculum is None:
-                    more, unfit = task.batch(num_prompts, seed, rollout)
-                else:
-                    more, unfit = curriculum.batch(task, num_prompts, seed, r)
+                more, unfit = task.batch(num_prompts, seed, rollout)
                 examples += more
                 dropped += unfit
             example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
 
         key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        if curriculum is not None:
-            metrics |= curriculum.end()
         return batch, metrics | example_metrics, graded

@@ -546,8 +546,6 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         )
     if parts.data:
         rows.append(("data", parts.data))
-    if run.curriculum.is_on:
-        rows.append(("curriculum", run.curriculum.words()))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)

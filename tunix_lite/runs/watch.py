@@ -415,11 +415,9 @@ class Watch:
         may be written after it."""
         session = self.session
         step = int(self.state.step)
-        curriculum = self.learner.curriculum
-        known = None if curriculum is None else curriculum.at(step)
         overlap = self.learner.overlap
         in_flight = None if overlap is None else overlap.at(step)
-        self.checkpoints.save(self.state, self.accuracy, self.skipped, known, in_flight)
+        self.checkpoints.save(self.state, self.accuracy, self.skipped, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.parts, session.run_dir)

@@ -259,8 +259,6 @@ class Task:
     # processes that take the same batches and share the grades; ALONE until settings are checked
     processes: Processes = ALONE
     step: int = 0  # the number of the update, which weights of rewards may depend on
-    # gets all that is graded, such as groups of which the algorithm keeps none
-    on_graded: Callable[[Graded], None] | None = None
     conversation: ConversationConfig = ConversationConfig()
     # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
@@ -622,10 +620,7 @@ class Grader:
             firsts = rows[:: self.num_generations]
             full = [row for row in firsts if np.asarray(rollout.token_mask)[row, 0]]
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
-        graded = replace(graded, metrics=metrics)
-        if task.on_graded is not None:
-            task.on_graded(graded)
-        return graded
+        return replace(graded, metrics=metrics)
 
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""

@@ -26,7 +26,7 @@ from tunix_lite.types import Metrics
 # Parts of the names of metrics that are the run's own. All others are of a user's observers, which
 # may not take one of these.
 OUR_PARTS = ("train", "eval", "reward", "rewards", "advantage", "conversation", "completions")
-OUR_PARTS += ("prompts", "curriculum", "rollout", "sampler", "time", "perf", "memory")
+OUR_PARTS += ("prompts", "rollout", "sampler", "time", "perf", "memory")
 
 
 def averages_of_samples(metrics: Metrics) -> Metrics:

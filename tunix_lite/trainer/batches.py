@@ -41,7 +41,6 @@ class Collecting:
         needs = run.algorithm.needs
         needs_run = {
             f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
-            "curriculum": run.curriculum.is_on,
             "algorithm.mini_batches above 1": needs.mini_batches > 1,
             "algorithm.agreeing_groups=replace": needs.rounds > 1,
             "algorithm.reference_every above 0": needs.reference_every > 0,
