@@ -540,7 +540,6 @@ def test_duplicated_prompts_are_groups_of_their_own():
     [
         ({"surrogate": surrogates.sapo, "clip_high": 0.3}, "clip_high=0.3 would change nothing: surrogate=sapo clips"),
         ({"kl_estimator": "k2"}, "kl_estimator=k2 would change nothing: kl_coef=0, so there is no KL term"),
-        ({"kl_coef": 0.1, "reference_every": 3, "updates_per_rollout": 2}, "must be a multiple of updates_per_rollout=2"),
         ({"agreeing_groups": "replace"}, "agreeing_groups=replace with max_rounds=1 replaces no group"),
         ({"ratio": ratios.no_ratio}, "surrogate=clip is a function of the ratio, which is 1 with ratio=no_ratio"),
         (
@@ -647,11 +646,7 @@ def test_every_setting_changes_the_batch_the_loss_or_its_gradient(name):
 
 
 def test_the_list_of_changes_has_every_setting_of_every_piece():
-    fields = {field.name for field in dataclasses.fields(GRPO)} - {
-        "updates_per_rollout",
-        "reference_every",
-        "reference_mix",
-    }  # the loop's: test_experience
+    fields = {field.name for field in dataclasses.fields(GRPO)} - {"updates_per_rollout"}  # the loop's: test_experience
     assert fields <= {name.partition(":")[0] for name in CHANGES}
     for module in (adv, surrogates, corrections, shaping, weighting):
         for function in vars(module).values():

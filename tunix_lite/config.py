@@ -312,18 +312,6 @@ class RunConfig:
                 "training.keep_best_checkpoints ranks by held-out accuracy; "
                 "evaluation.num_examples is 0"
             )
-        follows = self.algorithm.needs.reference_every
-        if follows and every and follows % every:
-            raise ValueError(
-                f"algorithm.reference_every={follows} must be a multiple of "
-                f"training.save_interval_steps={every}: the reference is kept beside a checkpoint; "
-                f"algorithm.reference_every={_multiple(follows, every)}"
-            )
-        if follows and self.model.lora.rank:
-            raise ValueError(
-                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
-                "with adapters the reference is their base, which stays; leave out one of the two"
-            )
 
     @property
     def learning_temperature(self) -> float:

@@ -20,7 +20,7 @@ CHOICES = {
 LEAST = {
     **dict.fromkeys(("updates_per_rollout", "mini_batches", "max_rounds"), 1),
     **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "entropy_coef"), 0),
-    **dict.fromkeys(("off_policy_delta", "reference_every"), 0),
+    "off_policy_delta": 0,
 }
 # settings of surrogates that must be above a number
 ABOVE = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}
@@ -123,10 +123,6 @@ class Objective:
     kl_coef: float = 0.0
     # Estimator of that KL: k3_exact, k3, k3_ratio or k2 in the loss, k1_reward in the reward.
     kl_estimator: str = "k3_exact"
-    # Steps between two updates of the reference model. 0 keeps it as it was at the start.
-    reference_every: int = 0
-    # Share of the policy in an updated reference, from 0 to 1. 1 copies the policy.
-    reference_mix: float = 1.0
     # Weight of the entropy bonus. 0 adds none.
     entropy_coef: float = 0.0
     # Old log-probabilities in the ratio: whole (sampler, full softmax), sampled (sampler, after
@@ -171,9 +167,6 @@ class Objective:
             "its group, so it takes at least 2 (8 is usual)": self.num_generations < 2,
             f"clip_low={self.clip_low} would change nothing: no ratio is below 0; give a number "
             "below 1, or null": (self.clip_low or 0) >= 1,
-            f"reference_mix={self.reference_mix} is above 0 and at most 1": not (
-                0 < self.reference_mix <= 1
-            ),
             f"advantage_clip={self.advantage_clip} must be above 0": (
                 self.advantage_clip is not None and self.advantage_clip <= 0
             ),
@@ -195,8 +188,6 @@ class Objective:
             "next mini-batch, and each is learned from equally often": (
                 self.updates_per_rollout % max(self.mini_batches, 1) > 0
             ),
-            f"reference_every={self.reference_every} must be a multiple of {updates}: a rollout is "
-            "scored once": self.reference_every % max(self.updates_per_rollout, 1) > 0,
             f"ratio=no_ratio with {updates}: only the first update of a rollout uses the policy "
             "that sampled; use token_ratio": has_no_ratio and self.updates_per_rollout > 1,
             f"surrogate={surrogate} is a function of the ratio, which is 1 with ratio=no_ratio; "
@@ -254,11 +245,8 @@ class Objective:
         if not surrogates.takes_bounds(self.surrogate):
             why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
             idle |= dict.fromkeys(("clip_low", "clip_high"), why)
-        if not self.reference_every:
-            idle["reference_mix"] = "reference_every=0, so the reference stays as it is"
         if not self.kl_coef:
-            why = "kl_coef=0, so there is no KL term"
-            idle |= dict.fromkeys(("kl_estimator", "reference_every"), why)
+            idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
         if self.agreeing_groups != "replace":
             idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
         for field in dataclasses.fields(self):

@@ -124,7 +124,7 @@ def build_learner(session: Session) -> Learner:
         frozen, params = source.load_weights(model, run.seed, stored, on_bytes)
     with error_context("resume"):
         reference = reference_of(
-            session.run_dir, parts.reference, model, resolved.reference_dtype, frozen, params
+            session.run_dir, parts.reference, model, resolved.dtype, frozen, params
         )
     state, skipped = state_at_start(parts, optimizer_of(resolved), params, console)
 

@@ -31,7 +31,6 @@ from tunix_lite.planning.at_start import (
     training_programs,
 )
 from tunix_lite.runs.experience import Experience, ExperienceSource
-from tunix_lite.runs.hints import RunHints
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
     Unfinished,
@@ -116,7 +115,6 @@ class Watch:
     # real tokens of the batches of all updates until now, prompts too
     num_tokens: int
     unfinished: Unfinished = field(init=False)
-    hints: RunHints = field(default_factory=RunHints, init=False)
     accuracy: float | None = field(default=None, init=False)
     # seconds of the step, without compiling: until collecting was over, and the update; and those
     # of compiling
@@ -254,10 +252,6 @@ class Watch:
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
-        num_generations = session.run.algorithm.num_generations
-        max_new_tokens = session.run.generation.max_new_tokens
-        for hint in self.hints.lines(metrics, num_generations, max_new_tokens):
-            session.console.say(hint, style="yellow")
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
         self.checkpoints.check()

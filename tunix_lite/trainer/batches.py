@@ -43,7 +43,6 @@ class Collecting:
             f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
             "algorithm.mini_batches above 1": needs.mini_batches > 1,
             "algorithm.agreeing_groups=replace": needs.rounds > 1,
-            "algorithm.reference_every above 0": needs.reference_every > 0,
             "training.micro_batch_size=auto": run.training.micro_batch_size == "auto",
             "an algorithm with a teacher": bool(needs.frozen_models),
         }
