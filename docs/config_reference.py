@@ -53,7 +53,6 @@ from tunix_lite.rewards import (
     judge,
     math,
     math_verify,
-    schedules,
     similarity,
     text,
 )
@@ -189,7 +188,6 @@ FUNCTIONS = (
         (math, text, answers),
         ("completion",),
     ),
-    ("Updates to weights: `task.rewards.<name>.weight`", (schedules,), ("step",)),
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
 CODE = re.compile(r"(`[^`]+`)")

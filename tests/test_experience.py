@@ -51,7 +51,7 @@ def source(algorithm, prompts=2):
     def batch(count, seed, rollout):
         return [{"n": seed % 1000 + rollout * count + i} for i in range(count)], 1
 
-    task = SimpleNamespace(batch=batch, leaves_out=True, at_step=lambda step: task)
+    task = SimpleNamespace(batch=batch, leaves_out=True)
     parts = SimpleNamespace(batch=SimpleNamespace(prompts=prompts), rows=RowLayout())
     run = SimpleNamespace(algorithm=algorithm, seed=0, evaluation=None)
     console = SimpleNamespace(say=print)

@@ -169,9 +169,6 @@ class Numbers(SimpleNamespace):
     def prompts(self, examples):
         return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
 
-    def at_step(self, step):
-        return self
-
     def grader(self, examples, num_generations=1):
         return Grades(examples)
 

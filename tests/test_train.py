@@ -336,7 +336,6 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
 CONDITIONAL = {
     "eval/failed",  # agents
     "perf/mfu",  # a device whose peak is known
-    "rewards/weight_<name>",  # a weight with a schedule
     "time/<name>",  # a scorer
     "time/rollout_beside_update",  # rollout.overlap=one_step
     "time/rescore",  # algorithm.old_logprobs=rescored

@@ -208,7 +208,7 @@ def rewards_of(task: TaskConfig) -> Callable[[str, dict], float]:
     """The weighted sum of a task's rewards, of one completion."""
 
     def reward(completion: str, example: dict) -> float:
-        weights = task.weights(0)
+        weights = task.weights
         for name, one in task.rewards.items():
             if one.group:
                 raise ValueError(

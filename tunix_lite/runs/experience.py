@@ -131,7 +131,7 @@ class FreshExperience:
         settings = session.run.evaluation
         counts = rollout_sizes(settings.num_examples, settings.num_samples)
         with SamplingProgress(session.console, counts, patience=patience) as progress:
-            task = session.task.at_step(step)
+            task = session.task
             return evaluate(
                 self._learner.policy,
                 task,
@@ -146,7 +146,7 @@ class FreshExperience:
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
         session = self._session
         overlap = self._learner.overlap
-        task = session.task.at_step(step)
+        task = session.task
 
         # What was sampled beside earlier updates, or the examples of all rounds. Those of later
         # rounds are of other shuffles, so that the first one goes through the data in the same

@@ -75,8 +75,7 @@ class Reward:
 
     # (completion, example) -> number; of a group: (completions, example) -> a number for each
     fn: Callable
-    # factor in the sum of rewards; or, of the number of the update from 0, what it is there
-    weight: float | Callable = 1.0
+    weight: float = 1.0  # factor in the sum of rewards
     group: bool = False  # fn gets all completions of a prompt at once, and compares them
 
 
@@ -157,8 +156,8 @@ class TaskConfig:
         for name, reward in self.rewards.items():
             arguments = "completions, example" if reward.group else "completion, example"
             _check_call(f"rewards.{name}.fn", reward.fn, arguments)
-            if callable(reward.weight):
-                _check_call(f"rewards.{name}.weight", reward.weight, "step")
+            if not np.isfinite(reward.weight):
+                raise ValueError(f"rewards.{name}.weight={reward.weight} is no finite number")
         _check_call("correct", self.correct, "completion, example")
         _check_call("extract", self.extract, "completion")
 
@@ -184,19 +183,10 @@ class TaskConfig:
             called["correct"] = partial(number, self.correct)
         return called | {"extract": partial(text, self.extract)}
 
-    def weights(self, step: int) -> dict[str, float]:
-        """Returns the weight of each reward in update number `step` (from 0).
-
-        Raises ValueError for a schedule that gives no finite number.
-        """
-        weights = {}
-        for name, reward in self.rewards.items():
-            weights[name] = reward.weight(step) if callable(reward.weight) else reward.weight
-            if not np.isfinite(weights[name]):
-                raise ValueError(
-                    f"rewards.{name}.weight is {weights[name]} in step {step + 1}"
-                )
-        return weights
+    @property
+    def weights(self) -> dict[str, float]:
+        """Returns the weight of each reward."""
+        return {name: reward.weight for name, reward in self.rewards.items()}
 
     @property
     def group_names(self) -> list[str]:
@@ -258,7 +248,6 @@ class Task:
     say: Callable[[str], None] | None = None
     # processes that take the same batches and share the grades; ALONE until settings are checked
     processes: Processes = ALONE
-    step: int = 0  # the number of the update, which weights of rewards may depend on
     conversation: ConversationConfig = ConversationConfig()
     # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
@@ -266,11 +255,6 @@ class Task:
     learned: tuple[str, ...] = ()
     # the orders of examples that fit, by what they depend on; all that `replace` makes share it
     orders: dict = field(default_factory=dict, compare=False, repr=False)
-
-    def at_step(self, step: int) -> "Task":
-        """Returns the task with the reward weights of update number `step` (from 0)."""
-        has_schedule = any(callable(reward.weight) for reward in self.config.rewards.values())
-        return replace(self, step=step) if has_schedule else self
 
     @contextlib.contextmanager
     def with_workers(
@@ -605,9 +589,6 @@ class Grader:
             )
         groups = [self._rows(group) for group in range(len(rows) // self.num_generations)]
         metrics = reward_metrics(graded, kinds_BN, groups) | counts
-        for name, reward in task.config.rewards.items():
-            if callable(reward.weight):
-                metrics[f"rewards/weight_{name}"] = float(graded.weights[name])
         metrics |= completion_metrics(graded.correct, rollout)
         metrics["time/rewards"] = self.seconds
         if seconds := self._pool.taken_seconds():
@@ -665,7 +646,7 @@ class Grader:
         conversations = rollout.conversations
 
         # rewards, weighted; one that failed counts 0, or drops its completion
-        weights = config.weights(task.step)
+        weights = config.weights
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
         kinds = [[one[_of(name)].kind for name in config.rewards] for one in outcomes]
         by_turn: list[list[float]] = []
