@@ -109,7 +109,7 @@ def test_a_run_leaves_what_it_promises(finished):
     said = [
         r"loaded random, in \d+ s",
         "compiled the update in",
-        r"sampled \d+ completions in .*, accuracy [\d.]+%",
+        r"sampled \d+ completions in .*",
     ]
     assert all(re.search(line, before) for line in said), before
     held_out = [line for line in before.splitlines() if re.search(r"(right|wrong)  .*  →  .*\]  reward [\d.]+$", line)]

@@ -33,7 +33,6 @@ from tunix_lite.tasks.grading import (
     call_metrics,
     completion_metrics,
     dropped_of,
-    read_values,
     reasons_of,
     reward_metrics,
     shared_outcomes,
@@ -521,26 +520,10 @@ class Grader:
             )
         self.seconds += time.perf_counter() - began
 
-    def grade_now(self, row: int, rollout: Rollout) -> Graded | None:
-        """The grade of one completion that was submitted, without metrics; None: it has not come,
-        another process calls its functions, or one failed in a way that ends the run.
-
-        rollout: of this completion alone.
-        """
-        of_group = [len(self.examples) + self.group_of(row)] if self._group_names else []
-        calls = {}
-        for call in (row, *of_group):
-            future = self._futures.get(call)
-            if future is None or not future.done() or future.exception():
-                return None
-            calls[call] = read_values(future.result())
-        return self._graded([row], calls, rollout)[0]
-
-    def results(self, rollout: Rollout, look: Callable[[], None] | None = None) -> Graded:
+    def results(self, rollout: Rollout) -> Graded:
         """Waits for all grades. Completions that were not submitted are graded now.
 
-        look: called now and then while it waits. Raises ValueError if a reward failed and
-        rewards.on_error=raise, if all completions were dropped, or if processes graded other
+        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were dropped, or if processes graded other
         completions; StopRun if the run was asked to stop while it waited.
         """
         tokens_BT = np.asarray(rollout.tokens)
@@ -554,10 +537,8 @@ class Grader:
         began = time.perf_counter()
         compared = digest([self.examples, [self._completions[row] for row in rows]])
         futures = [self._futures[call] for call in sorted(self._futures)]
-        outcomes = shared_outcomes(futures, compared, self.task.processes, look)
+        outcomes = shared_outcomes(futures, compared, self.task.processes)
         calls = dict(zip(sorted(self._futures), outcomes))
-        if look is not None:
-            look()
         self.seconds += time.perf_counter() - began
 
         graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
