@@ -523,8 +523,9 @@ class Grader:
     def results(self, rollout: Rollout) -> Graded:
         """Waits for all grades. Completions that were not submitted are graded now.
 
-        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were dropped, or if processes graded other
-        completions; StopRun if the run was asked to stop while it waited.
+        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
+        dropped, or if processes graded other completions; StopRun if the run was asked to stop
+        while it waited.
         """
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
