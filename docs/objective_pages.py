@@ -162,7 +162,7 @@ WORDS = {
 }
 # ---- the formula
 
-# As objective.PIECES, in TeX; @name@ is a setting of the piece.
+# In TeX; @name@ is a setting of the piece.
 TEX = {
     adv.standardise: r"A = \frac{r - \mathrm{mean}_{group}(r)}{\mathrm{std}_{group}(r) + @eps@}",
     adv.centre: r"A = r - \mathrm{mean}_{group}(r)",

@@ -140,6 +140,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "agents",
         "algorithms.algorithm",
         "algorithms.groups",
+        "algorithms.objective",
         "checkpoint",
         "config",
         "distributed",

@@ -14,6 +14,7 @@ import jax
 
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import Algorithm
+from tunix_lite.algorithms.objective import described
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
@@ -554,9 +555,9 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if run.rollout.is_stale:
         rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
 
-    # What is minimised, if the algorithm says it; how long, and where to.
-    formula = getattr(run.algorithm, "formula", [])
-    rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
+    # What is minimised, how long, and where to.
+    if objective := described(run.algorithm):
+        rows.append(("objective", objective))
     max_steps = run.training.max_steps
     rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""
