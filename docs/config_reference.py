@@ -34,7 +34,7 @@ from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.commands.watch import WatchRun
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import attempts, guessing, tools
+from tunix_lite.environments import guessing, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -111,7 +111,6 @@ GROUPS = (
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
-    Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
