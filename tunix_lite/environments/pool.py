@@ -10,7 +10,7 @@ import itertools
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -32,9 +32,6 @@ from tunix_lite.workers.process import Outcome
 # times that one call is made again because its process was lost by other conversations
 MOST_REPLAYS = 100
 NAME = "environment"
-# a made-up completion for a try before a run, and the seconds that a call may take there
-COMPLETION = "The answer is 7."
-TRY_SECONDS = 5.0
 
 
 class Reply(NamedTuple):
@@ -248,38 +245,3 @@ class _Call:
         # it may have waited behind others, and has not taken longer than it may
         seconds = min(time.monotonic() - self.began, settings.timeout)
         self.reply.set_result(Reply(None, kind, message, seconds))
-
-
-class _Tried(NamedTuple):
-    """Result of a try: how the environment fails, in words ("": it does not); the prompt with which
-    it begins (None: that of the task); and its answer to a made-up completion (None: nothing that
-    is read).
-
-    Example: Tried("", "Guess a number.", "Higher.").
-    """
-
-    failing: str = ""
-    prompt: str | list[dict] | None = None
-    answer: str | list[dict] | None = None
-
-
-def try_environment(
-    environment: EnvironmentSource, example: dict, settings: ConversationConfig
-) -> _Tried:
-    """Tries an environment with an example and a made-up completion, in a process of its own.
-
-    A run does so before it compiles anything: what fails always is found in a second, not after the
-    first rollout. A call that takes long is not judged. Raises ValueError if the process cannot
-    start.
-    """
-    workers = min(settings.workers, 1)
-    timeout = min(settings.timeout, TRY_SECONDS)
-    own = replace(settings, on_error="zero", workers=workers, timeout=timeout)
-    with EnvironmentPool(environment, own) as pool:
-        first = last = pool.reset(0, example).result()
-        if not first.failure:
-            last = pool.step(0, COMPLETION).result()
-    if last.failure:
-        return _Tried(last.message if last.failure != "timeout" else "")
-    prompt = None if first.turn is None else first.turn.observation
-    return _Tried("", prompt, None if last.turn.done else last.turn.observation)

@@ -19,8 +19,6 @@ from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
-from tunix_lite.environments.pool import try_environment
-from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.plain_text import device_name
 from tunix_lite.learner.optim import describe
@@ -48,7 +46,6 @@ from tunix_lite.runs.fingerprint import (
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
-from tunix_lite.tasks.conversations import prompt_of
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
@@ -165,8 +162,6 @@ def with_rewards_tried(parts: Parts) -> Parts:
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
-    with error_context("task.environment"):
-        check_environment_answers(parts.task, run.conversation, example)
     failing = failing_functions(run.task, example, group, run.rewards)
     if failing and run.rewards.on_error == "raise":
         raise ConfigError(
@@ -174,25 +169,6 @@ def with_rewards_tried(parts: Parts) -> Parts:
             "or drop continues without it"
         )
     return replace(parts, failing=failing)
-
-
-def check_environment_answers(task: Task, settings: ConversationConfig, example: dict) -> None:
-    """Raises ValueError if the environment of a task fails on an example and
-    conversation.on_error=raise, if the chat template does not take what it says, or if the prompt
-    with which it begins is too long."""
-    environment = task.config.environment
-    if environment is None:
-        return
-    tried = try_environment(environment, example, settings)
-    if tried.failing and settings.on_error == "raise":
-        raise ValueError(
-            f"tried before the run: {tried.failing}; conversation.on_error=zero or drop continues "
-            "without it"
-        )
-    if tried.answer is not None:
-        task.text.turn_tokens.between(tried.answer, ended=True)
-    if tried.prompt is not None:
-        prompt_of(task.text, example, tried.prompt, task.max_prompt_length)
 
 
 def find_parts(run: RunConfig) -> Parts:
