@@ -8,13 +8,11 @@ you write yourself.
   client.sample([[5, 6]], settings={"max_tokens": 16})
 """
 
-import asyncio
 import contextlib
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -92,22 +90,6 @@ def locked(method: Callable[P, R]) -> Callable[P, R]:
             return method(self, *arguments, **settings)
 
     return alone
-
-
-def _in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
-    """The method in the trainer's worker thread, in the order of the calls; it returns at once, and
-    needs a running event loop."""
-
-    @functools.wraps(method)
-    def later(self: "Weights", *arguments: P.args, **settings: P.kwargs) -> asyncio.Future[R]:
-        call = self.trainer.worker.submit(method, self, *arguments, **settings)
-        return asyncio.wrap_future(call)
-
-    later.__name__ = f"{method.__name__}_async"
-    later.__doc__ = (
-        f"`{method.__name__}`, in the trainer's worker thread, in the order of calls."
-    )
-    return later
 
 
 class Weights:
@@ -219,10 +201,6 @@ class Weights:
     def close(self) -> None:
         """Frees the weights. A second call does nothing."""
         self._params = None
-
-    # the same in the trainer's worker
-    sample_async = _in_worker(sample)
-    logprobs_async = _in_worker(logprobs)
 
 
 class TrainingClient(Weights):
@@ -400,14 +378,6 @@ class TrainingClient(Weights):
         if self.trainer.client_of_all_weights is self:
             self.trainer.client_of_all_weights = None
 
-    # the same in the trainer's worker
-    forward_async = _in_worker(forward)
-    forward_backward_async = _in_worker(forward_backward)
-    optim_step_async = _in_worker(optim_step)
-    snapshot_async = _in_worker(snapshot)
-    save_async = _in_worker(save)
-    load_async = _in_worker(load)
-
 
 class Trainer:
     """One base on one mesh, loaded once, and the clients that train beside it.
@@ -447,7 +417,6 @@ class Trainer:
         training = self.run.training
         self.dtype = DTYPES[training.mixed_precision]
         self._lock = threading.RLock()
-        self.worker = ThreadPoolExecutor(1, "trainer")
         # of which there is one at a time
         self.client_of_all_weights: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
@@ -569,7 +538,6 @@ class Trainer:
 
     def close(self) -> None:
         """Ends the sampler and the worker. Clients keep their weights, and can be saved."""
-        self.worker.shutdown()
         with self._lock:
             self.engine.close()
 
