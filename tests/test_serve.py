@@ -268,14 +268,14 @@ def test_a_stream_is_the_answer_in_pieces(client):
     assert usage == whole.usage
 
 
-def test_completions_echo_stop_and_count(model, client):
+def test_completions_stop_and_count(model, client):
     stopped = client.chat.completions.create(**ASK, temperature=0, stop=" is")
     [greedy] = model.generate(QUESTIONS[0], GenerationConfig(64, 48, temperature=0.0))
     assert " is" in greedy.text
     assert stopped.choices[0].message.content == greedy.text.split(" is")[0]
     assert stopped.choices[0].finish_reason == "stop"
-    answer = client.completions.create(model="bundled", prompt=["2 + 2 =", "7"], max_tokens=3, echo=True, logprobs=0)
-    assert [choice.text.startswith(text) for choice, text in zip(answer.choices, ["2 + 2 =", "7"])] == [True, True]
+    answer = client.completions.create(model="bundled", prompt=["2 + 2 =", "7"], max_tokens=3, logprobs=0)
+    assert len(answer.choices) == 2
     assert all(len(choice.logprobs.tokens) <= 3 for choice in answer.choices)
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from tunix_lite.environments.environment import (
     Environment,
     EnvironmentSource,
-    Loop,
     NotATurn,
     Turn,
     call_reset,
@@ -61,7 +60,6 @@ class Conversations:
 
     def __init__(self, make: EnvironmentSource):
         self.make = make
-        self._loop = Loop()
         # (environment, number of completions it has answered), by number of the conversation
         self._live: dict[int, tuple[Environment | None, int]] = {}
 
@@ -75,19 +73,19 @@ class Conversations:
         try:
             if call["do"] == "reset":
                 environment = fresh(self.make)
-                turn = Turn(call_reset(environment, call["example"], self._loop))
+                turn = Turn(call_reset(environment, call["example"]))
                 self._live[number] = (environment, 0)
             elif call["do"] == "close":
                 environment, _ = self._live.pop(number, (None, 0))
                 if callable(close := getattr(environment, "close", None)):
-                    self._loop.finish(close())
+                    close()
             else:
                 environment, turns = self._live.get(number, (None, -1))
                 if turns != call["turn"]:
                     return None
                 # one that fails answers no more, and is still to be closed
                 self._live[number] = (environment, -1)
-                turn = read_turn(self._loop.finish(environment.step(completion)))
+                turn = read_turn(environment.step(completion))
                 self._live[number] = (environment, turns + 1)
         except NotATurn as error:
             raise _NotATurn(str(error)) from error

@@ -8,11 +8,11 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.environments.environment import Loop, Turn
+from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
 from tunix_lite.files.plain_text import message_of
 from tunix_lite.workers.child import short_repr
@@ -59,7 +59,6 @@ class ToolEnvironment:
     max_result: int = 2000
     # Function (completion) -> calls, for a form of your own.
     calls: Callable = calls_in
-    loop: Loop = field(init=False, default_factory=Loop)
 
     def __post_init__(self):
         if not self.tools:
@@ -134,7 +133,7 @@ class ToolEnvironment:
         is_right = True
         try:
             tool = self.tools[places[call.name]]
-            text = str(self.loop.finish(tool(**call.arguments)))
+            text = str(tool(**call.arguments))
         except Exception as error:
             text = f"Error: {type(error).__name__}: {message_of(error)}"
             is_right = False

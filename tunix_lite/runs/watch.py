@@ -146,8 +146,6 @@ class Watch:
             report.write(plan, session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
-        if about := str(self.throughput):
-            console.say(about)
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True

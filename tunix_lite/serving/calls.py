@@ -27,6 +27,7 @@ _ONLY = {
     "presence_penalty": 0,
     "logit_bias": {},
     "best_of": 1,
+    "echo": False,
     "top_logprobs": 0,
     "suffix": None,
     "response_format": {"type": "text"},
@@ -85,7 +86,6 @@ class _TextBody(_CompletionBody):
     """The body of /v1/completions."""
 
     prompt: Any = None
-    echo: bool = False
     logprobs: int | None = None
 
 

@@ -355,19 +355,20 @@ class TinkerServer(Face):
             "train_attn": adapters is None or adapters.train_attn,
         }
 
-    def _checkpoint_info(self, checkpoint: Checkpoint) -> dict:
-        return {
-            "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
-            "checkpoint_type": checkpoint.kind,
-            "time": _time(checkpoint),
-            "tinker_path": checkpoint.id,
-            "size_bytes": checkpoint.size,
-            "public": False,
-        }
-
     def _checkpoints_of(self, model: Model) -> dict:
-        records = [one for one in self.store.all("checkpoint") if one.model == model.id]
-        return {"checkpoints": [self._checkpoint_info(one) for one in records]}
+        checkpoints = [
+            {
+                "checkpoint_id": "/".join(one.id.split("/")[-2:]),
+                "checkpoint_type": one.kind,
+                "time": _time(one),
+                "tinker_path": one.id,
+                "size_bytes": one.size,
+                "public": False,
+            }
+            for one in self.store.all("checkpoint")
+            if one.model == model.id
+        ]
+        return {"checkpoints": checkpoints}
 
     def _run_info(self, model: Model) -> dict:
         return _lora(model.adapters) | {

@@ -11,13 +11,13 @@ from importlib.util import find_spec
 import jax
 import numpy as np
 
-from tunix_lite.agents.episodes import Episode
-from tunix_lite.agents.running import Ended
 from tunix_lite.algorithms.advantages import WholeBatch, advantages_of_kept, groups_that_agree
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import weights_of_learned
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.runs.agents.episodes import Episode
+from tunix_lite.runs.agents.running import Ended
 from tunix_lite.types import Batch, Metrics
 
 # of training.packing: any other names what sequences of agents are not laid out by
