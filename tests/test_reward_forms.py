@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.rewards.similarity import RougeL, common_length
 from tunix_lite.rewards.text import Matches, Repetition, Tags, TargetLength
 

@@ -128,7 +128,23 @@ class Objective:
             if is_there:
                 raise ValueError(problem)
         self._check_functions()
-        self._check_idle()
+
+        # A setting that changes nothing is a mistake, too.
+        idle: dict[str, str] = {}
+        if not surrogates.takes_bounds(self.surrogate):
+            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
+            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
+        if not self.kl_coef:
+            idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
+        if self.agreeing_groups != "replace":
+            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in idle and value is not None and not _same(value, field.default):
+                raise ValueError(
+                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
+                    "leave it out"
+                )
 
     @property
     def is_kl_reward(self) -> bool:
@@ -218,24 +234,6 @@ class Objective:
             is_ours = function_of(function).__module__.startswith("tunix_lite.algorithms.")
             if is_ours and name not in ("ratio", "surrogate"):
                 function(*values, **known)
-
-    def _check_idle(self) -> None:
-        """Refuses a setting that changes nothing: it is a mistake, too."""
-        idle: dict[str, str] = {}
-        if not surrogates.takes_bounds(self.surrogate):
-            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
-            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
-        if not self.kl_coef:
-            idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
-        if self.agreeing_groups != "replace":
-            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in idle and value is not None and not _same(value, field.default):
-                raise ValueError(
-                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
-                    "leave it out"
-                )
 
     def refusal_of_stale(self) -> str | None:
         """Explains why these settings cannot learn from tokens that earlier weights drew, and what

@@ -154,13 +154,32 @@ class Judge:
 
     def _ask(self, body: dict) -> str:
         """The text of the answer. Raises JudgeError naming the last failure."""
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        if self.api_key_env:
+            headers["Authorization"] = f"Bearer {self._key()}"
+        url = f"{self.base_url.rstrip('/')}/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode("utf-8"), headers)
+        handlers: list = [_NoRedirect()]
+        if urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1"):
+            # no proxy stands between this machine and itself
+            handlers.append(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(*handlers)
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(self.backoff * 2 ** (attempt - 1))
             try:
                 # A server may send its answer as slowly as it likes.
-                with time_limit(self.timeout, "the answer"):
-                    return self._post(body)
+                with (
+                    time_limit(self.timeout, "the answer"),
+                    opener.open(request, timeout=self.timeout) as response,
+                ):
+                    said = response.read(LONGEST + 1)
+                if len(said) > LONGEST:
+                    raise ValueError(f"the answer has more than {LONGEST:,} bytes")
+                text = json.loads(said)["choices"][0]["message"]["content"]
+                if not isinstance(text, str):
+                    raise TypeError(f"its content is {type(text).__name__}, not a text")
+                return text
             except urllib.error.HTTPError as error:
                 failure = f"HTTP {error.code} {error.reason}"
                 if error.code not in TRANSIENT:
@@ -171,29 +190,6 @@ class Judge:
         failed = f"the judge at {self.base_url} gave no answer, {attempts}: {failure}"
         # a server may say anything, also what acts on a terminal
         raise JudgeError("".join(c if c.isprintable() else repr(c)[1:-1] for c in failed))
-
-    def _post(self, body: dict) -> str:
-        headers = {"Content-Type": "application/json; charset=utf-8"}
-        if self.api_key_env:
-            headers["Authorization"] = f"Bearer {self._key()}"
-        request = urllib.request.Request(
-            f"{self.base_url.rstrip('/')}/chat/completions",
-            json.dumps(body).encode("utf-8"),
-            headers,
-        )
-        handlers: list = [_NoRedirect()]
-        if urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1"):
-            # no proxy stands between this machine and itself
-            handlers.append(urllib.request.ProxyHandler({}))
-        opener = urllib.request.build_opener(*handlers)
-        with opener.open(request, timeout=self.timeout) as response:
-            said = response.read(LONGEST + 1)
-        if len(said) > LONGEST:
-            raise ValueError(f"the answer has more than {LONGEST:,} bytes")
-        text = json.loads(said)["choices"][0]["message"]["content"]
-        if not isinstance(text, str):
-            raise TypeError(f"the content of the answer is {type(text).__name__}, not a text")
-        return text
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

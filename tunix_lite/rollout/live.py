@@ -120,21 +120,6 @@ class LiveEngine:
 
     # ---- for other threads
 
-    @property
-    def num_running(self) -> int:
-        """Slots that hold a sequence."""
-        return min(self.num_slots, self.engine.unfinished)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
-        return len(self._waiting) + max(0, self.engine.unfinished - self.num_slots)
-
-    @property
-    def is_alive(self) -> bool:
-        """Returns whether it can take requests."""
-        return self.failure is None and not self._is_closing and self._thread.is_alive()
-
     def submit(self, sequences: Sequence[LiveSequence]) -> None:
         """Puts sequences into the waiting line, all of them or none.
 

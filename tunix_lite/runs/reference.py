@@ -143,7 +143,13 @@ def reference_of(
                 _placed(params, params), chosen.kept
             )[1]
         trained = copied(params)
-        _keep(run_dir, chosen.kept, trained)
+        # A start that made no checkpoint may have left one.
+        if run_dir.is_first:
+            shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
+        allgather_values(None)
+        checkpoints = Checkpoints(run_dir.kept_reference)
+        checkpoints.save(TrainState(put(np.int32(chosen.kept)), trained, {}))
+        checkpoints.close()
     else:
         like = _placed(jax.eval_shape(copied, params), params)
         trained = Checkpoints(run_dir.kept_reference).restore_params(like, chosen.kept)[1]
@@ -160,16 +166,3 @@ def _placed(shapes: Params, params: Params) -> Params:
         shapes,
         params,
     )
-
-
-def _keep(run_dir: RunDir, step: int, params: Params) -> None:
-    """Writes a reference, over the files of a start that made no checkpoint, or went further."""
-    folder = run_dir.kept_reference
-    if run_dir.is_first:
-        for later in Checkpoints(folder).steps():
-            if later >= step:
-                shutil.rmtree(folder / str(later), ignore_errors=True)
-    allgather_values(None)
-    checkpoints = Checkpoints(folder)
-    checkpoints.save(TrainState(put(np.int32(step)), params, {}))
-    checkpoints.close()

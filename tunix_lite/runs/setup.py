@@ -36,7 +36,7 @@ from tunix_lite.parallel.mesh import (
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.resolved.batch_size import BatchPlan
 from tunix_lite.resolved.run import ResolvedRun, resolve_run
-from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.scores import field_of
 from tunix_lite.runs.fingerprint import (
     check_same_run,
     fingerprint,

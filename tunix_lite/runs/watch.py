@@ -30,6 +30,7 @@ from tunix_lite.planning.at_start import (
     plan_of_this_run,
     training_programs,
 )
+from tunix_lite.planning.hardware import of_device
 from tunix_lite.runs.experience import Experience, ExperienceSource
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
@@ -258,16 +259,11 @@ class Watch:
         if done.ends_rollout and not done.is_last:
             reason = session.stopping.reason()
         if done.ends_rollout and self.skipped >= session.run.training.max_skipped_in_a_row:
-            # Too many in a row. The state is saved first, if the disk takes it.
-            unsaved = None
-            try:
-                self.save()
-                self.checkpoints.wait()
-            except OSError as error:
-                unsaved = error
+            # Too many in a row. The state is saved first; a disk that is full is the error then.
+            self.save()
+            self.checkpoints.wait()
             folder = session.run_dir.checkpoints
-            text = diverged(done.step, self.skipped, folder, metrics, unsaved)
-            raise FloatingPointError(text)
+            raise FloatingPointError(diverged(done.step, self.skipped, folder, metrics))
 
         # The disk: status.json first, since a kill during the save leaves it as it is then.
         saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
@@ -448,7 +444,9 @@ def open_watch(session: Session, learner: Learner, experience: ExperienceSource)
     profile = Profile(run_dir.path if is_profiled else None, num_steps)
     closing.callback(profile.close)
     model = session.parts.model
-    throughput = Throughput.on(session.parts.mesh, model.cfg, source.num_adapters(model))
+    devices = session.parts.mesh.devices
+    peaks = of_device(devices.flat[0])
+    throughput = Throughput(model.cfg, source.num_adapters(model), devices.size, peaks)
 
     # An end before the last step keeps the last whole one.
     watch = Watch(

@@ -173,13 +173,19 @@ class ApiAnswer:
         return choice
 
     def _logprobs(self, piece: Piece) -> dict:
+        texts = [self.tokenizer.decode([token], skip_special=False) for token in piece.tokens]
         if self.call.is_chat:
             content = [
-                self._token(*one) | {"top_logprobs": []}
-                for one in zip(piece.tokens, piece.logprobs)
+                {
+                    "token": text,
+                    "logprob": logprob,
+                    # Part of a character has no text of its own.
+                    "bytes": list(text.encode()) if "\ufffd" not in text else None,
+                    "top_logprobs": [],
+                }
+                for text, logprob in zip(texts, piece.logprobs)
             ]
             return {"content": content, "refusal": None}
-        texts = [self._text(token) for token in piece.tokens]
         return {
             "tokens": texts,
             "token_logprobs": piece.logprobs,
@@ -187,15 +193,6 @@ class ApiAnswer:
             # Where each text begins when they stand side by side.
             "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
         }
-
-    def _token(self, token: int, logprob: float) -> dict:
-        text = self._text(token)
-        # Part of a character has no text of its own.
-        of_text = list(text.encode()) if "\ufffd" not in text else None
-        return {"token": text, "logprob": logprob, "bytes": of_text}
-
-    def _text(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special=False)
 
 
 def error_body(

@@ -16,9 +16,8 @@ from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.files.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.scores import number, numbers, text
+from tunix_lite.rewards.scores import CompletionText, number, numbers, text
 from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,

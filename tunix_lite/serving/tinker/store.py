@@ -151,17 +151,12 @@ class Store:
         self._db = sqlite3.connect(folder / _JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in _RECORDS}
         try:
-            self._read_journal()
+            self._db.executescript(_TABLES)
+            for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
+                self._records.setdefault(kind, {})[name] = _record(kind, name, value)
         except BaseException:
             self._db.close()
             raise
-
-    def _read_journal(self) -> None:
-        self._db.executescript(_TABLES)
-        # An error for a journal of a version without it.
-        self._db.execute("SELECT digest, attempts FROM requests LIMIT 0")
-        for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
-            self._records.setdefault(kind, {})[name] = _record(kind, name, value)
 
     def close(self) -> None:
         with self._lock:
