@@ -56,7 +56,6 @@ def sampled(engine, prompts: list[list[int]], draws: list[DrawSettings], limit: 
         def on_tokens(new):
             found[i].tokens.extend(new.tokens)
             found[i].full_logprobs.extend(new.full_logprobs)
-            found[i].top.extend(new.top)
             found[i].reason = new.reason
             if new.reason:
                 ended[i].set()
