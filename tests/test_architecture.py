@@ -195,6 +195,7 @@ MAY_IMPORT = {  # a room, or a module outside of rooms -> what of ours it may im
         "parallel.mesh",
         "rewards.math",
         "rollout",
+        "runs.agents.running",
         "runs.watch",
         "tasks",
         "tracking.tracker",
