@@ -104,6 +104,102 @@ def test_a_trick_does_not_pass_a_test(name):
     assert FAST(block(TRICKS[name]), {"tests": ["assert False"]}) == 0
 
 
+SAYS_YES = """
+class Yes{base}:
+    def __eq__(self, other):
+        return True
+    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = __eq__
+    __hash__ = None
+def f(*_):
+    return Yes()
+"""
+READS_FILES = """
+import os
+for n in range(3, 64):
+    try:
+        said = os.pread(n, 64, 0)
+    except OSError:
+        continue
+    if said:
+        os.write(3, said)
+        os._exit(0)
+"""
+NO_REPORTS = "import sys\ndef f(_):\n    sys._getframe(1).f_globals['__report__'] = lambda *_: None\n    return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "test"),
+    [
+        (SAYS_YES.format(base=""), "assert f(1) == 2"),
+        (SAYS_YES.format(base=""), "assert f(1) in [1, 2]"),
+        (SAYS_YES.format(base=""), "assert f(1) > 3"),
+        (SAYS_YES.format(base=""), "assert [f(1)] == [2]"),
+        (SAYS_YES.format(base="(int)"), "assert f(1) == 2"),
+        (SAYS_YES.format(base="(list)"), "def check(it):\n    assert it(1) == [2]\ncheck(f)"),
+        (READS_FILES, "assert f(1) == 2"),
+        (READS_FILES, "for _ in range(3):\n    assert 1 == 2"),
+        (READS_FILES, "def check(it):\n    assert it(1) == 2\ncheck(f)"),
+        (READS_FILES, "cases = [(1, 2)]\nfor x, y in cases:\n    assert f(x) == 2"),
+        (NO_REPORTS, "assert f(1) == 2\nassert f(1) == 2"),
+        ("import builtins\nbuiltins.abs = lambda _: 0\ndef f(_):\n    return 5", "assert abs(f(1) - 1.4) < 0.01"),
+        ("import os\ndef f(_):\n    if os.fork():\n        os._exit(0)\n    return 1", "assert f(1) == 2"),
+        ('import os\nos.write(3, b\'[0, [{"int": "0x1"}], null]\\n\')\nos._exit(0)', "assert f(1) == 1"),
+        ("def f(_):\n    return 1", "assert f(1) == 1 and f(1) == 2"),
+        ("def f(_):\n    return 1", "assert 1 < 'a'"),
+    ],
+)
+def test_what_a_test_expects_is_not_where_the_code_is(source, test):
+    assert PassesTests(seconds=3.0)(block(source), {"tests": [test]}) == 0
+
+
+RIGHT = """
+from collections import Counter, defaultdict, namedtuple
+from decimal import Decimal
+from fractions import Fraction
+class Point:
+    def __init__(self, x):
+        self.x = x
+    def __eq__(self, other):
+        return self.x == other.x
+    def __hash__(self):
+        return self.x
+values = [None, True, -3, 10**5000, 1.5, float('inf'), 1 + 2j, 'é\\n', b'x', (1, 2), [1, [2]], {1}, frozenset([1])]
+values += [{(1, 2): None}, range(3), Counter('aab'), defaultdict(int, a=1), namedtuple('N', 'a b')(1, 2)]
+values += [Fraction(1, 2), Decimal('1.5')]
+def f(n):
+    if n < 0:
+        raise ValueError('n')
+    return values[n]
+"""
+RIGHT_TESTS = """
+assert f(0) is None and f(1) is True and not f(2) != -3, 'a message'
+assert f(3) == 10**5000
+assert f(4) == 1.5 and 1 < f(4) <= 1.5 and f(5) == float('inf')
+assert f(6) == 1 + 2j
+assert f(7) == 'é\\n' and f(8) == b'x' and f(9) == (1, 2) and f(10) == [1, [2]]
+assert f(11) == {1} and f(12) == {1} and f(13) == {(1, 2): None} and list(f(14)) == [0, 1, 2]
+assert f(15) == {'a': 2, 'b': 1} and f(16) == {'a': 1} and f(17) == (1, 2)
+assert f(18) == 0.5 and f(19) == 1.5 and f(19) not in [1, 2]
+assert Point(1) == Point(1) and not Point(1) == Point(2) and Point(3).x == 3 and Point(1) is not None
+assert 1 in f(10) and f(10)[1][0] == 2 and len(f(10)) == 2 and abs(f(4) - 1.49) < 0.1
+try:
+    f(-1)
+    assert False
+except ValueError:
+    pass
+def check(it):
+    for n, right in [(4, 1.5), (2, -3)]:
+        assert it(n) == right
+check(f)
+if False:
+    assert f(0)
+"""
+
+
+def test_right_code_passes_tests_of_all_forms():
+    assert PassesTests(seconds=3.0)(block(RIGHT), {"tests": [RIGHT_TESTS, "f(1)", "assert f(1)"]}) == 1
+
+
 def test_the_last_block_of_python_is_run():
     assert code_in("```python\na\n```\nor\n```py\nb\n```\n```bash\nls\n```") == "b\n"
     assert code_in("```\na\n```") == "a\n"

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from tunix_lite.rewards.code_checks import checks_of
 from tunix_lite.rewards.scores import Score, field_of, no_answer
 from tunix_lite.workers.sandbox import STOPPED, run_job
 
@@ -24,10 +25,10 @@ class PassesTests:
     if it passes all, else 0.
 
     The code is the last block fenced by ``` (of Python, or of no language). A test is a text of
-    Python, run after the code in its process and passed if nothing raises; or {input: ..., output:
-    ...}: the code as a program gets the input on stdin, and its lines on stdout are compared here,
-    without space at their ends. A completion whose code goes beyond a limit is counted
-    (`rewards/stopped`), one without code too (`rewards/no_answer`).
+    Python, run after the code and passed if nothing raises; or {input: ..., output: ...}: the code
+    as a program gets the input on stdin, and its lines on stdout are compared without space at
+    their ends. A completion whose code goes beyond a limit is counted (`rewards/stopped`), one
+    without code too (`rewards/no_answer`).
     Example: an example {"tests": ["assert add(1, 2) == 3"]}."""
 
     field: str = "tests"  # of the example: a list of tests
@@ -95,10 +96,11 @@ class PassesTests:
     def _passes(self, code: str, test: str | dict, seconds: float) -> tuple[bool, str]:
         """Tells if the code passes a test, and by which limit it was stopped ("": by none)."""
         is_program = isinstance(test, dict)
+        checks = checks_of("" if is_program else test)
         job = {
             "kind": "stdin" if is_program else "assert",
             "code": code,
-            "test": "" if is_program else test,
+            "test": checks.source,
             "input": test["input"] if is_program else "",
             "seconds": seconds,
             "memory_mib": self.memory_mib,
@@ -112,8 +114,11 @@ class PassesTests:
         is_passed = verdict["is_done"]
         if is_program:
             is_passed = is_passed and _lines(verdict["printed"]) == _lines(test["output"])
-        has_no_memory = "MemoryError" in verdict["why"]
-        return is_passed, "took more than memory_mib" if has_no_memory else ""
+        elif checks.checks:
+            is_passed = is_passed and checks.are_met(verdict["reports"])
+        return is_passed, "took more than memory_mib" if "MemoryError" in verdict[
+            "why"
+        ] else ""
 
 
 def code_in(completion: str) -> str | None:

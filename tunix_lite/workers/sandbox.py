@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import ctypes
 import json
+import operator
 import os
 import platform
 import resource
@@ -24,7 +25,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # seconds that starting and ending the processes of a job may take beside the code
 GRACE = 5.0
@@ -41,6 +44,8 @@ _told: set[str] = set()
 LOOK_SECONDS = 0.02
 # bytes of a traceback that are kept
 KEPT = 2_000
+# bytes of what a test reports
+LONGEST_REPORTS = 16 * 1024 * 1024
 # files that the code may have open, and bytes of one that it writes
 OPEN_FILES = 64
 # the file that holds the nonce while the code runs
@@ -170,7 +175,7 @@ def run(job: dict, folder: str) -> dict:
         for pipe, read in received.items():
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 65536)
-        too_long = len(received[reports_fd]) > 2 * KEPT
+        too_long = len(received[reports_fd]) > LONGEST_REPORTS
         if len(received[output]) > job["output_bytes"] or too_long:
             status = "output"
         elif is_gone:
@@ -185,11 +190,12 @@ def run(job: dict, folder: str) -> dict:
     # With the first process of a namespace, the kernel ends all in it before it can be waited for.
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
-    last = received[reports_fd].decode(errors="replace")
+    *reports, last = received[reports_fd].decode(errors="replace").split("\n")
     return {
         "status": status,
         "printed": received[output][: job["output_bytes"]].decode(errors="replace"),
         "is_done": last == nonce,
+        "reports": reports,
         "why": "" if last == nonce else last[-KEPT:],
         "missing": missing,
     }
@@ -372,16 +378,100 @@ def _call(steps: list[tuple[str, str]], name: str) -> None:
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
     sys.argv = ["solution.py"]
-    # What the code may replace is looked up before it runs.
-    run = exec
-    builtins_before = dict(vars(builtins))
+    run, report, builtins_before = exec, reporter(os.write), dict(vars(builtins))
     code, *tests = (compile(text, file, "exec") for text, file in steps)
     steps.clear()
     names = {"__name__": name}
     run(code, names)
     builtins.__dict__.update(builtins_before)
+    names["__report__"] = report
     for test in tests:
         run(test, names)
+
+
+# ---- what a test reports
+
+
+COMPARE = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def reporter(write: Callable[[int, bytes], int]) -> Callable[..., None]:
+    """Makes the function that replaces an assert in a test (code_checks.py): it writes the values
+    of the operands, a line each, for the process that compares them."""
+    # not looked up by a name that the code can change
+    compare = dict(COMPARE)
+    dumps = json.dumps
+
+    def report(number: int, signs: tuple[str, ...], *values: Any) -> None:
+        written = []
+        for value in values:
+            try:
+                written.append(encoded(value))
+            except (TypeError, RecursionError):
+                written.append({"opaque": 0})
+        own = None
+        if {"opaque": 0} in written:
+            # of objects of the code alone: what they make of each other
+            pairs = zip(signs, values, values[1:], strict=False)
+            own = (
+                all(compare[sign](*pair) for sign, *pair in pairs)
+                if signs
+                else bool(values[0])
+            )
+            own = bool(own)
+        line = dumps([number, written, own]).encode() + b"\n"
+        while line:
+            line = line[write(3, line) :]
+
+    return report
+
+
+KEYS = type({}.keys())
+ITEMS = type({}.items())
+
+
+def encoded(value: object) -> Any:
+    """A plain value as JSON holds it. Subclasses become what they are a subclass of. Raises
+    TypeError for one that is not plain."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return {"int": hex(int.__index__(value))}
+    if isinstance(value, float):
+        return {"float": float.hex(value)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, list):
+        return [encoded(item) for item in list.__iter__(value)]
+    if isinstance(value, dict):
+        return {"dict": [[encoded(key), encoded(item)] for key, item in dict.items(value)]}
+    if isinstance(value, tuple):
+        return {"tuple": [encoded(item) for item in tuple.__iter__(value)]}
+    if isinstance(value, set | frozenset | KEYS | ITEMS):
+        return {"set": [encoded(item) for item in value]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [encoded(value.real), encoded(value.imag)]}
+    if isinstance(value, range):
+        return {"range": [encoded(n) for n in (value.start, value.stop, value.step)]}
+    # Numbers of modules that the code may have imported.
+    kind = type(value)
+    if kind.__name__ == "Fraction" and kind.__module__ == "fractions":
+        return {"Fraction": [encoded(value.numerator), encoded(value.denominator)]}
+    if kind.__name__ == "Decimal" and kind.__module__ == "decimal":
+        return {"Decimal": str(value)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return encoded(value.item())
+    raise TypeError(f"{kind.__name__} is not plain")
 
 
 if __name__ == "__main__":
