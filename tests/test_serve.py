@@ -76,7 +76,7 @@ def test_the_engine_draws_what_generate_draws(model, engine):
     how = {"temperature": 1.5, "top_p": 0.8}
     # Others with other settings stand in the slots beside them.
     draws = [DrawSettings(seed=7, **how) for _ in prompts]
-    others = [DrawSettings(seed=i, temperature=1.3, top_k=5, min_p=0.01) for i in range(4)]
+    others = [DrawSettings(seed=i, temperature=1.3, top_k=5, min_p=0.01, top_logprobs=2) for i in range(4)]
     both = sampled(engine, [*prompts, *prompts, prompts[0]], [*draws, *others])
     settings = GenerationConfig(64, 48, **how)
     for question, found in zip(QUESTIONS[:3], both):
@@ -162,7 +162,7 @@ def until(is_true, seconds: float = 60.0) -> None:
         (ASK | {"n": True}, "n", "whole number"),
         (ASK | {"top_p": 0}, "top_p", "greedy"),
         (ASK | {"stop": ["a"] * 5}, "stop", "up to 4"),
-        (ASK | {"top_logprobs": 2}, "top_logprobs", "not supported"),
+        (ASK | {"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
         (ASK | {"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         (ASK | {"n_predict": 5}, "n_predict", "no field that this server knows"),
         (ASK | {"messages": [{"role": "user", "content": "1 + " * 99}]}, "messages", "takes up to 64"),
@@ -210,11 +210,13 @@ def client(engine, model):
 
 def test_a_real_client_gets_what_generate_gives(model, client):
     [greedy] = model.generate(QUESTIONS[0], GenerationConfig(64, 48, temperature=0.0))
-    answer = client.chat.completions.create(**ASK, temperature=0, logprobs=True)
+    answer = client.chat.completions.create(**ASK, temperature=0, logprobs=True, top_logprobs=2)
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == (greedy.text, "stop")
     values = [one.logprob for one in choice.logprobs.content]
     np.testing.assert_allclose(values, greedy.full_logprobs, atol=1e-5)
+    # Greedy takes the first of the likeliest.
+    assert all(one.top_logprobs[0].token == one.token for one in choice.logprobs.content)
     prompt = len(model.tokenizer.prompt(QUESTIONS[0]))
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(greedy.tokens))
 
@@ -273,7 +275,7 @@ def test_completions_stop_and_count(model, client):
     assert " is" in greedy.text
     assert stopped.choices[0].message.content == greedy.text.split(" is")[0]
     assert stopped.choices[0].finish_reason == "stop"
-    answer = client.completions.create(model="bundled", prompt=["2 + 2 =", "7"], max_tokens=3, logprobs=0)
+    answer = client.completions.create(model="bundled", prompt=["2 + 2 =", "7"], max_tokens=3, logprobs=1)
     assert len(answer.choices) == 2
     assert all(len(choice.logprobs.tokens) <= 3 for choice in answer.choices)
 

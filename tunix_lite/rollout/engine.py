@@ -297,11 +297,13 @@ class Engine:
         """Starts a chunk of decoding in the slots as they are."""
         spec = self.programs.spec
         has_cutoffs = spec.cuts_off(self.temperature)
+        has_top = False
         if spec.per_request:
             draws = [request.draw for request in self.requests.values()]
             has_cutoffs = any(draw.has_cutoffs for draw in draws)
+            has_top = any(draw.top_logprobs for draw in draws)
         self.slots, chunk = self.programs.decode(
-            self.slots, self.per_layer_params, self.temperature, has_cutoffs
+            self.slots, self.per_layer_params, self.temperature, has_cutoffs, has_top
         )
         jax.tree.map(lambda x: x.copy_to_host_async(), chunk)
         self.in_flight.append(chunk)
@@ -394,6 +396,10 @@ class Engine:
         request.logprobs += decoded.logprobs[:count, slot].tolist()
         request.full_logprobs += decoded.full_logprobs[:count, slot].tolist()
         self.tokens_sampled += count
+        most = request.draw.top_logprobs if request.draw is not None else 0
+        if most and decoded.top is not None:
+            logprobs, ids = (x[:count, slot, :most].tolist() for x in decoded.top)
+            request.top += [list(zip(*likeliest)) for likeliest in zip(ids, logprobs)]
         return end
 
     def metrics(self) -> Metrics:

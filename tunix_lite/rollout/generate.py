@@ -417,12 +417,12 @@ def compile_rollout(engine: Engine) -> Slots:
     # The slots, for every number of columns.
     stopped = jax.ShapeDtypeStruct((engine.num_slots,), jnp.int32)
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
-    has_cutoffs = spec.cuts_off(engine.temperature)
+    options = (spec.cuts_off(engine.temperature), False)
 
     def decoded(columns: int) -> Slots:
         slots = results(programs.make_slots, engine.num_slots, columns)
         slots = results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
-        slots, _ = results(programs.decode, slots, params, temperature, has_cutoffs)
+        slots, _ = results(programs.decode, slots, params, temperature, *options)
         return results(programs.admit, slots, prompt_cache, engine.queue, number, stopped)
 
     # Where conversations go on, the cache has all columns from the start.

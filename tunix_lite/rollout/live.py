@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -46,6 +46,8 @@ class NewTokens:
     logprobs: list[float]
     # log-probabilities under softmax(logits / temperature)
     full_logprobs: list[float]
+    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
     # eos, stop or length, once the sequence has ended; error with a message
     reason: str | None = None
     message: str = ""
@@ -265,6 +267,7 @@ class LiveEngine:
                         one.tokens[new],
                         one.logprobs[new],
                         one.full_logprobs[new],
+                        one.top[new],
                         one.reason,
                         message,
                     )

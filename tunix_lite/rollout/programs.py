@@ -41,6 +41,8 @@ from tunix_lite.types import Params
 
 # Elements of the noise of a chunk that a CPU draws before its first step: 16 MiB.
 NOISE_AT_ONCE = 2**22
+# The likeliest tokens that a chunk reports where one request asks for them.
+MOST_TOP = 20
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,9 @@ class DecodedChunk:
     running: jax.Array
     # [] requests taken so far
     num_taken: jax.Array
+    # (log-probabilities, tokens) of the MOST_TOP likeliest tokens under the full distribution, at
+    # most, [chunk, B, MOST_TOP] each, the best first; None: no request asks for them
+    top: tuple[jax.Array, jax.Array] | None = None
 
 
 @flax.struct.dataclass
@@ -234,7 +239,7 @@ class Programs:
         self.decode = self._jit(
             decode,
             compiler_options=options_of_mesh(FOR_DECODING),
-            static_argnums=3,
+            static_argnums=(3, 4),
             donate_argnums=0,
         )
         self.read_slot = self._jit(read_slot)
@@ -476,11 +481,13 @@ def decode(
     per_layer_params: Params,
     temperature: jax.Array,
     has_cutoffs: bool = False,
+    has_top: bool = False,
 ) -> tuple[Slots, DecodedChunk]:
     """Draws one token in every slot and reads it, `spec.chunk` times.
 
     temperature: of all slots; with spec.per_request their own draws count instead. has_cutoffs:
-    whether top_k, top_p and min_p, of the settings or of the draws, cut tokens off.
+    whether top_k, top_p and min_p, of the settings or of the draws, cut tokens off. has_top:
+    whether the likeliest tokens are reported.
     """
     cutoffs = None
     if spec.per_request:
@@ -506,7 +513,7 @@ def decode(
             noise_TBV = unfused(constrain(noise_TBV, "seq", "batch", "vocab"))
 
     def draw(slots: Slots, noise_BV: jax.Array | None) -> tuple:
-        """tokens, logprobs, full_logprobs, [B] each."""
+        """tokens, logprobs, full_logprobs, [B] each, and perhaps the likeliest tokens."""
         # `hidden` is that of the newest token, of the prompt or of the completion.
         if spec.fused:
             # One kernel, and no logits. Pallas is only imported where it is used.
@@ -525,7 +532,7 @@ def decode(
             return token_B, logprobs_B, logprobs_B
         logits_BV = decoder.logits(per_layer_params, spec.cfg, slots.hidden)
         logits_BV = constrain(logits_BV, "batch", "vocab")
-        return sampling.draw(
+        drawn = sampling.draw(
             logits_BV,
             slots.keys,
             slots.num_drawn,
@@ -535,6 +542,11 @@ def decode(
             slots.seen,
             noise_BV,
         )
+        if not has_top:
+            return drawn
+        full_BV = jax.nn.log_softmax(sampling.tempered(logits_BV, temperature), axis=-1)
+        count = min(MOST_TOP, spec.cfg.vocab_size)
+        return (*drawn, jax.lax.top_k(full_BV, count))
 
     def step(slots: Slots, ahead: tuple) -> tuple[Slots, tuple]:
         angles, noise_BV = ahead
@@ -551,6 +563,7 @@ def decode(
         requests=slots.requests,
         running=slots.running,
         num_taken=slots.num_taken,
+        top=drawn[3] if has_top else None,
     )
     return slots, jax.tree.map(on_every_device, report)
 

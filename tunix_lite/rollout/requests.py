@@ -30,6 +30,8 @@ class DrawSettings:
     seed: int = 0
     # index among the completions of the same prompt and seed
     generation: int = 0
+    # the likeliest tokens that are reported at each position
+    top_logprobs: int = 0
 
     @property
     def has_cutoffs(self) -> bool:
@@ -71,6 +73,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     # log-probability of each token under softmax(logits / temperature)
     full_logprobs: list[float] = field(default_factory=list)
+    # (token, log-probability) of the likeliest tokens at each token; [] where none is asked for
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
     # one of types.FINISH, once it has ended; error on a server
     reason: str | None = None
     # its number in the engine, once its prompt was read

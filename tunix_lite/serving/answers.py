@@ -23,6 +23,7 @@ class Piece:
     text: str
     tokens: list[int]
     logprobs: list[float]
+    top: list[list[tuple[int, float]]]
     finish_reason: str | None = None
     # calls of tools, as the API writes them
     calls: list[dict] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Piece:
         self.text += later.text
         self.tokens += later.tokens
         self.logprobs += later.logprobs
+        self.top += later.top
         self.finish_reason = later.finish_reason
         self.calls += later.calls
 
@@ -55,16 +57,18 @@ class ApiChoice:
         # text that may be the beginning of a stop text
         self.held = ""
         # all pieces as one
-        self.whole = Piece("", [], [])
+        self.whole = Piece("", [], [], [])
 
     def add(self, new: NewTokens) -> Piece:
         """The next piece. A stop text ends the choice here, whatever comes after it."""
         if self.stop:
             # The tokens up to the one that completes a stop text, each decoded by itself.
-            piece = Piece("", [], [])
-            for token, logprob in zip(new.tokens, new.full_logprobs):
+            piece = Piece("", [], [], [])
+            top = new.top or [[] for _ in new.tokens]
+            for token, logprob, likeliest in zip(new.tokens, new.full_logprobs, top):
                 piece.tokens.append(token)
                 piece.logprobs.append(logprob)
+                piece.top.append(likeliest)
                 self.held += self.stream.feed([token])
                 if (end := self._stop_at()) is not None:
                     piece.text += self.held[:end]
@@ -77,8 +81,9 @@ class ApiChoice:
                 self.held = self.held[free:]
         else:
             # No text ends the choice, so all tokens are decoded together.
+            top = list(new.top) or [[] for _ in new.tokens]
             text = self.stream.feed(new.tokens)
-            piece = Piece(text, list(new.tokens), list(new.full_logprobs))
+            piece = Piece(text, list(new.tokens), list(new.full_logprobs), top)
         if piece.finish_reason is None and new.reason is not None:
             self.held += self.stream.end()
             piece.text += self.held[: self._stop_at()]
@@ -173,26 +178,32 @@ class ApiAnswer:
         return choice
 
     def _logprobs(self, piece: Piece) -> dict:
-        texts = [self.tokenizer.decode([token], skip_special=False) for token in piece.tokens]
         if self.call.is_chat:
+            rows = zip(piece.tokens, piece.logprobs, piece.top)
             content = [
-                {
-                    "token": text,
-                    "logprob": logprob,
-                    # Part of a character has no text of its own.
-                    "bytes": list(text.encode()) if "\ufffd" not in text else None,
-                    "top_logprobs": [],
-                }
-                for text, logprob in zip(texts, piece.logprobs)
+                self._token(token, value)
+                | {"top_logprobs": [self._token(*likely) for likely in likeliest]}
+                for token, value, likeliest in rows
             ]
             return {"content": content, "refusal": None}
+        texts = [self._text(token) for token in piece.tokens]
+        top = [{self._text(token): value for token, value in row} for row in piece.top]
         return {
             "tokens": texts,
             "token_logprobs": piece.logprobs,
-            "top_logprobs": None,
+            "top_logprobs": top if self.call.draw.top_logprobs else None,
             # Where each text begins when they stand side by side.
             "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
         }
+
+    def _token(self, token: int, logprob: float) -> dict:
+        text = self._text(token)
+        # Part of a character has no text of its own.
+        of_text = list(text.encode()) if "\ufffd" not in text else None
+        return {"token": text, "logprob": logprob, "bytes": of_text}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special=False)
 
 
 def error_body(

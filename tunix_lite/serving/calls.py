@@ -12,6 +12,7 @@ from typing import Any
 from tunix_lite.files.plain_text import shown
 from tunix_lite.models.tokenizer import Tokenizer
 from tunix_lite.rollout.live import DrawSettings
+from tunix_lite.rollout.programs import MOST_TOP
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.fields import between, checked_number, read
 from tunix_lite.serving.tools import tools_of, with_tool_messages
@@ -28,7 +29,6 @@ _ONLY = {
     "logit_bias": {},
     "best_of": 1,
     "echo": False,
-    "top_logprobs": 0,
     "suffix": None,
     "response_format": {"type": "text"},
     "modalities": ["text"],
@@ -86,7 +86,8 @@ class _TextBody(_CompletionBody):
     """The body of /v1/completions."""
 
     prompt: Any = None
-    logprobs: int | None = None
+    # of how many of the likeliest tokens besides
+    logprobs: int | None = between(0, MOST_TOP, None)
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,16 @@ class _ChatBody(_CompletionBody):
     messages: Any = None
     max_completion_tokens: Any = None
     logprobs: bool = False
+    top_logprobs: int = between(0, MOST_TOP, 0)
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     chat_template_kwargs: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise BadCall("top_logprobs needs logprobs=true", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -140,12 +147,6 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
     if model != limits.model_name and not (limits.is_lenient and isinstance(model, str)):
         message = f"there is no model {shown(model)}; this server has {limits.model_name!r}"
         raise BadCall(message, "model", "model_not_found")
-
-    if not is_chat and checked.logprobs:
-        message = (
-            f"logprobs={checked.logprobs}: logprobs=0 gives those of the tokens that are drawn"
-        )
-        raise BadCall(message, "logprobs")
 
     # How many completions there are is known before anything is made of the prompt.
     is_text = True
@@ -198,6 +199,7 @@ def read_call(body: object, is_chat: bool, limits: Limits, tokenizer: Tokenizer)
         top_k=checked.top_k,
         min_p=checked.min_p,
         seed=secrets.randbits(31) if checked.seed is None else checked.seed,
+        top_logprobs=checked.top_logprobs if is_chat else checked.logprobs or 0,
     )
     return Call(checked, model, prompts, draw, max_tokens, tuple(stop), is_text, reads_calls)
 
