@@ -122,6 +122,11 @@ class LiveEngine:
 
     # ---- for other threads
 
+    @property
+    def is_alive(self) -> bool:
+        """Returns whether it can take requests."""
+        return self.failure is None and not self._is_closing and self._thread.is_alive()
+
     def submit(self, sequences: Sequence[LiveSequence]) -> None:
         """Puts sequences into the waiting line, all of them or none.
 
