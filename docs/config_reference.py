@@ -33,7 +33,7 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.distributed.process_place import LaunchConfig
-from tunix_lite.environments import attempts, guessing, open_env, tools
+from tunix_lite.environments import guessing, tools
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.learner.optim import (
     AdafactorConfig,
@@ -58,14 +58,12 @@ from tunix_lite.rewards import (
     judge,
     math,
     math_verify,
-    schedules,
     similarity,
     text,
 )
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
 from tunix_lite.settings.compose import compose, conf_dir
 from tunix_lite.tasks import files, gsm8k, preferences, reasoning_gym, sources, task
-from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.puzzles import countdown, last_word
 from tunix_lite.tracking.plugs import Mlflow, Trackio, Wandb
 from tunix_lite.workers.pool import RewardsConfig
@@ -120,12 +118,8 @@ GROUPS = (
     Group("Source: reasoning_gym", "task.source.", reasoning_gym.ReasoningGym, None),
     Group("Source: guessing", "task.source.", guessing.Secrets, None),
     Group("Environment: guessing", "task.environment.", guessing.GuessingGame, None),
-    Group("Environment: attempts", "task.environment.", attempts.Attempts, None),
-    Group("Source: openenv", "task.source.", open_env.Episodes, None),
-    Group("Environment: openenv", "task.environment.", open_env.OpenEnv, None),
     Group("Environment: tools", "task.environment.", tools.ToolEnvironment, None),
     Group("Task: preferences", "task.", preferences.PreferencesTaskConfig, None),
-    Group("Curriculum", "curriculum.", CurriculumConfig, lambda run: run.curriculum),
     Group("Generation", "generation.", GenerationConfig, lambda run: run.generation),
     Group("Rollout", "rollout.", RolloutConfig, lambda run: run.rollout),
     Group("Training", "training.", config.TrainingConfig, lambda run: run.training),
@@ -199,7 +193,6 @@ FUNCTIONS = (
         (math, text, answers),
         ("completion",),
     ),
-    ("Updates to weights: `task.rewards.<name>.weight`", (schedules,), ("step",)),
 )
 PASSED = {name for _, _, passed in FUNCTIONS for name in passed}
 CODE = re.compile(r"(`[^`]+`)")

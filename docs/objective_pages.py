@@ -123,7 +123,6 @@ WORDS = {
         "objective of the paper, without its pipeline and its forced interruptions.",
         "2510.13786",
         AT_1E4.format("94.9") + " It averaged over tokens then.",
-        others=("curriculum.drop_at=0.9",),
     ),
     "gdpo": Words(
         "GDPO standardises each reward by itself within the group. It then adds them up with "
@@ -163,7 +162,7 @@ WORDS = {
 }
 # ---- the formula
 
-# As objective.PIECES, in TeX; @name@ is a setting of the piece.
+# In TeX; @name@ is a setting of the piece.
 TEX = {
     adv.standardise: r"A = \frac{r - \mathrm{mean}_{group}(r)}{\mathrm{std}_{group}(r) + @eps@}",
     adv.centre: r"A = r - \mathrm{mean}_{group}(r)",

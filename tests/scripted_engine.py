@@ -17,8 +17,6 @@ class ScriptedEngine:
     Token number t has log-probability -0.01 (t + 1). What say returns may be token ids, too; None never answers.
     """
 
-    num_running = 0
-    num_waiting = 0
     num_slots = 4
     is_alive = True
     failure = None

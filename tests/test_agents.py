@@ -15,17 +15,16 @@ import pytest
 from scripted_engine import ScriptedEngine
 from test_trainer import ONE, TINY
 
-from tunix_lite.agents.batch import EpisodeGroups, settings_for_agents
-from tunix_lite.agents.endpoint import Endpoint
-from tunix_lite.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
-from tunix_lite.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_sequence
 from tunix_lite.api import ConfigError, RunConfig, RunFailed, compose, train_agent
 from tunix_lite.learner.packing import RowShape
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.rollout.live import DrawSettings
-from tunix_lite.runs.agents import rewards_of
+from tunix_lite.runs.agents.batch import EpisodeGroups, settings_for_agents
+from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes, TokenSequence, add_choice, with_tokens_as_sampled
+from tunix_lite.runs.agents.experience import Endpoint, rewards_of
+from tunix_lite.runs.agents.running import AgentConfig, Ended, Runner
 from tunix_lite.serving.bad_call import BadCall
 from tunix_lite.serving.calls import Limits
 

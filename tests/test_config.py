@@ -44,7 +44,6 @@ from tunix_lite.runs import fingerprint as of_fingerprint
 from tunix_lite.runs.fingerprint import check_same_run, fingerprint
 from tunix_lite.runs.setup import prepare
 from tunix_lite.settings.compose import compose, compose_values, conf_dir
-from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.sources import Arithmetic
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.tracking.rundir import RunDir
@@ -75,7 +74,6 @@ KINDS = {
     "optimizer/muon": MuonConfig,
     "optimizer/lion": LionConfig,
     "optimizer/sgd": SGDConfig,
-    "curriculum": CurriculumConfig,
     "evaluation": EvaluationConfig,
     "tracking": TrackingConfig,
     "rewards": RewardsConfig,

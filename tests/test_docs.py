@@ -33,7 +33,6 @@ from tunix_lite.commands.generate import GenerateConfig
 from tunix_lite.commands.plan import PlanConfig, make_plans
 from tunix_lite.commands.serve import ServeConfig
 from tunix_lite.config import RunConfig, build
-from tunix_lite.environments import open_env
 from tunix_lite.inference.export import KINDS
 from tunix_lite.models import decoder
 from tunix_lite.models.source import BUNDLED
@@ -85,7 +84,6 @@ MAKE_VARIABLES = {"PYTHON", "EXTRA", "ARGS", "VENV"}
 # sources that make examples where their package is installed
 OF_PACKAGES = {
     reasoning_gym.ReasoningGym: reasoning_gym.reasoning_gym,
-    open_env.Episodes: open_env.GenericEnvClient,
 }
 # Commands that are neither ours nor checked: nothing in them can go stale with the code.
 ALLOWED = {

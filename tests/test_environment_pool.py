@@ -1,6 +1,5 @@
 """Environments in worker processes: what they return is read, what fails follows conversation.on_error."""
 
-import asyncio
 import os
 import signal
 import time
@@ -38,16 +37,6 @@ class Adds:
         return Turn(f"The sum is {self.total}.", reward=0.5, done=self.total > 9)
 
 
-class AddsLater(Adds):
-    async def reset(self, example):
-        await asyncio.sleep(0)
-        return super().reset(example)
-
-    async def step(self, completion):
-        await asyncio.sleep(0.001)
-        return super().step(completion)
-
-
 class Gymnasium:
     """As gymnasium's, which takes no example: a seed, and options."""
 
@@ -81,7 +70,7 @@ def observed(pool, row, *completions):
     return [pool.step(row, completion).result().turn.observation for completion in completions]
 
 
-@pytest.mark.parametrize("make", [Adds, AddsLater, Adds(), partial(adds_from, extra=1)])
+@pytest.mark.parametrize("make", [Adds, Adds(), partial(adds_from, extra=1)])
 def test_a_class_an_object_and_a_function_make_a_fresh_environment_for_each_conversation(make):
     with EnvironmentPool(make, ConversationConfig(workers=0)) as pool:
         first = [pool.reset(row, {"start": row}).result() for row in (0, 1)]

@@ -8,46 +8,7 @@ from conftest import set_mesh
 
 from tunix_lite.inference import rollouts
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.runs.hints import WINDOW, RunHints
 from tunix_lite.tasks.grading import group_metrics
-
-# ---- what a run says of its groups
-
-
-def hints(agree: list[float], right: float = 0.9) -> list[str | None]:
-    hints = RunHints()
-    rows = [{"reward/groups_that_agree": share, "completions/correct": right} for share in agree]
-    return ["".join(hints.lines(row, 8, 48)) for row in rows]
-
-
-def test_a_run_says_once_that_most_groups_teach_nothing():
-    said = hints([0.75] * 25)
-    assert [step for step, line in enumerate(said, 1) if line] == [10]
-    assert said[9] == (
-        "most groups teach nothing: in the last 10 steps 75% of them had equal rewards; too easy (90% right). "
-        "Try harder examples, algorithm.num_generations=16, or algorithm.agreeing_groups=replace algorithm.max_rounds=4 "
-        "to draw others in their place"
-    )
-    assert "too hard (10% right). Try easier examples, algorithm.num_generations=16" in hints([0.9] * 10, 0.1)[9]
-
-
-def test_a_run_says_once_that_completions_are_cut_off_and_what_to_type():
-    hints = RunHints()
-    said = ["".join(hints.lines({"completions/truncated": share}, 8, 48)) for share in [0.4] * 10 + [0.6] * 30]
-    assert [step for step, line in enumerate(said, 1) if line] == [20]
-    assert said[19] == (
-        "many completions are cut off: in the last 10 steps 60% of them reached generation.max_new_tokens=48 without an "
-        "end. Try generation.max_new_tokens=96"
-    )
-    assert not any(RunHints().lines({"train/loss": 1.0}, 8, 48) for _ in range(3 * WINDOW)), "as in SFT"
-    answered = RunHints()
-    right = {"completions/truncated": 1.0, "completions/correct": 0.6}
-    assert not any(answered.lines(right, 8, 16) for _ in range(3 * WINDOW)), "they answer, and go on until they are cut"
-
-
-def test_a_run_whose_groups_differ_says_nothing():
-    assert not any(hints([0.6] * 30)) and not any(hints([0.9] * 5 + [0.3] * 25))
-    assert not any(RunHints().lines({"train/loss": 1.0}, 8, 48) for _ in range(3 * WINDOW)), "as in SFT"
 
 
 def test_groups_are_counted_by_what_their_rewards_are():

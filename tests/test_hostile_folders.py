@@ -235,7 +235,7 @@ def settings_with(run: Path, key: str, value, canary: Path) -> None:
 
 
 def of_run(run: Path, *overrides: str) -> ModelConfig:
-    """What generate, chat, and export make of checkpoint=RUN, before they open it."""
+    """What generate, chat and export make of checkpoint=RUN, before they open it."""
     values = {"checkpoint": str(run), "model": {"mesh_shape": [[1, 1], ["fsdp", "tp"]], "family": "llama"}}
     return build(ModelConfig, program._of_run(values, list(overrides)), "model")
 

@@ -169,9 +169,6 @@ class Numbers(SimpleNamespace):
     def prompts(self, examples):
         return [ragged_prompts(9, seed=example["n"])[example["n"] % 9] for example in examples]
 
-    def at_step(self, step):
-        return self
-
     def grader(self, examples, num_generations=1):
         return Grades(examples)
 
@@ -568,7 +565,6 @@ def test_the_expected_gradient_with_the_correction_is_that_of_the_policy_now():
             ["rollout.overlap=carry", "algorithm.agreeing_groups=replace", "algorithm.max_rounds=2"],
             "set algorithm.agreeing_groups=drop",
         ),
-        (["rollout.overlap=one_step", "curriculum.drop_at=0.9"], "a curriculum asks the prompts of a step"),
         (["rollout.overlap=carry", "algorithm.updates_per_rollout=4"], "set rollout.max_staleness=4"),
         (["rollout.overlap=carry", "task=guessing"], "a conversation is not carried over an update"),
         (["rollout.overlap=carry", "rollout.mesh_shape=[[1,1],[fsdp,tp]]"], "is for rollout.overlap=one_step"),

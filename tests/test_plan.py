@@ -228,9 +228,6 @@ def test_what_is_resident_is_what_the_shards_hold(cfg):
     assert MemoryEstimate(half).resident() == {"parameters": 2 * held, "optimizer": 4 * held}
     with_reference = case_of(cfg, ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1"])
     assert MemoryEstimate(with_reference).resident()["reference"] == 2 * MATRICES + 4 * SCALES
-    mean = ["training.mixed_precision=bf16", "algorithm.kl_coef=0.1", "algorithm.reference_every=20"]
-    with_mean = case_of(cfg, [*mean, "algorithm.reference_mix=0.5"])
-    assert MemoryEstimate(with_mean).resident()["reference"] == 4 * MATRICES + 4 * SCALES
 
 
 def test_a_plan_for_a_cpu_has_room_for_the_process(cfg):

@@ -10,8 +10,8 @@ import yaml
 from test_docs import DOCS, EXAMPLE, blocks, example_conf, with_the_example  # noqa: F401
 
 from tunix_lite.config import build
-from tunix_lite.rewards import answers, code, judge, math_verify, schedules, similarity, text
-from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards import answers, code, judge, math_verify, similarity, text
+from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.task import Reward, TaskConfig
 from tunix_lite.workers.pool import Pool, RewardsConfig
@@ -45,7 +45,7 @@ def test_every_reward_that_is_there_is_on_the_page_with_all_its_settings(as_if_i
         for pasted in targets(yaml_of_the_guide())
         for name in [pasted["_target_"].rpartition(".")[2]]
     }
-    modules = (answers, code, judge, math_verify, schedules, similarity, text)
+    modules = (answers, code, judge, math_verify, similarity, text)
     classes = {
         name: set(kind.__dataclass_fields__)
         for module in modules

@@ -2,12 +2,12 @@
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tunix_lite.rewards.completion import CompletionText
-from tunix_lite.rewards.ported import OfTRL, OfVerl
+from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.rewards.similarity import RougeL, common_length
 from tunix_lite.rewards.text import Matches, Repetition, Tags, TargetLength
 
@@ -156,47 +156,10 @@ def test_rouge_l_is_that_of_rouge_score():
 # ---- those of other projects
 
 
-def test_a_reward_of_trl_gets_what_trl_gives():
-    """As GRPOTrainer calls it: keywords, columns as lists, chats as lists of messages."""
-    seen = []
+def test_rewards_of_trl_and_verl_are_called_as_the_page_says(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs" / "extend" / "example")
+    import ported_rewards
 
-    def takes_all(completions, **given):
-        seen.append({"completions": completions, **given})
-        return [1.0, None]
-
-    def takes_some(prompts, completions, answer):
-        seen.append({"prompts": prompts, "completions": completions, "answer": answer})
-        return [0.0] * len(completions)
-
-    row = {"question": "2 + 3", "answer": "5"}
-    assert OfTRL(takes_all)(["a", "b"], row) == [1.0, None]
-    assert seen.pop() == {"completions": ["a", "b"], "question": ["2 + 3"] * 2, "answer": ["5"] * 2}
-    OfTRL(takes_some, prompt="What is {question}?")(["a"], row)
-    assert seen.pop() == {"prompts": ["What is 2 + 3?"], "completions": ["a"], "answer": ["5"]}
-    OfTRL(takes_some, messages=True, prompt="{question}")(["a"], row)
-    assert seen.pop() == {
-        "prompts": [[{"role": "user", "content": "2 + 3"}]],
-        "completions": [[{"role": "assistant", "content": "a"}]],
-        "answer": ["5"],
-    }
-    chat = [{"role": "user", "content": "2 + 3"}]
-    OfTRL(takes_some)(["a"], row | {"messages": chat})
-    assert seen.pop()["prompts"] == [chat]
-    with pytest.raises(ValueError, match="takes_some asks for prompts, and an example has neither"):
-        OfTRL(takes_some)(["a"], row)
-    with pytest.raises(ValueError, match="asks for completion_ids, which no reward gets here"):
-        OfTRL(lambda completions, completion_ids: [])
-
-
-def test_a_compute_score_of_verl_gets_what_verl_gives():
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        return {"score": float(solution_str == ground_truth), "given": (data_source, extra_info)}
-
+    assert ported_rewards.of_trl(["so 5", "so 6"], {"question": "2 + 3", "answer": "5"}) == [1.0, 0.0]
     row = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"index": 1}}
-    assert OfVerl(compute_score)("5", row) == 1.0 and OfVerl(compute_score)("6", row) == 0.0
-    plain = OfVerl(lambda **given: given["solution_str"] == given["ground_truth"], "answer", None, None)
-    assert plain("5", {"answer": "5"}) is True
-    with pytest.raises(
-        ValueError, match="an example has no field 'reward_model.ground_truth': it has answer, data_source"
-    ):
-        OfVerl(compute_score)("5", {"answer": "5", "data_source": "sums"})
+    assert ported_rewards.of_verl("so 5", row) == 1.0 and ported_rewards.of_verl("so 6", row) == 0.0

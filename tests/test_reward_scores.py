@@ -11,7 +11,6 @@ import pytest
 from scored_rewards import of_group, of_text, one, shown
 
 from tunix_lite.errors import ConfigError
-from tunix_lite.rewards.schedules import Linear
 from tunix_lite.rewards.scores import Score, from_json, no_answer, to_json
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.grading import shared_outcomes, values_of
@@ -39,10 +38,10 @@ class Words:
         return [0]
 
 
-def grade(texts, settings, rewards, examples=None, step=0, lengths=None, G=None):
+def grade(texts, settings, rewards, examples=None, lengths=None, G=None):
     """What a task says of completions. lengths: their tokens, 1 each by default."""
     source = SimpleNamespace(train=[{}], held_out=[{}] * len(texts))
-    task = Task(TaskConfig(source, "", rewards, one, shown), Words(texts), 1, 8).at_step(step)
+    task = Task(TaskConfig(source, "", rewards, one, shown), Words(texts), 1, 8)
     lengths = lengths or [1] * len(texts)
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
     tokens = np.where(mask, np.arange(len(texts))[:, None], 0)
@@ -136,26 +135,3 @@ def test_a_reward_that_skips_leaves_the_score_to_the_others():
 def test_what_none_means_is_one_of_three():
     with pytest.raises(ConfigError, match=r"rewards: on_none='zero'; it is error, unscorable or skip"):
         compose(["rewards.on_none=zero"])
-
-
-# ---- weights
-
-
-@pytest.mark.parametrize(("step", "weight"), [(0, 1), (9, 1), (10, 1), (35, 0.75), (60, 0.5), (110, 0), (5000, 0)])
-def test_a_linear_weight(step, weight):
-    assert Linear(1.0, 0.0, 100, begin=10)(step) == weight
-
-
-def test_weights_are_those_of_the_step_and_are_logged():
-    rewards = {"r": Reward(of_text, Linear(1.0, 0.0, 4)), "one": Reward(one, 2.0)}
-    for step, weight in ((0, 1), (1, 0.75), (4, 0), (9, 0)):
-        graded = grade(["1", "3"], RewardsConfig(workers=0), rewards, step=step)
-        np.testing.assert_array_equal(graded.rewards, [weight + 2, 3 * weight + 2])
-        assert graded.metrics["rewards/weight_r"] == weight == graded.weights["r"]
-        assert "rewards/weight_one" not in graded.metrics and graded.metrics["reward/r"] == 2
-
-
-def test_a_weight_that_is_no_number_stops_the_run_naming_the_step():
-    config = TaskConfig(SimpleNamespace(train=[], held_out=[]), "", {"r": Reward(one, lambda step: float("nan"))})
-    with pytest.raises(ValueError, match=r"rewards.r.weight is nan in step 8"):
-        config.weights(7)

@@ -14,7 +14,7 @@ from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import per_token
 from tunix_lite.learner.micro_batches import accumulate
 from tunix_lite.learner.optim import num_updates
-from tunix_lite.learner.policy import sequence_scores, token_logprobs
+from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.learner.rows import RowLayout
 from tunix_lite.learner.update import TrainStep
 from tunix_lite.parallel.mesh import put
@@ -41,7 +41,8 @@ def gradient_in_parts(cfg, params, batch, parts: int, dtype):
 
     def gradient(batch):
         def loss(params):
-            scores = sequence_scores(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
+            logprobs = token_logprobs(params, batch.tokens, batch.token_mask, cfg=cfg, dtype=dtype)
+            scores = TokenScores(logprobs, jnp.zeros_like(logprobs))
             return algorithm.loss(scores, batch)
 
         return jax.grad(loss, has_aux=True)(params)

@@ -450,8 +450,7 @@ def test_what_there_is_to_know_about_the_data_is_said(tmp_path, tokenizer):
     same = of_lines(tmp_path, [*rows, {"question": "<bos> 1"}], tokenizer, None)
     same = replace(same, config=replace(same.config, source=Jsonl(*[str(tmp_path / "train.jsonl")] * 2)))
     assert check_all_rows(same, False, 1) == (
-        "6 examples to train on, 6 held out; 6 of the held-out prompts are training prompts, too; special tokens in 1 "
-        "examples are taken as mere text (task.special_tokens_in_data)"
+        "6 examples to train on, 6 held out; 6 of the held-out prompts are training prompts, too"
     )
 
 
@@ -470,8 +469,7 @@ def test_what_is_wrong_with_a_row_is_found_before_the_start_and_what_is_to_know_
     parts = prepare(run, RunDir(tmp_path / "run"))
     _, said = startup_summary(parts, RunDir(tmp_path / "run"))
     assert dict(said)["data"] == (
-        "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too; special tokens in 1 "
-        "examples are taken as mere text (task.special_tokens_in_data)"
+        "21 examples to train on, 1 held out; 1 of the held-out prompts are training prompts, too"
     )
 
 

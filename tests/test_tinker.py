@@ -248,8 +248,8 @@ def test_what_was_acknowledged_outlives_the_server(tmp_path):
         new = {"session_id": model.split(":")[0], "model_seq_id": 1, "path": path, "optimizer": True}
         copy = json.loads(client.result(client.post("load_weights", new)))["model_id"]
         assert json.loads(client.result(client.optim_step(copy, 1, 0.0))) == {"metrics": {"weight": 7.0}}
-        _, runs = client.get("training_runs")
-        assert [run["training_run_id"] for run in json.loads(runs)["training_runs"]] == [copy, model]
+        _, run = client.get(f"training_runs/{copy}")
+        assert json.loads(run)["training_run_id"] == copy
 
 
 def test_a_failed_gradient_makes_no_step(tmp_path):
@@ -480,7 +480,6 @@ def test_no_body_makes_the_server_fail(tmp_path):
                 assert b"Error:" not in client.result(answer), (path, given, client.result(answer))
         for path in (
             "training_runs/%00",
-            "training_runs?limit=x&offset=-1",
             "sessions?offset=99999999999999999999",
             "x",
         ):
@@ -542,21 +541,3 @@ def test_settings_that_belong_to_the_other_face_are_refused():
     with pytest.raises(ValueError, match="model.weights"):
         ServeConfig(api="tinker", checkpoint="outputs/latest")
     assert dataclasses.replace(ServeConfig(), api="tinker").state_folder == "outputs/tinker"
-
-
-@pytest.mark.parametrize("how", ["gone", "emptied", "no records"])
-def test_an_empty_journal_beside_weights_is_refused(left_behind, tmp_path, how):
-    shutil.copytree(left_behind, tmp_path / "a")
-    for file in (tmp_path / "a").glob("journal*"):
-        if how == "no records" and file.name == "journal.sqlite":
-            continue
-        file.write_bytes(b"") if how == "emptied" else file.unlink()
-    if how == "no records":
-        with sqlite3.connect(tmp_path / "a" / "journal.sqlite") as db:
-            db.execute("DELETE FROM records")
-        db.close()
-    with pytest.raises(StoreDamaged, match="is empty, and models/.* lies beside it"):
-        Store(tmp_path / "a")
-    # and a second try is no other
-    with pytest.raises(StoreDamaged):
-        Store(tmp_path / "a")

@@ -11,7 +11,7 @@ from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
-from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment, misfit, schema_of
+from tunix_lite.environments.tools import NO_CALLS_LEFT, ToolEnvironment, schema_of
 
 
 def weather(
@@ -100,27 +100,6 @@ def test_a_tool_without_a_schema_is_named_when_the_environment_is_made(tool, mes
     with pytest.raises(ValueError, match="tool") as caught:
         ToolEnvironment((tool,))
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"city": "Ulm"}, ""),
-        ({"city": "Ulm", "days": 2, "unit": "F", "limits": [1, 2.5], "extra": {"a": 1}}, ""),
-        ({"city": "Ulm", "limits": None}, ""),
-        ({}, "weather needs the argument city"),
-        ({"city": 3}, "city of weather is 3; it is of the type string"),
-        ({"city": "Ulm", "days": True}, "days of weather is True"),
-        ({"city": "Ulm", "days": 1.5}, "days of weather is 1.5; it is of the type integer"),
-        ({"city": "Ulm", "unit": "K"}, "unit of weather is 'K'"),
-        ({"city": "Ulm", "limits": ["a"]}, "limits of weather is ['a']; it is of the type array"),
-        ({"town": "Ulm"}, "weather has no argument 'town'; it has: city, days, unit, limits, extra"),
-        ("Ulm", "the arguments of weather are 'Ulm'; they are a JSON object"),
-    ],
-)
-def test_arguments_are_checked_against_the_types(arguments, message):
-    found = misfit(schema_of(weather), arguments)
-    assert found == "" if not message else message in found
 
 
 ADD = ToolCall("add", {"a": 1, "b": 2})

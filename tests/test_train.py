@@ -109,7 +109,7 @@ def test_a_run_leaves_what_it_promises(finished):
     said = [
         r"loaded random, in \d+ s",
         "compiled the update in",
-        r"sampled \d+ completions in .*, accuracy [\d.]+%",
+        r"sampled \d+ completions in .*",
     ]
     assert all(re.search(line, before) for line in said), before
     held_out = [line for line in before.splitlines() if re.search(r"(right|wrong)  .*  →  .*\]  reward [\d.]+$", line)]
@@ -336,7 +336,6 @@ def test_the_logged_means_are_those_of_the_samples_to_the_bit(finished):
 CONDITIONAL = {
     "eval/failed",  # agents
     "perf/mfu",  # a device whose peak is known
-    "rewards/weight_<name>",  # a weight with a schedule
     "time/<name>",  # a scorer
     "time/rollout_beside_update",  # rollout.overlap=one_step
     "time/rescore",  # algorithm.old_logprobs=rescored

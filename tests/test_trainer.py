@@ -1,7 +1,6 @@
 """The primitives of a training loop: gradients, updates, samples, checkpoints of clients beside one base."""
 
 import json
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,13 +8,11 @@ import numpy as np
 import pytest
 
 import tunix_lite
-from tunix_lite.api import Reward, compose, train
 from tunix_lite.learner.policy import token_logprobs
 from tunix_lite.models.lora import acting_params
-from tunix_lite.rewards.text import brevity
 from tunix_lite.trainer.data import Datum, parts_of_data
 from tunix_lite.trainer.losses import SETTINGS, token_loss
-from tunix_lite.types import Batch, RowBatch, TokenScores
+from tunix_lite.types import RowBatch, TokenScores
 
 TINY = [
     "model=random",
@@ -341,77 +338,3 @@ def test_a_mesh_changes_no_number(trainer, client):
         settings = {"max_tokens": 6, "seed": 5}
         here, there = client.sample([[5, 6], [7]], 2, settings), other.sample([[5, 6], [7]], 2, settings)
         assert [one.tokens for one in there] == [one.tokens for one in here]
-
-
-# ---- batches of an algorithm
-
-RUN = [
-    *TINY,
-    ONE,
-    "generation.max_new_tokens=8",
-    "training.prompts_per_step=2",
-    "training.packing=none",
-    "training.gradient_accumulation_steps=2",
-    "training.max_steps=3",
-    "training.save_interval_steps=0",
-    "algorithm.num_generations=4",
-    "evaluation.num_examples=0",
-    "tracking.report=false",
-    "optimizer.learning_rate=1e-2",
-]
-
-
-def both_loops(run, folder):
-    """Of run_training and of the parts: metrics that are not of the clock, of each step, and the last state."""
-    state = jax.device_get(train(run, folder))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = []
-    with tunix_lite.Trainer(run) as trainer:
-        client = trainer.adapter() if run.model.lora.rank else trainer.full()
-        for step in range(len(rows)):
-            batch, metrics, _ = client.collect(step)
-            metrics |= client.forward_backward(batch, run.algorithm).metrics
-            metrics |= client.optim_step(optimizer=run.optimizer)
-            of_the_clock = ("time/", "perf/", "memory/")
-            found.append({k: float(v) for k, v in metrics.items() if not k.startswith(of_the_clock)})
-        ours = jax.device_get(client.state)
-    rows = [{name: row[name] for name in mine} for row, mine in zip(rows, found, strict=True)]
-    return (rows, jax.tree.leaves(state)), (found, jax.tree.leaves(ours))
-
-
-@pytest.mark.wide
-def test_grpo_by_these_parts_is_run_training(tmp_path):
-    """Two programs for one: with the flags of the tests the last digit of an update may differ."""
-    run = compose(RUN)
-    run = replace(run, task=replace(run.task, rewards={"short": Reward(partial(brevity, length=20))}))
-    (theirs, state), (found, ours) = both_loops(run, tmp_path / "run")
-    for step, row in enumerate(theirs):
-        assert len(row) > 30 and row["train/grad_norm"] > 0 and row["reward/mean"] > 0
-        assert found[step] == pytest.approx(row, rel=1e-4, abs=1e-6), step
-    for x, y in zip(ours, state, strict=True):
-        # Adam divides a gradient by its size: where it is near 0, its last digit is 1.7e-6 in one weight of 8,192.
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-6)
-
-
-@pytest.mark.wide
-def test_a_batch_by_hand_is_the_same_as_data(client):
-    tokens = np.array([[5, 6, 7, 8], [9, 10, 11, 0], [5, 5, 5, 5]], np.int32)
-    mask = tokens > 0
-    weight = np.array([[0, 0, 1, 2], [0, 1, 1, 0], [0, 0, 0, 3]], np.float32)
-    batch = Batch(tokens, mask, weight)
-    of_batch = client.forward_backward(batch, "sft").loss
-    together = flat(client._grads)
-    client._grads = None
-    data = [Datum(ids[m][:-1], ids[m][1:], w[m][1:]) for ids, m, w in zip(tokens, mask, weight)]
-    assert client.forward_backward(data).loss == pytest.approx(of_batch, rel=1e-5)
-    np.testing.assert_allclose(flat(client._grads), together, atol=1e-5)
-
-    for wrong, loss, words in [
-        (batch, "grpo", "batch.advantages is missing; this loss needs it"),
-        (batch.replace(advantages=weight, old_logprobs=weight * NAN), "dr_grpo", "old_logprobs holds a number that"),
-        (batch, "grpoo", "grpoo"),
-        (batch.replace(tokens=tokens + 512), "sft", "batch.tokens holds 512 to 523"),
-        (batch.replace(loss_weight=weight[:2]), "sft", "loss_weight has shape"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            client.forward_backward(wrong, loss)

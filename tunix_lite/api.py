@@ -3,7 +3,6 @@
 Each lives in a module of its own; docs/api/front.md has them by what they are for, with examples.
 """
 
-from tunix_lite.agents.running import AgentConfig
 from tunix_lite.algorithms.algorithm import Algorithm
 from tunix_lite.algorithms.distill import Distill
 from tunix_lite.algorithms.dpo import DPO
@@ -23,6 +22,7 @@ from tunix_lite.parallel.mesh import make_mesh, put
 from tunix_lite.rewards.math import correct
 from tunix_lite.rollout.generate import make_generate
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
+from tunix_lite.runs.agents.running import AgentConfig
 from tunix_lite.runs.watch import StepDone
 from tunix_lite.settings.compose import compose
 from tunix_lite.tasks.sources import Arithmetic, Jsonl

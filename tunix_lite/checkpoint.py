@@ -36,9 +36,6 @@ _SHOWN = 4
 # A file of ours in the folder of a checkpoint, and its key for the updates skipped in a row.
 _ABOUT = "about.json"
 _SKIPPED = "skipped_in_a_row"
-# Another one, of runs with a curriculum: its state. And its most bytes, 20 million prompts.
-_CURRICULUM = "curriculum.json"
-_MOST_CURRICULUM = 2**30
 # And one of runs whose rollouts overlap with learning: the completions in flight, as arrays.
 _IN_FLIGHT = "in_flight.npz"
 # Files that orbax writes after the digests are made, so they have none.
@@ -75,8 +72,8 @@ class Checkpoints:
         self._opened: ocp.CheckpointManager | None = None
         self._when_whole = when_whole
         self._is_saved = False
-        # what is being saved beside the state: ABOUT, a curriculum, completions in flight
-        self._saving: tuple[dict, dict | None, dict[str, np.ndarray] | None] = ({}, None, None)
+        # what is being saved beside the state: ABOUT, and completions in flight
+        self._saving: tuple[dict, dict[str, np.ndarray] | None] = ({}, None)
         # which folders these are, to notice one that was deleted and made again
         self._parent = _identity(self.folder.parent) if self.folder.parent.is_dir() else None
         self._own = _identity(self.folder) if self.folder.is_dir() else None
@@ -113,11 +110,9 @@ class Checkpoints:
         process 0, in a thread, before it renames the folder to the step. If the run's folder was
         deleted meanwhile, and made anew by orbax, the checkpoint never gets its name."""
         self._check_there()
-        about, curriculum, in_flight = self._saving
+        about, in_flight = self._saving
         for half in self.folder.glob(f"{about['step']}.*tmp*"):
             (half / _ABOUT).write_text(json.dumps(about) + "\n")
-            if curriculum is not None:
-                (half / _CURRICULUM).write_text(json.dumps(curriculum) + "\n")
             if in_flight is not None:
                 np.savez_compressed(half / _IN_FLIGHT, **in_flight)
             digests.write_digests(half, _LATER)
@@ -168,15 +163,14 @@ class Checkpoints:
         state: TrainState,
         accuracy: float | None = None,
         skipped: int = 0,
-        curriculum: dict | None = None,
         in_flight: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Starts to save the state. Returns when it is copied to the host; a thread writes it.
 
         The state may be donated afterwards. accuracy: its held-out accuracy, if it was measured.
-        skipped: how many updates in a row were skipped up to now. curriculum: its state as JSON has
-        it. in_flight: completions that no update has taken yet, as arrays. Waits for the save
-        before, and raises OSError if that one has failed, or this one cannot begin.
+        skipped: how many updates in a row were skipped up to now. in_flight: completions that no
+        update has taken yet, as arrays. Waits for the save before, and raises OSError if that one
+        has failed, or this one cannot begin.
         """
         step = int(state.step)
         metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -187,26 +181,27 @@ class Checkpoints:
             # The save before still reads what is set here.
             self._manager.wait_until_finished()
             self._check_there()
-            self._saving = ({"step": step, _SKIPPED: skipped}, curriculum, in_flight)
+            self._saving = ({"step": step, _SKIPPED: skipped}, in_flight)
             saved = self._manager.save(
                 step, args=ocp.args.StandardSave(state), metrics=metrics
             )
         assert saved, f"orbax skipped step {step}: {self.folder} holds a later one"
         self._is_saved = True
 
-    def restore(self, like: TrainState, step: int | None = None) -> TrainState:
-        """Reads a checkpoint, after comparing all its files with their digests.
+    def restore(self, like: TrainState) -> TrainState:
+        """Reads the newest checkpoint, after comparing all its files with their digests.
 
-        step: None means the newest. like: the shapes, dtypes and shardings to restore, as arrays or
+        like: the shapes, dtypes and shardings to restore, as arrays or
         ShapeDtypeStructs. Every array is made once, on its devices; free the memory of the old ones
         before. Raises ValueError if there is no checkpoint, if it cannot be read, has changed since
         it was written, or does not match `like`.
         """
-        return self._read(self._chosen(step), shapes_of(like))
+        return self._read(self._chosen(None), shapes_of(like))
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[int, Params]:
-        """Reads only the parameters of a checkpoint: (its step, params). Arguments and errors are
-        those of `restore`.
+        """Reads only the parameters of a checkpoint: (its step, params).
+
+        step: None means the newest. `like` and errors are those of `restore`.
 
         All files are compared with their digests, because only orbax knows which of them hold the
         parameters.
@@ -235,13 +230,6 @@ class Checkpoints:
 
         # a copy may have lost it
         return self._beside(step, _ABOUT, read) or 0
-
-    def curriculum(self, step: int) -> dict | None:
-        """The state of the curriculum at this step, as `save` was given it; None: there is none.
-        Raises ValueError if the checkpoint is damaged."""
-        return self._beside(
-            step, _CURRICULUM, lambda file: read_object(file, _MOST_CURRICULUM)
-        )
 
     def in_flight(self, step: int) -> dict[str, np.ndarray] | None:
         """The completions in flight at this step, as `save` was given them; None: there are none.

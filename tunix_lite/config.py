@@ -27,7 +27,6 @@ from tunix_lite.models.decoder import REMAT
 from tunix_lite.models.source import ModelConfig
 from tunix_lite.parallel.mesh import AXES, MeshShape, ShardingConfig, as_text
 from tunix_lite.rollout.settings import GenerationConfig, RolloutConfig
-from tunix_lite.tasks.curriculum import CurriculumConfig
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.types import check_seed
 from tunix_lite.workers.pool import RewardsConfig, check_portable, check_times
@@ -264,7 +263,6 @@ class RunConfig:
 
     algorithm: Any  # an algorithms.algorithm.Algorithm: has needs, collect and loss
     task: TaskConfig
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -305,18 +303,6 @@ class RunConfig:
             raise ValueError(
                 "training.keep_best_checkpoints ranks by held-out accuracy; "
                 "evaluation.num_examples is 0"
-            )
-        follows = self.algorithm.needs.reference_every
-        if follows and every and follows % every:
-            raise ValueError(
-                f"algorithm.reference_every={follows} must be a multiple of "
-                f"training.save_interval_steps={every}: the reference is kept beside a checkpoint; "
-                f"algorithm.reference_every={_multiple(follows, every)}"
-            )
-        if follows and self.model.lora.rank:
-            raise ValueError(
-                f"algorithm.reference_every={follows} and model.lora.rank={self.model.lora.rank}: "
-                "with adapters the reference is their base, which stays; leave out one of the two"
             )
 
     @property
@@ -388,11 +374,6 @@ def _check_task(run: RunConfig) -> None:
             f"task: prompt={prompt!r} is the same for every example; write "
             "task.prompt='...{column}...', or null for the column `messages` or `prompt`"
         )
-    if run.curriculum.is_on and needs.demonstrations:
-        raise ValueError(
-            "curriculum: pass rates are of completions, and this algorithm learns from "
-            "demonstrations; set curriculum.drop_at=null 'curriculum.band=[]'"
-        )
 
     # Conversations.
     if run.task.environment is None:
@@ -442,8 +423,6 @@ def _check_overlap(run: RunConfig) -> None:
         ),
         "agreeing_groups=replace draws more prompts within one rollout; set "
         "algorithm.agreeing_groups=drop": algorithm.needs.rounds > 1,
-        "a curriculum asks the prompts of a step by the grades of the step before; set "
-        "curriculum.drop_at=null 'curriculum.band=[]'": run.curriculum.is_on,
         "a conversation is not carried over an update; set rollout.overlap=one_step": (
             overlap == "carry" and getattr(run.task, "environment", None) is not None
         ),

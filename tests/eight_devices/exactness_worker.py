@@ -142,7 +142,9 @@ def reference_logprobs(model: Model, packing: str, parts: int, batch: Batch) -> 
 
 def update_of(batch_file: str) -> dict:
     """A few numbers of an update of eight devices, and what the reference thinks of its batch."""
-    batch = Batch(**np.load(batch_file))
+    arrays = dict(np.load(batch_file))
+    streams = {name.partition(".")[2]: arrays.pop(name) for name in [*arrays] if name.startswith("streams.")}
+    batch = Batch(**arrays, streams=streams)
     found = update(MODELS["plain"], Way(fsdp=4, tp=2, parts=2, sync_every=2), batch)
     grads = jax.tree.leaves(process_allgather(found.grads, tiled=True))
     return {

@@ -17,7 +17,7 @@ from tunix_lite.learner.update import round_by_chance
 from tunix_lite.models import attention, vocabulary
 from tunix_lite.parallel.collectives import collectives
 from tunix_lite.parallel.mesh import ShardingConfig, put, set_rules
-from tunix_lite.runs.batch_files import arrays_of_batch
+from tunix_lite.runs.samples import arrays_of_batch
 from tunix_lite.types import Batch
 
 KL_COEF, CLIP_LOW, CLIP_HIGH = 0.1, 0.2, 0.28

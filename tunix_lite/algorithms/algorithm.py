@@ -156,9 +156,6 @@ class Needs:
 
     # whether the run makes policy.scorers["reference"], the policy that training starts from
     reference: bool = False
-    # steps after which the reference follows the policy, and how far it goes; 0: it stays
-    reference_every: int = 0
-    reference_mix: float = 1.0
     # whether `collect` calls policy.rescore
     rescore: bool = False
     # fields of examples that are learned from; (): completions are sampled

@@ -123,19 +123,6 @@ class Distill:
             return None
         return TeacherComparison("teacher", self.divergence, self.mix, self.top_k)
 
-    @property
-    def formula(self) -> list[str]:
-        """Writes the loss that is minimised, in lines for the panel of a run."""
-        rewards = f"{self.reward_coef:g} A of the rewards" if self.reward_coef else "0"
-        if self.comparison is None:
-            gap = f"{self.teacher_coef:g} (teacher_logprob_t - old_logprob_t)"
-            return ["loss = - sum_t w_t rho_t A_t", f"A_t = {gap} + {rewards}"]
-        return [
-            f"loss = sum_t w_t ({self.teacher_coef:g} D_t - rho_t {rewards})",
-            f"D_t = {self.divergence} divergence of policy and teacher, mix={self.mix:g}, over "
-            + (f"the teacher's {self.top_k} likeliest tokens" if self.top_k else "all tokens"),
-        ]
-
     def collect(
         self,
         policy: Policy,

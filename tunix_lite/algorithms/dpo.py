@@ -73,17 +73,6 @@ class DPO:
             streams=STREAMS,
         )
 
-    @property
-    def formula(self) -> list[str]:
-        """Writes the loss that is minimised, in lines for the panel of a run."""
-        whose = "`chosen` and `rejected` of an example"
-        if self.pairs == "sampled":
-            whose = f"best and worst of {self.num_generations} by reward"
-        return [
-            f"loss = mean over pairs of - log sigmoid({self.beta:g} (s_chosen - s_rejected))",
-            f"s = sum_t (logprob - ref_logprob); a pair: {whose}",
-        ]
-
     def collect(
         self,
         policy: Policy,

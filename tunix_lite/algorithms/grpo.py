@@ -38,8 +38,6 @@ class GRPO(Objective):
     def needs(self) -> Needs:
         return Needs(
             reference=self.kl_coef > 0,
-            reference_every=self.reference_every,
-            reference_mix=self.reference_mix,
             rescore=self.old_logprobs == "rescored",
             streams=() if self.correction is None else (STREAM_NAME,),
             mini_batches=self.mini_batches,

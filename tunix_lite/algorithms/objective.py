@@ -1,4 +1,4 @@
-"""The settings of GRPO and its family: their checks, and the formula of the loss."""
+"""The settings of GRPO and its family, and their checks."""
 
 import dataclasses
 import inspect
@@ -20,47 +20,12 @@ CHOICES = {
 LEAST = {
     **dict.fromkeys(("updates_per_rollout", "mini_batches", "max_rounds"), 1),
     **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "entropy_coef"), 0),
-    **dict.fromkeys(("off_policy_delta", "reference_every"), 0),
+    "off_policy_delta": 0,
 }
 # settings of surrogates that must be above a number
 ABOVE = {"dual": 1.0, "tau_positive": 0.0, "tau_negative": 0.0, "cap": 0.0}
 # functions of the ratio alone, which is 1 under no_ratio
 OF_THE_RATIO = (surrogates.clip, surrogates.cispo, surrogates.sapo, surrogates.geometric_mean)
-# formulas of pieces, with their settings; {rho} is the ratio within its bounds
-PIECES = {
-    adv.standardise: "(r - mean_group) / (std_group + {eps:g})",
-    adv.centre: "r - mean_group",
-    adv.leave_one_out: "r - mean of the others of the group",
-    adv.leave_one_out_std: "(r - mean of the others) / (std of the others + {eps:g}), "
-    "undivided where that is 0",
-    adv.max_likelihood: "(r - mean_group) / (mean_group + {eps:g}), 0 where mean_group = 0",
-    adv.batch_scaled: "(r - mean_{mean}) / (std_batch + {eps:g})",
-    adv.whiten: "(a - mean_batch(a)) / sqrt(var_batch(a) + {eps:g}) over {over}, a = r - "
-    "mean_group, or r without group_baseline",
-    adv.per_reward: "sum_k weight_k (r_k - mean_group) / (std_group + {eps:g}), standardised over "
-    "the batch",
-    weighting.per_token: "1 / tokens of the update",
-    weighting.per_sequence: "1 / (completions of the update x tokens of the completion)",
-    weighting.per_prompt: "1 / (prompts of the update x tokens of the prompt's completions)",
-    weighting.constant_length: "1 / (completions of the update x {length})",
-    ratios.token_ratio: "exp(lp - lp_old)",
-    ratios.sequence_ratio: "exp(mean over the completion of lp - lp_old)",
-    ratios.no_ratio: "exp(lp - sg[lp]) = 1",
-    surrogates.clip: "min(rho A, {clipped} A)",
-    surrogates.cispo: "(sg[{clipped}] A lp)",
-    surrogates.sapo: "((4 / tau) sigmoid(tau (rho - 1)) A), tau = {tau_positive:g} where A > 0, "
-    "else {tau_negative:g}",
-    surrogates.binary_tv: "(rho A, 0 where A > 0 and p - p_old > {delta_high:g} or A < 0 and "
-    "p - p_old < -{delta_low:g})",
-    surrogates.geometric_mean: "(exp(mean over the completion of log rho, at most {log_clip:g} "
-    "where A > 0, at least -{log_clip:g} where A < 0) A)",
-    surrogates.policy_gradient: "(rho A)",
-}
-# settings of surrogates that stand behind the formula
-MORE = ("dual", "cap", "log_square")
-# settings that a formula shows by itself
-SHOWN = {"num_generations", "advantages", "weighting", "ratio", "surrogate", "entropy_coef"}
-SHOWN |= {"clip_low", "clip_high"}
 
 
 def function_of(piece: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +59,21 @@ def _name_of(piece: object) -> str:
     return f"{name}({settings})" if settings else name
 
 
+def described(algorithm: object) -> str:
+    """Names the pieces of an algorithm, and its settings that are not at their default; "" of one
+    that is no dataclass.
+    Example: described(GRPO(clip_high=0.3)) begins with "advantages=standardise, weighting="."""
+    if not dataclasses.is_dataclass(algorithm):
+        return ""
+    values = {field: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
+    return ", ".join(
+        f"{field.name}={_name_of(value)}"
+        for field, value in values.items()
+        if callable(value)
+        or not (dataclasses.is_dataclass(value) or _same(value, field.default))
+    )
+
+
 @dataclass(frozen=True)
 class Objective:
     """The settings of algorithms.grpo.GRPO. Raises ValueError, in one line, for settings that are
@@ -123,10 +103,6 @@ class Objective:
     kl_coef: float = 0.0
     # Estimator of that KL: k3_exact, k3, k3_ratio or k2 in the loss, k1_reward in the reward.
     kl_estimator: str = "k3_exact"
-    # Steps between two updates of the reference model. 0 keeps it as it was at the start.
-    reference_every: int = 0
-    # Share of the policy in an updated reference, from 0 to 1. 1 copies the policy.
-    reference_mix: float = 1.0
     # Weight of the entropy bonus. 0 adds none.
     entropy_coef: float = 0.0
     # Old log-probabilities in the ratio: whole (sampler, full softmax), sampled (sampler, after
@@ -152,7 +128,23 @@ class Objective:
             if is_there:
                 raise ValueError(problem)
         self._check_functions()
-        self._check_idle()
+
+        # A setting that changes nothing is a mistake, too.
+        idle: dict[str, str] = {}
+        if not surrogates.takes_bounds(self.surrogate):
+            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
+            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
+        if not self.kl_coef:
+            idle["kl_estimator"] = "kl_coef=0, so there is no KL term"
+        if self.agreeing_groups != "replace":
+            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in idle and value is not None and not _same(value, field.default):
+                raise ValueError(
+                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
+                    "leave it out"
+                )
 
     @property
     def is_kl_reward(self) -> bool:
@@ -171,9 +163,6 @@ class Objective:
             "its group, so it takes at least 2 (8 is usual)": self.num_generations < 2,
             f"clip_low={self.clip_low} would change nothing: no ratio is below 0; give a number "
             "below 1, or null": (self.clip_low or 0) >= 1,
-            f"reference_mix={self.reference_mix} is above 0 and at most 1": not (
-                0 < self.reference_mix <= 1
-            ),
             f"advantage_clip={self.advantage_clip} must be above 0": (
                 self.advantage_clip is not None and self.advantage_clip <= 0
             ),
@@ -195,8 +184,6 @@ class Objective:
             "next mini-batch, and each is learned from equally often": (
                 self.updates_per_rollout % max(self.mini_batches, 1) > 0
             ),
-            f"reference_every={self.reference_every} must be a multiple of {updates}: a rollout is "
-            "scored once": self.reference_every % max(self.updates_per_rollout, 1) > 0,
             f"ratio=no_ratio with {updates}: only the first update of a rollout uses the policy "
             "that sampled; use token_ratio": has_no_ratio and self.updates_per_rollout > 1,
             f"surrogate={surrogate} is a function of the ratio, which is 1 with ratio=no_ratio; "
@@ -248,27 +235,6 @@ class Objective:
             if is_ours and name not in ("ratio", "surrogate"):
                 function(*values, **known)
 
-    def _check_idle(self) -> None:
-        """Refuses a setting that changes nothing: it is a mistake, too."""
-        idle: dict[str, str] = {}
-        if not surrogates.takes_bounds(self.surrogate):
-            why = f"surrogate={_name_of(self.surrogate)} clips no ratio"
-            idle |= dict.fromkeys(("clip_low", "clip_high"), why)
-        if not self.reference_every:
-            idle["reference_mix"] = "reference_every=0, so the reference stays as it is"
-        if not self.kl_coef:
-            why = "kl_coef=0, so there is no KL term"
-            idle |= dict.fromkeys(("kl_estimator", "reference_every"), why)
-        if self.agreeing_groups != "replace":
-            idle["max_rounds"] = "prompts are drawn once unless agreeing_groups=replace"
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in idle and value is not None and not _same(value, field.default):
-                raise ValueError(
-                    f"{field.name}={_name_of(value)} would change nothing: {idle[field.name]}; "
-                    "leave it out"
-                )
-
     def refusal_of_stale(self) -> str | None:
         """Explains why these settings cannot learn from tokens that earlier weights drew, and what
         to set. None: they can, since all that they compute of such a token has its importance
@@ -302,40 +268,3 @@ class Objective:
             f"algorithm.old_logprobs=rescored {reason} takes a token of earlier weights for one of "
             f"the current weights; set {remedy}"
         )
-
-    @property
-    def formula(self) -> list[str]:
-        """The loss that is minimised, with its constants, in lines for the panel of a run; the
-        last line has the settings that are no part of it.
-        Example: "loss = - sum_t w min(rho A, clip(rho, 0.8, 1.28) A)", "rho = exp(lp - lp_old)"."""
-        bounds = (
-            0 if self.clip_low is None else 1 - self.clip_low,
-            np.inf if self.clip_high is None else 1 + self.clip_high,
-        )
-        clipped = "clip(rho, {:g}, {:g})".format(*bounds)
-
-        def text(piece: Callable[..., Any]) -> str:
-            # of a piece that is not ours, its name
-            template = PIECES.get(function_of(piece), f"{_name_of(piece)}(...)")
-            return template.format(**settings_of(piece), clipped=clipped)
-
-        gain = text(self.surrogate)
-        more = {k: v for k, v in settings_of(self.surrogate).items() if k in MORE and v}
-        if more:
-            gain += " with " + ", ".join(f"{name}={value:g}" for name, value in more.items())
-        loss = f"loss = - sum_t w {gain}"
-        in_loss = self.kl_coef > 0 and not self.is_kl_reward
-        loss += f" + {self.kl_coef:g} sum_t w KL, {self.kl_estimator}" if in_loss else ""
-        loss += f" - {self.entropy_coef:g} sum_t w H" if self.entropy_coef else ""
-        lines = [
-            loss,
-            f"rho = {text(self.ratio)}",
-            f"A = {text(self.advantages)}; w = {text(self.weighting)}",
-        ]
-        shown = SHOWN | {"kl_coef", "kl_estimator"} if in_loss else SHOWN
-        others = [
-            f"{field.name}={_name_of(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)
-            if field.name not in shown and not _same(getattr(self, field.name), field.default)
-        ]
-        return [*lines, "and " + ", ".join(others)] if others else lines

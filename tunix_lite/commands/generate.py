@@ -87,7 +87,7 @@ def generate(run: RunConfig, settings: GenerateConfig) -> None:
                 # A kill leaves those that have ended.
                 partial = out.with_name(f"{out.name}.partial")
                 ended = opened.enter_context(partial.open("w", encoding="utf-8", buffering=1))
-            opened.enter_context(progress).begin()
+            opened.enter_context(progress)
 
             def on_chunk(requests: list, completions: list[Completion]) -> None:
                 progress.on_chunk(requests, {})

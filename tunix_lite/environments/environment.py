@@ -1,10 +1,9 @@
 """An environment: an object that answers the completions of the model in a conversation.
 
-Anything with `reset` and `step` is one. Both may be plain or async. `step` may return a `Turn`, a
+Anything with `reset` and `step` is one. `step` may return a `Turn`, a
 plain tuple, or gymnasium's tuple of five.
 """
 
-import asyncio
 import copy
 import inspect
 import json
@@ -83,9 +82,7 @@ def fresh(make: EnvironmentSource) -> Environment:
     return environment
 
 
-def call_reset(
-    environment: Environment, example: dict, loop: "Loop"
-) -> str | list[dict] | None:
+def call_reset(environment: Environment, example: dict) -> str | list[dict] | None:
     """The prompt with which the environment begins; None: that of the task.
 
     A `reset` that takes no example, as gymnasium's, gets a seed that depends on nothing but the
@@ -98,9 +95,9 @@ def call_reset(
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     if first is None or first.name in known or first.kind in by_name:
         arguments = {name: known[name] for name in parameters if name in known}
-        value = loop.finish(environment.reset(**arguments))
+        value = environment.reset(**arguments)
     else:
-        value = loop.finish(environment.reset(example))
+        value = environment.reset(example)
     # gymnasium: observation and info
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value = value[0]
@@ -196,26 +193,3 @@ def _checked_text(text: str, where: str) -> str:
 def _plain(value: object) -> Any:
     """A number of numpy, which environments of gymnasium often have, as one of Python."""
     return value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value
-
-
-class Loop:
-    """The event loop on which async environments of a process run.
-
-    Example: Loop().finish(environment.step("7")) is the turn, whether or not `step` is async.
-    """
-
-    def __init__(self):
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def finish(self, value: object) -> Any:
-        """Returns the value, or its result if it is awaitable."""
-        if not inspect.isawaitable(value):
-            return value
-        # one loop for all calls: what an environment opens in one it uses in the next
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-
-        async def wait() -> Any:
-            return await value
-
-        return self._loop.run_until_complete(wait())

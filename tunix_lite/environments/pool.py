@@ -10,14 +10,13 @@ import itertools
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from tunix_lite.environments.environment import (
     Environment,
     EnvironmentSource,
-    Loop,
     NotATurn,
     Turn,
     call_reset,
@@ -32,9 +31,6 @@ from tunix_lite.workers.process import Outcome
 # times that one call is made again because its process was lost by other conversations
 MOST_REPLAYS = 100
 NAME = "environment"
-# a made-up completion for a try before a run, and the seconds that a call may take there
-COMPLETION = "The answer is 7."
-TRY_SECONDS = 5.0
 
 
 class Reply(NamedTuple):
@@ -64,7 +60,6 @@ class Conversations:
 
     def __init__(self, make: EnvironmentSource):
         self.make = make
-        self._loop = Loop()
         # (environment, number of completions it has answered), by number of the conversation
         self._live: dict[int, tuple[Environment | None, int]] = {}
 
@@ -78,19 +73,19 @@ class Conversations:
         try:
             if call["do"] == "reset":
                 environment = fresh(self.make)
-                turn = Turn(call_reset(environment, call["example"], self._loop))
+                turn = Turn(call_reset(environment, call["example"]))
                 self._live[number] = (environment, 0)
             elif call["do"] == "close":
                 environment, _ = self._live.pop(number, (None, 0))
                 if callable(close := getattr(environment, "close", None)):
-                    self._loop.finish(close())
+                    close()
             else:
                 environment, turns = self._live.get(number, (None, -1))
                 if turns != call["turn"]:
                     return None
                 # one that fails answers no more, and is still to be closed
                 self._live[number] = (environment, -1)
-                turn = read_turn(self._loop.finish(environment.step(completion)))
+                turn = read_turn(environment.step(completion))
                 self._live[number] = (environment, turns + 1)
         except NotATurn as error:
             raise _NotATurn(str(error)) from error
@@ -248,38 +243,3 @@ class _Call:
         # it may have waited behind others, and has not taken longer than it may
         seconds = min(time.monotonic() - self.began, settings.timeout)
         self.reply.set_result(Reply(None, kind, message, seconds))
-
-
-class _Tried(NamedTuple):
-    """Result of a try: how the environment fails, in words ("": it does not); the prompt with which
-    it begins (None: that of the task); and its answer to a made-up completion (None: nothing that
-    is read).
-
-    Example: Tried("", "Guess a number.", "Higher.").
-    """
-
-    failing: str = ""
-    prompt: str | list[dict] | None = None
-    answer: str | list[dict] | None = None
-
-
-def try_environment(
-    environment: EnvironmentSource, example: dict, settings: ConversationConfig
-) -> _Tried:
-    """Tries an environment with an example and a made-up completion, in a process of its own.
-
-    A run does so before it compiles anything: what fails always is found in a second, not after the
-    first rollout. A call that takes long is not judged. Raises ValueError if the process cannot
-    start.
-    """
-    workers = min(settings.workers, 1)
-    timeout = min(settings.timeout, TRY_SECONDS)
-    own = replace(settings, on_error="zero", workers=workers, timeout=timeout)
-    with EnvironmentPool(environment, own) as pool:
-        first = last = pool.reset(0, example).result()
-        if not first.failure:
-            last = pool.step(0, COMPLETION).result()
-    if last.failure:
-        return _Tried(last.message if last.failure != "timeout" else "")
-    prompt = None if first.turn is None else first.turn.observation
-    return _Tried("", prompt, None if last.turn.done else last.turn.observation)

@@ -8,11 +8,11 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from tunix_lite.environments.environment import Loop, Turn
+from tunix_lite.environments.environment import Turn
 from tunix_lite.environments.tool_calls import ToolCall, calls_in
 from tunix_lite.files.plain_text import message_of
 from tunix_lite.workers.child import short_repr
@@ -27,8 +27,6 @@ PLAIN: dict[type, str] = {
     list: "array",
     dict: "object",
 }
-# the types of JSON values that stand for a type of a schema
-TYPES = {kind: (hint,) for hint, kind in PLAIN.items()} | {"number": (int, float)}
 NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 # `name: what it is`, as docstrings have it under `Args:`
 ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?\s*:\s+(.+)")
@@ -61,7 +59,6 @@ class ToolEnvironment:
     max_result: int = 2000
     # Function (completion) -> calls, for a form of your own.
     calls: Callable = calls_in
-    loop: Loop = field(init=False, default_factory=Loop)
 
     def __post_init__(self):
         if not self.tools:
@@ -128,14 +125,15 @@ class ToolEnvironment:
         problem = call.problem
         if not problem and call.name not in places:
             problem = f"there is no tool {call.name[:80]!r}; there are: {', '.join(places)}"
-        if not problem:
-            place = places[call.name]
-            problem = misfit(self.schemas[place], call.arguments)
+        if not problem and not isinstance(call.arguments, dict):
+            wrong = short_repr(call.arguments)
+            problem = f"the arguments of {call.name} are {wrong}; they are a JSON object"
         if problem:
             return f"Error: {problem}", False
         is_right = True
         try:
-            text = str(self.loop.finish(self.tools[place](**call.arguments)))
+            tool = self.tools[places[call.name]]
+            text = str(tool(**call.arguments))
         except Exception as error:
             text = f"Error: {type(error).__name__}: {message_of(error)}"
             is_right = False
@@ -145,7 +143,7 @@ class ToolEnvironment:
         return text, is_right
 
 
-# ---- schemas, and checks of arguments
+# ---- schemas
 
 
 def schema_of(tool: Callable[..., object]) -> dict:
@@ -226,39 +224,3 @@ def _schema_of_type(hint: object, where: str) -> dict:
         f"the tool {where} has the type {getattr(hint, '__name__', hint)}; a tool takes str, int, "
         "float, bool, list, dict, Literal, or one of them or None"
     )
-
-
-def misfit(schema: dict, arguments: object) -> str:
-    """Explains why the tool of this schema cannot be called with these arguments; "" if it can."""
-    name = schema["function"]["name"]
-    parameters = schema["function"]["parameters"]
-    properties = parameters["properties"]
-    if not isinstance(arguments, dict):
-        return f"the arguments of {name} are {short_repr(arguments)}; they are a JSON object"
-    for key in arguments:
-        if key not in properties:
-            known = ", ".join(properties) or "none"
-            return f"{name} has no argument {short_repr(key)}; it has: {known}"
-    for key, wanted in properties.items():
-        if key not in arguments:
-            if key in parameters["required"]:
-                return f"{name} needs the argument {key}"
-        elif not _fits(arguments[key], wanted):
-            kind = wanted.get("type", wanted.get("enum"))
-            return f"{key} of {name} is {short_repr(arguments[key])}; it is of the type {kind}"
-    return ""
-
-
-def _fits(value: object, schema: dict) -> bool:
-    if value is None and schema.get("nullable"):
-        return True
-    if "enum" in schema:
-        # True == 1 in Python
-        return any(type(value) is type(item) and value == item for item in schema["enum"])
-    if type(value) not in TYPES[schema["type"]]:
-        return False
-    if "items" in schema:
-        return all(_fits(item, schema["items"]) for item in value)
-    if "additionalProperties" in schema:
-        return all(_fits(item, schema["additionalProperties"]) for item in value.values())
-    return True

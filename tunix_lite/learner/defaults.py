@@ -22,8 +22,6 @@ RATES = {
     "all weights of a small model": (4e-5, 4e-5, 4e-5),
     "adapters of a small model": (2e-3, 2e-3, 2e-3),
 }
-# A rate of the user's that is so many times the usual one gets a hint.
-HIGH = 10
 
 
 def what_trains(has_adapters: bool, num_params: int) -> str:

@@ -183,13 +183,6 @@ def scatter_to_rows(x_RM: jax.Array, batch: RowBatch) -> jax.Array:
 
 
 def token_logprobs(
-    params: Params, tokens_BT: jax.Array, token_mask_BT: jax.Array, **settings: Any
-) -> jax.Array:
-    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T], as `sequence_scores`."""
-    return sequence_scores(params, tokens_BT, token_mask_BT, **settings).logprobs
-
-
-def sequence_scores(
     params: Params,
     tokens_BT: jax.Array,
     token_mask_BT: jax.Array,
@@ -197,13 +190,13 @@ def sequence_scores(
     cfg: Architecture,
     temperature: float = 1.0,
     dtype: DTypeLike = jnp.float32,
-) -> TokenScores:
-    """The scores of all tokens of sequences that are not laid out in rows, [B, T] each; position 0,
-    which nothing predicts, is 0."""
+) -> jax.Array:
+    """log p(tokens[b, t] | tokens[b, :t]) in float32, [B, T], of sequences that are not laid out in
+    rows; position 0, which nothing predicts, is 0."""
     meta = attention.one_sequence_per_row(token_mask_BT)
     hidden_BTD = decoder.forward(params, cfg, tokens_BT, meta, dtype)[:, :-1]
     table_VD = decoder.output_table(params, cfg)
     scores = token_scores(
         hidden_BTD, table_VD, tokens_BT[:, 1:], cfg.final_softcap, temperature
     )
-    return TokenScores(*(jnp.pad(x, ((0, 0), (1, 0))) for x in scores))
+    return jnp.pad(scores.logprobs, ((0, 0), (1, 0)))

@@ -63,8 +63,8 @@ class MemoryEstimate:
         if table.frozen is not None:
             parts["frozen base"] = resolved.table_bytes(table.frozen)
         if resolved.copies_reference:
-            dtype = resolved.reference_dtype
-            parts["reference"] = resolved.table_bytes(table.trained, dtype, keep_norms=True)
+            size = resolved.table_bytes(table.trained, resolved.dtype, keep_norms=True)
+            parts["reference"] = size
         elif resolved.copies_adapters:
             parts["reference"] = trained
         for name, model in resolved.frozen_models.items():

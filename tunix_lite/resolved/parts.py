@@ -71,8 +71,7 @@ def abstract(resolved: ResolvedRun) -> Shapes:
     if resolved.needs.reference:
         reference = frozen
         if frozen is None:
-            dtype = resolved.reference_dtype
-            copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=dtype)
+            copy = partial(decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.dtype)
             shardings = jax.tree.map(lambda x: x.sharding, params)
             reference = placed(jax.eval_shape(copy, params), shardings)
         if resolved.copies_adapters:

@@ -269,13 +269,6 @@ class ResolvedRun:
         return self.needs.reference and self.lora is None
 
     @property
-    def reference_dtype(self) -> DTypeLike:
-        """Returns the type of the reference's weights: that of the computation. One that is a mean
-        of policies is kept in float32, where a small step of it is not rounded away."""
-        is_mean = self.needs.reference_mix < 1
-        return jnp.promote_types(self.dtype, jnp.float32) if is_mean else self.dtype
-
-    @property
     def copies_adapters(self) -> bool:
         """Returns whether the reference has adapters of its own, as training begins."""
         has_adapter = self.run.model.lora.adapter is not None

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from tunix_lite.rewards.fields import field_of
 from tunix_lite.rewards.numbers import (
     LOOKED_AT,
     last_number,
@@ -19,7 +18,7 @@ from tunix_lite.rewards.numbers import (
     number_of,
     undecorated,
 )
-from tunix_lite.rewards.scores import no_answer
+from tunix_lite.rewards.scores import field_of, no_answer
 
 HOW = ("strict", "flexible")
 PERCENT = ("unit", "fraction")

@@ -10,8 +10,7 @@ import time
 from dataclasses import dataclass
 
 from tunix_lite.rewards.code_checks import checks_of
-from tunix_lite.rewards.fields import field_of
-from tunix_lite.rewards.scores import Score, no_answer
+from tunix_lite.rewards.scores import Score, field_of, no_answer
 from tunix_lite.workers.sandbox import STOPPED, run_job
 
 # characters of a program that are run

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from tunix_lite.rewards.answers import is_sentence, marked_answers
-from tunix_lite.rewards.fields import field_of
 from tunix_lite.rewards.numbers import number_in, number_of
-from tunix_lite.rewards.scores import Score, no_answer
+from tunix_lite.rewards.scores import Score, field_of, no_answer
 from tunix_lite.workers.limits import call_with_limits, time_limit
 
 # characters of a completion that are parsed: its last ones

@@ -1,8 +1,8 @@
-"""Values of reward functions: a number, or a Score, which says more; and errors for anything
-else."""
+"""The data that reward functions get, and their values: a number, or a Score, which says more; and
+errors for anything else."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tunix_lite.workers.child import NotANumber, bounded, short_repr
@@ -10,6 +10,38 @@ from tunix_lite.workers.pool import IS_NONE, NoScore
 
 # the largest size of a reward: its square is a number of float32, in which the loss is computed
 MOST_REWARD = 1e18
+
+
+class CompletionText(str):
+    """The text of a completion, as a run hands it to rewards. `num_tokens`: tokens that the model
+    sampled for it, the end-of-sequence token included.
+    Example: CompletionText("12 + 3 = 15", 9).num_tokens == 9."""
+
+    num_tokens: int
+
+    def __new__(cls, text: str, num_tokens: int) -> "CompletionText":
+        completion = super().__new__(cls, text)
+        completion.num_tokens = num_tokens
+        return completion
+
+    def __getnewargs__(self) -> tuple[str, int]:
+        return str(self), self.num_tokens
+
+
+def field_of(example: Mapping, field: str) -> Any:
+    """Reads a field of the example. Dots lead into the objects of a row:
+    `reward_model.ground_truth`.
+
+    Raises ValueError if there is no such field."""
+    if field in example:
+        return example[field]
+    value: Any = example
+    for name in field.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            fields = ", ".join(map(str, example))
+            raise ValueError(f"an example has no field {field!r}: it has {fields:.200}")
+        value = value[name]
+    return value
 
 
 class Score(float):

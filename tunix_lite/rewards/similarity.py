@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.scores import field_of
 
 SPLITS = ("rouge", "words")
 # units of a text that are compared: its first ones

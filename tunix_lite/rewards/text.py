@@ -4,7 +4,7 @@ repetition."""
 import re
 from dataclasses import dataclass
 
-from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.workers.limits import time_limit
 
 # characters of a completion that patterns and n-grams look at: its first ones

@@ -123,16 +123,6 @@ class LiveEngine:
     # ---- for other threads
 
     @property
-    def num_running(self) -> int:
-        """Slots that hold a sequence."""
-        return min(self.num_slots, self.engine.unfinished)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for a slot."""
-        return len(self._waiting) + max(0, self.engine.unfinished - self.num_slots)
-
-    @property
     def is_alive(self) -> bool:
         """Returns whether it can take requests."""
         return self.failure is None and not self._is_closing and self._thread.is_alive()
@@ -212,7 +202,19 @@ class LiveEngine:
                     self._step()
         except BaseException as error:
             self.failure = error
-        self._end_all()
+
+        # All that are left end here.
+        with self._lock:
+            self._is_closing = True
+            left = [*self._sequences, *self._waiting]
+            self._waiting.clear()
+        self._sequences.clear()
+        why = "the server is stopping"
+        if self.failure is not None:
+            why = f"the engine failed: {self.failure}"
+        for sequence in left:
+            if not sequence.is_cancelled:
+                sequence.on_tokens(NewTokens([], [], [], reason="error", message=why))
 
     def _wait_for_work(self) -> bool:
         """Sleeps while it is idle; False when it should end."""
@@ -231,19 +233,8 @@ class LiveEngine:
                 self._lock.wait(IDLE_SECONDS)
 
     def _step(self) -> None:
-        """One chunk: slots are filled, the next chunk starts, and the one before is read."""
+        """One chunk: sequences come and go, the next chunk starts, and the one before is read."""
         engine = self.engine
-        self._take_waiting()
-        # Where requests wait, all ends are read first: then each free slot gets one at once.
-        if engine.waits:
-            self._read_all_but(0)
-        if engine.unfinished:
-            engine.start_chunk()
-        # While sequences run, a chunk is always under way when the one before is read.
-        self._read_all_but(1 if engine.unfinished else 0)
-
-    def _take_waiting(self) -> None:
-        """Admits the sequences that came, and releases those that were cancelled."""
         with self._lock:
             new = [one for one in self._waiting if not one.is_cancelled]
             self._waiting.clear()
@@ -254,10 +245,18 @@ class LiveEngine:
                 one.key_data = np.asarray(jax.random.key_data(key))
             self._sequences.update(new)
             # Under the lock, so that whoever submits counts them.
-            self.engine.admit(new)
+            engine.admit(new)
         for one in cancelled:
-            self.engine.release(one)
+            engine.release(one)
             self._sequences.remove(one)
+
+        # Where requests wait, all ends are read first: then each free slot gets one at once.
+        if engine.waits:
+            self._read_all_but(0)
+        if engine.unfinished:
+            engine.start_chunk()
+        # While sequences run, a chunk is always under way when the one before is read.
+        self._read_all_but(1 if engine.unfinished else 0)
 
     def _read_all_but(self, count: int) -> None:
         """Reads chunks until so many are under way, and calls back the sequences of each."""
@@ -278,17 +277,3 @@ class LiveEngine:
                         message,
                     )
                     one.on_tokens(drawn)
-
-    def _end_all(self) -> None:
-        """Tells all that are left that they end here."""
-        with self._lock:
-            self._is_closing = True
-            left = [*self._sequences, *self._waiting]
-            self._waiting.clear()
-        self._sequences.clear()
-        why = "the server is stopping"
-        if self.failure is not None:
-            why = f"the engine failed: {self.failure}"
-        for sequence in left:
-            if not sequence.is_cancelled:
-                sequence.on_tokens(NewTokens([], [], [], reason="error", message=why))

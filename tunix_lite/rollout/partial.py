@@ -146,11 +146,16 @@ class PartialSampler:
         order = sorted(np.flatnonzero(~has_ended).tolist(), key=rank)
         in_order = [completions[i] for i in order]
 
-        # Each completion's key is that of a rollout of its step by itself.
-        requests = self._requests(in_order, [prompts[one.group] for one in in_order])
-        for one, request in zip(in_order, requests):
+        # One tuple for each group, whose completions share one reading of the prompt. Each
+        # completion's key is that of a rollout of its step by itself.
+        limit = self.generation.max_new_tokens
+        ids = {one.group: tuple(map(int, prompts[one.group])) for one in in_order}
+        requests = []
+        for i, one in enumerate(in_order):
+            request = one.as_request(ids[one.group], i, limit, self.sampler.criteria)
             key = jax.random.fold_in(seed_key, one.step)
             request.key_data = np.asarray(jax.random.key_data(key))
+            requests.append(request)
         engine = self.sampler.engine(params, usual, most_requests=len(completions))
         lengths = [len(one.tokens) for one in in_order if one.tokens]
         if lengths:
@@ -170,17 +175,6 @@ class PartialSampler:
             after[i] = one.after(request, version)
         read_again = {"rollout/carried": len(lengths), "rollout/reread_tokens": sum(lengths)}
         return after, engine.metrics() | read_again
-
-    def _requests(
-        self, in_order: Sequence[OpenCompletion], prompts: Sequence[Sequence[int]]
-    ) -> list[Request]:
-        limit = self.generation.max_new_tokens
-        # One tuple for each group, whose completions share one reading of the prompt.
-        ids = {one.group: tuple(map(int, prompt)) for one, prompt in zip(in_order, prompts)}
-        return [
-            one.as_request(ids[one.group], i, limit, self.sampler.criteria)
-            for i, one in enumerate(in_order)
-        ]
 
     def compile_ahead(
         self, params: Params, num_prompts: int, num_generations: int, num_in_flight: int

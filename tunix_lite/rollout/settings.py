@@ -164,8 +164,18 @@ class RolloutConfig:
             raise ValueError(f"chunk={self.chunk} must be at least 1")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must not be negative")
-        if self.mesh_shape is not None:
-            _check_own_mesh(self.mesh_shape)
+        if self.mesh_shape is None:
+            return
+        try:
+            check_mesh_shape(self.mesh_shape)
+        except ValueError as error:
+            text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
+            raise ValueError(f"mesh_shape: {text}") from error
+        if -1 in self.mesh_shape[0]:
+            raise ValueError(
+                f"mesh_shape={as_text(self.mesh_shape)}: write the number of devices that sample, "
+                "'rollout.mesh_shape=[[1,1],[fsdp,tp]]'; -1 in model.mesh_shape takes the rest"
+            )
 
     @property
     def is_fused(self) -> bool:
@@ -181,19 +191,6 @@ class RolloutConfig:
         """Returns how many slots decode so many sequences: `num_slots`, else one for each sequence,
         up to MAX_SLOTS; rounded up to a multiple of fsdp."""
         return round_up_to_shards(self.num_slots or min(MAX_SLOTS, num_sequences), fsdp)
-
-
-def _check_own_mesh(mesh_shape: MeshShape) -> None:
-    try:
-        check_mesh_shape(mesh_shape)
-    except ValueError as error:
-        text = str(error).replace("model.mesh_shape", "rollout.mesh_shape")
-        raise ValueError(f"mesh_shape: {text}") from error
-    if -1 in mesh_shape[0]:
-        raise ValueError(
-            f"mesh_shape={as_text(mesh_shape)}: write the number of devices that sample, "
-            "'rollout.mesh_shape=[[1,1],[fsdp,tp]]'; -1 in model.mesh_shape takes the rest"
-        )
 
 
 def round_up_to_shards(num_slots: int, fsdp: int) -> int:

@@ -105,9 +105,7 @@ def _complete_and_grade(
     grader = task.grader(repeated, num_samples)
     prompts = task.prompts(examples)
     # An engine that is not ours may not know on_chunk.
-    watched = (
-        {} if progress is None else {"on_chunk": progress.begin(grader, temperature == 0)}
-    )
+    watched = {} if progress is None else {"on_chunk": progress.on_chunk}
     with error_context("evaluation", RunFailed):
         rollout = policy.generate(
             params,
@@ -119,4 +117,4 @@ def _complete_and_grade(
             **watched,
             **who_answers(task, repeated),
         )
-        return grader.results(rollout, None if progress is None else progress.look)
+        return grader.results(rollout)

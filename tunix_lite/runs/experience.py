@@ -1,7 +1,6 @@
 """Experience: the data that an update learns from, and its source."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import jax
@@ -10,10 +9,8 @@ import numpy as np
 from tunix_lite.algorithms.groups import chosen_completions
 from tunix_lite.distributed.stopping import COMPILATION
 from tunix_lite.errors import RunFailed, error_context
-from tunix_lite.models import decoder
 from tunix_lite.runs.evaluate import Evaluated, evaluate, rollout_sizes
 from tunix_lite.runs.learner import Learner
-from tunix_lite.runs.reference import MovingReference
 from tunix_lite.runs.sampling_progress import SamplingProgress
 from tunix_lite.runs.session import Session
 from tunix_lite.types import Batch, Graded, Metrics, Params, RowBatch, TrainState
@@ -88,16 +85,6 @@ class FreshExperience:
         self._algorithm = session.run.algorithm
         self._needs = session.run.algorithm.needs
         self._policy = learner.policy
-        # a reference that follows the policy; None: there is none, or it stays
-        self._moving: MovingReference | None = None
-        if every := self._needs.reference_every:
-            resolved = learner.resolved
-            copied = partial(
-                decoder.copy_to_score, cfg=resolved.cfg, dtype=resolved.reference_dtype
-            )
-            last = session.parts.reference.kept or 0
-            mix = self._algorithm.reference_mix
-            self._moving = MovingReference(session.run_dir, every, mix, copied, last)
         self._collected: Collected | None = None
         self._held: Experience | None = None
 
@@ -144,7 +131,7 @@ class FreshExperience:
         settings = session.run.evaluation
         counts = rollout_sizes(settings.num_examples, settings.num_samples)
         with SamplingProgress(session.console, counts, patience=patience) as progress:
-            task = session.task.at_step(step)
+            task = session.task
             return evaluate(
                 self._learner.policy,
                 task,
@@ -157,15 +144,9 @@ class FreshExperience:
             )
 
     def _collect(self, step: int, rollout: int, params: Params) -> Collected:
-        # Where the reference follows the policy, it may move now.
-        if self._moving is not None:
-            self._policy = self._moving.follow(self._policy, step, params)
         session = self._session
-        curriculum = self._learner.curriculum
         overlap = self._learner.overlap
-        task = session.task.at_step(step)
-        if curriculum is not None:
-            task = curriculum.begin(step, task)
+        task = session.task
 
         # What was sampled beside earlier updates, or the examples of all rounds. Those of later
         # rounds are of other shuffles, so that the first one goes through the data in the same
@@ -180,16 +161,11 @@ class FreshExperience:
             dropped = 0
             for r in range(self._needs.rounds):
                 seed = (session.run.seed + r * SEED_OF_NEXT_ROUND) % 2**32
-                if curriculum is None:
-                    more, unfit = task.batch(num_prompts, seed, rollout)
-                else:
-                    more, unfit = curriculum.batch(task, num_prompts, seed, r)
+                more, unfit = task.batch(num_prompts, seed, rollout)
                 examples += more
                 dropped += unfit
             example_metrics = {"prompts/dropped": dropped} if session.task.leaves_out else {}
 
         key = jax.random.fold_in(self._learner.seed_key, step)
         batch, metrics, graded = self._algorithm.collect(policy, task, params, examples, key)
-        if curriculum is not None:
-            metrics |= curriculum.end()
         return batch, metrics | example_metrics, graded

@@ -116,8 +116,6 @@ def fingerprint(
         values["conversation"] = {
             name: value for name, value in conversation.items() if name not in left_out
         }
-    if run.curriculum.is_on:
-        values["curriculum"] = plain(run.curriculum)
     rollout = run.rollout
     if rollout.is_stale:
         # which tokens are of earlier weights depends on slots and chunks
@@ -137,7 +135,7 @@ def fingerprint(
     for name in ("reduce_dtype", "tp_reduce_dtype"):
         if getattr(training, name) != "float32":
             values["training"][name] = getattr(training, name)
-    code = _digests_of_code((values["algorithm"], task, values.get("curriculum")))
+    code = _digests_of_code((values["algorithm"], task))
     if code:
         values["code"] = code
     return without_secrets(values)

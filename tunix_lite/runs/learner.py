@@ -29,7 +29,6 @@ from tunix_lite.runs.separate_sampling import sampler_of_run
 from tunix_lite.runs.session import Session
 from tunix_lite.runs.setup import Parts
 from tunix_lite.runs.throughput import timed
-from tunix_lite.tasks.curriculum import Curriculum, CurriculumState
 from tunix_lite.tracking.console import Console
 from tunix_lite.tracking.progress import BytesProgress
 from tunix_lite.types import Params, RowBatch, TrainState
@@ -59,8 +58,6 @@ class Learner:
     seed_key: jax.Array
     # updates in a row that were skipped until now, because a number was not finite
     skipped: int
-    # chooses the prompts; None: all are asked alike
-    curriculum: Curriculum | None = None
     # rollouts kept for later updates; None: none are (rollout.overlap=none)
     overlap: Overlap | None = None
     # seconds of collecting in the current step, by the name of their metric
@@ -127,7 +124,7 @@ def build_learner(session: Session) -> Learner:
         frozen, params = source.load_weights(model, run.seed, stored, on_bytes)
     with error_context("resume"):
         reference = reference_of(
-            session.run_dir, parts.reference, model, resolved.reference_dtype, frozen, params
+            session.run_dir, parts.reference, model, resolved.dtype, frozen, params
         )
     state, skipped = state_at_start(parts, optimizer_of(resolved), params, console)
 
@@ -170,7 +167,6 @@ def build_learner(session: Session) -> Learner:
         sampler=sampler,
         seed_key=jax.random.key(run.seed),
         skipped=skipped,
-        curriculum=restored_curriculum(parts, int(state.step)),
         overlap=overlap_of(session, resolved, int(state.step)),
         seconds=seconds,
     )
@@ -199,7 +195,7 @@ def state_at_start(
     checkpoints = Checkpoints(parts.resume_from)
     loading = BytesProgress(console, "loading", f"a checkpoint of {parts.resume_from}")
     with error_context("resume"), loading:
-        state = checkpoints.restore(shapes, parts.resume_step)
+        state = checkpoints.restore(shapes)
         number = int(state.step)
         is_other_run = run.resume.force and parts.differs
         skipped = 0 if is_other_run else checkpoints.skipped_in_a_row(number)
@@ -219,22 +215,3 @@ def state_at_start(
             style="red",
         )
     return state, skipped
-
-
-def restored_curriculum(parts: Parts, step: int) -> Curriculum | None:
-    """The curriculum as the checkpoint of this step has it; with other settings than the
-    checkpoint's run, it begins anew; None: there is none. Raises ConfigError."""
-    run = parts.resolved.run
-    if not run.curriculum.is_on:
-        return None
-    state = CurriculumState()
-    if parts.resume_from is not None and not (run.resume.force and parts.differs):
-        with error_context("resume"):
-            saved = Checkpoints(parts.resume_from).curriculum(step)
-            if saved is None:
-                raise ValueError(
-                    f"step {step} of {parts.resume_from} has no state of a curriculum; "
-                    "resume.force=true begins the curriculum anew"
-                )
-            state = CurriculumState.from_json(saved)
-    return Curriculum(run.curriculum, state)

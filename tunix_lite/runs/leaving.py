@@ -136,22 +136,15 @@ def loss_numbers(metrics: Metrics) -> str:
 
 
 def diverged(
-    step: int,
-    skipped: int,
-    checkpoints: Path,
-    metrics: Metrics | None = None,
-    unsaved: OSError | None = None,
+    step: int, skipped: int, checkpoints: Path, metrics: Metrics | None = None
 ) -> str:
-    """Says why a run gives up, and how to go on. unsaved: why its state could not be saved, if
-    so."""
+    """Says why a run gives up, and how to go on."""
     seen = f"{loss_numbers(metrics)}; " if metrics else ""
     updates = "this update was" if skipped == 1 else f"{skipped} updates in a row were"
-    state = f"checkpoint {step} in {checkpoints} has the weights before"
-    if unsaved is not None:
-        state = f"the weights before could not be saved ({unsaved})"
     return (
-        f"step {step}: {seen}{updates} not finite. None was made: {state}. A learning rate that is "
-        "too high is the usual cause; a reward or a loss of your own that divides by 0 is another. "
+        f"step {step}: {seen}{updates} not finite. None was made: checkpoint {step} in "
+        f"{checkpoints} has the weights before. A learning rate that is too high is the usual "
+        "cause; a reward or a loss of your own that divides by 0 is another. "
         "resume.force=true goes on from the newest checkpoint with other settings, a higher "
         "training.max_skipped_in_a_row with the same ones"
     )

@@ -382,7 +382,7 @@ class OneStepOffPolicy:
         key = jax.random.fold_in(self._seed_key, step)
         prompts = self._batches.prompts(step)
         grader = self._grader(step)
-        answers = who_answers(self._task.at_step(step), self._repeated(step))
+        answers = who_answers(self._task, self._repeated(step))
         arguments = (params, prompts, key, self._generations)
         if self._apart is not None:
             steps = self._apart.steps(*arguments, grader.submit, **answers)
@@ -395,8 +395,8 @@ class OneStepOffPolicy:
         return _UnderWay(step, version, steps, examples, grader, elapsed())
 
     def _grader(self, step: int) -> Any:
-        """Grades completions with the weights that the rewards have in that step."""
-        return self._task.at_step(step).grader(self._repeated(step), self._generations)
+        """Grades the completions of that step."""
+        return self._task.grader(self._repeated(step), self._generations)
 
     def _repeated(self, step: int) -> list[dict]:
         """The example of each completion."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from tunix_lite.parallel.collectives import collectives, grouped, sent_bytes
+from tunix_lite.parallel.collectives import collectives, grouped
 
 TABLE = "communication.md"
 TRACE = "trace"
@@ -43,17 +43,6 @@ class Profile:
                 f"| {g.kind} | {g.axis} | {g.count} | {g.total_bytes / 1e6:,.2f} | "
                 f"{g.sent_bytes / 1e6:,.2f} |"
                 for g in grouped(ops)
-            ]
-            lines += ["", "One by one, the largest first:", ""]
-            lines += [
-                "| kind | axis | times | buffer, MB | sent, MB | in a loop | shape | from |",
-                "|" + "---|" * 8,
-            ]
-            lines += [
-                f"| {c.kind} | {c.axis} | {c.count}{'' if c.count_known else ' at least'} | "
-                f"{c.num_bytes / 1e6:,.3f} | {sent_bytes(c) / 1e6:,.3f} | "
-                f"{'yes' if c.in_loop else 'no'} | `{c.shapes}` | `{c.source}` |"
-                for c in sorted(ops, key=lambda c: -c.total_bytes)[:60]
             ]
         (self.folder / TABLE).write_text("\n".join([*lines, ""]))
 

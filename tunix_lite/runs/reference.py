@@ -7,8 +7,7 @@ may be overwritten, and another run goes on. `reference.json` says which one it 
 """
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.allgather import allgather_values
@@ -61,18 +59,7 @@ def find_reference(
         return None
     if resume_from == run_dir.checkpoints:
         if run_dir.reference.is_file():
-            reference = _read(run_dir)
-            if not run.algorithm.needs.reference_every:
-                return reference
-            # Of a moving reference the newest that is not later than the checkpoint.
-            at = Checkpoints(resume_from).latest_step()
-            steps = [
-                step for step in Checkpoints(run_dir.kept_reference).steps() if step <= at
-            ]
-            if not steps:
-                return replace(_of_the_settings(run.model, model), is_new=False)
-            text = f"the policy, last taken at step {steps[-1]}"
-            return Reference(text, steps[-1], is_new=False)
+            return _read(run_dir)
         if not run.resume.force:
             named = _of_the_settings(run.model, model).words
             raise ValueError(
@@ -156,7 +143,13 @@ def reference_of(
                 _placed(params, params), chosen.kept
             )[1]
         trained = copied(params)
-        _keep(run_dir, chosen.kept, trained)
+        # A start that made no checkpoint may have left one.
+        if run_dir.is_first:
+            shutil.rmtree(run_dir.kept_reference, ignore_errors=True)
+        allgather_values(None)
+        checkpoints = Checkpoints(run_dir.kept_reference)
+        checkpoints.save(TrainState(put(np.int32(chosen.kept)), trained, {}))
+        checkpoints.close()
     else:
         like = _placed(jax.eval_shape(copied, params), params)
         trained = Checkpoints(run_dir.kept_reference).restore_params(like, chosen.kept)[1]
@@ -173,65 +166,3 @@ def _placed(shapes: Params, params: Params) -> Params:
         shapes,
         params,
     )
-
-
-def _keep(run_dir: RunDir, step: int, params: Params) -> None:
-    """Writes a reference, over the files of a start that made no checkpoint, or went further."""
-    folder = run_dir.kept_reference
-    if run_dir.is_first:
-        for later in Checkpoints(folder).steps():
-            if later >= step:
-                shutil.rmtree(folder / str(later), ignore_errors=True)
-    allgather_values(None)
-    checkpoints = Checkpoints(folder)
-    checkpoints.save(TrainState(put(np.int32(step)), params, {}))
-    checkpoints.close()
-
-
-@dataclass
-class MovingReference:
-    """Moves the reference of a policy when its step has come: every `algorithm.reference_every`
-    steps it becomes a mean of itself and the policy.
-
-    Each one is kept in `reference/<step>/` before anything is learned with it. So a run that
-    resumes has the one of its checkpoint: the newest that is not of a later step.
-
-    Example: with every=20, `follow(policy, 20, params)` returns a policy with another reference,
-    and `follow(policy, 21, params)` the same policy.
-    """
-
-    run_dir: RunDir
-    # steps between two moves
-    every: int
-    # share of the policy
-    mix: float
-    # params of the policy -> a copy in the type that the reference is kept in
-    copied: Callable[[Params], Params]
-    # the step of the newest move
-    last: int
-
-    def follow(self, policy: Policy, step: int, params: Params) -> Policy:
-        """The policy with the reference that is due at this step. Raises OSError if the folder
-        cannot be written."""
-        if step % self.every or step <= self.last:
-            return policy
-        timed = policy.scorers["reference"]
-        before = timed.scorer.params
-        moved = self.copied(params)
-        if self.mix < 1:
-            moved = jax.tree.map(lambda old, new: old + self.mix * (new - old), before, moved)
-        jax.block_until_ready(moved)
-
-        # others still hold the policy as it was; the memory is wanted back
-        for leaf in jax.tree.leaves(before):
-            leaf.delete()
-        _keep(self.run_dir, step, moved)
-        description = f"the policy of step {step}"
-        if self.mix < 1:
-            description = f"a mean of the policies until step {step}"
-        self.run_dir.write_json(
-            self.run_dir.reference, {"reference": description, "kept": step}
-        )
-        self.last = step
-        scorer = replace(timed, scorer=replace(timed.scorer, params=moved))
-        return replace(policy, scorers={**policy.scorers, "reference": scorer})

@@ -3,6 +3,7 @@
 From the rows of a file the means that the step logged can be computed again, to the bit.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,16 @@ def keep_samples(
     run_dir.write_samples(step, rows)
     console.samples(from_best_to_worst(rows, num_shown))
     return rows
+
+
+def arrays_of_batch(batch: Batch) -> dict[str, np.ndarray]:
+    """All arrays of a batch by name, `streams.NAME` for a stream; without its constants, which
+    belong to a model."""
+    named = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    streams = named.pop("streams")
+    del named["constants"]
+    named |= {f"streams.{name}": value for name, value in streams.items()}
+    return {name: np.asarray(value) for name, value in named.items() if value is not None}
 
 
 def from_best_to_worst(rows: list[dict[str, Any]], num_shown: int) -> list[dict[str, Any]]:

@@ -1,13 +1,10 @@
-"""Reports the progress of an evaluation, or of many prompts: completions done, speed, time left,
-and how many are right."""
+"""Reports the progress of an evaluation, or of many prompts: completions done, speed, time left."""
 
 import time
 from collections.abc import Callable, Sequence
 
 from tunix_lite.parallel.compiling import compile_seconds
-from tunix_lite.rollout.generate import OnChunk
 from tunix_lite.rollout.requests import Request
-from tunix_lite.tasks.task import Grader
 from tunix_lite.tracking.console import seconds_in_words
 from tunix_lite.tracking.progress import Output, Progress, after
 from tunix_lite.types import Rollout
@@ -58,7 +55,7 @@ class SamplingProgress:
     """Follows one rollout after another, and says how far they are.
 
     Example: `with SamplingProgress(StandardError(), [32]) as progress:`, then
-    `generate(..., on_chunk=progress.begin())`.
+    `generate(..., on_chunk=progress.on_chunk)`.
     """
 
     def __init__(
@@ -72,13 +69,6 @@ class SamplingProgress:
         self.line = Progress(output, self.text, self._text_at_end, patience)
         self._compiled_before = compile_seconds()
         self._is_rate_said = False
-        self._is_greedy = True
-        self._grader: Grader | None = None
-        # ended, and not graded yet: row -> its rollout
-        self._ungraded: dict[int, Rollout] = {}
-        # completions that are graded; of the greedy ones among them, whether each is right
-        self._num_graded = 0
-        self._is_right: list[bool] = []
 
     def __enter__(self) -> "SamplingProgress":
         self.line.__enter__()
@@ -86,14 +76,6 @@ class SamplingProgress:
 
     def __exit__(self, *error) -> None:
         self.line.__exit__(*error)
-
-    def begin(self, grader: Grader | None = None, is_greedy: bool = True) -> OnChunk:
-        """The next rollout begins. Returns what it calls after each chunk. grader: of its
-        completions; None: they are not graded."""
-        self._grader = grader
-        self._is_greedy = is_greedy
-        self._ungraded.clear()
-        return self.on_chunk
 
     def on_chunk(self, requests: Sequence[Request], ended: dict[int, Rollout]) -> None:
         """Takes a chunk of the rollout, as make_generate gives it."""
@@ -105,25 +87,11 @@ class SamplingProgress:
         if not self._is_rate_said and 0 < self.clock.num_ended < self.clock.total:
             self._is_rate_said = True
             self.line.now()
-        if self._grader is not None:
-            self._ungraded |= ended
-            self.look()
-
-    def look(self) -> None:
-        """Takes the grades that have come."""
-        for row, rollout in list(self._ungraded.items()):
-            graded = self._grader.grade_now(row, rollout)
-            if graded is None:
-                continue
-            del self._ungraded[row]
-            self._num_graded += 1
-            if self._is_greedy:
-                self._is_right.append(bool(graded.correct[0]))
 
     # ---- in words
 
     def text(self, seconds: float) -> str:
-        """`sampled 17 of 160 completions, 41 tokens/s, 2m10s left, accuracy 12.0%`."""
+        """`sampled 17 of 160 completions, 41 tokens/s, 2m10s left`."""
         clock = self.clock
         if not clock.tokens:
             what = f"compiling the sampler and reading prompts, for {clock.total} completions"
@@ -132,20 +100,12 @@ class SamplingProgress:
         left = clock.seconds_left()
         if rate := clock.tokens_per_second():
             parts.append(f"{rate:,.0f} tokens/s")
-        if clock.num_ended < clock.total:
-            parts += [f"{seconds_in_words(left)} left"] if left is not None else []
-        elif self._grader is not None and self._num_graded < clock.total:
-            parts.append(f"{self._num_graded} graded")
-        return ", ".join(parts + self._accuracy())
+        if clock.num_ended < clock.total and left is not None:
+            parts.append(f"{seconds_in_words(left)} left")
+        return ", ".join(parts)
 
     def _text_at_end(self, seconds: float) -> str:
         rate = self.clock.tokens_per_second()
         speed = [] if rate is None else [f"{rate:,.0f} tokens/s"]
         text = f"sampled {self.clock.num_ended} completions in {seconds_in_words(seconds)}"
-        return ", ".join([text, *speed, *self._accuracy()])
-
-    def _accuracy(self) -> list[str]:
-        """Returns the accuracy of the greedy completions so far."""
-        if not self._is_right:
-            return []
-        return [f"accuracy {sum(self._is_right) / len(self._is_right):.1%}"]
+        return ", ".join([text, *speed])

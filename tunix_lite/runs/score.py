@@ -16,7 +16,7 @@ from tunix_lite.report.statistics import (
     pass_at_k,
     powers_up_to,
 )
-from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.scores import field_of
 from tunix_lite.rewards.similarity import rouge_scores
 from tunix_lite.runs.evaluate import Evaluated, evaluate
 from tunix_lite.runs.sampling_progress import SamplingProgress

@@ -14,15 +14,12 @@ from tunix_lite.config import RunConfig, plain
 from tunix_lite.distributed.allgather import allgather_values
 from tunix_lite.distributed.stopping import Stopping, StopRun
 from tunix_lite.files.plain_text import hide_users_of_urls
-from tunix_lite.learner.defaults import AUTO, HIGH, REAL, usual_rate, what_trains
-from tunix_lite.models import decoder, weights
 from tunix_lite.planning.at_start import (
     choose_micro_batch,
     is_out_of_memory,
 )
 from tunix_lite.report.page import write_at_end
 from tunix_lite.report.run_page import run_page
-from tunix_lite.resolved.run import ResolvedRun, learns_from
 from tunix_lite.runs.setup import (
     Parts,
     prepare,
@@ -120,9 +117,6 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             write_fingerprint(parts, run_dir)
         status.about = run_metadata(parts)
         console.panel(*startup_summary(parts, run_dir))
-        num_params = weights.num_params(decoder.weights(parts.model.cfg))
-        for line in unusual_settings(parts.resolved, num_params):
-            console.say(f"hint: {line}", style="yellow")
         if parts.failing:
             tried = f"tried on made-up completions before the run: {parts.failing}"
             console.say(f"warning: {tried}", style="yellow")
@@ -146,35 +140,6 @@ def open_run(run: RunConfig, folder: Path, job: Job | None = None) -> Iterator[S
             session.task = session.closing.enter_context(workers)
             yield session
         job.stopped = status.stopped
-
-
-# generation.max_new_tokens where neither the user nor the task says more: enough for the sums of
-# the bundled model.
-FEW_TOKENS = 48
-
-
-def unusual_settings(resolved: ResolvedRun, num_params: int) -> list[str]:
-    """One line, with the override, for each setting that is far from what is usual for its model.
-
-    num_params: of the whole model.
-    """
-    run = resolved.run
-    lines = []
-    trains = what_trains(resolved.lora is not None, num_params)
-    usual = usual_rate(run.optimizer, trains, learns_from(run.algorithm.needs))
-    rate = run.optimizer.learning_rate
-    if num_params >= REAL and rate > HIGH * usual:
-        lines.append(
-            f"optimizer.learning_rate={rate:g} is {rate / usual:.0f} times what is usual for "
-            f"{trains}; optimizer.learning_rate={AUTO} takes {usual:g}"
-        )
-    is_sampled = not run.algorithm.needs.demonstrations
-    if num_params >= REAL and is_sampled and run.generation.max_new_tokens == FEW_TOKENS:
-        lines.append(
-            f"generation.max_new_tokens={FEW_TOKENS} is for the sums of the bundled model; where "
-            "a model is to show its working: generation.max_new_tokens=512"
-        )
-    return lines
 
 
 @contextlib.contextmanager

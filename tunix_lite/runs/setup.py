@@ -14,12 +14,11 @@ import jax
 
 from tunix_lite import __version__
 from tunix_lite.algorithms.algorithm import Algorithm
+from tunix_lite.algorithms.objective import described
 from tunix_lite.checkpoint import Checkpoints
 from tunix_lite.config import RunConfig
 from tunix_lite.distributed.join import is_restart
 from tunix_lite.distributed.process_place import TORCH_SETS
-from tunix_lite.environments.pool import try_environment
-from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.files.plain_text import device_name
 from tunix_lite.learner.optim import describe
@@ -37,7 +36,7 @@ from tunix_lite.parallel.mesh import (
 from tunix_lite.planning.packing_choice import AUTO, packed_as, with_packing
 from tunix_lite.resolved.batch_size import BatchPlan
 from tunix_lite.resolved.run import ResolvedRun, resolve_run
-from tunix_lite.rewards.fields import field_of
+from tunix_lite.rewards.scores import field_of
 from tunix_lite.runs.fingerprint import (
     check_same_run,
     fingerprint,
@@ -47,7 +46,6 @@ from tunix_lite.runs.fingerprint import (
 from tunix_lite.runs.overlap_rules import overlap_words
 from tunix_lite.runs.reference import Reference, find_reference
 from tunix_lite.tasks.check_rows import check_all_rows, held_out_in_training, measured_rows
-from tunix_lite.tasks.conversations import prompt_of
 from tunix_lite.tasks.messages import fields_of
 from tunix_lite.tasks.preferences import is_chosen
 from tunix_lite.tasks.task import Reward, Task, TaskLengthsConfig
@@ -74,8 +72,6 @@ class Parts:
     data: str = ""
     # the folder of checkpoints to resume from; None: the run starts from step 0
     resume_from: Path | None = None
-    # the step of its checkpoint; None: the newest
-    resume_step: int | None = None
     # the reference of the KL term; None: there is no KL term
     reference: Reference | None = None
     # text: settings that differ from those of the run that made the checkpoints
@@ -166,8 +162,6 @@ def with_rewards_tried(parts: Parts) -> Parts:
     else:
         example = parts.task.held_out(1)[0]
     group = getattr(run.algorithm, "num_generations", 1)
-    with error_context("task.environment"):
-        check_environment_answers(parts.task, run.conversation, example)
     failing = failing_functions(run.task, example, group, run.rewards)
     if failing and run.rewards.on_error == "raise":
         raise ConfigError(
@@ -175,25 +169,6 @@ def with_rewards_tried(parts: Parts) -> Parts:
             "or drop continues without it"
         )
     return replace(parts, failing=failing)
-
-
-def check_environment_answers(task: Task, settings: ConversationConfig, example: dict) -> None:
-    """Raises ValueError if the environment of a task fails on an example and
-    conversation.on_error=raise, if the chat template does not take what it says, or if the prompt
-    with which it begins is too long."""
-    environment = task.config.environment
-    if environment is None:
-        return
-    tried = try_environment(environment, example, settings)
-    if tried.failing and settings.on_error == "raise":
-        raise ValueError(
-            f"tried before the run: {tried.failing}; conversation.on_error=zero or drop continues "
-            "without it"
-        )
-    if tried.answer is not None:
-        task.text.turn_tokens.between(tried.answer, ended=True)
-    if tried.prompt is not None:
-        prompt_of(task.text, example, tried.prompt, task.max_prompt_length)
 
 
 def find_parts(run: RunConfig) -> Parts:
@@ -558,8 +533,6 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
         )
     if parts.data:
         rows.append(("data", parts.data))
-    if run.curriculum.is_on:
-        rows.append(("curriculum", run.curriculum.words()))
     rows.append(("attention", f"{resolved.attention}: {resolved.attention_reason}"))
     prompt, new = resolved.lengths
     is_usual = run.task.lengths == TaskLengthsConfig(prompt, new)
@@ -568,9 +541,9 @@ def startup_summary(parts: Parts, run_dir: RunDir) -> tuple[str, list[tuple[str,
     if run.rollout.is_stale:
         rows.append(("overlap", overlap_words(run, parts.batch.prompts)))
 
-    # What is minimised, if the algorithm says it; how long, and where to.
-    formula = getattr(run.algorithm, "formula", [])
-    rows += [("" if i else "objective", line) for i, line in enumerate(formula)]
+    # What is minimised, how long, and where to.
+    if objective := described(run.algorithm):
+        rows.append(("objective", objective))
     max_steps = run.training.max_steps
     rate = describe(run.optimizer, parts.batch.fsdp) + because(resolved.rate_reason)
     begins = f", from the checkpoint in {parts.resume_from}" if parts.resume_from else ""

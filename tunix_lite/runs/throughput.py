@@ -12,7 +12,7 @@ from tunix_lite.algorithms.algorithm import Comparer, Policy, Rescorer, Scorer
 from tunix_lite.models.architecture import Architecture
 from tunix_lite.parallel.compiling import stopwatch
 from tunix_lite.planning import flops
-from tunix_lite.planning.hardware import Hardware, of_device
+from tunix_lite.planning.hardware import Hardware
 from tunix_lite.types import Batch, Metrics, Params, RowBatch
 
 
@@ -22,32 +22,13 @@ class Throughput:
     the compiler: 6 per weight and token (4 for frozen ones under adapters) and attention;
     recomputation by remat does not count.
 
-    Example: Throughput.on(mesh, cfg, 0).metrics(batch, update_seconds=0.5, step_seconds=2.0).
+    Example: Throughput(cfg, 0, 8, None).metrics(batch, update_seconds=0.5, step_seconds=2.0).
     """
 
     cfg: Architecture
     trained_adapters: int  # parameters in adapters; 0: all weights train
     num_devices: int
     hardware: Hardware | None  # None: not in the table, so there is no MFU
-    platform: str = ""
-
-    @staticmethod
-    def on(mesh: jax.sharding.Mesh, cfg: Architecture, trained_adapters: int) -> "Throughput":
-        device = mesh.devices.flat[0]
-        hardware = of_device(device)
-        return Throughput(cfg, trained_adapters, mesh.devices.size, hardware, device.platform)
-
-    def __str__(self) -> str:
-        if self.hardware is None and self.platform == "cpu":
-            # Nobody asks a CPU for it.
-            return ""
-        if self.hardware is None:
-            return "MFU n/a: the peak of this device is not known"
-        peak = f"{self.hardware.peak_flops / 1e12:,.0f} TFLOP/s a device"
-        rate = (
-            "4 FLOPs per frozen and 6 per trained" if self.trained_adapters else "6 FLOPs per"
-        )
-        return f"MFU of {peak}, {rate} weight and token, plus attention"
 
     def metrics(self, batch: Batch, update_seconds: float, step_seconds: float) -> Metrics:
         """perf/ and memory/ of a step; batch: as the algorithm made it, of the host."""

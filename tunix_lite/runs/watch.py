@@ -30,9 +30,8 @@ from tunix_lite.planning.at_start import (
     plan_of_this_run,
     training_programs,
 )
-from tunix_lite.runs.batch_files import arrays_of_batch
+from tunix_lite.planning.hardware import of_device
 from tunix_lite.runs.experience import Experience, ExperienceSource
-from tunix_lite.runs.hints import RunHints
 from tunix_lite.runs.learner import Learner
 from tunix_lite.runs.leaving import (
     Unfinished,
@@ -44,6 +43,7 @@ from tunix_lite.runs.leaving import (
 from tunix_lite.runs.profiler import Profile
 from tunix_lite.runs.samples import (
     advantage_metrics,
+    arrays_of_batch,
     evaluation_rows,
     from_best_to_worst,
     keep_samples,
@@ -116,7 +116,6 @@ class Watch:
     # real tokens of the batches of all updates until now, prompts too
     num_tokens: int
     unfinished: Unfinished = field(init=False)
-    hints: RunHints = field(default_factory=RunHints, init=False)
     accuracy: float | None = field(default=None, init=False)
     # seconds of the step, without compiling: until collecting was over, and the update; and those
     # of compiling
@@ -148,8 +147,6 @@ class Watch:
             report.write(plan, session.run_dir.path)
         console.say(memory_line(plan))
         check_fits(plan, console.say)
-        if about := str(self.throughput):
-            console.say(about)
 
         # The accuracy at the start, or the one that an earlier start did not come to.
         session.stopping.may_stop = True
@@ -254,10 +251,6 @@ class Watch:
             metrics |= self.evaluated()
         self.accuracy = metrics.get("eval/accuracy")
         self.unfinished.log_pending()
-        num_generations = session.run.algorithm.num_generations
-        max_new_tokens = session.run.generation.max_new_tokens
-        for hint in self.hints.lines(metrics, num_generations, max_new_tokens):
-            session.console.say(hint, style="yellow")
 
         # Signs of life. `reason` asks all processes: each comes here at the end of a rollout.
         self.checkpoints.check()
@@ -266,16 +259,11 @@ class Watch:
         if done.ends_rollout and not done.is_last:
             reason = session.stopping.reason()
         if done.ends_rollout and self.skipped >= session.run.training.max_skipped_in_a_row:
-            # Too many in a row. The state is saved first, if the disk takes it.
-            unsaved = None
-            try:
-                self.save()
-                self.checkpoints.wait()
-            except OSError as error:
-                unsaved = error
+            # Too many in a row. The state is saved first; a disk that is full is the error then.
+            self.save()
+            self.checkpoints.wait()
             folder = session.run_dir.checkpoints
-            text = diverged(done.step, self.skipped, folder, metrics, unsaved)
-            raise FloatingPointError(text)
+            raise FloatingPointError(diverged(done.step, self.skipped, folder, metrics))
 
         # The disk: status.json first, since a kill during the save leaves it as it is then.
         saves = reason or self.is_due(done.step, session.run.training.save_interval_steps)
@@ -415,11 +403,9 @@ class Watch:
         may be written after it."""
         session = self.session
         step = int(self.state.step)
-        curriculum = self.learner.curriculum
-        known = None if curriculum is None else curriculum.at(step)
         overlap = self.learner.overlap
         in_flight = None if overlap is None else overlap.at(step)
-        self.checkpoints.save(self.state, self.accuracy, self.skipped, known, in_flight)
+        self.checkpoints.save(self.state, self.accuracy, self.skipped, in_flight)
         if self.is_fingerprint_pending:
             self.checkpoints.wait()
             write_fingerprint(session.parts, session.run_dir)
@@ -458,7 +444,9 @@ def open_watch(session: Session, learner: Learner, experience: ExperienceSource)
     profile = Profile(run_dir.path if is_profiled else None, num_steps)
     closing.callback(profile.close)
     model = session.parts.model
-    throughput = Throughput.on(session.parts.mesh, model.cfg, source.num_adapters(model))
+    devices = session.parts.mesh.devices
+    peaks = of_device(devices.flat[0])
+    throughput = Throughput(model.cfg, source.num_adapters(model), devices.size, peaks)
 
     # An end before the last step keeps the last whole one.
     watch = Watch(

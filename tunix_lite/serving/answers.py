@@ -154,8 +154,6 @@ class ApiAnswer:
         prompt = self.call.prompts[index // self.call.body.n]
         begins = is_first or not of_stream
         text = piece.text
-        if begins and not self.call.is_chat and self.call.body.echo:
-            text = self.tokenizer.decode(prompt) + text
         if not self.call.is_chat:
             choice["text"] = text
         elif of_stream:

@@ -28,6 +28,7 @@ _ONLY = {
     "presence_penalty": 0,
     "logit_bias": {},
     "best_of": 1,
+    "echo": False,
     "suffix": None,
     "response_format": {"type": "text"},
     "modalities": ["text"],
@@ -85,7 +86,6 @@ class _TextBody(_CompletionBody):
     """The body of /v1/completions."""
 
     prompt: Any = None
-    echo: bool = False
     # of how many of the likeliest tokens besides
     logprobs: int | None = between(0, MOST_TOP, None)
 

@@ -11,8 +11,6 @@ from tunix_lite.tasks.task import TRUNCATE, Task
 MEASURED = 10_000
 # and of those that are not in memory
 MEASURED_LAZILY = 200
-# how a run takes special tokens in rows, by task.special_tokens_in_data
-SPECIAL = {"text": "as mere text", "control": "as control tokens"}
 
 
 def check_all_rows(task: Task, demonstrates: bool, num_held_out: int) -> str:
@@ -57,13 +55,11 @@ def _check_in_memory(
 ) -> list[str]:
     said = [f"{len(train):,} examples to train on, {len(held_out):,} held out"]
     evaluated = replace(task, learned=())
-    hashes, special = _read(task, train)
-    hashes_then, special_then = _read(evaluated, held_out)
+    hashes = _hashes(task, train)
+    hashes_then = _hashes(evaluated, held_out)
     count = min(num_held_out, len(held_out))
-    places = {*spread(len(train), MEASURED), *special[:MEASURED]}
-    said += _measure(task, train, "training", sorted(places))
-    places = {*spread(count, MEASURED), *(i for i in special_then[:MEASURED] if i < count)}
-    said += _measure(evaluated, held_out, "held-out", sorted(places), count)
+    said += _measure(task, train, "training", spread(len(train), MEASURED))
+    said += _measure(evaluated, held_out, "held-out", spread(count, MEASURED), count)
 
     said += [
         f"{rows.skipped:,} malformed rows of {rows.file} are left out, the first: "
@@ -75,11 +71,6 @@ def _check_in_memory(
         said.append(f"{both:,} of the held-out prompts are training prompts, too")
     if (different := len({*hashes})) < len(hashes):
         said.append(f"different prompts to train on: {different:,}")
-    if count := len(special) + (0 if held_out is train else len(special_then)):
-        how = SPECIAL[task.config.special_tokens_in_data]
-        said.append(
-            f"special tokens in {count:,} examples are taken {how} (task.special_tokens_in_data)"
-        )
     return said
 
 
@@ -99,23 +90,21 @@ def _count(hashes: list[int], among: Iterable[int]) -> int:
     return sum(prompt in both for prompt in hashes)
 
 
-def _read(task: Task, examples: Sequence[dict]) -> tuple[list[int], list[int]]:
-    """A hash of each prompt, and the examples whose fields spell special tokens."""
+def _hashes(task: Task, examples: Sequence[dict]) -> list[int]:
+    """A hash of each prompt. Raises ValueError for a row that makes none, or has other keys than
+    the chat template reads."""
     hashes = []
-    special = []
     for i, example in enumerate(examples):
         try:
             task.text.template.check(example)
-            spells = task.text.spells_special(example, task.learned)
+            task.text.check(example, task.learned)
         except ValueError as error:
             # `_measure` says how many are left out
             if task.skips:
                 continue
             raise ValueError(f"{place_of(example) or f'example {i}'}: {error}") from error
         hashes.append(task.text.template.hash(example))
-        if spells:
-            special.append(i)
-    return hashes, special
+    return hashes
 
 
 def _measure(

@@ -1,7 +1,7 @@
 """Grades: the outcomes of rewards, collected from all processes, and the metrics of them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 import numpy as np
@@ -29,13 +29,12 @@ def shared_outcomes(
     futures: Sequence[Future | None],
     graded: str,
     processes: Processes,
-    look: Callable[[], None] | None = None,
 ) -> list[dict[str, Outcome]]:
     """Returns the outcome of each call, by whichever process. Raises ValueError on all if one of
     them does.
 
     graded: a digest of it, which must be the same everywhere; held-out examples are compared
-    nowhere else. look: called now and then while it waits.
+    nowhere else.
     """
     own = [future for future in futures if future is not None]
     left = set(own)
@@ -51,8 +50,6 @@ def shared_outcomes(
             except ValueError as failure:
                 error = str(failure)
             break
-        if look is not None:
-            look()
         stopping = processes.stopping
         stops = bool(left) and stopping is not None and stopping.is_requested()
     results = [] if left or error else [future.result() for future in own]

@@ -250,7 +250,14 @@ class PromptText:
     def _written(self, message: Message) -> dict:
         """Writes a message for the tokenizer, with the data in it marked."""
         self._check_keys(message)
-        spelled = self._special_in(message)
+        spelled = self.tokenizer.special_in(message.text)
+        if message.data is not None:
+            # What the template of the task itself spells is meant.
+            spelled = [
+                (start, end)
+                for start, end in spelled
+                if any(first < end and start < last for first, last in message.data)
+            ]
         content = as_data(message.text, spelled, self.special_tokens_in_data)
         return message.as_template_reads(content, self._quoted)
 
@@ -274,20 +281,15 @@ class PromptText:
 
     # ---- special tokens in data
 
-    def spells_special(self, example: dict, names: Sequence[str] = ()) -> bool:
-        """True if data spells a special token in the prompt of the example, or in what is learned
-        from these fields. Raises ValueError for what the tokenizer cannot take."""
+    def check(self, example: dict, names: Sequence[str] = ()) -> None:
+        """Raises ValueError for keys and tools, of the prompt or of what is learned from these
+        fields, that the chat template does not read."""
         messages = list(self.template.messages(example))
         for name in names:
             messages += self.completion(example, name)
-        # keys and tools that the template does not read
         for message in messages:
             self._check_keys(message)
         self.variables_of(example)
-        others = [self.template.tools(example), *(message.more for message in messages)]
-        return any(map(self._special_in, messages)) or any(
-            map(self.tokenizer.special_in, _texts_in(others))
-        )
 
     def _quoted(self, value: object) -> Any:
         """A value of a row, with the special tokens in all of its texts as data."""
@@ -298,17 +300,6 @@ class PromptText:
             return {self._quoted(key): self._quoted(item) for key, item in value.items()}
         return list(map(self._quoted, value)) if isinstance(value, list | tuple) else value
 
-    def _special_in(self, message: Message) -> list[tuple[int, int]]:
-        """The spans, [start, end), where the data in a message spells special tokens."""
-        spelled = self.tokenizer.special_in(message.text)
-        if message.data is None:
-            return spelled
-        return [
-            (start, end)
-            for start, end in spelled
-            if any(first < end and start < last for first, last in message.data)
-        ]
-
 
 @lru_cache(maxsize=64)
 def _fields_of(template: str) -> tuple[str, ...]:
@@ -317,12 +308,3 @@ def _fields_of(template: str) -> tuple[str, ...]:
         return tuple(name for _, name, _, _ in Formatter().parse(template) if name)
     except ValueError:
         return ()
-
-
-def _texts_in(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-        for item in items:
-            yield from _texts_in(item)

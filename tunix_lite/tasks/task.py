@@ -16,9 +16,8 @@ from tunix_lite.environments.pool import EnvironmentPool
 from tunix_lite.environments.settings import ConversationConfig
 from tunix_lite.files.plain_text import shortened
 from tunix_lite.models.tokenizer import Tokenizer
-from tunix_lite.rewards.completion import CompletionText
 from tunix_lite.rewards.math import correct, final_answer
-from tunix_lite.rewards.scores import number, numbers, text
+from tunix_lite.rewards.scores import CompletionText, number, numbers, text
 from tunix_lite.tasks.conversations import (
     ENVIRONMENT,
     EnvironmentPartner,
@@ -33,7 +32,6 @@ from tunix_lite.tasks.grading import (
     call_metrics,
     completion_metrics,
     dropped_of,
-    read_values,
     reasons_of,
     reward_metrics,
     shared_outcomes,
@@ -75,8 +73,7 @@ class Reward:
 
     # (completion, example) -> number; of a group: (completions, example) -> a number for each
     fn: Callable
-    # factor in the sum of rewards; or, of the number of the update from 0, what it is there
-    weight: float | Callable = 1.0
+    weight: float = 1.0  # factor in the sum of rewards
     group: bool = False  # fn gets all completions of a prompt at once, and compares them
 
 
@@ -157,8 +154,8 @@ class TaskConfig:
         for name, reward in self.rewards.items():
             arguments = "completions, example" if reward.group else "completion, example"
             _check_call(f"rewards.{name}.fn", reward.fn, arguments)
-            if callable(reward.weight):
-                _check_call(f"rewards.{name}.weight", reward.weight, "step")
+            if not np.isfinite(reward.weight):
+                raise ValueError(f"rewards.{name}.weight={reward.weight} is no finite number")
         _check_call("correct", self.correct, "completion, example")
         _check_call("extract", self.extract, "completion")
 
@@ -184,19 +181,10 @@ class TaskConfig:
             called["correct"] = partial(number, self.correct)
         return called | {"extract": partial(text, self.extract)}
 
-    def weights(self, step: int) -> dict[str, float]:
-        """Returns the weight of each reward in update number `step` (from 0).
-
-        Raises ValueError for a schedule that gives no finite number.
-        """
-        weights = {}
-        for name, reward in self.rewards.items():
-            weights[name] = reward.weight(step) if callable(reward.weight) else reward.weight
-            if not np.isfinite(weights[name]):
-                raise ValueError(
-                    f"rewards.{name}.weight is {weights[name]} in step {step + 1}"
-                )
-        return weights
+    @property
+    def weights(self) -> dict[str, float]:
+        """Returns the weight of each reward."""
+        return {name: reward.weight for name, reward in self.rewards.items()}
 
     @property
     def group_names(self) -> list[str]:
@@ -258,9 +246,6 @@ class Task:
     say: Callable[[str], None] | None = None
     # processes that take the same batches and share the grades; ALONE until settings are checked
     processes: Processes = ALONE
-    step: int = 0  # the number of the update, which weights of rewards may depend on
-    # gets all that is graded, such as groups of which the algorithm keeps none
-    on_graded: Callable[[Graded], None] | None = None
     conversation: ConversationConfig = ConversationConfig()
     # workers that run environments; None: completions are single turns, or no worker has begun yet
     environments: EnvironmentPool | None = None
@@ -268,11 +253,6 @@ class Task:
     learned: tuple[str, ...] = ()
     # the orders of examples that fit, by what they depend on; all that `replace` makes share it
     orders: dict = field(default_factory=dict, compare=False, repr=False)
-
-    def at_step(self, step: int) -> "Task":
-        """Returns the task with the reward weights of update number `step` (from 0)."""
-        has_schedule = any(callable(reward.weight) for reward in self.config.rewards.values())
-        return replace(self, step=step) if has_schedule else self
 
     @contextlib.contextmanager
     def with_workers(
@@ -539,27 +519,12 @@ class Grader:
             )
         self.seconds += time.perf_counter() - began
 
-    def grade_now(self, row: int, rollout: Rollout) -> Graded | None:
-        """The grade of one completion that was submitted, without metrics; None: it has not come,
-        another process calls its functions, or one failed in a way that ends the run.
-
-        rollout: of this completion alone.
-        """
-        of_group = [len(self.examples) + self.group_of(row)] if self._group_names else []
-        calls = {}
-        for call in (row, *of_group):
-            future = self._futures.get(call)
-            if future is None or not future.done() or future.exception():
-                return None
-            calls[call] = read_values(future.result())
-        return self._graded([row], calls, rollout)[0]
-
-    def results(self, rollout: Rollout, look: Callable[[], None] | None = None) -> Graded:
+    def results(self, rollout: Rollout) -> Graded:
         """Waits for all grades. Completions that were not submitted are graded now.
 
-        look: called now and then while it waits. Raises ValueError if a reward failed and
-        rewards.on_error=raise, if all completions were dropped, or if processes graded other
-        completions; StopRun if the run was asked to stop while it waited.
+        Raises ValueError if a reward failed and rewards.on_error=raise, if all completions were
+        dropped, or if processes graded other completions; StopRun if the run was asked to stop
+        while it waited.
         """
         tokens_BT = np.asarray(rollout.tokens)
         mask_BT = np.asarray(rollout.completion_mask)
@@ -572,10 +537,8 @@ class Grader:
         began = time.perf_counter()
         compared = digest([self.examples, [self._completions[row] for row in rows]])
         futures = [self._futures[call] for call in sorted(self._futures)]
-        outcomes = shared_outcomes(futures, compared, self.task.processes, look)
+        outcomes = shared_outcomes(futures, compared, self.task.processes)
         calls = dict(zip(sorted(self._futures), outcomes))
-        if look is not None:
-            look()
         self.seconds += time.perf_counter() - began
 
         graded, kinds_BN, unscorable_B = self._graded(rows, calls, rollout)
@@ -607,9 +570,6 @@ class Grader:
             )
         groups = [self._rows(group) for group in range(len(rows) // self.num_generations)]
         metrics = reward_metrics(graded, kinds_BN, groups) | counts
-        for name, reward in task.config.rewards.items():
-            if callable(reward.weight):
-                metrics[f"rewards/weight_{name}"] = float(graded.weights[name])
         metrics |= completion_metrics(graded.correct, rollout)
         metrics["time/rewards"] = self.seconds
         if seconds := self._pool.taken_seconds():
@@ -622,10 +582,7 @@ class Grader:
             firsts = rows[:: self.num_generations]
             full = [row for row in firsts if np.asarray(rollout.token_mask)[row, 0]]
             metrics["prompts/truncated"] = task.truncated([self.examples[row] for row in full])
-        graded = replace(graded, metrics=metrics)
-        if task.on_graded is not None:
-            task.on_graded(graded)
-        return graded
+        return replace(graded, metrics=metrics)
 
     def _first_failure(self, calls: dict[int, dict[str, Outcome]]) -> str:
         """Describes the first failure, or else the first completion that was not scored, if any."""
@@ -670,7 +627,7 @@ class Grader:
         conversations = rollout.conversations
 
         # rewards, weighted; one that failed counts 0, or drops its completion
-        weights = config.weights(task.step)
+        weights = config.weights
         each = {name: values_of(outcomes, _of(name)) for name in config.rewards}
         kinds = [[one[_of(name)].kind for name in config.rewards] for one in outcomes]
         by_turn: list[list[float]] = []

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
-from tunix_lite.rewards.completion import CompletionText
+from tunix_lite.rewards.scores import CompletionText
 from tunix_lite.tasks.task import TaskConfig
 from tunix_lite.workers.pool import Pool, RewardsConfig, check_portable
 from tunix_lite.workers.process import Outcome

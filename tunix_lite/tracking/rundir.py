@@ -160,8 +160,8 @@ class RunDir:
         return int(next(filter(is_number, reversed(numbers)), 0))
 
     def write_skipped(self, step: int, arrays: dict[str, np.ndarray]) -> Path:
-        """Writes skipped/step_000010.npz, for `numpy.load`: the batch of an update
-        that was not finite, its fields by name, [B, T] each. Returns the file."""
+        """Writes skipped/step_000010.npz: the batch of an update that was not finite, its fields by
+        name, [B, T] each. Returns the file."""
         file = self.skipped(step)
         if self.is_first:
             file.parent.mkdir(exist_ok=True)

@@ -8,13 +8,11 @@ you write yourself.
   client.sample([[5, 6]], settings={"max_tokens": 16})
 """
 
-import asyncio
 import contextlib
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,32 +22,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix_lite.algorithms.algorithm import Algorithm, Policy
+from tunix_lite.algorithms.algorithm import Policy
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, error_context
 from tunix_lite.inference.language_model import LanguageModel
 from tunix_lite.learner.optim import Optimizer, OptimizerConfig, init_opt_state, scaled_for
-from tunix_lite.learner.policy import DTYPES, STORED, make_policy
-from tunix_lite.learner.update import TrainStep
+from tunix_lite.learner.policy import DTYPES, STORED
 from tunix_lite.models import attention, decoder, source, weights
 from tunix_lite.models.lora import LoraConfig, adapter_weights
 from tunix_lite.models.quantize import STORAGE, stored_table
 from tunix_lite.models.weights import Table
 from tunix_lite.parallel.compiler_options import update_options
 from tunix_lite.parallel.mesh import make_mesh, put, set_rules
-from tunix_lite.resolved.parts import policy_of
 from tunix_lite.resolved.run import with_defaults
 from tunix_lite.settings.compose import compose
-from tunix_lite.trainer.batches import Collecting, algorithm_named, check_batch, layout_of
 from tunix_lite.trainer.data import Datum, check_data, check_tokens, parts_of_data
 from tunix_lite.trainer.losses import TokenLoss, token_loss
 from tunix_lite.trainer.programs import (
-    Gradients,
     TrainerPrograms,
     add_gradients,
-    gradient_program,
     optimizer_of_client,
-    shardings_of,
     target_scores,
 )
 from tunix_lite.trainer.sampling import Sample, SampleSettings, SamplingEngine, as_settings
@@ -61,8 +53,6 @@ from tunix_lite.trainer.saved import (
     save_state,
 )
 from tunix_lite.types import (
-    Batch,
-    Graded,
     Metrics,
     Params,
     RowBatch,
@@ -81,7 +71,7 @@ class LossOutput:
 
     # the sum over all tokens
     loss: float
-    # of each datum, the log-probability of each of its targets; of a Batch: []
+    # of each datum, the log-probability of each of its targets
     logprobs: list[list[float]] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
 
@@ -100,22 +90,6 @@ def locked(method: Callable[P, R]) -> Callable[P, R]:
             return method(self, *arguments, **settings)
 
     return alone
-
-
-def _in_worker(method: Callable[P, R]) -> Callable[P, asyncio.Future[R]]:
-    """The method in the trainer's worker thread, in the order of the calls; it returns at once, and
-    needs a running event loop."""
-
-    @functools.wraps(method)
-    def later(self: "Weights", *arguments: P.args, **settings: P.kwargs) -> asyncio.Future[R]:
-        call = self.trainer.worker.submit(method, self, *arguments, **settings)
-        return asyncio.wrap_future(call)
-
-    later.__name__ = f"{method.__name__}_async"
-    later.__doc__ = (
-        f"`{method.__name__}`, in the trainer's worker thread, in the order of calls."
-    )
-    return later
 
 
 class Weights:
@@ -228,10 +202,6 @@ class Weights:
         """Frees the weights. A second call does nothing."""
         self._params = None
 
-    # the same in the trainer's worker
-    sample_async = _in_worker(sample)
-    logprobs_async = _in_worker(logprobs)
-
 
 class TrainingClient(Weights):
     """Weights that train: adapters on the shared base, or all weights.
@@ -275,27 +245,18 @@ class TrainingClient(Weights):
     @locked
     def forward_backward(
         self,
-        data: Sequence[Datum] | Batch,
-        loss: str | Algorithm = "cross_entropy",
+        data: Sequence[Datum],
+        loss: str = "cross_entropy",
         settings: Mapping | None = None,
     ) -> LossOutput:
         """Adds the gradient of the loss to those of the calls before; `optim_step` takes the sum.
 
-        data: Datums, for a loss of trainer/losses.py, a sum over their tokens; or a Batch, for the
-        loss of an algorithm: one of conf/algorithm by name, or the object. settings: of the loss,
-        such as {"clip_high_threshold": 1.28}; of an algorithm by name: its settings. Raises
-        ValueError, naming datum and token, before anything is added.
+        loss: one of trainer/losses.py, a sum over tokens. settings: of the loss, such as
+        {"clip_high_threshold": 1.28}. Raises ValueError, naming datum and token, before anything is
+        added.
         """
-        if isinstance(data, Batch):
-            program, rows = self._program_of_batch(data, loss, settings or {})
-            grads, metrics = program(self._params, self.frozen, self._step, rows)
-            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            self._add(grads, metrics["train/loss"])
-            return LossOutput(metrics["train/loss"], [], metrics)
-        if not isinstance(loss, str):
-            raise ValueError(f"loss={type(loss).__name__}: an algorithm's loss wants a Batch")
         if self.lora is not None and self.lora.dropout:
-            raise ValueError(f"lora.dropout={self.lora.dropout} is for a Batch; set it to 0")
+            raise ValueError(f"lora.dropout={self.lora.dropout} is for runs; set it to 0")
         loss_of_tokens = token_loss(loss, settings or {})
         program = self.trainer.programs.gradients(loss_of_tokens, self.lora, self._params)
 
@@ -307,53 +268,10 @@ class TrainingClient(Weights):
         # the sum of this call is added when all of it is there
         sums: list[Params] = []
         output = self._over_parts(data, loss_of_tokens, run)
-        self._add(sums.pop(), output.loss)
-        return output
-
-    @locked
-    def collect(self, step: int) -> tuple[Batch, Metrics, Graded | None]:
-        """What update number `step` (from 0) of a run with the trainer's settings would learn from:
-        (batch, metrics, graded completions), sampled with this client's weights now.
-
-        Prompts, sampling keys, rewards and advantages are those of run_training.py. Raises
-        ConfigError for settings that need a run, such as rollout.overlap; RunFailed, naming the
-        step, if data or a reward fails.
-        """
-        return self.trainer.collecting.collect(self._params, self.frozen, self.lora, step)
-
-    def _program_of_batch(
-        self, batch: Batch, loss: str | Algorithm, settings: Mapping
-    ) -> tuple[Gradients, RowBatch]:
-        """The program of the gradient of a batch, and the batch in rows. Raises ValueError."""
-        trainer = self.trainer
-        run = trainer.run
-        algorithm = algorithm_named(loss, tuple(sorted(settings.items())))
-        check_batch(batch, algorithm, trainer.cfg.vocab_size, trainer.max_length)
-        # A batch of the shape of a run has its rows, and so the numbers of a run.
-        collecting = trainer.__dict__.get("collecting")
-        is_of_run = collecting is not None and np.shape(batch.tokens) == collecting.shape
-        if is_of_run:
-            rows = collecting.resolved.rows
-        else:
-            rows = layout_of(*np.shape(batch.tokens), trainer.mesh.shape["fsdp"])
-
-        def make() -> Gradients:
-            if is_of_run:
-                policy = policy_of(replace(collecting.resolved, lora=self.lora))
-            else:
-                how = (trainer.cfg, None, run.learning_temperature, trainer.dtype)
-                policy = make_policy(*how, **trainer.forward_settings)
-            every = run.training.sync_gradients_every if is_of_run else 1
-            options = update_options(run.training.scan_layers)
-            step = TrainStep(policy, algorithm, None, self.lora, run.seed, every, options)
-            return gradient_program(step, self._params)
-
-        key = algorithm, is_of_run, rows, self.lora, shardings_of(self._params)
-        return trainer.programs.once("batch", key, make), rows.lay_out(batch)[0]
-
-    def _add(self, grads: Params, loss: float) -> None:
+        grads = sums.pop()
         self._grads = grads if self._grads is None else add_gradients(self._grads, grads)
-        self._loss += loss
+        self._loss += output.loss
+        return output
 
     @locked
     def optim_step(
@@ -460,15 +378,6 @@ class TrainingClient(Weights):
         if self.trainer.client_of_all_weights is self:
             self.trainer.client_of_all_weights = None
 
-    # the same in the trainer's worker
-    collect_async = _in_worker(collect)
-    forward_async = _in_worker(forward)
-    forward_backward_async = _in_worker(forward_backward)
-    optim_step_async = _in_worker(optim_step)
-    snapshot_async = _in_worker(snapshot)
-    save_async = _in_worker(save)
-    load_async = _in_worker(load)
-
 
 class Trainer:
     """One base on one mesh, loaded once, and the clients that train beside it.
@@ -508,7 +417,6 @@ class Trainer:
         training = self.run.training
         self.dtype = DTYPES[training.mixed_precision]
         self._lock = threading.RLock()
-        self.worker = ThreadPoolExecutor(1, "trainer")
         # of which there is one at a time
         self.client_of_all_weights: TrainingClient | None = None
         model = LanguageModel(self.found, None, self.mesh, self.dtype)
@@ -628,19 +536,10 @@ class Trainer:
             set_rules(self.run.sharding)
             yield
 
-    @cached_property
-    def collecting(self) -> Collecting:
-        """The part that samples and grades as run_training.py does."""
-        return Collecting(self.run, self.found)
-
     def close(self) -> None:
         """Ends the sampler and the worker. Clients keep their weights, and can be saved."""
-        self.worker.shutdown()
         with self._lock:
             self.engine.close()
-            if "collecting" in self.__dict__:
-                self.collecting.close()
-                del self.collecting
 
     def __enter__(self) -> "Trainer":
         return self

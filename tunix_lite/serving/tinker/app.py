@@ -33,7 +33,6 @@ from tunix_lite.serving.tinker.store import (
     Adapters,
     Checkpoint,
     Model,
-    Record,
     Sampler,
     Store,
     TinkerSession,
@@ -109,13 +108,11 @@ class TinkerServer(Face):
             answers[path] = partial(self._enqueue, path)
         for path, answer in answers.items():
             yield "post", f"{API}/{path}", partial(self._answered, answer)
-        for path, kind, view in (
-            ("training_runs", "model", self._run_info),
-            ("training_runs/{id}", "model", self._run_info),
-            ("training_runs/{id}/checkpoints", "model", self._checkpoints_of),
-            ("checkpoints", "checkpoint", self._checkpoint_info),
+        for path, view in (
+            ("{id}", self._run_info),
+            ("{id}/checkpoints", self._checkpoints_of),
         ):
-            yield "get", f"{API}/{path}", partial(self._lookup, path, kind, view)
+            yield "get", f"{API}/training_runs/{path}", partial(self._lookup, view)
         checkpoint = f"{API}/training_runs/{{run}}/checkpoints/{{folder}}/{{name}}"
         yield "delete", checkpoint, self._delete_checkpoint
         yield "post", f"{API}/forward_backward", self._forward_backward
@@ -330,19 +327,8 @@ class TinkerServer(Face):
         content = PROTOBUF if is_protobuf else "application/json"
         return web.Response(body=result, content_type=content)
 
-    async def _lookup(
-        self, path: str, kind: str, view: Callable[[Record], dict], request: "web.Request"
-    ) -> dict:
-        """One record, or the newest of a kind, as many as the client asks for."""
-        if "id" in request.match_info:
-            return view(self.store.found(kind, request.match_info["id"]))
-        newest = sorted(self.store.all(kind), key=lambda one: -one.created)
-        cursor = {"total_count": len(newest)}
-        for name, default in (("offset", 0), ("limit", 20)):
-            text = request.query.get(name, "")[:18]
-            cursor[name] = int(text) if text.isdecimal() else default
-        some = newest[cursor["offset"] : cursor["offset"] + cursor["limit"]]
-        return {path: [view(one) for one in some], "cursor": cursor}
+    async def _lookup(self, view: Callable[[Model], dict], request: "web.Request") -> dict:
+        return view(self.store.found("model", request.match_info["id"]))
 
     async def _capabilities(self, request: "web.Request") -> dict:
         length = self.limits.max_length
@@ -369,19 +355,20 @@ class TinkerServer(Face):
             "train_attn": adapters is None or adapters.train_attn,
         }
 
-    def _checkpoint_info(self, checkpoint: Checkpoint) -> dict:
-        return {
-            "checkpoint_id": "/".join(checkpoint.id.split("/")[-2:]),
-            "checkpoint_type": checkpoint.kind,
-            "time": _time(checkpoint),
-            "tinker_path": checkpoint.id,
-            "size_bytes": checkpoint.size,
-            "public": False,
-        }
-
     def _checkpoints_of(self, model: Model) -> dict:
-        records = [one for one in self.store.all("checkpoint") if one.model == model.id]
-        return {"checkpoints": [self._checkpoint_info(one) for one in records]}
+        checkpoints = [
+            {
+                "checkpoint_id": "/".join(one.id.split("/")[-2:]),
+                "checkpoint_type": one.kind,
+                "time": _time(one),
+                "tinker_path": one.id,
+                "size_bytes": one.size,
+                "public": False,
+            }
+            for one in self.store.all("checkpoint")
+            if one.model == model.id
+        ]
+        return {"checkpoints": checkpoints}
 
     def _run_info(self, model: Model) -> dict:
         return _lora(model.adapters) | {

@@ -151,33 +151,12 @@ class Store:
         self._db = sqlite3.connect(folder / _JOURNAL, **how)
         self._records: dict[str, dict[str, Any]] = {kind: {} for kind in _RECORDS}
         try:
-            self._read_journal()
+            self._db.executescript(_TABLES)
+            for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
+                self._records.setdefault(kind, {})[name] = _record(kind, name, value)
         except BaseException:
             self._db.close()
             raise
-
-    def _read_journal(self) -> None:
-        self._db.executescript(_TABLES)
-        # An error for a journal of a version without it.
-        self._db.execute("SELECT digest, attempts FROM requests LIMIT 0")
-        for kind, name, value in self._db.execute("SELECT kind, id, value FROM records"):
-            self._records.setdefault(kind, {})[name] = _record(kind, name, value)
-        if any(self._records.values()):
-            return
-        # SQLite makes a new journal where the old one is gone, and later models would overwrite the
-        # weights of earlier ones. What a killed server left half written begins with a dot.
-        weights = [
-            path
-            for room in ("models/*", "samplers/*", "checkpoints/*/*/*")
-            for path in self.folder.glob(room)
-            if path.name[0] != "."
-        ]
-        if weights:
-            raise StoreDamaged(
-                f"{_JOURNAL} is empty, and {weights[0].relative_to(self.folder)} lies beside it: "
-                "it was damaged, or deleted. Take another folder (state_folder=), or move these "
-                "files away"
-            )
 
     def close(self) -> None:
         with self._lock:

@@ -11,13 +11,13 @@ from importlib.util import find_spec
 import jax
 import numpy as np
 
-from tunix_lite.agents.episodes import Episode
-from tunix_lite.agents.running import Ended
 from tunix_lite.algorithms.advantages import WholeBatch, advantages_of_kept, groups_that_agree
 from tunix_lite.algorithms.grpo import GRPO
 from tunix_lite.algorithms.weighting import weights_of_learned
 from tunix_lite.config import RunConfig
 from tunix_lite.errors import ConfigError, RunFailed, error_context
+from tunix_lite.runs.agents.episodes import Episode
+from tunix_lite.runs.agents.running import Ended
 from tunix_lite.types import Batch, Metrics
 
 # of training.packing: any other names what sequences of agents are not laid out by
@@ -141,7 +141,6 @@ def settings_for_agents(run: RunConfig) -> RunConfig:
         "algorithm.shaping": algorithm.shaping is not None,
         "algorithm.mask_truncated=true": algorithm.mask_truncated,
         "task.environment": getattr(run.task, "environment", None) is not None,
-        "curriculum": run.curriculum.is_on,
         f"rollout.overlap={run.rollout.overlap}": run.rollout.overlap != "none",
         f"training.packing={run.training.packing}": run.training.packing not in PACKING,
         # Sequences are packed: micro-batches have tokens, and dropout belongs to one sequence.

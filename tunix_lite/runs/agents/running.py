@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunix_lite.agents.episodes import Episode, OpenEpisodes
 from tunix_lite.files.plain_text import message_of, shown
+from tunix_lite.runs.agents.episodes import Episode, OpenEpisodes
 
 # (client, example) -> the reward, or a text that is graded
 Agent = Callable[[Any, dict], Any]
