@@ -40,9 +40,9 @@ def check_fused(
     refuse(not plain_weights, lora)
 
     # The shape of the model.
-    is_plain = (
-        set(cfg.pattern) <= decoder.ATTENTION and cfg.rope_share == 1 and not cfg.attn_gate
-    )
+    has_others = cfg.attn_gate or cfg.value_norm or cfg.per_layer_dim or cfg.layer_scalar
+    is_plain = cfg.rope_share == 1 and decoder.stack_of_layers(cfg)[0] is None
+    is_plain = is_plain and not has_others
     attends = (
         "compute attention without gate, rotated as a whole, and the model has other layers"
     )

@@ -38,6 +38,8 @@ class Surroundings:
     sequences: AttentionMeta | None = None
     # the state of each row after the tokens before; None: all sequences begin in these rows
     state: Any = None
+    # the layer's own input of the tokens, [B, T, per_layer_dim], if it has one
+    per_layer: jax.Array | None = None
 
 
 @dataclass(frozen=True)

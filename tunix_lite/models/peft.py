@@ -191,7 +191,7 @@ def save_adapters(
     for path, weight in flatten(adapter_weights(decoder.weights(cfg), lora)).items():
         names = _names(path, cfg, family)
         values = np.asarray(flatten(adapters)[path], np.float32)
-        for name, value in zip(names, values):
+        for name, value in zip(names, values if weight.is_stacked else [values]):
             tensors[name] = hf.to_hf(value, unstacked(weight))
         modules |= set(map(_module, names))
 
@@ -200,10 +200,13 @@ def save_adapters(
     targets = sorted({name.rsplit(".", 1)[1] for name in modules})
     if is_wrapped:
 
-        def in_wrapper(name: str) -> str:
-            return name.replace("model.layers.", "model.language_model.layers.", 1)
+        def in_wrapper(module: str) -> str:
+            return module.replace("model.", "model.language_model.", 1)
 
-        tensors = {in_wrapper(name): value for name, value in tensors.items()}
+        tensors = {
+            _PREFIX + in_wrapper(name.removeprefix(_PREFIX)): value
+            for name, value in tensors.items()
+        }
         targets = sorted(map(in_wrapper, modules))
     hf.write_tensors(folder / TENSORS, tensors)
     config = {

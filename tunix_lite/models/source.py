@@ -47,8 +47,8 @@ class ModelConfig:
     weights: str = "bundled"
     # Devices along each mesh axis: [[sizes], [axes]]. -1 takes the remaining devices.
     mesh_shape: MeshShape = ((-1, 1), ("fsdp", "tp"))
-    # Model family: gemma2, gemma3, llama, qwen2, qwen3, qwen3_5, or module.NAME. null reads it from
-    # config.json.
+    # Model family: gemma2, gemma3, gemma4, gemma4_unified, llama, qwen2, qwen3, qwen3_5, or
+    # module.NAME. null reads it from config.json.
     family: str | None = None
     # Shape of random weights, and a check of other weights. null reads the config.json of the
     # weights.
@@ -81,8 +81,8 @@ class TeacherConfig:
     # Teacher weights: bundled, a Hugging Face folder, or a hub name. Its tokenizer must be the
     # policy's.
     weights: str
-    # Model family: gemma2, gemma3, llama, qwen2, qwen3, qwen3_5, or module.NAME. null reads it from
-    # config.json.
+    # Model family: gemma2, gemma3, gemma4, gemma4_unified, llama, qwen2, qwen3, qwen3_5, or
+    # module.NAME. null reads it from config.json.
     family: str | None = None
     # of a hub name that a plan is made for; null: config.json
     architecture: Architecture | None = None

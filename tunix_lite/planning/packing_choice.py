@@ -123,8 +123,8 @@ def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     if shape is not None and shape.prefix_columns:
         keys_of_lane = shape.prefix_columns + shape.lane_columns
         pairs = shape.prefix_columns**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
-    num_layers = sum(kind in decoder.ATTENTION for kind in cfg.kinds)
-    attention = 4.0 * num_layers * cfg.num_heads * cfg.head_dim * rows * pairs
+    widths = sum(cfg.kv_shape(kind)[1] for kind in cfg.kinds if kind in decoder.ATTENTION)
+    attention = 4.0 * widths * cfg.num_heads * rows * pairs
     attention += recurrence_flops(cfg) * rows * work.width
     return forward_flops(cfg, rows * work.width, rows * work.scored, attention)
 

@@ -209,7 +209,7 @@ class Saved:
     Example: save(spec, slots), before `decode` takes the slots.
     """
 
-    # [B, K, T, ...] of each local layer; None for a global one
+    # [B, K, T, ...] of each local layer with keys and values; None for another one
     columns: list[KV | None]
     # [B] as of Slots
     lengths: jax.Array
@@ -393,7 +393,7 @@ def prefill(
     ):
         is_local = spec.cfg.kinds[layer] == "local"
         attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
-        new = kv_cache.to_cache_format(spec.cfg, k_BTKH, v_BTKH, spec.int8)
+        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
         columns = prompt_cache.cache[layer].k.shape[2]
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
 
@@ -629,11 +629,14 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     """
     cfg = spec.cfg
     newest_B = slots.lengths
-    num_columns = {kind: kv_cache.columns_of(kv) for kind, kv in zip(cfg.kinds, slots.cache)}
+    num_columns = {
+        kind: kv_cache.columns_of(kv)
+        for kind, kv in zip(cfg.kinds, slots.cache)
+        if isinstance(kv, KV)
+    }
     masks = {
         kind: kv_cache.attended_columns(cfg, kind, newest_B, columns)[:, None]
         for kind, columns in num_columns.items()
-        if columns is not None
     }
 
     def attend_fn(
@@ -642,7 +645,7 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
     ):
-        new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
+        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
         kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
         mask = masks[cfg.kinds[layer]]
         attended_BTNH = attention.attend(
@@ -777,8 +780,8 @@ def attend_to_cache_and_new(
     new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
     new_RWW |= place_W[:, None] == place_W
     masks = {}
-    for kind, kv in dict(zip(cfg.kinds, cache)).items():
-        if not isinstance(kv, KV):
+    for kind, kv in zip(cfg.kinds, cache):
+        if not isinstance(kv, KV) or kind in masks:
             continue
         # Columns of the cache, then new tokens: [R, W, C + W].
         held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
@@ -796,7 +799,7 @@ def attend_to_cache_and_new(
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
     ):
-        new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
+        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
         old = cache[layer]
         kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
         mask_BTS = masks[cfg.kinds[layer]]
@@ -862,8 +865,8 @@ def longest_chunk(spec: SamplerSpec) -> int:
 def save(spec: SamplerSpec, slots: Slots) -> Saved:
     """Saves the slot state that the next chunk may overwrite."""
 
-    def of_layer(kind: str, kv: KV) -> KV | None:
-        if kind != "local":
+    def of_layer(kind: str, kv: KV | None) -> KV | None:
+        if kind != "local" or kv is None:
             return None
         index_BT = _next_columns(spec, slots.lengths, kv)
         return jax.tree.map(lambda x: kv_cache.take_columns(x, index_BT), kv)
