@@ -39,6 +39,28 @@ CLASSES = {
 ONE, SOME, ALL = ({"num_attention_heads": 4, "num_key_value_heads": k} for k in (1, 2, 4))
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 13}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def drawn_gemma4(seed: int) -> dict:
+    """Sizes and kinds of layers, with and without readers of keys and values, per-layer inputs and global values."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*choices):
+        return choices[rng.integers(len(choices))]
+
+    num_layers = one_of(4, 7, 10)
+    kinds = [one_of("sliding_attention", "sliding_attention", "full_attention") for _ in range(num_layers - 3)]
+    return {
+        **{"num_attention_heads": 4, "num_key_value_heads": one_of(1, 2, 4), "head_dim": one_of(8, 16)},
+        **{"global_head_dim": one_of(16, 32), "num_global_key_value_heads": one_of(1, 2)},
+        **{"attention_k_eq_v": one_of(True, False), "num_hidden_layers": num_layers, "sliding_window": one_of(3, 7)},
+        "layer_types": ["sliding_attention", "full_attention", *kinds, "full_attention"],
+        **{"num_kv_shared_layers": (0, 2, num_layers - 2)[seed], "use_double_wide_mlp": one_of(True, False)},
+        **{"hidden_size_per_layer_input": (8, 0, 6)[seed], "vocab_size_per_layer_input": VOCAB},
+        "final_logit_softcapping": one_of(30.0, 5.0),
+    }
+
+
 SHAPES = {  # windows are shorter than the prompt; layers do not always fill whole groups
     "gemma2-one": GEMMA | ONE | {"num_hidden_layers": 3, "sliding_window": 7, "attn_logit_softcapping": 2.0},
     "gemma2-some": GEMMA | SOME | {"num_hidden_layers": 4, "sliding_window": 3, "final_logit_softcapping": 5.0},
@@ -63,6 +85,10 @@ SHAPES = {  # windows are shorter than the prompt; layers do not always fill who
     "mistral-some": SOME | {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5},
     "mistral-all": ALL | {"num_hidden_layers": 2, "sliding_window": None},
 }  # fmt: skip
+if hasattr(transformers, "Gemma4ForCausalLM"):
+    CLASSES["gemma4"] = (transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig)
+    CLASSES["gemma4_unified"] = (transformers.Gemma4UnifiedForCausalLM, transformers.Gemma4UnifiedTextConfig)
+    SHAPES |= {f"{kind}-{seed}": drawn_gemma4(seed) for kind in ("gemma4", "gemma4_unified") for seed in range(3)}
 
 
 def random_model(name: str, seed: int = 0):
@@ -72,9 +98,11 @@ def random_model(name: str, seed: int = 0):
     torch.manual_seed(seed)
     model = kind(config(**(base | SHAPES[name]), attn_implementation="eager")).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            around = 1.0 if "norm" in parameter_name and "gemma" not in name else 0.0
-            wide = 0.3 if "norm" in parameter_name or "bias" in parameter_name else 0.15
+        scalars = [(key, x) for key, x in model.named_buffers() if key.endswith("layer_scalar")]
+        for parameter_name, parameter in [*model.named_parameters(), *scalars]:
+            is_scale = "norm" in parameter_name or "scalar" in parameter_name
+            around = 1.0 if is_scale and "gemma2" not in name and "gemma3" not in name else 0.0
+            wide = 0.3 if is_scale or "bias" in parameter_name else 0.15
             parameter.copy_(torch.randn_like(parameter) * wide + around)
     model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False)
     return model
@@ -136,6 +164,9 @@ def test_gradients_equal_those_of_transformers(both):
     for path, weight in table.items():
         names = hf.hf_names(path, cfg, family)
         for name, grad in zip(names, ours[path] if weight.is_stacked else [ours[path]]):
+            if name not in theirs:
+                assert name.endswith("layer_scalar") and not grad.any(), name
+                continue
             grad = hf.to_hf(np.asarray(grad), hf.unstacked(weight))
             difference = np.linalg.norm(grad - theirs[name]) / np.linalg.norm(theirs[name])
             assert difference < 1e-3, f"{name}: {difference}"

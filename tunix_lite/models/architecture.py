@@ -185,9 +185,9 @@ class Architecture:
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                if value < 0 or (value == 0 and field.default != 0):
-                    raise ValueError(f"{field.name}={value} must be above 0")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and (value < 0 or (value == 0 and field.default != 0)):
+                raise ValueError(f"{field.name}={value} must be above 0")
             most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
             if isinstance(value, int) and value > most:
                 raise ValueError(

@@ -163,21 +163,21 @@ def _gemma4_keys(hf: dict) -> dict:
     transformers writes `per_layer_config`, an object by number of layer. Raises ValueError.
     """
     hf = dict(hf)
-    by_layer = _object(hf.pop("per_layer_config", None) or {}, "per_layer_config")
-    for number, own in by_layer.items():
-        if _object(own, f"per_layer_config.{number}") != next(iter(by_layer.values())):
+    if "per_layer_config" in hf:
+        by_layer = _object(hf.pop("per_layer_config") or {}, "per_layer_config")
+        types = enumerate(hf.get("layer_types") or [])
+        wide = [str(i) for i, kind in types if kind == "full_attention"]
+        own = _object(by_layer.get(wide[0], {}) if wide else {}, "per_layer_config")
+        if by_layer and by_layer != dict.fromkeys(wide, own):
             raise ValueError(
-                f"per_layer_config.{shown(number)} differs from that of other layers"
+                "per_layer_config must have the same for each layer with full_attention, and no "
+                "other layers"
             )
         if odd := own.keys() - {"head_dim", "num_key_value_heads"}:
-            raise ValueError(f"per_layer_config.{number}.{shown(min(odd))} is not supported")
+            raise ValueError(f"per_layer_config.{wide[0]}.{min(odd)} is not supported")
         hf["global_head_dim"] = own.get("head_dim", hf.get("head_dim", 256))
         hf["num_global_key_value_heads"] = own.get("num_key_value_heads")
-    types = hf.get("layer_types") or []
-    wide = {str(i) for i, kind in enumerate(types) if kind == "full_attention"}
-    if by_layer and set(by_layer) != wide:
-        raise ValueError("per_layer_config must be that of all layers with full_attention")
-    if not by_layer and not hf.get("attention_k_eq_v"):
+    elif not hf.get("attention_k_eq_v"):
         hf["num_global_key_value_heads"] = None
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention='all' is not supported")

@@ -2,6 +2,7 @@
 out."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def read_adapter_config(
         )
     present = {_module(name) for name in entries}
     paths = []
-    for path, weight in flatten(decoder.weights(cfg)).items():
+    table = flatten(decoder.weights(cfg))
+    for path, weight in table.items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
         if weight.inputs and modules & present:
             if missing := sorted(modules - present):
@@ -90,11 +92,13 @@ def read_adapter_config(
         )
     targets = "|".join(paths)
     if decoder.stack_of_layers(cfg)[0] is not None:
-        # By stack, as an expression has a limit.
+        # By name if these are all that have it, else by stack, as an expression has a limit.
         names: dict[str, list[str]] = {}
         for stack, name in (path.rsplit("/", 1) for path in paths):
             names.setdefault(stack, []).append(name)
-        targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
+        targets = f".*/({'|'.join(sorted(set().union(*names.values())))})"
+        if set(paths) != {path for path in table if re.fullmatch(targets, path)}:
+            targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
     for name, own in (("alpha", alpha), ("targets", targets)):
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):
