@@ -575,10 +575,11 @@ def forward_by_layer(
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
     [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
-    the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. attend_norms:
-    as Surroundings has it. products: None has plain ones. angles: of the positions, by kind of
-    layer; None: they are computed here. sequences, states: what recurrent layers read, as
-    Surroundings has it; states by layer, None: the sequences begin with these tokens.
+    the cache of their keys and values. A layer that reads those of another one gives q alone.
+    tp_reduce_dtype: as `forward` takes it. attend_norms: as Surroundings has it. products: None
+    has plain ones. angles: of the positions, by kind of layer; None: they are computed here.
+    sequences, states: what recurrent layers read, as Surroundings has it; states by layer, None:
+    the sequences begin with these tokens.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
@@ -586,24 +587,12 @@ def forward_by_layer(
     per_layer_LBTP = None
     if cfg.per_layer_dim:
         per_layer_LBTP = per_layer_inputs(params["per_layer"], cfg, tokens_BT, x_BTD)
-    # Keys and values of these tokens, by layer that others read.
-    shared = {}
-
-    def attend_of_layer(layer: int, *arguments: Any) -> tuple[jax.Array, Any]:
-        if layer in cfg.sources.values():
-            shared[layer] = arguments[1:]
-        source = cfg.sources.get(layer)
-        if source is None:
-            return attend_fn(layer, *arguments)
-        # It attends as its source does. What the source keeps, it does not keep once more.
-        return attend_fn(source, arguments[0], *shared[source])[0], None
-
     by_layer = []
     for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
         around = Surroundings(
             products,
             angles["local" if is_local(kind) else "global"],
-            partial(attend_of_layer, layer),
+            partial(attend_fn, layer),
             attend_norms,
             sequences,
             None if states is None else states[layer],

@@ -30,7 +30,8 @@ class Surroundings:
     # decoder.Products: multiplies activations with weights
     products: Any
     angles: Angles
-    # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps)
+    # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps); of q alone where
+    # the layer reads the keys and values of another one
     attend_fn: Callable[..., tuple[jax.Array, Any]]
     # True: attend_fn norms and turns queries and keys, and gets the weights and the angles, too
     attend_norms: bool = False

@@ -351,8 +351,9 @@ class MemoryEstimate:
         return kept
 
     def _layer_at_work(self, n: int) -> int:
-        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp. In
-        a gated delta net it is what it projects, and in float32 what its chunks are made of."""
+        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp,
+        beside the inputs of all layers, if they have some. In a gated delta net it is what it
+        projects, and in float32 what its chunks are made of."""
         resolved = self.resolved
         cfg = resolved.cfg
         tp = resolved.tp
@@ -363,9 +364,8 @@ class MemoryEstimate:
         kinds = set(cfg.kinds_of_weights)
         heads = max(self._projected(kind)[0] for kind in kinds)
         mlp = max(decoder.layer_weights(cfg, kind)["gate"].shape[1] for kind in kinds)
-        # The inputs of all layers at once, while they are made.
-        inputs = 2 * cfg.num_layers * cfg.per_layer_dim
-        elements = n * max(4 * cfg.embed_dim + heads + 2 * mlp // tp, inputs)
+        inputs = cfg.num_layers * cfg.per_layer_dim
+        elements = n * (4 * cfg.embed_dim + heads + 2 * mlp // tp + inputs)
         return resolved.itemsize * elements + in_float32
 
     def _projected(self, kind: str) -> tuple[int, int]:

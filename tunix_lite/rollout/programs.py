@@ -384,15 +384,15 @@ def prefill(
     tokens_MT = constrain(tokens_MT, "batch", "seq")
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
+    made = {}
 
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-    ):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+        made[layer] = kv_BTKH
+        k_BTKH, v_BTKH = kv_BTKH or made[spec.cfg.sources[layer]]
         is_local = spec.cfg.kinds[layer] == "local"
         attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
+        if not kv_BTKH:
+            return attended_BTNH, None
         new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
         columns = prompt_cache.cache[layer].k.shape[2]
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
@@ -639,19 +639,19 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
         for kind, columns in num_columns.items()
     }
 
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-    ):
-        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
-        kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
+    # the caches after this token
+    written = {}
+
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+        if kv_BTKH:
+            new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
+            written[layer] = kv_cache.write_token(slots.cache[layer], new, newest_B)
+        kv = written[cfg.sources.get(layer, layer)]
         mask = masks[cfg.kinds[layer]]
         attended_BTNH = attention.attend(
             cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales
         )
-        return attended_BTNH, kv
+        return attended_BTNH, written.get(layer)
 
     return attend_fn
 
@@ -793,14 +793,13 @@ def attend_to_cache_and_new(
             near_RWW = new_RWW & (place_W[:, None] - place_W < window)
         masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-    ):
-        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
-        old = cache[layer]
+    made = {}
+
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+        if kv_BTKH:
+            made[layer] = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
+        source = cfg.sources.get(layer, layer)
+        old, new = cache[source], made[source]
         kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
         mask_BTS = masks[cfg.kinds[layer]]
 
@@ -812,7 +811,7 @@ def attend_to_cache_and_new(
             part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
             pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales))
         attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        return attended_BTNH, new
+        return attended_BTNH, made.get(layer)
 
     return attend_fn
 
