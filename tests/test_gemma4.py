@@ -101,7 +101,7 @@ def reference(params: dict, tokens: np.ndarray, cfg: Architecture = CFG) -> np.n
         a, b = x[..., :half], x[..., half:]
         return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
-    kinds = [cfg.pattern[i] for i in range(cfg.num_layers)]
+    kinds = [cfg.pattern[i % len(cfg.pattern)] for i in range(cfg.num_layers)]
     first_reader = cfg.num_layers - cfg.kv_readers
     T, P = len(tokens), cfg.per_layer_dim
     t, s = np.ogrid[:T, :T]

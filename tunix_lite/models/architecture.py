@@ -193,6 +193,8 @@ class Architecture:
                 raise ValueError(
                     f"{field.name}={value} is beyond {most:,}, which no model has"
                 )
+        first_reader = max(0, self.num_layers - self.kv_readers)
+        with_sources = {*self.kinds[:first_reader]} & {"local", "global"}
         mistakes = {
             f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}": (
                 self.activation not in ACTIVATIONS
@@ -223,7 +225,7 @@ class Architecture:
             ),
             f"kv_readers={self.kv_readers}: each of them needs a layer of its kind before them, "
             f"which is local or global, and there are {self.num_layers} layers": (
-                self.kv_readers and not self._have_sources
+                not {*self.kinds[first_reader:]} <= with_sources
             ),
             "qkv_bias=true has a bias for keys and values, and keys_as_values or kv_readers has "
             "layers without them": (
@@ -265,14 +267,6 @@ class Architecture:
         first = self.num_layers - self.kv_readers
         last = {kind: i for i, kind in enumerate(kinds[:first])}
         return {i: last[kinds[i]] for i in range(first, self.num_layers)}
-
-    @property
-    def _have_sources(self) -> bool:
-        first = self.num_layers - self.kv_readers
-        return first > 0 and set(self.kinds[first:]) <= {*self.kinds[:first]} & {
-            "local",
-            "global",
-        }
 
     def kv_shape(self, kind: str) -> tuple[int, int]:
         """Key/value heads in attention of this kind, and the width of a head."""

@@ -430,7 +430,10 @@ def _scan_layers(
     is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
 
     def body(
-        kind: str, x_BTD: jax.Array, of_layer: tuple, of_source: Any
+        kind: str,
+        x_BTD: jax.Array,
+        of_layer: tuple,
+        of_source: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, None]:
         w, per_layer_BTP, is_local_here = of_layer
         here = is_local_here if is_mixed else is_local(kind)
@@ -445,20 +448,51 @@ def _scan_layers(
     bodies = {stack: body_of(kind) for stack, (kind, _) in stacks(cfg).items()}
     if None in bodies:
         are_local = np.array([kind == "local" for kind in cfg.kinds])
-        arrays = (layers, per_layer_LBTP, are_local)
-        return jax.lax.scan(partial(bodies[None], of_source=None), x_BTD, arrays)[0]
+        return jax.lax.scan(bodies[None], x_BTD, (layers, per_layer_LBTP, are_local))[0]
 
+    # Of each stack the weights and inputs, [count, ...], and how many layers have run.
     names = stack_of_layers(cfg)
-    kinds = {stack: kind for stack, (kind, _) in stacks(cfg).items()}
-    # The arrays of each stack, [count, ...], and how many layers of it have run.
     trees = {}
-    for stack, tree in layers.items():
+    for stack in layers:
         numbers = np.array([i for i, name in enumerate(names) if name == stack])
-        here = None if per_layer_LBTP is None else per_layer_LBTP[numbers]
-        trees[stack] = (tree, here)
+        inputs = None if per_layer_LBTP is None else per_layer_LBTP[numbers]
+        trees[stack] = (layers[stack], inputs)
     done = Counter()
-    # Keys and values that later layers read, by kind.
-    shared = {}
+
+    def next_layers(part: tuple[str, ...]) -> Params:
+        counts = Counter(part)
+        taken = {
+            stack: jax.tree.map(lambda leaf, a=done[stack], n=n: leaf[a : a + n], trees[stack])
+            for stack, n in counts.items()
+        }
+        done.update(counts)
+        return taken
+
+    # Layers whose keys and values others read stand outside of loops, where these are arrays.
+    first_source = min(cfg.sources.values(), default=cfg.num_layers)
+    first_reader = cfg.num_layers - cfg.kv_readers
+    if before := names[:first_source]:
+        x_BTD = _scan_periods(bodies, before, x_BTD, next_layers(before))
+    for i, kind in enumerate(cfg.kinds[first_source:first_reader], first_source):
+        one = jax.tree.map(lambda leaf: leaf[0], next_layers(names[i : i + 1])[names[i]])
+        of_layer = _one_layer(layer, policy, kind, i in cfg.sources.values())
+        x_BTD, of_source = of_layer(x_BTD, *one)
+        if of_source is not None:
+            bodies[kind + READER] = partial(bodies[kind + READER], of_source=of_source)
+    readers = names[first_reader:]
+    return _scan_periods(bodies, readers, x_BTD, next_layers(readers)) if readers else x_BTD
+
+
+def _scan_periods(
+    bodies: dict[str, Callable[..., tuple[jax.Array, None]]],
+    names: tuple[str, ...],
+    x_BTD: jax.Array,
+    trees: Params,
+) -> jax.Array:
+    """The hidden states after layers of these stacks, by scans over them.
+
+    bodies: by stack, one layer, for a scan. trees: by stack, the arrays of its layers.
+    """
 
     def in_order(part: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
         """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
@@ -468,60 +502,31 @@ def _scan_layers(
             arrays = jax.tree.map(
                 lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
             )
-            of_source = shared.get(kinds[stack].removesuffix(READER))
-            x_BTD, _ = jax.lax.scan(
-                partial(bodies[stack], of_source=of_source), x_BTD, (*arrays, None)
-            )
+            x_BTD, _ = jax.lax.scan(bodies[stack], x_BTD, (*arrays, None))
             first[stack] = stop
         return x_BTD
 
-    def run(part: tuple[str, ...], x_BTD: jax.Array) -> jax.Array:
-        """Runs the next layers, of these stacks."""
-        # Whole periods in a scan, within which neighbours of one kind are another; then the rest.
-        period = repeated(part)
-        counts = Counter(period)
-        num_periods = len(part) // len(period)
-        here = {stack: trees[stack] for stack in trees if stack in counts}
+    # Whole periods in a scan, within which neighbours of one kind are another; then what is left.
+    period = repeated(names)
+    counts = Counter(period)
+    num_periods = len(names) // len(period)
 
-        def in_periods(leaf: jax.Array, stack: str) -> jax.Array:
-            count = counts[stack]
-            first = done[stack]
-            rows = leaf[first : first + num_periods * count]
-            return rows.reshape(num_periods, count, *leaf.shape[1:])
+    def in_periods(leaf: jax.Array, count: int) -> jax.Array:
+        return leaf[: num_periods * count].reshape(num_periods, count, *leaf.shape[1:])
 
-        def of_period(x_BTD: jax.Array, trees: Params) -> tuple[jax.Array, None]:
-            return in_order(period, x_BTD, trees), None
+    def of_period(x_BTD: jax.Array, trees: Params) -> tuple[jax.Array, None]:
+        return in_order(period, x_BTD, trees), None
 
-        of_periods = {
-            stack: jax.tree.map(partial(in_periods, stack=stack), tree)
-            for stack, tree in here.items()
-        }
-        x_BTD, _ = jax.lax.scan(of_period, x_BTD, of_periods)
-        for stack in here:
-            done[stack] += num_periods * counts[stack]
-        left = {
-            stack: jax.tree.map(lambda leaf, n=done[stack]: leaf[n:], tree)
-            for stack, tree in here.items()
-        }
-        left_over = part[num_periods * len(period) :]
-        x_BTD = in_order(left_over, x_BTD, left)
-        done.update(left_over)
-        return x_BTD
-
-    # Layers whose keys and values others read stand outside of loops, where these are arrays.
-    first_source = min(cfg.sources.values(), default=cfg.num_layers)
-    first_reader = cfg.num_layers - cfg.kv_readers
-    if first_source:
-        x_BTD = run(names[:first_source], x_BTD)
-    for i in range(first_source, first_reader):
-        stack = names[i]
-        arrays = jax.tree.map(lambda leaf, n=done[stack]: leaf[n], trees[stack])
-        of_layer = _one_layer(layer, policy, kinds[stack], i in cfg.sources.values())
-        x_BTD, kept = of_layer(x_BTD, *arrays)
-        done[stack] += 1
-        if kept is not None:
-            shared[kinds[stack]] = kept
-    return run(names[first_reader:], x_BTD) if cfg.kv_readers else x_BTD
+    of_periods = {
+        stack: jax.tree.map(partial(in_periods, count=counts[stack]), tree)
+        for stack, tree in trees.items()
+    }
+    x_BTD, _ = jax.lax.scan(of_period, x_BTD, of_periods)
+    left = {
+        stack: jax.tree.map(lambda leaf, n=num_periods * counts[stack]: leaf[n:], tree)
+        for stack, tree in trees.items()
+    }
+    return in_order(names[num_periods * len(period) :], x_BTD, left)
 
 
 KEPT = jax.checkpoint_policies.save_only_these_names

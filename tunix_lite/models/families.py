@@ -148,26 +148,22 @@ def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
     return kinds
 
 
-def _last_is_global(hf: dict) -> list[str]:
-    """The kind of every layer of Gemma 4. Raises ValueError for a list whose last one is local:
-    transformers takes it as global."""
-    kinds = _every_nth_global(6)(hf)
-    if hf.get("layer_types") and kinds[-1] == "local":
-        raise ValueError("layer_types: the last layer must be full_attention")
-    return [*kinds[:-1], "global"]
-
-
 def _gemma4_keys(hf: dict) -> dict:
-    """A config.json of Gemma 4 with what differs by kind of layer under one spelling.
+    """A config.json of Gemma 4 with the kinds of its layers, and what differs by kind under one
+    spelling.
 
     transformers writes `per_layer_config`, an object by number of layer. Raises ValueError.
     """
-    hf = dict(hf)
+    kinds = _every_nth_global(6)(hf)
+    if hf.get("layer_types") and kinds[-1] == "local":
+        raise ValueError("layer_types: the last layer must be full_attention")
+    # transformers takes the last one as global.
+    wide = [str(i) for i, kind in enumerate([*kinds[:-1], "global"]) if kind == "global"]
+    types = ("sliding_attention", "full_attention")
+    hf = hf | {"layer_types": [types[str(i) in wide] for i in range(len(kinds))]}
     if "per_layer_config" in hf:
         by_layer = _object(hf.pop("per_layer_config") or {}, "per_layer_config")
-        types = enumerate(hf.get("layer_types") or [])
-        wide = [str(i) for i, kind in types if kind == "full_attention"]
-        own = _object(by_layer.get(wide[0], {}) if wide else {}, "per_layer_config")
+        own = _object(by_layer.get(wide[0], {}), "per_layer_config")
         if by_layer and by_layer != dict.fromkeys(wide, own):
             raise ValueError(
                 "per_layer_config must have the same for each layer with full_attention, and no "
@@ -175,14 +171,14 @@ def _gemma4_keys(hf: dict) -> dict:
             )
         if odd := own.keys() - {"head_dim", "num_key_value_heads"}:
             raise ValueError(f"per_layer_config.{wide[0]}.{min(odd)} is not supported")
-        hf["global_head_dim"] = own.get("head_dim", hf.get("head_dim", 256))
+        hf["global_head_dim"] = own.get("head_dim", hf["head_dim"])
         hf["num_global_key_value_heads"] = own.get("num_key_value_heads")
-    elif not hf.get("attention_k_eq_v"):
+    elif not hf["attention_k_eq_v"]:
         hf["num_global_key_value_heads"] = None
     if hf.get("use_bidirectional_attention") == "all":
         raise ValueError("use_bidirectional_attention='all' is not supported")
-    rows = hf.get("vocab_size_per_layer_input", hf.get("vocab_size"))
-    if hf.get("hidden_size_per_layer_input") and rows != hf.get("vocab_size", rows):
+    rows = hf.get("vocab_size_per_layer_input", 262_144)
+    if hf.get("hidden_size_per_layer_input") and rows != hf["vocab_size"]:
         raise ValueError(
             f"vocab_size_per_layer_input={shown(rows)} is not vocab_size={shown(hf['vocab_size'])}"
         )
@@ -372,7 +368,7 @@ GEMMA4 = Family(
         "tie_word_embeddings": True,
         "rope_parameters": _ROPE_OF_GEMMA4,
     },
-    kinds=_last_is_global,
+    kinds=_every_nth_global(6),
     respelled=_gemma4_keys,
     rope_by_kind=True,
     wrapper="gemma4",
@@ -394,7 +390,12 @@ GEMMA4_UNIFIED = replace(
     names={name: of for name, of in GEMMA4.names.items() if name not in PER_LAYER},
     keys={name: key for name, key in GEMMA4.keys.items() if name != "per_layer_dim"},
     fixed={key: value for key, value in GEMMA4.fixed.items() if key != "enable_moe_block"},
-    absent=GEMMA4.absent | {"sliding_window": 1024, "max_position_embeddings": 262_144},
+    absent=GEMMA4.absent
+    | {
+        "sliding_window": 1024,
+        "max_position_embeddings": 262_144,
+        "hidden_size_per_layer_input": 0,
+    },
     wrapper="gemma4_unified",
     ignored=(*GEMMA4.ignored, "model.vision_embedder."),
 )
@@ -555,7 +556,7 @@ def _config_from(hf: dict, family: Family) -> Architecture:
         )
 
     # Keys that are missing, and sizes that later ones are derived from.
-    hf = config = family.respelled(hf)
+    config = hf
     hf = family.absent | hf
     for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if _number(hf[key], key, int) < 1:
@@ -565,6 +566,7 @@ def _config_from(hf: dict, family: Family) -> Architecture:
         raise ValueError(
             f"num_hidden_layers={shown(hf['num_hidden_layers'])}; it is at most {MOST_LAYERS:,}"
         )
+    hf = family.respelled(hf)
     if hf.get("num_key_value_heads") is None:
         hf["num_key_value_heads"] = hf["num_attention_heads"]
     if hf.get("head_dim") is None:
