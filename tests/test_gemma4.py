@@ -67,7 +67,7 @@ def drawn(cfg: Architecture = CFG, seed: int = 0) -> dict:
     def with_one(path, x):
         return np.asarray(x, np.float64) + path[-1].key.endswith(("norm", "scalar"))
 
-    return jax.tree_util.tree_map_with_path(with_one, random_params(cfg, seed))
+    return jax.tree_util.tree_map_with_path(with_one, random_params(cfg, seed, scale=0.2))
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +421,7 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same for each layer with"),
         (
             {"per_layer_config": {i: {"sliding_window": 16} for i in ("1", "4", "7")}},
-            "per_layer_config.1.sliding_window is not supported",
+            "per_layer_config.1: 'sliding_window' is not supported",
         ),
         ({"per_layer_config": {"1": 5}}, "per_layer_config=5; it is an object"),
         ({"global_head_dim": 7}, "global_head_dim=7 is odd"),

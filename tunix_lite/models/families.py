@@ -170,7 +170,7 @@ def _gemma4_keys(hf: dict) -> dict:
                 "other layers"
             )
         if odd := own.keys() - {"head_dim", "num_key_value_heads"}:
-            raise ValueError(f"per_layer_config.{wide[0]}.{min(odd)} is not supported")
+            raise ValueError(f"per_layer_config.{wide[0]}: {shown(min(odd))} is not supported")
         hf["global_head_dim"] = own.get("head_dim", hf["head_dim"])
         hf["num_global_key_value_heads"] = own.get("num_key_value_heads")
     elif not hf["attention_k_eq_v"]:
