@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import logits_of, random_params, set_mesh
+from jax.sharding import NamedSharding, PartitionSpec
 from test_qwen3_5 import batch_of
 
 from tunix_lite.kernels.choice import check_fused
@@ -28,6 +29,7 @@ from tunix_lite.models.architecture import Architecture
 from tunix_lite.models.families import GEMMA4, GEMMA4_UNIFIED, config_json, read_config
 from tunix_lite.models.lora import LoraConfig, adapter_weights, attach
 from tunix_lite.models.quantize import init_stored, stored_table
+from tunix_lite.parallel.collectives import collectives
 from tunix_lite.planning import flops
 from tunix_lite.rollout import cache as kv_cache
 from tunix_lite.rollout.generate import make_generate
@@ -298,6 +300,25 @@ def test_a_mesh_changes_nothing(params, groups, exact, mesh):
     logprobs, grads = losses(placed, groups, layout, jnp.float32)
     np.testing.assert_allclose(logprobs, exact[0], atol=1e-5)
     check_gradients(grads, exact[1], 2e-4)
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
+def test_rows_of_the_inputs_are_looked_up_and_their_table_is_never_gathered(mesh):
+    """Neither forward nor backward: what crosses the mesh are the rows of the tokens."""
+    mesh = set_mesh(*mesh)
+    cfg = replace(CFG, vocab_size=4096)
+    table = decoder.weights(cfg)["per_layer"]
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    shapes = (weights.shapes(table), jax.ShapeDtypeStruct((8, 12), jnp.int32, sharding=rows))
+    hidden = jax.ShapeDtypeStruct((8, 12, cfg.embed_dim), jnp.float32, sharding=rows)
+
+    def total(w, tokens, hidden):
+        return jnp.sum(decoder.per_layer_inputs(w, cfg, tokens, hidden) ** 2)
+
+    compiled = jax.jit(jax.grad(total), out_shardings=weights.shardings(table)).lower(*shapes, hidden).compile()
+    sent = [one.num_bytes for one in collectives(compiled.as_text(), dict(mesh.shape))]
+    in_rows = 4 * 8 * 12 * cfg.num_layers * cfg.per_layer_dim
+    assert sent and max(sent) <= in_rows < 4 * weights.num_params(table["table"]) / 40
 
 
 # ---- sampling

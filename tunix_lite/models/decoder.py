@@ -290,8 +290,9 @@ def by_layer(
     layers = []
     counts = Counter()
     for stack in stack_of_layers(cfg):
-        # Adapters may be those of some stacks only.
-        of_stack = tree["layers"] if stack is None else tree["layers"].get(stack, {})
+        # Adapters may be those of some stacks only, or of none.
+        of_stack = tree.get("layers", {})
+        of_stack = of_stack if stack is None else of_stack.get(stack, {})
         i = counts[stack]
         layers.append(jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), of_stack))
         counts[stack] += 1
