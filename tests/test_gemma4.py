@@ -413,9 +413,10 @@ def test_shapes_by_number_of_layer_are_shapes_by_kind(tmp_path):
     """transformers writes per_layer_config in place of global_head_dim and num_global_key_value_heads."""
     config = config_json(CFG, GEMMA4)
     own = {"head_dim": config.pop("global_head_dim"), "num_key_value_heads": config.pop("num_global_key_value_heads")}
-    config["per_layer_config"] = {str(i): own for i in (1, 4, 7)}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(tmp_path)[0] == CFG
+    for numbers in ("147", ("01", "04", "07")):
+        config["per_layer_config"] = dict.fromkeys(numbers, own)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert read_config(tmp_path)[0] == CFG
 
 
 def test_a_file_without_its_usual_values_has_them(tmp_path):

@@ -152,7 +152,7 @@ def _gemma4_keys(hf: dict) -> dict:
     """A config.json of Gemma 4 with the kinds of its layers, and what differs by kind under one
     spelling.
 
-    transformers writes `per_layer_config`, an object by number of layer. Raises ValueError.
+    transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
     """
     kinds = _every_nth_global(6)(hf)
     if hf.get("layer_types") and kinds[-1] == "local":
@@ -163,6 +163,8 @@ def _gemma4_keys(hf: dict) -> dict:
     hf = hf | {"layer_types": [types[str(i) in wide] for i in range(len(kinds))]}
     if "per_layer_config" in hf:
         by_layer = _object(hf.pop("per_layer_config") or {}, "per_layer_config")
+        # 05 is layer 5 of 10 or more
+        by_layer = {number.lstrip("0") or "0": own for number, own in by_layer.items()}
         own = _object(by_layer.get(wide[0], {}), "per_layer_config")
         if by_layer and by_layer != dict.fromkeys(wide, own):
             raise ValueError(
