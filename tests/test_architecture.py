@@ -383,13 +383,14 @@ BARS = {  # measure -> the most there may be: what stands today, so that it only
     # Reading and writing GGUF brought 8,100 tokens, 19 names and 11 functions on 27 November 2026.
     # Kinds of layers and Qwen 3.5 brought 7,420 tokens, 20 names, 5 such parameters and 7 functions that day.
     # Giving freed memory back, and the check of kinds in a folder, brought 240 tokens and a name.
-    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 311_920),
-    "public names": (lambda: len(house.public_names(SOURCES)), 1_265),
+    # Gemma 4 brought 3,230 tokens, 2 names more than there was room for, and a function.
+    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 315_144),
+    "public names": (lambda: len(house.public_names(SOURCES)), 1_267),
     "arrows between rooms": (lambda: len(house.arrows()[0]), 192),
     "circles of modules": (lambda: len(house.arrows()[1]), 0),
     "functions that take all settings": (lambda: len(house.functions_of_wholes(SOURCES)), 95),
     "parameters that are Any or Callable": (lambda: len(house.loose_parameters(SOURCES)), 36),
-    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 275),
+    "private functions that are named once": (lambda: len(house.called_once(SOURCES)[0]), 276),
     "names that say nothing": (lambda: len(house.empty_names(SOURCES)), 62),
 }
 
