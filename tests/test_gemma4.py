@@ -333,7 +333,7 @@ def test_rows_of_the_inputs_are_looked_up_and_their_table_is_never_gathered(mesh
 def test_what_is_sampled_is_what_the_formulas_score(params, slots):
     """Ragged prompts, two completions of each; slots take the next request while others run."""
     rollout_config = RolloutConfig(num_slots=slots, chunk=4)
-    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=rollout_config)
+    generate = make_generate(CFG, GenerationConfig(10, 12), (3, 5, 7, 11), 0, rollout=rollout_config)
     prompts = [[5, 6, 7], [8] * 10, [9], [11, 12]]
     rollout = generate(in_float32(params), prompts, jax.random.key(0), num_generations=2)
     assert len(set(rollout.completion_mask.sum(axis=1))) > 1, "all are of one length"
@@ -348,7 +348,7 @@ def test_what_is_sampled_is_what_the_formulas_score(params, slots):
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
 def test_a_mesh_samples_the_same(params, mesh):
     set_mesh(*mesh)
-    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=16, chunk=4))
+    generate = make_generate(CFG, GenerationConfig(10, 12), (3, 5, 7, 11), 0, rollout=RolloutConfig(num_slots=16, chunk=4))
     placed = jax.tree.map(jax.device_put, in_float32(params), weights.shardings(decoder.weights(CFG)))
     rollout = generate(placed, [[5, 6, 7], [8] * 10, [9], [11, 12]], jax.random.key(0), num_generations=4)
     for row, mask in enumerate(rollout.token_mask):
