@@ -377,13 +377,13 @@ def forward(
         # Each layer has a place of its own in the program, and its kind is known there.
         of_layer = cache(partial(_one_layer, layer, REMAT[remat]))
         layers = by_stack(params["layers"], cfg)
-        kept = {}
+        keys_and_values = {}
         for i, (kind, stack) in enumerate(zip(cfg.kinds_of_weights, stack_of_layers(cfg))):
-            x_BTD, kept[i] = of_layer(kind, i in cfg.sources.values())(
+            x_BTD, keys_and_values[i] = of_layer(kind, i in cfg.sources.values())(
                 x_BTD,
                 next(layers[stack]),
                 None if per_layer_LBTP is None else per_layer_LBTP[i],
-                kept.get(cfg.sources.get(i)),
+                keys_and_values.get(cfg.sources.get(i)),
             )
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
 
