@@ -348,7 +348,9 @@ def test_what_is_sampled_is_what_the_formulas_score(params, slots):
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
 def test_a_mesh_samples_the_same(params, mesh):
     set_mesh(*mesh)
-    generate = make_generate(CFG, GenerationConfig(10, 12), (3, 5, 7, 11), 0, rollout=RolloutConfig(num_slots=16, chunk=4))
+    generate = make_generate(
+        CFG, GenerationConfig(10, 12), (3, 5, 7, 11), 0, rollout=RolloutConfig(num_slots=16, chunk=4)
+    )
     placed = jax.tree.map(jax.device_put, in_float32(params), weights.shardings(decoder.weights(CFG)))
     rollout = generate(placed, [[5, 6, 7], [8] * 10, [9], [11, 12]], jax.random.key(0), num_generations=4)
     for row, mask in enumerate(rollout.token_mask):
@@ -396,9 +398,8 @@ def write_model(folder, params, cfg: Architecture = CFG, family=GEMMA4, **more) 
     (folder / "config.json").write_text(json.dumps(config_json(cfg, family) | more))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
-def test_a_folder_comes_back_and_shards_read_their_slices(mesh, tmp_path):
-    set_mesh(*mesh)
+def test_a_folder_comes_back_and_shards_read_their_slices(tmp_path):
+    set_mesh(2, 2)
     params = random_params(CFG)
     write_model(tmp_path, params)
     cfg, family = read_config(tmp_path)
@@ -524,7 +525,7 @@ def test_a_base_in_codes_computes_what_its_values_do():
     stored = hf.flatten(stored_table(decoder.weights(CFG), "int8"))
     assert stored["layers/global/layer_scalar"].dtype == jnp.float32
     assert stored["per_layer/table"].dtype == jnp.bfloat16
-    cfg = replace(CFG, num_layers=3, kv_readers=1)
+    cfg = replace(CFG, num_layers=2, kv_readers=0)
     codes = init_stored(decoder.weights(cfg), jax.random.key(0), "int8")
 
     def plain(weight, leaf):
