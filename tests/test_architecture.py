@@ -374,8 +374,9 @@ BARS = {  # measure -> the most there may be: what stands today, so that it only
     # Llama's relatives, yarn and longrope brought 2,768 tokens, 3 names and 3 functions.
     # Targets of adapters that runs of before do not name brought 110 tokens and a name.
     # Adapters as GGUF, and what a process takes in plans, brought 700 tokens and 5 names.
-    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 316_200),
-    "public names": (lambda: len(house.public_names(SOURCES)), 1_272),
+    # Gemma 4 brought 3,230 tokens, 2 names more than there was room for, and a function.
+    "tokens that a user loads": (lambda: house.num_tokens(house.closure()), 315_144),
+    "public names": (lambda: len(house.public_names(SOURCES)), 1_267),
     "arrows between rooms": (lambda: len(house.arrows()[0]), 192),
     "circles of modules": (lambda: len(house.arrows()[1]), 0),
     "functions that take all settings": (lambda: len(house.functions_of_wholes(SOURCES)), 90),

@@ -45,6 +45,22 @@ def text_of_ministral3(L: int, D: int, F: int, head: int) -> int:
     return (1 + head) * 131_072 * D + L * layer + D
 
 
+def text_of_gemma4(
+    L: int, D: int, F: int, N: int, K: int, K_global: int, period: int, readers: int = 0, wide: int = 1, own: int = 0
+) -> int:
+    """Parameters of the text model, from the numbers of its config.json: the files hold towers, too. K_global: heads of
+    the one product that is keys and values of global layers; 0: these have two of K. own: width of per-layer inputs."""
+    total = 262_144 * D + D + (262_144 * L * own + D * L * own + own)
+    for i in range(L):
+        is_global, reads = i % period == period - 1, i >= L - readers
+        H = 512 if is_global else 256
+        of_kv = 0 if reads else K_global if is_global and K_global else 2 * K
+        attention = D * H * (2 * N + of_kv) + (1 if reads else 2) * H
+        feed_forward = 3 * D * F * (wide if reads else 1)
+        total += attention + feed_forward + 4 * D + 1 + (2 * D * own + D if own else 0)
+    return total
+
+
 # What the hub counts in the safetensors of each size, a head that is the embedding counted once.
 PUBLISHED = {
     "gemma3_270m": 268_098_176,
@@ -55,6 +71,10 @@ PUBLISHED = {
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,
+    "gemma4_e2b": text_of_gemma4(35, 1536, 6144, 8, 1, 0, 5, readers=20, wide=2, own=256),
+    "gemma4_e4b": text_of_gemma4(42, 2560, 10_240, 8, 2, 0, 6, readers=18, own=256),
+    "gemma4_12b": text_of_gemma4(48, 3840, 15_360, 16, 8, 1, 6),
+    "gemma4_31b": text_of_gemma4(60, 5376, 21_504, 32, 16, 4, 6),
     "qwen2.5_0.5b": 494_032_768,
     "qwen2.5_1.5b": 1_543_714_304,
     "qwen2.5_3b": 3_085_938_688,

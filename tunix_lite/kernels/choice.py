@@ -40,9 +40,11 @@ def check_fused(
     refuse(not plain_weights, lora)
 
     # The shape of the model.
-    is_rotated = set(cfg.pattern) <= decoder.ROTATED and cfg.rope_share == 1
     has_growth = cfg.yarn is not None and cfg.yarn.query_growth
-    is_plain = is_rotated and not (cfg.attn_gate or cfg.qk_norm_whole or has_growth)
+    has_others = cfg.attn_gate or cfg.qk_norm_whole or has_growth
+    has_others = has_others or cfg.value_norm or cfg.per_layer_dim or cfg.layer_scalar
+    is_plain = cfg.rope_share == 1 and decoder.stack_of_layers(cfg)[0] is None
+    is_plain = is_plain and not has_others
     attends = (
         "compute attention without gate, rotated as a whole, and the model has other layers"
     )

@@ -373,9 +373,10 @@ def _per_layer(
 
 def _decay_mask(params: Params) -> Params:
     """True for weights that decay: projections, adapters and the embedding, not the scales of norms
-    or biases, nor the logarithms of a gated delta net."""
+    biases, scalars of layers, nor the logarithms of a gated delta net."""
+    others = ("norm", "bias", "decay", "scalar")
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not _names(path)[-1].endswith(("norm", "bias", "decay")), params
+        lambda path, _: not _names(path)[-1].endswith(others), params
     )
 
 

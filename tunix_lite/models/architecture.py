@@ -12,6 +12,8 @@ from tunix_lite.models.activations import ACTIVATIONS
 MOST_LAYERS = 1024
 # Kinds of layers that have a name here (decoder.LAYER_KINDS). Another one has a dotted path.
 KIND_NAMES = ("local", "global", "unrotated", "delta")
+# Ends the name of a kind whose layers read the keys and values of another layer.
+READER = "_reader"
 # Elements of one dim of a weight, and every other number of an architecture, such as
 # max_positions. Published models have dims of up to 262,208, and up to 10,485,760 positions.
 _MOST_OF_A_DIM = 2**26
@@ -245,10 +247,31 @@ class Architecture:
     # Longest sequence, in tokens.
     max_positions: int = 131_072
 
+    # ---- layers of several shapes, as Gemma 4 has them
+    # Width of one attention head in global layers. null is head_dim.
+    global_head_dim: int | None = None
+    # Key/value heads of global layers. null is num_kv_heads.
+    global_kv_heads: int | None = None
+    # Share of the rotary frequencies of global layers that turn, the highest ones.
+    global_rope_share: float = 1.0
+    # true has no matrix for the values of global layers: they are the keys before their norm.
+    keys_as_values: bool = False
+    # true normalises values per head, without a scale.
+    value_norm: bool = False
+    # Last layers that read the keys and values of the last layer of their kind that has its own.
+    kv_readers: int = 0
+    # true has a feed-forward of twice mlp_dim in these layers.
+    wide_readers: bool = False
+    # Width of the input that each layer has of its own for each token. 0 has none.
+    per_layer_dim: int = 0
+    # true multiplies the output of each layer by a stored number, which never trains.
+    layer_scalar: bool = False
+
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and (value < 0 or (value == 0 and field.default != 0)):
                 raise ValueError(f"{field.name}={value} must be above 0")
             most = MOST_LAYERS if field.name == "num_layers" else _MOST_OF_A_DIM
             if isinstance(value, int) and value > most:
@@ -256,6 +279,8 @@ class Architecture:
                     f"{field.name}={value} is beyond {most:,}, which no model has"
                 )
         num_factors = 0 if self.longrope is None else len(self.longrope.short_factors)
+        first_reader = max(0, self.num_layers - self.kv_readers)
+        with_sources = {*self.kinds[:first_reader]} & {"local", "global"}
         mistakes = {
             f"activation={self.activation!r}; it is {' or '.join(ACTIVATIONS)}": (
                 self.activation not in ACTIVATIONS
@@ -286,6 +311,22 @@ class Architecture:
             f"head_dim={self.head_dim} is odd; rotary embeddings need an even one": (
                 self.head_dim % 2
             ),
+            f"num_heads={self.num_heads} is not a multiple of global_kv_heads="
+            f"{self.global_kv_heads}": self.num_heads % (self.global_kv_heads or 1),
+            f"global_head_dim={self.global_head_dim} is odd; rotary embeddings need an even one": (
+                (self.global_head_dim or 0) % 2
+            ),
+            f"global_rope_share={self.global_rope_share} is above 1": (
+                self.global_rope_share > 1
+            ),
+            f"kv_readers={self.kv_readers}: each of them needs a layer of its kind before them, "
+            f"which is local or global, and there are {self.num_layers} layers": (
+                not {*self.kinds[first_reader:]} <= with_sources
+            ),
+            "qkv_bias=true has a bias for keys and values, and keys_as_values or kv_readers has "
+            "layers without them": (
+                self.qkv_bias and (self.keys_as_values or self.kv_readers)
+            ),
             f"pattern={list(self.pattern)}: its entries are {', '.join(KIND_NAMES)} or the dotted "
             "path of a LayerKind, whose last names differ": (
                 not self.pattern
@@ -299,11 +340,13 @@ class Architecture:
                 raise ValueError(message)
 
     def rope(self, kind: str) -> tuple[np.ndarray, float]:
-        """The rotary frequencies of a kind of layer, in radians per token, [rotated_dim / 2]; and
-        what the rotated elements are multiplied by."""
-        half = self.rotated_dim // 2
+        """The rotary frequencies of a kind of layer, in radians per token, [elements of a head that
+        turn / 2]; and what the rotated elements are multiplied by."""
+        half = int(self.kv_shape(kind)[1] * self.rope_share) // 2
         theta = self.rope_theta_local if kind == "local" else self.rope_theta_global
         frequency = theta ** -(np.arange(half) / half)
+        if kind == "global":
+            frequency[int(half * self.global_rope_share) :] = 0
         if (long := self.longrope) is not None:
             is_long = self.max_positions > long.original_positions
             factors = long.long_factors if is_long else long.short_factors
@@ -323,6 +366,28 @@ class Architecture:
     def kinds(self) -> tuple[str, ...]:
         """The kind of every layer, in order."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+    @property
+    def kinds_of_weights(self) -> tuple[str, ...]:
+        """The same, with local_reader and global_reader for layers without keys and values."""
+        first = self.num_layers - self.kv_readers
+        kinds = self.kinds
+        return kinds[:first] + tuple(kind + READER for kind in kinds[first:])
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """Of each layer that reads the keys and values of another one: of which."""
+        kinds = self.kinds
+        first = self.num_layers - self.kv_readers
+        last = {kind: i for i, kind in enumerate(kinds[:first])}
+        return {i: last[kinds[i]] for i in range(first, self.num_layers)}
+
+    def kv_shape(self, kind: str) -> tuple[int, int]:
+        """Key/value heads in attention of this kind, and the width of a head."""
+        if kind.removesuffix(READER) != "global":
+            return self.num_kv_heads, self.head_dim
+        heads = self.global_kv_heads or self.num_kv_heads
+        return heads, self.global_head_dim or self.head_dim
 
 
 def repeated(entries: Sequence[Any]) -> tuple[Any, ...]:

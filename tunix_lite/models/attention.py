@@ -561,7 +561,7 @@ def obstacle(
     """
     if NATIVE.get(platform) != name:
         return ValueError(f"it does not run on {platform}")
-    H = cfg.head_dim
+    H = max(cfg.kv_shape(kind)[1] for kind in cfg.pattern)
     reasons = {
         f"it has no soft cap, and the model's attn_softcap is {cfg.attn_softcap}": (
             cfg.attn_softcap is not None
@@ -591,7 +591,8 @@ def obstacle(
 
 def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
     """The error of compiling a small kernel, in one line; None: it compiles."""
-    x = jax.ShapeDtypeStruct((1, LANES, 1, cfg.head_dim), dtype)
+    H = max(cfg.kv_shape(kind)[1] for kind in cfg.pattern)
+    x = jax.ShapeDtypeStruct((1, LANES, 1, H), dtype)
     mask = jax.ShapeDtypeStruct((1, 1, LANES, LANES), bool)
     attention = partial(jax.nn.dot_product_attention, implementation="cudnn")
 
@@ -606,14 +607,9 @@ def _cudnn_fails(cfg: Architecture, dtype: DTypeLike) -> str | None:
     return None
 
 
-def shard_heads(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values with their heads divided over tp."""
+def shard_heads(q_BTNH: jax.Array, *kv_BTKH: jax.Array) -> tuple[jax.Array, ...]:
+    """Queries, and keys and values if there are any, with their heads divided over tp."""
     return (
         constrain(q_BTNH, "batch", "seq", "heads", "head_dim"),
-        constrain(k_BTKH, "batch", "seq", "kv_heads", "head_dim"),
-        constrain(v_BTKH, "batch", "seq", "kv_heads", "head_dim"),
+        *(constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in kv_BTKH),
     )

@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from tunix_lite.files.imports import import_named
 from tunix_lite.models import attention
 from tunix_lite.models.activations import gated
-from tunix_lite.models.architecture import Architecture, repeated
+from tunix_lite.models.architecture import READER, Architecture, repeated
 from tunix_lite.models.attention import AttentionMeta
 from tunix_lite.models.gated_delta_net import GATED_DELTA_NET
 from tunix_lite.models.layer_kind import Angles, LayerKind, Surroundings
@@ -87,6 +87,13 @@ def weights(cfg: Architecture) -> dict:
             name: stacked(w, count) for name, w in layer_weights(cfg, kind).items()
         }
     model["layers"] = layers.get(None, layers)
+    if P := cfg.per_layer_dim:
+        L = cfg.num_layers
+        model["per_layer"] = {
+            "table": Weight((cfg.vocab_size, L * P), _TABLE_AXES, _EMBED_INIT, inputs=0),
+            "project": Weight((cfg.embed_dim, L, P), ("embed", "per_layer", "per_layer")),
+            "norm": _norm_weight(cfg, P),
+        }
     return model
 
 
@@ -105,16 +112,17 @@ def stack_of_layers(cfg: Architecture) -> tuple[str | None, ...]:
 
     That is so where the layers have attention and weights of the same shapes.
     """
-    tables = [layer_weights(cfg, kind) for kind in set(cfg.pattern)]
-    if set(cfg.pattern) <= ROTATED and all(table == tables[0] for table in tables):
+    kinds = {*cfg.pattern, *cfg.kinds_of_weights}
+    tables = [layer_weights(cfg, kind) for kind in kinds]
+    if kinds <= ROTATED and all(table == tables[0] for table in tables):
         return (None,) * cfg.num_layers
-    return tuple(kind.rsplit(".", 1)[-1] for kind in cfg.kinds)
+    return tuple(kind.rsplit(".", 1)[-1] for kind in cfg.kinds_of_weights)
 
 
 def stacks(cfg: Architecture) -> dict[str | None, tuple[str, int]]:
     """The stacks by name: the kind of a layer in it, and how many there are."""
     names = stack_of_layers(cfg)
-    kinds = dict(zip(names, cfg.kinds))
+    kinds = dict(zip(names, cfg.kinds_of_weights))
     return {name: (kinds[name], count) for name, count in Counter(names).items()}
 
 
@@ -126,7 +134,7 @@ def has_states(cfg: Architecture) -> bool:
 def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
     """The parameters of one layer of this kind, by name."""
     D = cfg.embed_dim
-    F = cfg.mlp_dim
+    F = cfg.mlp_dim * (2 if cfg.wide_readers and kind.endswith(READER) else 1)
     layer = {
         "attn_norm": _norm_weight(cfg, D),
         **kind_of_layer(kind).weights(cfg),
@@ -140,15 +148,20 @@ def layer_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
     if cfg.post_norms:
         layer["attn_post_norm"] = _norm_weight(cfg, D)
         layer["mlp_post_norm"] = _norm_weight(cfg, D)
+    if P := cfg.per_layer_dim:
+        layer["per_layer_gate"] = Weight((D, P), ("embed", "per_layer"))
+        layer["per_layer_out"] = Weight((P, D), ("per_layer", "embed"))
+        layer["per_layer_norm"] = _norm_weight(cfg, D)
+    if cfg.layer_scalar:
+        layer["layer_scalar"] = Weight((1,), ("norm",), ones, inputs=0, is_exact=True)
     return layer
 
 
-def attention_weights(cfg: Architecture) -> dict[str, Weight]:
-    """The weights of attention in one layer, by name."""
+def attention_weights(cfg: Architecture, kind: str = "global") -> dict[str, Weight]:
+    """The weights of attention in one layer of this kind, by name."""
     D = cfg.embed_dim
     N = cfg.num_heads
-    K = cfg.num_kv_heads
-    H = cfg.head_dim
+    K, H = cfg.kv_shape(kind)
     layer = {
         # with a gate, each head has its queries and then its gate
         "q": Weight((D, N, 2 * H if cfg.attn_gate else H), ("embed", "heads", "head_dim")),
@@ -156,6 +169,11 @@ def attention_weights(cfg: Architecture) -> dict[str, Weight]:
         "v": Weight((D, K, H), ("embed", "kv_heads", "head_dim")),
         "o": Weight((N, H, D), ("heads", "head_dim", "embed"), fan_in(2), inputs=2),
     }
+    is_reader = kind.endswith(READER)
+    if is_reader or (cfg.keys_as_values and kind == "global"):
+        del layer["v"]
+    if is_reader:
+        del layer["k"]
 
     # What only some families have.
     if cfg.qkv_bias:
@@ -164,7 +182,8 @@ def attention_weights(cfg: Architecture) -> dict[str, Weight]:
         layer["v_bias"] = Weight((K, H), ("kv_heads", "head_dim"), zeros, inputs=0)
     if cfg.qk_norm:
         layer["q_norm"] = _norm_weight(cfg, N * H if cfg.qk_norm_whole else H)
-        layer["k_norm"] = _norm_weight(cfg, K * H if cfg.qk_norm_whole else H)
+        if not is_reader:
+            layer["k_norm"] = _norm_weight(cfg, K * H if cfg.qk_norm_whole else H)
     return layer
 
 
@@ -209,7 +228,7 @@ def per_layer_params(
 
     tree = jax.tree.map(cast, by_layer(params, cfg, lambda w, i: w[i]), is_leaf=is_quantized)
     if on_cpu:
-        for kind, w in zip(cfg.kinds, tree["layers"]):
+        for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
             # One product in place of three, which costs a CPU the most where it has few rows.
             w |= {name: dense(x, 1, dtype) for name, x in w.items() if isinstance(x, Lora)}
             matrices = _matrices(cfg, kind)
@@ -233,8 +252,8 @@ def _matrices(cfg: Architecture, kind: str) -> dict[str, tuple[int, int]]:
 
 def _are_joined(cfg: Architecture, kind: str) -> bool:
     """Whether a CPU takes q, k and v as one matrix: their heads have one width."""
-    shapes = {w.shape[-1] for name, w in layer_weights(cfg, kind).items() if name in "qkv"}
-    return len(shapes) == 1 and kind in ATTENTION
+    widths = [w.shape[-1] for name, w in layer_weights(cfg, kind).items() if name in "qkv"]
+    return len(widths) == 3 and len({*widths}) == 1 and kind in ATTENTION
 
 
 def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False) -> Any:
@@ -246,7 +265,7 @@ def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False
     tree = by_layer(shardings, cfg, of_layer)
     if on_cpu:
         tree = without_adapters(tree)
-        for kind, w in zip(cfg.kinds, tree["layers"]):
+        for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
             matrices = _matrices(cfg, kind)
             if _are_joined(cfg, kind):
                 w["qkv"], *_ = [w.pop(name) for name in "qkv"]
@@ -279,8 +298,9 @@ def by_layer(
     layers = []
     counts = Counter()
     for stack in stack_of_layers(cfg):
-        # Adapters may be those of some stacks only.
-        of_stack = tree["layers"] if stack is None else tree["layers"].get(stack, {})
+        # Adapters may be those of some stacks only, or of none.
+        of_stack = tree.get("layers", {})
+        of_stack = of_stack if stack is None else of_stack.get(stack, {})
         i = counts[stack]
         layers.append(jax.tree.map(lambda leaf, i=i: of_layer(leaf, i), of_stack))
         counts[stack] += 1
@@ -315,21 +335,25 @@ def forward(
     if not scan_layers:
         # Else XLA for CPUs would compute sines and cosines again in each layer.
         angles = jax.tree.map(unfused_on_cpu, angles)
-    declared = {kind: layer_weights(cfg, kind) for kind in set(cfg.kinds)}
+    declared = {kind: layer_weights(cfg, kind) for kind in set(cfg.kinds_of_weights)}
 
     def layer(
         kind: str,
         is_local: bool | jax.Array,
+        is_source: bool,
         x_BTD: jax.Array,
         w: dict[str, Any],
-    ) -> jax.Array:
+        per_layer_BTP: jax.Array | None = None,
+        of_source: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         w = {
             name: for_compute(leaf, declared[kind][name], dtype, reduce_dtype)
             for name, leaf in w.items()
         }
 
-        def attend_fn(*qkv: jax.Array) -> tuple[jax.Array, None]:
-            return attend(cfg, is_local, meta, *qkv), None
+        def attend_fn(q: jax.Array, *own: jax.Array) -> tuple[jax.Array, Any]:
+            kv = own if of_source is None else of_source
+            return attend(cfg, is_local, meta, q, *kv), kv if is_source else None
 
         if isinstance(is_local, bool):
             angles_of_kind = angles["local" if is_local else "global"]
@@ -338,23 +362,37 @@ def forward(
                 partial(jnp.where, is_local), angles["local"], angles["global"]
             )
         around = Surroundings(
-            Products(tp_reduce_dtype), angles_of_kind, attend_fn, sequences=meta
+            Products(tp_reduce_dtype),
+            angles_of_kind,
+            attend_fn,
+            sequences=meta,
+            per_layer=per_layer_BTP,
         )
-        return block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)[0]
+        return block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
 
-    x_BTD = constrain(embed(params, cfg, tokens_BT, dtype), *_RESIDUAL)
+    x_BTD = embed(params, cfg, tokens_BT, dtype)
+    per_layer_LBTP = None
+    if cfg.per_layer_dim:
+        w = dict(params["per_layer"])
+        one = weights(cfg)["per_layer"]["project"]
+        w["project"] = for_compute(w["project"], one, dtype, reduce_dtype)
+        per_layer_LBTP = per_layer_inputs(w, cfg, tokens_BT, x_BTD)
+    x_BTD = constrain(x_BTD, *_RESIDUAL)
     if scan_layers:
-        x_BTD = _scan_layers(layer, x_BTD, cfg, params["layers"], REMAT[remat])
+        stacked_inputs = (params["layers"], per_layer_LBTP)
+        x_BTD = _scan_layers(layer, x_BTD, cfg, *stacked_inputs, REMAT[remat])
     else:
         # Each layer has a place of its own in the program, and its kind is known there.
-        of_kind = {kind: partial(layer, kind, kind == "local") for kind in declared}
-        if REMAT[remat] is not None:
-            of_kind = {
-                kind: jax.checkpoint(fn, policy=REMAT[remat]) for kind, fn in of_kind.items()
-            }
+        of_layer = cache(partial(_one_layer, layer, REMAT[remat]))
         layers = by_stack(params["layers"], cfg)
-        for kind, stack in zip(cfg.kinds, stack_of_layers(cfg)):
-            x_BTD = of_kind[kind](x_BTD, next(layers[stack]))
+        keys_and_values = {}
+        for i, (kind, stack) in enumerate(zip(cfg.kinds_of_weights, stack_of_layers(cfg))):
+            x_BTD, keys_and_values[i] = of_layer(kind, i in cfg.sources.values())(
+                x_BTD,
+                next(layers[stack]),
+                None if per_layer_LBTP is None else per_layer_LBTP[i],
+                keys_and_values.get(cfg.sources.get(i)),
+            )
     return norm(move(x_BTD, _RESIDUAL, _LAYER_INPUT), params["final_norm"], cfg)
 
 
@@ -373,24 +411,42 @@ def by_stack(layers: Params, cfg: Architecture) -> dict[str | None, Iterator[Par
     }
 
 
+def _one_layer(
+    layer: Callable[..., tuple[jax.Array, Any]],
+    policy: Callable[..., bool] | None,
+    kind: str,
+    is_source: bool,
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """`layer` of this kind, which a policy of REMAT computes again in the backward pass."""
+    fn = partial(layer, kind, is_local(kind), is_source)
+    return fn if policy is None else jax.checkpoint(fn, policy=policy)
+
+
 def _scan_layers(
-    layer: Callable[..., jax.Array],
+    layer: Callable[..., tuple[jax.Array, Any]],
     x_BTD: jax.Array,
     cfg: Architecture,
     layers: Params,
+    per_layer_LBTP: jax.Array | None,
     policy: Callable[..., bool] | None,
 ) -> jax.Array:
     """The hidden states after all layers, by scans over them.
 
-    layer: (kind, is local, hidden states, weights) -> hidden states. policy: one of REMAT.
+    layer: as `forward` makes it. policy: one of REMAT.
     """
 
     # Where all layers of a stack are of one kind, it is known while compiling.
-    is_mixed = len(set(cfg.kinds)) > len(stacks(cfg))
+    is_mixed = len(set(cfg.kinds_of_weights)) > len(stacks(cfg))
 
-    def body(kind: str, x_BTD: jax.Array, of_layer: tuple) -> tuple[jax.Array, None]:
-        w, is_local = of_layer
-        return layer(kind, is_local if is_mixed else kind == "local", x_BTD, w), None
+    def body(
+        kind: str,
+        x_BTD: jax.Array,
+        of_layer: tuple,
+        of_source: tuple[jax.Array, jax.Array] | None = None,
+    ) -> tuple[jax.Array, None]:
+        w, per_layer_BTP, is_local_here = of_layer
+        here = is_local_here if is_mixed else is_local(kind)
+        return layer(kind, here, False, x_BTD, w, per_layer_BTP, of_source)[0], None
 
     def body_of(kind: str) -> Callable[..., tuple[jax.Array, None]]:
         if policy is None:
@@ -401,22 +457,65 @@ def _scan_layers(
     bodies = {stack: body_of(kind) for stack, (kind, _) in stacks(cfg).items()}
     if None in bodies:
         are_local = np.array([kind == "local" for kind in cfg.kinds])
-        return jax.lax.scan(bodies[None], x_BTD, (layers, are_local))[0]
+        return jax.lax.scan(bodies[None], x_BTD, (layers, per_layer_LBTP, are_local))[0]
 
-    def in_order(names: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
-        """Runs layers of these stacks. trees: by stack, their weights [count, ...]."""
+    # Of each stack the weights and inputs, [count, ...], and how many layers have run.
+    names = stack_of_layers(cfg)
+    trees = {}
+    for stack in layers:
+        numbers = np.array([i for i, name in enumerate(names) if name == stack])
+        inputs = None if per_layer_LBTP is None else per_layer_LBTP[numbers]
+        trees[stack] = (layers[stack], inputs)
+    done = Counter()
+
+    def next_layers(part: tuple[str, ...]) -> Params:
+        counts = Counter(part)
+        taken = {
+            stack: jax.tree.map(lambda leaf, a=done[stack], n=n: leaf[a : a + n], trees[stack])
+            for stack, n in counts.items()
+        }
+        done.update(counts)
+        return taken
+
+    # Layers whose keys and values others read stand outside of loops, where these are arrays.
+    first_source = min(cfg.sources.values(), default=cfg.num_layers)
+    first_reader = cfg.num_layers - cfg.kv_readers
+    if before := names[:first_source]:
+        x_BTD = _scan_periods(bodies, before, x_BTD, next_layers(before))
+    for i, kind in enumerate(cfg.kinds[first_source:first_reader], first_source):
+        one = jax.tree.map(lambda leaf: leaf[0], next_layers(names[i : i + 1])[names[i]])
+        of_layer = _one_layer(layer, policy, kind, i in cfg.sources.values())
+        x_BTD, of_source = of_layer(x_BTD, *one)
+        if of_source is not None:
+            bodies[kind + READER] = partial(bodies[kind + READER], of_source=of_source)
+    readers = names[first_reader:]
+    return _scan_periods(bodies, readers, x_BTD, next_layers(readers)) if readers else x_BTD
+
+
+def _scan_periods(
+    bodies: dict[str, Callable[..., tuple[jax.Array, None]]],
+    names: tuple[str, ...],
+    x_BTD: jax.Array,
+    trees: Params,
+) -> jax.Array:
+    """The hidden states after layers of these stacks, by scans over them.
+
+    bodies: by stack, one layer, for a scan. trees: by stack, the arrays of its layers.
+    """
+
+    def in_order(part: tuple[str, ...], x_BTD: jax.Array, trees: Params) -> jax.Array:
+        """Runs layers of these stacks. trees: by stack, their arrays [count, ...]."""
         first = Counter()
-        for stack, neighbours in itertools.groupby(names):
+        for stack, neighbours in itertools.groupby(part):
             stop = first[stack] + len(list(neighbours))
-            w = jax.tree.map(
+            arrays = jax.tree.map(
                 lambda leaf, part=slice(first[stack], stop): leaf[part], trees[stack]
             )
-            x_BTD, _ = jax.lax.scan(bodies[stack], x_BTD, (w, None))
+            x_BTD, _ = jax.lax.scan(bodies[stack], x_BTD, (*arrays, None))
             first[stack] = stop
         return x_BTD
 
     # Whole periods in a scan, within which neighbours of one kind are another; then what is left.
-    names = stack_of_layers(cfg)
     period = repeated(names)
     counts = Counter(period)
     num_periods = len(names) // len(period)
@@ -429,12 +528,12 @@ def _scan_layers(
 
     of_periods = {
         stack: jax.tree.map(partial(in_periods, count=counts[stack]), tree)
-        for stack, tree in layers.items()
+        for stack, tree in trees.items()
     }
     x_BTD, _ = jax.lax.scan(of_period, x_BTD, of_periods)
     left = {
         stack: jax.tree.map(lambda leaf, n=num_periods * counts[stack]: leaf[n:], tree)
-        for stack, tree in layers.items()
+        for stack, tree in trees.items()
     }
     return in_order(names[num_periods * len(period) :], x_BTD, left)
 
@@ -490,23 +589,28 @@ def forward_by_layer(
 
     params: from `per_layer_params`. attend_fn(layer, q_BTNH, k_BTKH, v_BTKH) -> (attended
     [B, T, N, H], what the layer keeps): it decides which earlier tokens the queries see, and has
-    the cache of their keys and values. tp_reduce_dtype: as `forward` takes it. attend_norms:
-    as Surroundings has it. products: None has plain ones. angles: of the positions, by kind of
-    layer; None: they are computed here. sequences, states: what recurrent layers read, as
-    Surroundings has it; states by layer, None: the sequences begin with these tokens.
+    the cache of their keys and values. A layer that reads those of another one gives q alone.
+    tp_reduce_dtype: as `forward` takes it. attend_norms: as Surroundings has it. products: None
+    has plain ones. angles: of the positions, by kind of layer; None: they are computed here.
+    sequences, states: what recurrent layers read, as Surroundings has it; states by layer, None:
+    the sequences begin with these tokens.
     """
     products = Products(tp_reduce_dtype) if products is None else products
     angles = rope_angles_by_kind(cfg, positions_BT) if angles is None else angles
     x_BTD = embed(params, cfg, tokens_BT, params["embed"].dtype)
+    per_layer_LBTP = None
+    if cfg.per_layer_dim:
+        per_layer_LBTP = per_layer_inputs(params["per_layer"], cfg, tokens_BT, x_BTD)
     by_layer = []
-    for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds)):
+    for layer, (w, kind) in enumerate(zip(params["layers"], cfg.kinds_of_weights)):
         around = Surroundings(
             products,
-            angles["local" if kind == "local" else "global"],
+            angles["local" if is_local(kind) else "global"],
             partial(attend_fn, layer),
             attend_norms,
             sequences,
             None if states is None else states[layer],
+            None if per_layer_LBTP is None else per_layer_LBTP[layer],
         )
         x_BTD, kept_of_layer = block(x_BTD, w, cfg, kind_of_layer(kind).mix, around)
         by_layer.append(kept_of_layer)
@@ -527,6 +631,24 @@ def embed(
     if cfg.embed_scale:
         x_BTD = stored(wide(x_BTD) * wide(jnp.asarray(cfg.embed_dim**0.5, dtype)), dtype)
     return constrain(x_BTD, *_LAYER_INPUT)
+
+
+def per_layer_inputs(
+    w: dict[str, Any], cfg: Architecture, tokens_BT: jax.Array, x_BTD: jax.Array
+) -> jax.Array:
+    """What each layer has of its own for each token, [L, B, T, P]: a row of a table, and a
+    projection of the embeddings x, each of about length sqrt(P).
+
+    w: table, project (ready for `project`) and norm.
+    """
+    dtype = x_BTD.dtype
+    P = cfg.per_layer_dim
+    rows = wide(stored(lookup(w["table"], tokens_BT), dtype)) * P**0.5
+    context_BTLP = wide(project(x_BTD, w["project"])) * cfg.embed_dim**-0.5
+    context_BTLP = norm(stored(context_BTLP, dtype), w["norm"], cfg)
+    both = (wide(context_BTLP) + rows.reshape(context_BTLP.shape)) * 2**-0.5
+    by_layer = jnp.moveaxis(stored(both, dtype), 2, 0)
+    return constrain(by_layer, "layers", "batch", "seq", "per_layer")
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
@@ -603,8 +725,8 @@ class Products:
     tp_reduce_dtype: DTypeLike = jnp.float32
 
     def qkv(self, x_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, ...]:
-        """Queries [B, T, N, H], keys and values [B, T, K, H]."""
-        return tuple(project(x_BTD, w[name]) for name in "qkv")
+        """Queries [B, T, N, H], keys and values [B, T, K, H]; not those that the layer lacks."""
+        return tuple(project(x_BTD, w[name]) for name in "qkv" if name in w)
 
     def out(self, attended_BTNH: jax.Array, w: dict[str, Any]) -> jax.Array:
         """Returns the output of attention for the residual stream, [B, T, D]."""
@@ -656,6 +778,17 @@ def block(
     if cfg.post_norms:
         fed_BTD = norm(fed_BTD, w["mlp_post_norm"], cfg)
     x_BTD = constrain(added(x_BTD, fed_BTD), *_RESIDUAL)
+
+    # The layer's own input of each token, and its scalar.
+    if around.per_layer is not None:
+        gate_BTP = project(move(x_BTD, _RESIDUAL, _LAYER_INPUT), w["per_layer_gate"])
+        gated_BTP = gated(cfg.activation, gate_BTP, around.per_layer)
+        own_BTD = constrain(project(gated_BTP, w["per_layer_out"]), *_RESIDUAL)
+        own_BTD = norm(own_BTD, w["per_layer_norm"], cfg)
+        x_BTD = constrain(added(x_BTD, own_BTD), *_RESIDUAL)
+    if cfg.layer_scalar:
+        scalar = wide(jax.lax.stop_gradient(w["layer_scalar"]))
+        x_BTD = stored(wide(x_BTD) * scalar, x_BTD.dtype)
     return around.products.after_layer(x_BTD), extra
 
 
@@ -671,40 +804,44 @@ def attention_part(
     products = around.products
     angles = around.angles
     if "qkv" in w:
-        ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
-        q_BTNH, k_BTKH, v_BTKH = jnp.split(project(x_BTD, w["qkv"]), ends, axis=2)
+        joined = project(x_BTD, w["qkv"])
+        ends = (cfg.num_heads, (cfg.num_heads + joined.shape[2]) // 2)
+        q_BTNH, *kv = jnp.split(joined, ends, axis=2)
     else:
-        q_BTNH, k_BTKH, v_BTKH = products.qkv(x_BTD, w)
+        q_BTNH, *kv = products.qkv(x_BTD, w)
+    # Keys may be the values, too. A layer that has neither reads those of another one.
+    kv = kv * 2 if len(kv) == 1 else kv
     if cfg.qkv_bias:
-        q_BTNH, k_BTKH, v_BTKH = (
+        q_BTNH, *kv = (
             # The bias is repeated for all tokens and then rounded, so that its gradient is summed
             # over the tokens in the dtype of the bias, not in that of x.
             added(x, stored(jnp.broadcast_to(w[f"{name}_bias"], x.shape), x.dtype))
-            for name, x in zip("qkv", (q_BTNH, k_BTKH, v_BTKH))
+            for name, x in zip("qkv", (q_BTNH, *kv))
         )
     gate_BTNH = None
     if cfg.attn_gate:
         q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
     if around.attend_norms:
-        out_BTNH, extra = around.attend_fn(q_BTNH, k_BTKH, v_BTKH, w, angles)
+        out_BTNH, extra = around.attend_fn(q_BTNH, *kv, w, angles)
         return products.out(out_BTNH, w), extra
     if cfg.qk_norm:
         q_BTNH = _norm_heads(q_BTNH, w["q_norm"], cfg)
-        k_BTKH = _norm_heads(k_BTKH, w["k_norm"], cfg)
+        kv = [_norm_heads(kv[0], w["k_norm"], cfg), kv[1]] if kv else kv
+    if cfg.value_norm and kv:
+        kv = [kv[0], norm(kv[1], None, cfg)]
     if is_rotated:
         sin_cos, query_scale = angles[:2], angles[2:]
         q_BTNH = rope(q_BTNH, sin_cos)
-        k_BTKH = rope(k_BTKH, sin_cos)
+        kv = [rope(kv[0], sin_cos), kv[1]] if kv else kv
         if query_scale:
             q_BTNH = stored(wide(q_BTNH) * query_scale[0], q_BTNH.dtype)
 
     # Heads over tp. The names are those that REMAT keeps.
-    q_BTNH, k_BTKH, v_BTKH = attention.shard_heads(q_BTNH, k_BTKH, v_BTKH)
+    q_BTNH, *kv = attention.shard_heads(q_BTNH, *kv)
     q_BTNH = checkpoint_name(q_BTNH, "q")
-    k_BTKH = checkpoint_name(k_BTKH, "k")
-    v_BTKH = checkpoint_name(v_BTKH, "v")
+    kv = [checkpoint_name(x, name) for x, name in zip(kv, "kv")]
 
-    out_BTNH, extra = around.attend_fn(q_BTNH, k_BTKH, v_BTKH)
+    out_BTNH, extra = around.attend_fn(q_BTNH, *kv)
     out_BTNH = checkpoint_name(
         constrain(out_BTNH, "batch", "seq", "heads", "head_dim"), "attended"
     )
@@ -718,10 +855,20 @@ def attention_part(
 # one sees them without rotary positions.
 ROTATED = {"local", "global"}
 ATTENTION = ROTATED | {"unrotated"}
-LAYER_KINDS = {kind: LayerKind(attention_weights, attention_part) for kind in ROTATED} | {
+LAYER_KINDS = {
+    kind + end: LayerKind(partial(attention_weights, kind=kind + end), attention_part)
+    for kind in ROTATED
+    for end in ("", READER)
+} | {
     "unrotated": LayerKind(attention_weights, partial(attention_part, is_rotated=False)),
     "delta": GATED_DELTA_NET,
 }
+
+
+def is_local(kind: str) -> bool:
+    """Whether layers of this kind see a window of tokens, those among them that read the keys and
+    values of another layer."""
+    return kind.removesuffix(READER) == "local"
 
 
 def gated_mlp(
@@ -735,13 +882,16 @@ def gated_mlp(
 
 def norm(
     x: jax.Array,
-    scale: jax.Array,
+    scale: jax.Array | None,
     cfg: Architecture,
 ) -> jax.Array:
-    """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma)."""
+    """RMS norm over the last dim: x / rms(x), times the scale (1 + scale for Gemma 2 and 3), if
+    there is one."""
     x_wide = wide(x)
     mean_square = jnp.mean(x_wide**2, axis=-1, keepdims=True)
     normed = x_wide * jax.lax.rsqrt(mean_square + cfg.norm_eps)
+    if scale is None:
+        return stored(normed, x.dtype)
     scale = scale.astype(x_wide.dtype)
     return stored(normed * (1 + scale if cfg.norm_plus_one else scale), x.dtype)
 
@@ -768,9 +918,9 @@ def rope_angles(
     positions_BT: jax.Array,
     kind: str,
 ) -> Angles:
-    """sin and cos of the rotary angles, [B, T, 1, rotated_dim / 2] each, float32 (float64 where JAX
-    has it): to the last places of the dtype at every position below 2^26. With Yarn.query_growth
-    the factors of the queries come third, [B, T, 1, 1]."""
+    """sin and cos of the rotary angles, [B, T, 1, elements of a head that turn / 2] each, float32
+    (float64 where JAX has it): to the last places of the dtype at every position below 2^26. With
+    Yarn.query_growth the factors of the queries come third, [B, T, 1, 1]."""
     frequency, amplitude = cfg.rope(kind)
     positions_BT11 = positions_BT[..., None, None]
     sin, cos = _sin_cos(positions_BT11, frequency)

@@ -61,6 +61,9 @@ TOP_NAMES = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "per_layer/table": "model.embed_tokens_per_layer.weight",
+    "per_layer/project": "model.per_layer_model_projection.weight",
+    "per_layer/norm": "model.per_layer_projection_norm.weight",
 }
 # Within model.layers.<i>.
 NAMES = {
@@ -98,6 +101,23 @@ POST_NORMS = {
     "attn_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+PER_LAYER = {
+    "per_layer_gate": "per_layer_input_gate.weight",
+    "per_layer_out": "per_layer_projection.weight",
+    "per_layer_norm": "post_per_layer_input_norm.weight",
+}
+# Fields of Architecture, and what they are where all layers are of one shape.
+ONE_SHAPE = {
+    "global_head_dim": None,
+    "global_kv_heads": None,
+    "global_rope_share": 1.0,
+    "keys_as_values": False,
+    "value_norm": False,
+    "kv_readers": 0,
+    "wide_readers": False,
+    "per_layer_dim": 0,
+    "layer_scalar": False,
 }
 
 
@@ -162,6 +182,45 @@ def _every_nth_global(n: int) -> Callable[[dict], list[str]]:
     return kinds
 
 
+def _gemma4_keys(hf: dict) -> dict:
+    """A config.json of Gemma 4 with the kinds of its layers, and what differs by kind under one
+    spelling.
+
+    transformers writes `per_layer_config`, an object by the number of a layer. Raises ValueError.
+    """
+    kinds = _every_nth_global(6)(hf)
+    if hf.get("layer_types") and kinds[-1] == "local":
+        raise ValueError("layer_types: the last layer must be full_attention")
+    # transformers takes the last one as global.
+    wide = [str(i) for i, kind in enumerate([*kinds[:-1], "global"]) if kind == "global"]
+    types = ("sliding_attention", "full_attention")
+    hf = hf | {"layer_types": [types[str(i) in wide] for i in range(len(kinds))]}
+    if "per_layer_config" in hf:
+        by_layer = _object(hf.pop("per_layer_config") or {}, "per_layer_config")
+        # 05 is layer 5 of 10 or more
+        by_layer = {number.lstrip("0") or "0": own for number, own in by_layer.items()}
+        own = _object(by_layer.get(wide[0], {}), "per_layer_config")
+        if by_layer and by_layer != dict.fromkeys(wide, own):
+            raise ValueError(
+                "per_layer_config must have the same for each layer with full_attention, and no "
+                "other layers"
+            )
+        if odd := own.keys() - {"head_dim", "num_key_value_heads"}:
+            raise ValueError(f"per_layer_config.{wide[0]}: {shown(min(odd))} is not supported")
+        hf["global_head_dim"] = own.get("head_dim", hf["head_dim"])
+        hf["num_global_key_value_heads"] = own.get("num_key_value_heads")
+    elif not hf["attention_k_eq_v"]:
+        hf["num_global_key_value_heads"] = None
+    if hf.get("use_bidirectional_attention") == "all":
+        raise ValueError("use_bidirectional_attention='all' is not supported")
+    rows = hf.get("vocab_size_per_layer_input", 262_144)
+    if hf.get("hidden_size_per_layer_input") and rows != hf["vocab_size"]:
+        raise ValueError(
+            f"vocab_size_per_layer_input={shown(rows)} is not vocab_size={shown(hf['vocab_size'])}"
+        )
+    return hf
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """The layout of one family. A new family that needs no new computation is just an object of
@@ -195,6 +254,9 @@ class Family:
     # beginnings of the tensor names of such models, in place of our "model."
     prefixes: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()  # beginnings of the names of tensors of their other parts
+    optional: frozenset[str] = frozenset()  # of names, those that not all models have
+    # config.json -> the same, with what has several spellings in that of `keys`
+    respelled: Callable[[dict], dict] = dict
 
 
 GEMMA = {
@@ -206,7 +268,7 @@ GEMMA = {
     "attn_gate": False,
     "rope_share": 1.0,
     "delta": None,
-}
+} | ONE_SHAPE
 LLAMA_LIKE = {
     "activation": "silu",
     "embed_scale": False,
@@ -217,7 +279,7 @@ LLAMA_LIKE = {
     "attn_gate": False,
     "rope_share": 1.0,
     "delta": None,
-}
+} | ONE_SHAPE
 GEMMA2 = Family(
     name="gemma2",
     model_type="gemma2",
@@ -278,6 +340,103 @@ GEMMA3 = Family(
         "model.multi_modal_projector.",
     ),
 )
+_ROPE_OF_GEMMA4 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
+GEMMA4 = Family(
+    name="gemma4",
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    flags={
+        "activation": "gelu",
+        "embed_scale": True,
+        "norm_plus_one": False,
+        "post_norms": True,
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scalar": True,
+        "query_scale": 1,
+        "qkv_bias": False,
+        "attn_gate": False,
+        "attn_softcap": None,
+        "rope_share": 1.0,
+        "rope_scaling": None,
+        "delta": None,
+    },
+    names=NAMES | POST_NORMS | QK_NORMS | PER_LAYER | {"layer_scalar": "layer_scalar"},
+    optional=frozenset({*PER_LAYER, "k", "v", "k_norm"}),
+    keys=KEYS
+    | {
+        "window": "sliding_window",
+        "final_softcap": "final_logit_softcapping",
+        "global_head_dim": "global_head_dim",
+        "global_kv_heads": "num_global_key_value_heads",
+        "keys_as_values": "attention_k_eq_v",
+        "kv_readers": "num_kv_shared_layers",
+        "wide_readers": "use_double_wide_mlp",
+        "per_layer_dim": "hidden_size_per_layer_input",
+    },
+    # Experts are those of 26B-A4B.
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "enable_moe_block": False,
+    },
+    # The config.json of a text part may have only values that differ from these.
+    absent={
+        "vocab_size": 262_144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 256,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 512,
+        "final_logit_softcapping": None,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "rope_parameters": _ROPE_OF_GEMMA4,
+    },
+    kinds=_every_nth_global(6),
+    respelled=_gemma4_keys,
+    rope_by_kind=True,
+    wrapper="gemma4",
+    prefixes=("model.language_model.",),
+    ignored=(
+        "model.vision_tower.",
+        "model.embed_vision.",
+        "model.audio_tower.",
+        "model.embed_audio.",
+    ),
+)
+# The form of 12B, whose images and sounds have no towers.
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="gemma4_unified",
+    model_type="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    flags=GEMMA4.flags | {"per_layer_dim": 0},
+    names={name: of for name, of in GEMMA4.names.items() if name not in PER_LAYER},
+    keys={name: key for name, key in GEMMA4.keys.items() if name != "per_layer_dim"},
+    fixed={key: value for key, value in GEMMA4.fixed.items() if key != "enable_moe_block"},
+    absent=GEMMA4.absent
+    | {
+        "sliding_window": 1024,
+        "max_position_embeddings": 262_144,
+        "hidden_size_per_layer_input": 0,
+    },
+    wrapper="gemma4_unified",
+    ignored=(*GEMMA4.ignored, "model.vision_embedder."),
+)
 QWEN2 = Family(
     name="qwen2",
     model_type="qwen2",
@@ -312,7 +471,8 @@ QWEN3_5 = Family(
         "attn_softcap": None,
         "final_softcap": None,
         "rope_scaling": None,
-    },
+    }
+    | ONE_SHAPE,
     names=NAMES | QK_NORMS | DELTA,
     keys=KEYS | DELTA_KEYS,
     fixed={"hidden_act": "silu", "attention_bias": False, "attn_output_gate": True},
@@ -421,7 +581,11 @@ SMOLLM3 = replace(
 _RELATIVES = (MINISTRAL3, MISTRAL, OLMO3, PHI3, SMOLLM3)
 FAMILIES = {
     family.name: family
-    for family in (GEMMA2, GEMMA3, LLAMA, *_RELATIVES, QWEN2, QWEN3, QWEN3_5)
+    for family in (
+        *(GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, LLAMA),
+        *_RELATIVES,
+        *(QWEN2, QWEN3, QWEN3_5),
+    )
 }
 
 
@@ -518,6 +682,7 @@ def _config_from(hf: dict, family: Family) -> Architecture:
         raise ValueError(
             f"num_hidden_layers={shown(hf['num_hidden_layers'])}; it is at most {MOST_LAYERS:,}"
         )
+    hf = family.respelled(hf)
     if hf.get("num_key_value_heads") is None:
         hf["num_key_value_heads"] = hf["num_attention_heads"]
     if hf.get("head_dim") is None:
@@ -535,7 +700,8 @@ def _config_from(hf: dict, family: Family) -> Architecture:
         (values.setdefault(part, {}) if part else values)[inner] = value
     if "delta" in values:
         values["delta"] = DeltaNet(**values["delta"])
-    values.setdefault("query_scale", hf["head_dim"])
+    if "query_scale" not in family.flags:
+        values.setdefault("query_scale", hf["head_dim"])
     kinds = family.kinds(hf)
     values["pattern"] = repeated(kinds)
     if "local" not in kinds:
@@ -576,7 +742,8 @@ def _object(value: object, key: str) -> dict:
 
 def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
     """The rope settings of a config.json, in the newer spelling or the older one."""
-    newer = _object(config.get("rope_parameters") or {}, "rope_parameters")
+    newer = (family.absent | config).get("rope_parameters")
+    newer = _object(newer or {}, "rope_parameters")
     scaling = _object(config.get("rope_scaling") or {}, "rope_scaling")
     of_global = _one_rope(config, family, newer, "full_attention", "rope_theta", scaling)
     of_local = of_global
@@ -586,8 +753,15 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
         theta_key = local_key if local_key in family.absent else "rope_theta"
         of_local = _one_rope(config, family, newer, "sliding_attention", theta_key, {})
 
+    # Proportional: the lowest frequencies are zero. Another form turns only part of a head.
+    is_proportional = of_global.get("rope_type") == "proportional"
+    if is_proportional and "global_rope_share" not in family.flags:
+        of_global = of_global | {"rope_type": "linear" if "factor" in of_global else "default"}
+    else:
+        is_proportional = False
     key = "partial_rotary_factor"
     share = of_global.get(key, (family.absent | config).get(key, 1.0))
+    share = _number(share, key, float)
     scaled = _scaling(of_global, config, family)
     of_windows = _scaling(of_local, config, family) if "local" in kinds else {}
     if of_windows.keys() - {"longrope"}:
@@ -596,7 +770,8 @@ def _rope(config: dict, family: Family, kinds: list[str]) -> dict[str, Any]:
         "rope_theta_local": _number(of_local["rope_theta"], "rope_theta", float),
         "rope_theta_global": _number(of_global["rope_theta"], "rope_theta", float),
         **dict.fromkeys(("rope_scaling", "yarn", "longrope")),
-        "rope_share": _number(share, "partial_rotary_factor", float),
+        "rope_share": 1.0 if is_proportional else share,
+        "global_rope_share": share if is_proportional else 1.0,
         **scaled,
     }
 
@@ -686,7 +861,7 @@ def check_flags(cfg: Architecture, family: Family) -> None:
     for stack, (kind, _) in stacks(cfg).items():
         own = {name: f"{stack}/{name}" for name in layer_weights(cfg, kind)}
         names |= {full if full in expected else name for name, full in own.items()}
-    if expected != names:
+    if names - expected or expected - names - family.optional:
         raise ValueError(
             f"layers have {sorted(names)}, but in the family {family.name} {sorted(expected)}"
         )
@@ -709,6 +884,11 @@ def as_computed(cfg: Architecture) -> Architecture:
         unused["max_positions"] = cfg.longrope.original_positions
     if "local" not in pattern:
         unused |= {"window": None, "rope_theta_local": cfg.rope_theta_global}
+    heads, head_dim = cfg.kv_shape("global")
+    unused["global_kv_heads"] = None if heads == cfg.num_kv_heads else heads
+    unused["global_head_dim"] = None if head_dim == cfg.head_dim else head_dim
+    if not cfg.kv_readers:
+        unused["wide_readers"] = False
     return replace(cfg, pattern=pattern, **unused)
 
 
@@ -723,6 +903,10 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= {key: attrgetter(name)(cfg) for name, key in family.keys.items()}
     hf |= {key: value for key, value in family.fixed.items() if value is not None}
+    if "global_head_dim" in family.keys:
+        hf["num_global_key_value_heads"], hf["global_head_dim"] = cfg.kv_shape("global")
+    if "per_layer_dim" in family.keys:
+        hf["vocab_size_per_layer_input"] = cfg.vocab_size
     if family.has_windows:
         names = {kind: name for name, kind in family.types.items()}
         hf[family.kinds_key] = [names[kind] for kind in cfg.kinds]
@@ -734,6 +918,9 @@ def _as_json(cfg: Architecture, family: Family) -> dict:
     of_global = {"rope_type": "default", "rope_theta": cfg.rope_theta_global}
     if cfg.rope_share < 1:
         of_global["partial_rotary_factor"] = cfg.rope_share
+    if cfg.global_rope_share < 1:
+        of_global["rope_type"] = "proportional"
+        of_global["partial_rotary_factor"] = cfg.global_rope_share
     if (scaling := cfg.rope_scaling) is not None:
         of_global |= {"rope_type": "linear", "factor": scaling.factor}
         if scaling.original_positions is not None:

@@ -49,6 +49,8 @@ SINGLE = "model.safetensors"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 # At most, of one file that we write.
 _SHARD_BYTES = 5_000_000_000
+# Modules of a layer whose keys and values are those of another one, which files may have.
+_OF_SOURCES = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 # Problems of each kind that a message lists.
 SHOWN = 2
 # At most, bytes of two tensors that are compared at once.
@@ -320,15 +322,18 @@ def check_weights(
     names = set(tensors)
     wanted = {name: hf_shape(weight) for name, weight in hf_weights(cfg, family).items()}
 
-    # Allowed are a copy of the embedding, and the rotary constants of older files.
+    # Allowed is a copy of the embedding.
     if cfg.tied and TOP_NAMES["head"] in names:
         wanted[TOP_NAMES["head"]] = wanted[TOP_NAMES["embed"]]
+    # Older files have rotary constants, and some have keys and values that no layer reads.
+    unread = tuple(f"model.layers.{i}.self_attn.{x}" for i in cfg.sources for x in _OF_SOURCES)
     problems = misfits(
         {tensors.label(name): shape for name, shape in wanted.items()},
         {
             tensors.label(name): (tensors.shape(name), tensors.dtype(name))
             for name in names
-            if name in wanted or not name.endswith("rotary_emb.inv_freq")
+            if name in wanted
+            or not (name.endswith("rotary_emb.inv_freq") or name.startswith(unread))
         },
     )
     if problems:

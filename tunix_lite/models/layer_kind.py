@@ -31,7 +31,8 @@ class Surroundings:
     # decoder.Products: multiplies activations with weights
     products: Any
     angles: Angles
-    # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps)
+    # (q_BTNH, k_BTKH, v_BTKH) -> (attended [B, T, N, H], what the layer keeps); of q alone where
+    # the layer reads the keys and values of another one
     attend_fn: Callable[..., tuple[jax.Array, Any]]
     # True: attend_fn norms and turns queries and keys, and gets the weights and the angles, too
     attend_norms: bool = False
@@ -39,6 +40,8 @@ class Surroundings:
     sequences: AttentionMeta | None = None
     # the state of each row after the tokens before; None: all sequences begin in these rows
     state: Any = None
+    # the layer's own input of the tokens, [B, T, per_layer_dim], if it has one
+    per_layer: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,9 @@ def attach(
     for i, (path, (a, b)) in enumerate(sorted(pairs(adapters).items())):
         keys_LB = None
         if keys is not None:
-            of_layers = jax.vmap(fold, in_axes=(None, 0))
-            keys_LB = of_layers(fold(keys, i), jnp.arange(a.shape[0]))
+            keys_LB = fold(keys, i)
+            if path.startswith("layers/"):
+                keys_LB = jax.vmap(fold, in_axes=(None, 0))(keys_LB, jnp.arange(a.shape[0]))
         leaves[path] = Lora(leaves[path], a, b, keys_LB, lora.scale, lora.dropout)
     return traverse_util.unflatten_dict(leaves, sep="/")
 

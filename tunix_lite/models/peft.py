@@ -2,6 +2,7 @@
 out."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def read_adapter_config(
         )
     present = {module_of(name) for name in entries}
     paths = []
-    for path, weight in flatten(decoder.weights(cfg)).items():
+    table = flatten(decoder.weights(cfg))
+    for path, weight in table.items():
         modules = {name.removesuffix(".weight") for name in hf.hf_names(path, cfg, family)}
         if weight.inputs and modules & present:
             if missing := sorted(modules - present):
@@ -90,11 +92,13 @@ def read_adapter_config(
         )
     targets = "|".join(paths)
     if decoder.stack_of_layers(cfg)[0] is not None:
-        # By stack, as an expression has a limit.
+        # By name if these are all that have it, else by stack, as an expression has a limit.
         names: dict[str, list[str]] = {}
         for stack, name in (path.rsplit("/", 1) for path in paths):
             names.setdefault(stack, []).append(name)
-        targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
+        targets = f".*/({'|'.join(sorted(set().union(*names.values())))})"
+        if set(paths) != {path for path in table if re.fullmatch(targets, path)}:
+            targets = "|".join(f"{stack}/({'|'.join(of)})" for stack, of in names.items())
     for name, own in (("alpha", alpha), ("targets", targets)):
         setting = getattr(lora, name)
         if setting not in (getattr(LoraConfig(), name), own):
@@ -242,10 +246,13 @@ def save_adapters(
     targets = sorted({name.rsplit(".", 1)[1] for name in modules})
     if is_wrapped:
 
-        def in_wrapper(name: str) -> str:
-            return name.replace("model.layers.", "model.language_model.layers.", 1)
+        def in_wrapper(module: str) -> str:
+            return module.replace("model.", "model.language_model.", 1)
 
-        tensors = {in_wrapper(name): value for name, value in tensors.items()}
+        tensors = {
+            _PREFIX + in_wrapper(name.removeprefix(_PREFIX)): value
+            for name, value in tensors.items()
+        }
         targets = sorted(map(in_wrapper, modules))
     hf.write_tensors(folder / TENSORS, tensors)
     config = {

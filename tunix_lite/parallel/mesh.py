@@ -48,6 +48,8 @@ RULES: dict[str, str | None] = {
     "layers": None,
     # tokens of a short convolution
     "taps": None,
+    # what each layer has of its own for each token (Gemma 4)
+    "per_layer": None,
     # a norm's scale is too small to be worth a gather
     "norm": None,
     # the inner dim of adapters
@@ -56,6 +58,7 @@ RULES: dict[str, str | None] = {
     "embed_blocks": "fsdp",
     "mlp_blocks": "tp",
     "head_dim_blocks": None,
+    "per_layer_blocks": None,
     # activations
     "batch": "fsdp",
     # prompts whose completions are sampled: a slot on any shard may need them

@@ -153,7 +153,7 @@ class MemoryEstimate:
                 self.resolved.elements(w.shape, w.axes, is_gathered=True)
                 for w in decoder.layer_weights(cfg, kind).values()
             )
-            for kind in set(cfg.pattern)
+            for kind in set(cfg.kinds_of_weights)
         )
 
     def choose_sampling_weights(
@@ -300,8 +300,8 @@ class MemoryEstimate:
         return total
 
     def kept_layers(self, rows: int, width: int) -> int:
-        """The bytes that the backward pass finds of every layer: its input, nD, and what
-        training.remat keeps beside it.
+        """The bytes that the backward pass finds of every layer: its input, nD, the layer's own
+        input, if there is one, and what training.remat keeps beside them.
 
         save_qkv_out: q, k, v and what attention gives. dots: q, k, v, the output and the
         feed-forward's three products. none: those, what attention gives, and its scores in float32
@@ -309,7 +309,7 @@ class MemoryEstimate:
         the layer's matrices. What a program without a loop over layers keeps more than these is not
         known.
         """
-        counts = Counter(self.resolved.cfg.kinds)
+        counts = Counter(self.resolved.cfg.kinds_of_weights)
         return sum(n * self._kept_layer(kind, rows, width) for kind, n in counts.items())
 
     def _kept_layer(self, kind: str, rows: int, width: int) -> int:
@@ -321,7 +321,10 @@ class MemoryEstimate:
         qkv, attended_out = self._projected(kind)
         is_sequence_parallel = resolved.train_rules["residual_seq"] == "tp"
         residual = cfg.embed_dim // tp if is_sequence_parallel else cfg.embed_dim
-        products = qkv + 2 * residual + 2 * (cfg.mlp_dim // tp)
+        mlp = decoder.layer_weights(cfg, kind)["gate"].shape[1] // tp
+        products = qkv + 2 * residual + 2 * mlp
+        if own := cfg.per_layer_dim:
+            products += own + residual
 
         # What remat keeps of them.
         remat = resolved.run.training.remat
@@ -331,9 +334,9 @@ class MemoryEstimate:
             "save_qkv_out": qkv + attended_out,
             "dots": products,
             "none": products + attended_out,
-            "save_all": 3 * (cfg.mlp_dim // tp) + 4 * residual + 2 * heads_of_token,
+            "save_all": 3 * mlp + 4 * residual + 2 * heads_of_token,
         }
-        elements = rows * width * (residual + of_a_token[remat])
+        elements = rows * width * (residual + own + of_a_token[remat])
         kept = elements * resolved.itemsize
         if remat == "save_all":
             kept += self.layer_elements() * resolved.itemsize
@@ -348,8 +351,9 @@ class MemoryEstimate:
         return kept
 
     def _layer_at_work(self, n: int) -> int:
-        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp. In
-        a gated delta net it is what it projects, and in float32 what its chunks are made of."""
+        """One layer's values that exist at once: b n (4D + (N + 2K)H + 2F), heads and F over tp,
+        beside the inputs of all layers, if they have some. In a gated delta net it is what it
+        projects, and in float32 what its chunks are made of."""
         resolved = self.resolved
         cfg = resolved.cfg
         tp = resolved.tp
@@ -357,8 +361,11 @@ class MemoryEstimate:
         if (net := cfg.delta) is not None:
             of_head = 4 * net.key_dim + 4 * net.value_dim + 3 * gated_delta_net.CHUNK
             in_float32 = 4 * n * net.num_value_heads // tp * of_head
-        heads = max(self._projected(kind)[0] for kind in set(cfg.pattern))
-        elements = n * (4 * cfg.embed_dim + heads + 2 * cfg.mlp_dim // tp)
+        kinds = set(cfg.kinds_of_weights)
+        heads = max(self._projected(kind)[0] for kind in kinds)
+        mlp = max(decoder.layer_weights(cfg, kind)["gate"].shape[1] for kind in kinds)
+        inputs = cfg.num_layers * cfg.per_layer_dim
+        elements = n * (4 * cfg.embed_dim + heads + 2 * mlp // tp + inputs)
         return resolved.itemsize * elements + in_float32
 
     def _projected(self, kind: str) -> tuple[int, int]:
@@ -372,9 +379,11 @@ class MemoryEstimate:
             gates = 2 * net.num_value_heads // tp
             return net.num_key_heads // tp * sum(net.parts) + values + gates, values
         heads = cfg.num_heads // tp
-        kv_heads = -(-cfg.num_kv_heads // tp)
+        kv_heads, head_dim = cfg.kv_shape(kind)
+        declared = decoder.layer_weights(cfg, kind)
+        of_kv = -(-kv_heads // tp) * sum(name in declared for name in "kv")
         queries = 2 * heads if cfg.attn_gate else heads
-        return (queries + 2 * kv_heads) * cfg.head_dim, heads * cfg.head_dim
+        return (queries + of_kv) * head_dim, heads * head_dim
 
     def _scores_at_work(self, rows: int, width: int) -> int:
         """Attention's scores, float32, and their softmax, of the queries taken at once; a kernel

@@ -19,9 +19,10 @@ from tunix_lite.planning.hardware import Hardware
 
 def _matmul_params(cfg: Architecture) -> int:
     """Weights that a token is multiplied with on its way through the layers: with attention in each
-    of them L * (2DNH + 2DKH + 3DF), without the head, the embedding, norms and biases."""
-    total = 0
-    for kind, count in Counter(cfg.kinds).items():
+    of them L * (2DNH + 2DKH + 3DF), without the head, the embedding, norms and biases; and what
+    per_layer_dim adds."""
+    total = cfg.embed_dim * cfg.num_layers * cfg.per_layer_dim
+    for kind, count in Counter(cfg.kinds_of_weights).items():
         declared = decoder.layer_weights(cfg, kind).values()
         total += count * sum(math.prod(w.shape) for w in declared if w.inputs)
     return total
@@ -37,15 +38,17 @@ def attention_flops(cfg: Architecture, lengths: Iterable[int]) -> float:
     query and a key. In a local layer a token sees a window of keys at most: a triangle of pairs,
     and then whole windows. With them is what `recurrence_flops` gives."""
     lengths = [int(length) for length in lengths]
-    pairs = 0
+    widths = 0
     for kind in cfg.kinds:
         if kind not in decoder.ATTENTION:
             continue
+        pairs = 0
         for length in lengths:
             seen = min(length, cfg.window) if kind == "local" else length
             pairs += seen * (seen + 1) // 2 + (length - seen) * seen
+        widths += pairs * cfg.kv_shape(kind)[1]
     recurrence = recurrence_flops(cfg) * sum(lengths)
-    return 4.0 * cfg.num_heads * cfg.head_dim * pairs + recurrence
+    return 4.0 * cfg.num_heads * widths + recurrence
 
 
 def recurrence_flops(cfg: Architecture) -> float:
@@ -98,17 +101,14 @@ def decode_bytes(
     lengths = [int(length) for length in lengths]
     seen = 0
     for kind in (kind for kind in cfg.kinds if kind in decoder.ATTENTION):
-        seen += sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
+        tokens = sum(min(n, cfg.window) if kind == "local" else n for n in lengths)
+        seen += tokens * math.prod(cfg.kv_shape(kind))
     weights = _matmul_params(cfg) + _head_params(cfg)
     states = 0
     if (net := cfg.delta) is not None:
         in_a_layer = 2 * 4 * net.num_value_heads * net.key_dim * net.value_dim
         states = len(lengths) * cfg.kinds.count("delta") * in_a_layer
-    return (
-        states
-        + weights * weight_itemsize
-        + 2.0 * cfg.num_kv_heads * cfg.head_dim * seen * cache_itemsize
-    )
+    return states + weights * weight_itemsize + 2.0 * seen * cache_itemsize
 
 
 def roofline(

@@ -122,11 +122,10 @@ def computed_flops(resolved: ResolvedRun, lengths: Lengths) -> float:
     shape = resolved.rows.shape
     if shape is not None and shape.prefix_columns:
         prefix = work.width - shape.num_lanes * shape.lane_columns
-        pairs = prefix**2 + shape.num_lanes * shape.lane_columns * (
-            prefix + shape.lane_columns
-        )
-    num_layers = sum(kind in decoder.ATTENTION for kind in cfg.kinds)
-    attention = 4.0 * num_layers * cfg.num_heads * cfg.head_dim * rows * pairs
+        keys_of_lane = prefix + shape.lane_columns
+        pairs = prefix**2 + shape.num_lanes * shape.lane_columns * keys_of_lane
+    widths = sum(cfg.kv_shape(kind)[1] for kind in cfg.kinds if kind in decoder.ATTENTION)
+    attention = 4.0 * widths * cfg.num_heads * rows * pairs
     attention += recurrence_flops(cfg) * rows * work.width
     return forward_flops(cfg, rows * work.width, rows * work.scored, attention)
 

@@ -8,10 +8,9 @@ tp shard in the types that they are used in, G those of their gradients as summe
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
-from tunix_lite.models.weights import is_weight, num_params
+from tunix_lite.models.weights import flatten, num_params
 from tunix_lite.planning import flops
 from tunix_lite.planning.estimate import MemoryEstimate
 from tunix_lite.planning.hardware import Hardware
@@ -86,12 +85,24 @@ class Speed:
         tp = self.resolved.tp
         return {"fsdp": gathered * (fsdp - 1) / fsdp, "tp": 2 * reduced * (tp - 1) / tp}
 
+    def _weights_read(self) -> int:
+        """W: the bytes of the weights that a pass reads, whole over fsdp. Of the table of per-layer
+        inputs these are a few rows."""
+        resolved = self.resolved
+        cfg = resolved.cfg
+        shape = (cfg.vocab_size, cfg.num_layers * cfg.per_layer_dim)
+        rows = resolved.elements(shape, ("vocab", "embed"), is_gathered=True)
+        copy = MemoryEstimate(resolved).sampling_copy(is_gathered=True)
+        return copy - rows * resolved.itemsize
+
     def reduced_gradient_bytes(self) -> int:
         """G: the gradients of a tp shard as they cross fsdp: layers' matrices in
-        training.reduce_dtype, others float32."""
+        training.reduce_dtype, others float32. Rows of the table of per-layer inputs do not."""
         resolved = self.resolved
         total = 0
-        for weight in jax.tree.leaves(resolved.tables.trained, is_leaf=is_weight):
+        for path, weight in flatten(resolved.tables.trained).items():
+            if path == "per_layer/table":
+                continue
             is_narrow = weight.inputs and resolved.run.training.reduce_dtype == "bfloat16"
             elements = resolved.elements(weight.shape, weight.axes, is_gathered=True)
             total += elements * (2 if is_narrow else 4)
@@ -116,7 +127,7 @@ class Speed:
         P = resolved.batch.prompts
         B = resolved.batch.sequences
         fsdp = resolved.fsdp
-        W = MemoryEstimate(resolved).sampling_copy(is_gathered=True)
+        W = self._weights_read()
         gathered = W if resolved.sampling_weights == "sharded" else 0
 
         # Each prompt once: 2PT FLOPs and attention.
@@ -175,7 +186,7 @@ class Speed:
         """One forward: 2P a token; W is read and gathered once a micro-batch."""
         resolved = self.resolved
         tokens, scored, attention, parts = self._batch_work()
-        once = parts * MemoryEstimate(resolved).sampling_copy(is_gathered=True)
+        once = parts * self._weights_read()
         return _ProgramWork(
             flops.forward_flops(resolved.cfg, tokens, scored, attention),
             once,
@@ -188,7 +199,7 @@ class Speed:
         resolved = self.resolved
         tokens, scored, attention, parts = self._batch_work()
         lora_params = num_params(resolved.tables.trained) if resolved.lora else 0
-        both_ways = 2 * parts * MemoryEstimate(resolved).sampling_copy(is_gathered=True)
+        both_ways = 2 * parts * self._weights_read()
         syncs = -(-parts // resolved.run.training.sync_gradients_every)
         here = tokens / resolved.fsdp
         summed = self._streams(here) + self._streams(here, is_forward=False)

@@ -43,11 +43,11 @@ class KV:
     v_scales: jax.Array | None = None
 
 
-def _head_copies(cfg: Architecture, tp: int) -> int:
+def _head_copies(num_kv_heads: int, tp: int) -> int:
     """Counts the copies of each key/value head in the cache: where tp is a multiple of the heads,
     every shard of tp holds one of its own."""
-    if tp > cfg.num_kv_heads and tp % cfg.num_kv_heads == 0:
-        return tp // cfg.num_kv_heads
+    if tp > num_kv_heads and tp % num_kv_heads == 0:
+        return tp // num_kv_heads
     return 1
 
 
@@ -65,18 +65,21 @@ def cache_shapes(
     tp: int,
 ) -> list[Any]:
     """The shapes of a cache of `rows` sequences of up to `length` tokens, by arithmetic: a `KV` or
-    a state for each layer."""
-    heads = cfg.num_kv_heads * _head_copies(cfg, tp)
+    a state for each layer; None for one that reads the keys and values of another layer."""
     cache = []
-    for kind in cfg.kinds:
+    for layer, kind in enumerate(cfg.kinds):
+        if layer in cfg.sources:
+            cache.append(None)
+            continue
         state_shapes = kind_of_layer(kind).state_shapes
         if state_shapes is not None:
             cache.append(state_shapes(cfg, rows, dtype))
             continue
         columns = num_columns(cfg, kind, length)
-        shape = (rows, heads, columns)
+        heads, head_dim = cfg.kv_shape(kind)
+        shape = (rows, heads * _head_copies(heads, tp), columns)
         stored_dtype = jnp.int8 if int8 else dtype
-        values = jax.ShapeDtypeStruct((*shape, cfg.head_dim), stored_dtype)
+        values = jax.ShapeDtypeStruct((*shape, head_dim), stored_dtype)
         scales = jax.ShapeDtypeStruct(shape, jnp.float32) if int8 else None
         cache.append(KV(values, values, scales, scales))
     return cache
@@ -101,7 +104,7 @@ def empty_cache(
 
 
 def columns_of(layer: Any) -> int | None:
-    """Columns of the cache of a layer; None: it keeps a state, which has none."""
+    """Columns of the cache of a layer; None: it keeps a state, which has none, or nothing."""
     return layer.k.shape[2] if isinstance(layer, KV) else None
 
 
@@ -151,13 +154,12 @@ def logical_axes(
 
 
 def to_cache_format(
-    cfg: Architecture,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     int8: bool,
 ) -> KV:
     """New keys and values in the layout of the cache, [B, K, T, H], as int8 codes if asked."""
-    copies = _head_copies(cfg, axis_size("tp"))
+    copies = _head_copies(k_BTKH.shape[2], axis_size("tp"))
     k_BKTH, v_BKTH = (jnp.repeat(x, copies, axis=2).swapaxes(1, 2) for x in (k_BTKH, v_BTKH))
     return quantize_kv(k_BKTH, v_BKTH) if int8 else KV(k_BKTH, v_BKTH)
 

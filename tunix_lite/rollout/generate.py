@@ -436,7 +436,7 @@ def compile_rollout(engine: Engine) -> Slots:
 
     # What gives slots another number of columns.
     for slots in every:
-        for kind, kv in dict(zip(spec.cfg.kinds, slots.cache)).items():
+        for kind, kv in dict(zip(spec.cfg.kinds_of_weights, slots.cache)).items():
             for columns in sizes:
                 wanted = kv_cache.num_columns(spec.cfg, kind, columns)
                 if kv_cache.columns_of(kv) not in (None, wanted):

@@ -209,7 +209,7 @@ class Saved:
     Example: save(spec, slots), before `decode` takes the slots.
     """
 
-    # [B, K, T, ...] of each local layer; None for a global one
+    # [B, K, T, ...] of each local layer with keys and values; None for another one
     columns: list[KV | None]
     # [B] as of Slots
     lengths: jax.Array
@@ -384,16 +384,16 @@ def prefill(
     tokens_MT = constrain(tokens_MT, "batch", "seq")
     is_token_MT = jnp.arange(T) < lengths_M[:, None]
     meta = attention.one_sequence_per_row(is_token_MT)
+    made = {}
 
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-    ):
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+        made[layer] = kv_BTKH
+        k_BTKH, v_BTKH = kv_BTKH or made[spec.cfg.sources[layer]]
         is_local = spec.cfg.kinds[layer] == "local"
         attended_BTNH = attention.xla(spec.cfg, is_local, meta, q_BTNH, k_BTKH, v_BTKH)
-        new = kv_cache.to_cache_format(spec.cfg, k_BTKH, v_BTKH, spec.int8)
+        if not kv_BTKH:
+            return attended_BTNH, None
+        new = kv_cache.to_cache_format(k_BTKH, v_BTKH, spec.int8)
         columns = prompt_cache.cache[layer].k.shape[2]
         return attended_BTNH, kv_cache.as_ring(new, lengths_M, columns)
 
@@ -629,26 +629,29 @@ def attend_to_cache(spec: SamplerSpec, slots: Slots) -> Callable:
     """
     cfg = spec.cfg
     newest_B = slots.lengths
-    num_columns = {kind: kv_cache.columns_of(kv) for kind, kv in zip(cfg.kinds, slots.cache)}
+    num_columns = {
+        kind: kv_cache.columns_of(kv)
+        for kind, kv in zip(cfg.kinds, slots.cache)
+        if isinstance(kv, KV)
+    }
     masks = {
         kind: kv_cache.attended_columns(cfg, kind, newest_B, columns)[:, None]
         for kind, columns in num_columns.items()
-        if columns is not None
     }
 
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-    ):
-        new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
-        kv = kv_cache.write_token(slots.cache[layer], new, newest_B)
+    # the caches after this token
+    written = {}
+
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+        if kv_BTKH:
+            new = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
+            written[layer] = kv_cache.write_token(slots.cache[layer], new, newest_B)
+        kv = written[cfg.sources.get(layer, layer)]
         mask = masks[cfg.kinds[layer]]
         attended_BTNH = attention.attend(
             cfg, q_BTNH, kv.k, kv.v, mask, kv.k_scales, kv.v_scales
         )
-        return attended_BTNH, kv
+        return attended_BTNH, written.get(layer)
 
     return attend_fn
 
@@ -777,8 +780,8 @@ def attend_to_cache_and_new(
     new_RWW = (place_W[:, None] >= place_W) & is_token_RW[:, None]
     new_RWW |= place_W[:, None] == place_W
     masks = {}
-    for kind, kv in dict(zip(cfg.kinds, cache)).items():
-        if not isinstance(kv, KV):
+    for kind, kv in zip(cfg.kinds, cache):
+        if not isinstance(kv, KV) or kind in masks:
             continue
         # Columns of the cache, then new tokens: [R, W, C + W].
         held_RC = kv_cache.positions_held(lengths_R - 1, kv.k.shape[2])
@@ -790,14 +793,13 @@ def attend_to_cache_and_new(
             near_RWW = new_RWW & (place_W[:, None] - place_W < window)
         masks[kind] = jnp.concatenate([old_RWC, near_RWW], axis=2)
 
-    def attend_fn(
-        layer: int,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-    ):
-        new = kv_cache.to_cache_format(cfg, k_BTKH, v_BTKH, spec.int8)
-        old = cache[layer]
+    made = {}
+
+    def attend_fn(layer: int, q_BTNH: jax.Array, *kv_BTKH: jax.Array):
+        if kv_BTKH:
+            made[layer] = kv_cache.to_cache_format(*kv_BTKH, spec.int8)
+        source = cfg.sources.get(layer, layer)
+        old, new = cache[source], made[source]
         kv = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
         mask_BTS = masks[cfg.kinds[layer]]
 
@@ -809,7 +811,7 @@ def attend_to_cache_and_new(
             part = (q_BTNH[:, queries], kv.k, kv.v, mask_BTS[:, queries])
             pieces.append(attention.attend(cfg, *part, kv.k_scales, kv.v_scales))
         attended_BTNH = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-        return attended_BTNH, new
+        return attended_BTNH, made.get(layer)
 
     return attend_fn
 
@@ -862,8 +864,8 @@ def longest_chunk(spec: SamplerSpec) -> int:
 def save(spec: SamplerSpec, slots: Slots) -> Saved:
     """Saves the slot state that the next chunk may overwrite."""
 
-    def of_layer(kind: str, kv: KV) -> KV | None:
-        if kind != "local":
+    def of_layer(kind: str, kv: KV | None) -> KV | None:
+        if kind != "local" or kv is None:
             return None
         index_BT = _next_columns(spec, slots.lengths, kv)
         return jax.tree.map(lambda x: kv_cache.take_columns(x, index_BT), kv)

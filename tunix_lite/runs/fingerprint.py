@@ -25,6 +25,7 @@ from tunix_lite.files.plain_text import escaped, shown, without_secrets
 from tunix_lite.files.untrusted import read_object
 from tunix_lite.learner.rows import PACKING
 from tunix_lite.models import source
+from tunix_lite.models.families import ONE_SHAPE
 from tunix_lite.models.source import FoundModel
 from tunix_lite.tasks.sources import digest_of_data
 
@@ -36,7 +37,7 @@ SHOWN = 8
 # of a decaying learning rate, the dropout of adapters
 SAID = ("versions.", "evaluation.", "training.max_steps", "model.lora.dropout")
 # fields of the architecture that runs of before do not have, which are left out at these values
-LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None}
+LATER = {"attn_gate": False, "rope_share": 1.0, "delta": None} | ONE_SHAPE
 LATER |= {"yarn": None, "longrope": None, "pre_norms": True, "qk_norm_whole": False}
 # characters of a value in it
 LONGEST = 400

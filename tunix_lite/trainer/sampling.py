@@ -162,17 +162,21 @@ class SamplingEngine:
                 self._base = self._prepare_named(frozen)
             prepared = self._base
         if frozen is not None and params is not None:
-            layers = []
-            adapters = self._prepare_named(params)
-            for base, mine in zip(prepared["layers"], adapters["layers"]):
-                attached = {
+
+            def with_adapters(base: Params, mine: Params) -> Params:
+                return base | {
                     name: Lora(
                         base[name], pair["a"], pair["b"], None, lora.scale, lora.dropout
                     )
                     for name, pair in mine.items()
                 }
-                layers.append(base | attached)
-            prepared = prepared | {"layers": layers}
+
+            adapters = self._prepare_named(params)
+            both = {"layers": list(map(with_adapters, prepared["layers"], adapters["layers"]))}
+            if "per_layer" in adapters:
+                own = with_adapters(prepared["per_layer"], adapters["per_layer"])
+                both["per_layer"] = own
+            prepared = prepared | both
         if self._engine is None:
             self._engine = live_engine(
                 self.model, self.generation, self.rollout, MOST_WAITING, prepared
