@@ -15,7 +15,7 @@ OTHERS = {
     "docs/getting_started/configuration.md": (2, "commands that need extras"),
     "docs/guide/a_step.md": (2, "test_a_step.py compares the page with docs/a_step.py"),
     "docs/guide/coming_from.md": (12, "commands of other projects, and tables that test_hints.py compares"),
-    "docs/guide/export.md": (3, "commands of vLLM, llama.cpp and Ollama"),
+    "docs/guide/export.md": (5, "commands of vLLM, llama.cpp and Ollama"),
     "docs/guide/generate.md": (1, "a file of prompts"),
     "docs/guide/preferences_and_distillation.md": (3, "formulas"),
     "docs/guide/serve.md": (1, "what the openai client prints after 60 updates"),

@@ -135,8 +135,7 @@ def test_an_evaluation_says_how_far_it_is_and_writes_every_completion(tiny, tmp_
     whole = [json.loads(line) for line in text.splitlines()]
     assert [row["sampled"] for row in whole] == [False] * 4 + [True] * 8
     said = capsys.readouterr().err
-    share = sum(row["correct"] for row in whole[:4]) / 4
-    assert re.search(rf"sampled 12 completions in \d+ s, .*accuracy {share:.1%}", said)
+    assert re.search(r"sampled 12 completions in \d+ s", said)
 
 
 def test_a_run_is_loaded_as_it_was_trained(adapted):

@@ -80,6 +80,12 @@ EXAMPLE = {"question": "2 + 2", "answer": "4"}
         ("[[4]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.4),
         ("I say Yes.", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, 1),
         ("yes? no!", {"pattern": r"(?i)\b(yes|no)\b", "scores": {"yes": 1.0, "no": -1.0}}, -1),
+        (
+            "Yes",
+            {"pattern": r"(?i)\b(yes|no)\b", "scores": {True: 1.0, False: 0.0}},
+            1,
+        ),  # as YAML reads {yes: 1, no: 0}
+        ("FALSE", {"pattern": r"(?i)\b(true|false)\b", "scores": {True: 1.0, False: 0.5}}, 0.5),
         ("Score (0 to 10): 8", {}, 0.8),
         ("Score (8)", {}, 0.8),
         ("**Score:** **8**/10.", {}, 0.8),
@@ -121,7 +127,7 @@ def test_an_answer_without_a_score_is_an_error(answer, message):
 def test_what_may_pass_is_tried_again_and_what_will_not_is_not():
     with serving(503, 429, "Score: 5") as server:
         assert judge(server, retries=2)("4", EXAMPLE) == 0.5 and len(server.asked) == 3
-    twice = "gave no answer, asked 2 times: HTTP 503 Service Unavailable"
+    twice = "gave no answer, asked 2 times: HTTP 503 Service Unavailable busy"
     with serving(503) as server, pytest.raises(JudgeError, match=twice):
         judge(server)("4", EXAMPLE)
     with serving(401) as server:
@@ -179,7 +185,7 @@ def test_a_judge_that_is_slow_or_endless_is_given_up():
         (b"", "RemoteDisconnected"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}", "IncompleteRead|JSONDecodeError|KeyError"),
         (b'HTTP/1.0 200 OK\r\n\r\n{"a": "\xc3(', "UnicodeDecodeError"),
-        (b"HTTP/1.0 503 \x1b[31mred\r\n\r\n\x1b]0;title\x07", r"HTTP 503 \\x1b\[31mred"),
+        (b"HTTP/1.0 503 \x1b[31mred\r\n\r\n\x1b]0;title\x07", r"HTTP 503 \\x1b\[31mred \\x1b\]0;title\\x07"),
         (b"HTTP/1.1 500 A\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "HTTP 500 A"),
     ],
     ids=lambda said: said[:24] if isinstance(said, bytes) else "",

@@ -210,10 +210,6 @@ def test_the_mark_of_a_windows_editor_is_no_part_of_the_first_row(tmp_path):
             "rewards.t: field=no, and an example has prompt",
         ),
         (
-            "{_target_: faulty_rewards.ranked}",
-            "compares the completions of a group; set task.rewards.t.g",
-        ),
-        (
             "{_target_: tunix_lite.rewards.text.Tags}, group: true",
             "takes one completion; set task.rewards.t.group=false",
         ),

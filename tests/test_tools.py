@@ -187,7 +187,7 @@ def test_a_conversation_with_tools_by_hand():
     ("completion", "observation"),
     [
         (call("sum", a=1), "Error: there is no tool 'sum'; there are: weather, calculator"),
-        (call("weather"), "Error: weather needs the argument city"),
+        (call("weather"), "Error: TypeError: weather() missing 1 required positional argument: 'city'"),
         (call("weather", city="Atlantis"), "Error: LookupError: it is under water"),
         (call("calculator", expression="1 / 0"), "Error: ZeroDivisionError: division by zero"),
         ("<tool_call>{</tool_call>", "Error: the call is no JSON"),

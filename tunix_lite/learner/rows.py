@@ -132,15 +132,14 @@ def at_every_width(rows: RowBatch, layout: RowLayout) -> list[RowBatch]:
         return [rows]
 
     def cut(columns: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not x.shape:
-            return x
-        shape = (x.shape[0], columns)
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding(("batch", "seq"), shape))
+        shape = (len(x), columns, *x.shape[2:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
     names = ("is_scored", "scored", "previous")
     every = []
     for shape in layout.shape.prefixes:
-        narrowed = jax.tree.map(partial(cut, shape.width), rows)
+        narrowed = jax.tree.map(partial(cut, shape.width), rows.per_row)
+        narrowed = narrowed.replace(num_parts=rows.num_parts, constants=rows.constants)
         for M in shape.scored_sizes:
             scored = {name: cut(M, getattr(rows, name)) for name in names}
             every.append(narrowed.replace(**scored, **layout.lanes(shape)))

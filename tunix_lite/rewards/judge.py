@@ -5,6 +5,7 @@ fails is an error of the reward, which rewards.on_error treats and `rewards/erro
 never a score of 0.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -39,9 +40,8 @@ SCORE = (
     r"(?i)score(?:\s*\([^)\n]{0,40}\))?[^\w(-]{0,9}\(?"
     r"(-?\d+(?:\.\d+)?)(?![.,]?\d)(?!\s*(?:to|-|\u2013)\s*\d)"
 )
-
-
-ADDRESS = re.compile(r"https?://[\w.:\[\]-]+(/[!-~]*)?")
+# values that YAML makes of words without quotes
+WORDS_OF_YAML = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
 
 
 class JudgeError(RuntimeError):
@@ -67,7 +67,7 @@ class Judge:
     pattern: str = SCORE
     lowest: float = 0.0
     highest: float = 10.0
-    # words in quotes and their scores, without case, as in {"yes": 1, "no": 0}; null: numbers
+    # words and their scores, without case, as in {"yes": 1, "no": 0}; null: numbers
     scores: dict[str, float] | None = None
     temperature: float = 0.0
     max_tokens: int = 512  # of the judge's answer
@@ -77,7 +77,15 @@ class Judge:
     api_key_env: str = ""  # the environment variable that holds a key; "": none is sent
 
     def __post_init__(self):
-        if not ADDRESS.fullmatch(self.base_url):
+        try:
+            parts = urlsplit(self.base_url)
+            is_address = (
+                parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            )
+        except ValueError:
+            # no port, no host
+            is_address = False
+        if not is_address or " " in self.base_url or not self.base_url.isprintable():
             raise ValueError(
                 f"base_url={self.base_url!r}; write it as http://127.0.0.1:8000/v1"
             )
@@ -126,14 +134,20 @@ class Judge:
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        answer = self._ask(body)
+        return self._score(self._ask(body))
+
+    def _score(self, answer: str) -> float:
         matches = [
             match[1] for match in re.finditer(self.pattern, answer) if match[1] is not None
         ]
         if not matches:
             raise JudgeError(f"the judge's answer holds no score: {answer[-SHOWN:]!r}")
         if self.scores is not None:
-            scores = {word.casefold(): score for word, score in self.scores.items()}
+            scores = {
+                name.casefold(): score
+                for word, score in self.scores.items()
+                for name in (WORDS_OF_YAML[word] if isinstance(word, bool) else [str(word)])
+            }
             if matches[-1].casefold() not in scores:
                 raise JudgeError(
                     f"the judge's {matches[-1][:SHOWN]!r} is none of {list(scores)}"
@@ -154,34 +168,18 @@ class Judge:
 
     def _ask(self, body: dict) -> str:
         """The text of the answer. Raises JudgeError naming the last failure."""
-        headers = {"Content-Type": "application/json; charset=utf-8"}
-        if self.api_key_env:
-            headers["Authorization"] = f"Bearer {self._key()}"
-        url = f"{self.base_url.rstrip('/')}/chat/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode("utf-8"), headers)
-        handlers: list = [_NoRedirect()]
-        if urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1"):
-            # no proxy stands between this machine and itself
-            handlers.append(urllib.request.ProxyHandler({}))
-        opener = urllib.request.build_opener(*handlers)
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(self.backoff * 2 ** (attempt - 1))
             try:
-                # A server may send its answer as slowly as it likes.
-                with (
-                    time_limit(self.timeout, "the answer"),
-                    opener.open(request, timeout=self.timeout) as response,
-                ):
-                    said = response.read(LONGEST + 1)
-                if len(said) > LONGEST:
-                    raise ValueError(f"the answer has more than {LONGEST:,} bytes")
-                text = json.loads(said)["choices"][0]["message"]["content"]
-                if not isinstance(text, str):
-                    raise TypeError(f"its content is {type(text).__name__}, not a text")
-                return text
+                # a server may send its headers as slowly as it likes
+                with time_limit(self.timeout, "the answer"):
+                    return self._post(body)
             except urllib.error.HTTPError as error:
-                failure = f"HTTP {error.code} {error.reason}"
+                message = ""
+                with contextlib.suppress(*FAILURES), time_limit(self.timeout, "the answer"):
+                    message = error.read(SHOWN).decode(errors="replace")
+                failure = f"HTTP {error.code} {error.reason} {message}".strip()
                 if error.code not in TRANSIENT:
                     break
             except FAILURES as error:
@@ -190,6 +188,35 @@ class Judge:
         failed = f"the judge at {self.base_url} gave no answer, {attempts}: {failure}"
         # a server may say anything, also what acts on a terminal
         raise JudgeError("".join(c if c.isprintable() else repr(c)[1:-1] for c in failed))
+
+    def _post(self, body: dict) -> str:
+        headers = {"Content-Type": "application/json; charset=utf-8"}
+        if self.api_key_env:
+            headers["Authorization"] = f"Bearer {self._key()}"
+        request = urllib.request.Request(
+            f"{self.base_url.rstrip('/')}/chat/completions",
+            json.dumps(body).encode("utf-8"),
+            headers,
+        )
+        handlers: list = [_NoRedirect()]
+        if urlsplit(self.base_url).hostname in ("127.0.0.1", "localhost", "::1"):
+            # no proxy stands between this machine and itself
+            handlers.append(urllib.request.ProxyHandler({}))
+        opener = urllib.request.build_opener(*handlers)
+        deadline = time.monotonic() + self.timeout
+        with opener.open(request, timeout=self.timeout) as response:
+            said = b""
+            # a server that sends a byte now and then takes no longer either
+            while part := response.read1(65536):
+                said += part
+                if len(said) > LONGEST:
+                    raise ValueError(f"the answer has more than {LONGEST:,} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the answer took more than {self.timeout:g} seconds")
+        text = json.loads(said)["choices"][0]["message"]["content"]
+        if not isinstance(text, str):
+            raise TypeError(f"the content of the answer is {type(text).__name__}, not a text")
+        return text
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

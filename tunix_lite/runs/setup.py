@@ -1,7 +1,6 @@
 """Prepares a run: every check that needs files or devices, and the summary shown at its start."""
 
 import contextlib
-import inspect
 import json
 import os
 import platform
@@ -354,7 +353,7 @@ def check_embedded(task: Task, learned: Sequence[str]) -> None:
 
 def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
     """Raises ValueError if a reward of ours is to read a field that none of these examples has, or
-    gets one completion where it compares those of a group."""
+    gets the completions of a group where it takes one."""
     for name, reward in rewards.items():
         # the code of others may mean something else by these names
         if not type(reward.fn).__module__.startswith("tunix_lite.rewards."):
@@ -369,13 +368,9 @@ def check_fields(rewards: dict[str, Reward], examples: list[dict]) -> None:
                 raise ValueError(
                     f"rewards.{name}: field={wanted}, and an example has {fields_of(examples[0])}"
                 )
-        compares = "completions" in inspect.signature(reward.fn).parameters
-        if compares != reward.group:
-            what = (
-                "compares the completions of a group" if compares else "takes one completion"
-            )
+        if reward.group:
             raise ValueError(
-                f"rewards.{name} {what}; set task.rewards.{name}.group={str(compares).lower()}"
+                f"rewards.{name} takes one completion; set task.rewards.{name}.group=false"
             )
 
 
