@@ -456,8 +456,8 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
     "change, message",
     [
         ({"enable_moe_block": True}, "enable_moe_block=True is not supported"),
-        ({"num_kv_shared_layers": 8}, "kv_readers=8: each of them needs a layer of its kind before them"),
-        ({"num_kv_shared_layers": 7}, "kv_readers=7: each of them needs a layer of its kind before them"),
+        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers=8: each of them needs a layer of its kind before them"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers=7: each of them needs a layer of its kind before them"),
         ({"vocab_size_per_layer_input": 40}, "vocab_size_per_layer_input=40 is not vocab_size=48"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 4}, "layer_types: the last layer must be full_att"),
@@ -468,7 +468,16 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
         ),
         ({"per_layer_config": {"1": 5}}, "per_layer_config=5; it is an object"),
         ({"global_head_dim": 7}, "global_head_dim=7 is odd"),
-        ({"num_global_key_value_heads": 3}, "num_heads=4 is not a multiple of global_kv_heads=3"),
+        ({"num_global_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_global_key_value_heads=3"),
+        ({"intermediate_size": -1}, "intermediate_size=-1 must be above 0"),
+        ({"sliding_window": None}, "layer_types=.*, and sliding_window is not given"),
+        ({"layer_types": 8}, "layer_types must hold 8 entries, each sliding_attention or full_attention"),
+        ({"layer_types": {}}, "layer_types must hold 8 entries"),
+        ({"layer_types": [["full_attention"]] * 8}, "layer_types must hold 8 entries"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 5}},
+            "rope_parameters.sliding_attention=5; it is an",
+        ),
     ],
 )
 def test_what_it_does_not_compute_is_refused_with_file_and_key(change, message, tmp_path):
