@@ -344,6 +344,34 @@ def test_what_is_sampled_is_what_the_formulas_score(params, slots):
         np.testing.assert_allclose(scored[counts], rollout.logprobs[row, counts], atol=1e-5)
 
 
+def test_adapters_on_all_that_docs_name_sample_what_the_formulas_score(params):
+    """Those of layers are merged on a CPU; that of `project`, which no layer has, stays beside its base."""
+    lora = LoraConfig(rank=2, targets=".*/(q|k|v|o|gate|up|down|per_layer_gate|per_layer_out|project)")
+    table = adapter_weights(decoder.weights(CFG), lora)
+    rng = np.random.default_rng(5)
+    adapters = jax.tree.map(lambda w: rng.normal(size=w.shape) * 0.05, table, is_leaf=weights.is_weight)
+
+    def added(base, own):
+        if not isinstance(own, dict):
+            return base
+        if "a" in own:  # layers first, where there are any; then inputs, rank, outputs
+            stacked = own["a"].ndim + own["b"].ndim > base.ndim + 2
+            count = len(base) if stacked else 1
+            a, b = own["a"].reshape(count, -1, 2), own["b"].reshape(count, 2, -1)
+            return base + lora.alpha / 2 * (a @ b).reshape(base.shape)
+        return {name: added(x, own.get(name)) for name, x in base.items()}
+
+    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=4, chunk=4))
+    attached = attach(in_float32(params), in_float32(adapters), lora)
+    rollout = generate(attached, [[5, 6, 7], [8] * 10], jax.random.key(0), num_generations=2)
+    merged = added(params, adapters)
+    for row, mask in enumerate(rollout.token_mask):
+        scored = np.zeros(len(mask))
+        scored[mask] = reference_logprobs(merged, rollout.tokens[row, mask])
+        counts = rollout.completion_mask[row]
+        np.testing.assert_allclose(scored[counts], rollout.logprobs[row, counts], atol=1e-5)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
 def test_a_mesh_samples_the_same(params, mesh):
