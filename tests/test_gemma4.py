@@ -362,7 +362,8 @@ def test_adapters_on_all_that_docs_name_sample_what_the_formulas_score(params):
         return {name: added(x, own.get(name)) for name, x in base.items()}
 
     generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=4, chunk=4))
-    attached = attach(in_float32(params), in_float32(adapters), lora)
+    placed = jax.tree.map(jax.device_put, in_float32(params), weights.shardings(decoder.weights(CFG)))
+    attached = attach(placed, in_float32(adapters), lora)
     rollout = generate(attached, [[5, 6, 7], [8] * 10], jax.random.key(0), num_generations=2)
     merged = added(params, adapters)
     for row, mask in enumerate(rollout.token_mask):
