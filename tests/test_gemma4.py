@@ -344,6 +344,35 @@ def test_what_is_sampled_is_what_the_formulas_score(params, slots):
         np.testing.assert_allclose(scored[counts], rollout.logprobs[row, counts], atol=1e-5)
 
 
+def test_adapters_on_all_that_docs_name_sample_what_the_formulas_score(params):
+    """Those of layers are merged on a CPU; that of `project`, which no layer has, stays beside its base."""
+    lora = LoraConfig(rank=2, targets=".*/(q|k|v|o|gate|up|down|per_layer_gate|per_layer_out|project)")
+    table = adapter_weights(decoder.weights(CFG), lora)
+    rng = np.random.default_rng(5)
+    adapters = jax.tree.map(lambda w: rng.normal(size=w.shape) * 0.05, table, is_leaf=weights.is_weight)
+
+    def added(base, own):
+        if not isinstance(own, dict):
+            return base
+        if "a" in own:  # layers first, where there are any; then inputs, rank, outputs
+            stacked = own["a"].ndim + own["b"].ndim > base.ndim + 2
+            count = len(base) if stacked else 1
+            a, b = own["a"].reshape(count, -1, 2), own["b"].reshape(count, 2, -1)
+            return base + lora.alpha / 2 * (a @ b).reshape(base.shape)
+        return {name: added(x, own.get(name)) for name, x in base.items()}
+
+    generate = make_generate(CFG, GenerationConfig(10, 12), (3,), 0, rollout=RolloutConfig(num_slots=4, chunk=4))
+    placed = jax.tree.map(jax.device_put, in_float32(params), weights.shardings(decoder.weights(CFG)))
+    attached = attach(placed, in_float32(adapters), lora)
+    rollout = generate(attached, [[5, 6, 7], [8] * 10], jax.random.key(0), num_generations=2)
+    merged = added(params, adapters)
+    for row, mask in enumerate(rollout.token_mask):
+        scored = np.zeros(len(mask))
+        scored[mask] = reference_logprobs(merged, rollout.tokens[row, mask])
+        counts = rollout.completion_mask[row]
+        np.testing.assert_allclose(scored[counts], rollout.logprobs[row, counts], atol=1e-5)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2), (4, 1)])
 def test_a_mesh_samples_the_same(params, mesh):
@@ -456,8 +485,8 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
     "change, message",
     [
         ({"enable_moe_block": True}, "enable_moe_block=True is not supported"),
-        ({"num_kv_shared_layers": 8}, "kv_readers=8: each of them needs a layer of its kind before them"),
-        ({"num_kv_shared_layers": 7}, "kv_readers=7: each of them needs a layer of its kind before them"),
+        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers=8: each of them needs a layer of its kind before them"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers=7: each of them needs a layer of its kind before them"),
         ({"vocab_size_per_layer_input": 40}, "vocab_size_per_layer_input=40 is not vocab_size=48"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 4}, "layer_types: the last layer must be full_att"),
@@ -468,7 +497,16 @@ def test_a_file_without_its_usual_values_has_them(tmp_path):
         ),
         ({"per_layer_config": {"1": 5}}, "per_layer_config=5; it is an object"),
         ({"global_head_dim": 7}, "global_head_dim=7 is odd"),
-        ({"num_global_key_value_heads": 3}, "num_heads=4 is not a multiple of global_kv_heads=3"),
+        ({"num_global_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_global_key_value_heads=3"),
+        ({"intermediate_size": -1}, "intermediate_size=-1 must be above 0"),
+        ({"sliding_window": None}, "layer_types=.*, and sliding_window is not given"),
+        ({"layer_types": 8}, "layer_types must hold 8 entries, each sliding_attention or full_attention"),
+        ({"layer_types": {}}, "layer_types must hold 8 entries"),
+        ({"layer_types": [["full_attention"]] * 8}, "layer_types must hold 8 entries"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": 5}},
+            "rope_parameters.sliding_attention=5; it is an",
+        ),
     ],
 )
 def test_what_it_does_not_compute_is_refused_with_file_and_key(change, message, tmp_path):

@@ -164,7 +164,7 @@ def test_folders_without_what_is_needed(tmp_path):
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}, "full_attention": {"rope_theta": 1e4, "rope_type": "yarn"}}},
          "rope_type 'yarn' is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types must hold 5 entries"),
-        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
     ],
 )  # fmt: skip
 def test_what_the_decoder_does_not_do_is_refused(tmp_path, change, message):

@@ -573,8 +573,8 @@ def test_a_larger_model_is_read_for_its_text_part(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"linear_num_value_heads": 6}, "delta.num_value_heads=6 is not a multiple of num_key_heads=4"),
-        ({"linear_conv_kernel_dim": 0}, "delta.taps=0; it is 1 to"),
+        ({"linear_num_value_heads": 6}, "linear_num_value_heads=6 is not a multiple of linear_num_key_heads=4"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0; it is 1 to"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         (
             {"layer_types": ["linear_attention"] * 4},

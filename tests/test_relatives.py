@@ -251,7 +251,11 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 
         ("phi3", {"rope_parameters": YARN}, "rope_type 'yarn' is not supported; supported is default or longrope"),
         ("phi3", {"rope_parameters": LONGROPE | {"long_factor": 3}}, "long_factor=3; it is a list of numbers"),
         ("phi3", {"rope_parameters": LONGROPE | {"long_factor": [1.0]}}, "short_factors has 3 numbers, and long_fac"),
-        ("phi3", {"rope_parameters": LONGROPE}, "its lists have 3 numbers, and rope_share=1.0 of head_dim=8 needs 4"),
+        (
+            "phi3",
+            {"rope_parameters": LONGROPE},
+            "its lists have 3 numbers, and partial_rotary_factor=1.0 of head_dim=8 needs",
+        ),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 5 entries, each 1 or 0"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types: sliding_attention is not supported"),

@@ -264,7 +264,8 @@ def per_layer_shardings(shardings: dict, cfg: Architecture, on_cpu: bool = False
 
     tree = by_layer(shardings, cfg, of_layer)
     if on_cpu:
-        tree = without_adapters(tree)
+        # Outside of layers, adapters stay beside their base.
+        tree["layers"] = without_adapters(tree["layers"])
         for kind, w in zip(cfg.kinds_of_weights, tree["layers"]):
             matrices = _matrices(cfg, kind)
             if _are_joined(cfg, kind):

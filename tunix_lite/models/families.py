@@ -7,6 +7,7 @@ compute is an error, never dropped in silence.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -134,9 +135,11 @@ def _listed(hf: dict, kinds: dict = KINDS, key: str = "layer_types") -> list[str
     """The kinds of `layer_types`, or of another key; None without it. kinds: what each type is."""
     count = hf["num_hidden_layers"]
     types = hf.get(key)
-    if not types:
+    if types is None:
         return None
-    if len(types) != count or any(t not in kinds for t in types):
+    is_list = isinstance(types, list) and len(types) == count
+    # An entry may be a list, which a dict cannot look up.
+    if not is_list or any(t not in list(kinds) for t in types):
         names = " or ".join(map(str, kinds))
         raise ValueError(f"{key} must hold {count} entries, each {names}")
     return [kinds[t] for t in types]
@@ -652,7 +655,18 @@ def read_config(
     except KeyError as error:
         raise ValueError(f"{file}: {error} is missing") from error
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{file}: {_in_keys(str(error), named_family)}") from error
+
+
+def _in_keys(message: str, family: Family) -> str:
+    """A message of Architecture with the keys of config.json in place of its fields."""
+    share = "partial_rotary_factor"
+    keys = family.keys | {"rope_share": share, "global_rope_share": share}
+    keys |= {"pattern": family.kinds_key, "window": "sliding_window"}
+    keys |= {name.rpartition(".")[2]: key for name, key in keys.items()}
+    names = "|".join(sorted(map(re.escape, keys), key=len, reverse=True))
+    fields_in_text = rf"\b({names})\b(?==| is not given)"
+    return re.sub(fields_in_text, lambda field: keys[field[1]], message)
 
 
 def _config_from(hf: dict, family: Family) -> Architecture:
@@ -782,7 +796,7 @@ def _one_rope(
     """The rope object of one kind of layer, out of both spellings. Raises ValueError if they
     differ: programs that read config.json do not agree on which one counts."""
     if "full_attention" in newer:
-        newer = _object(newer[kind], "rope_parameters")
+        newer = _object(newer[kind], f"rope_parameters.{kind}")
     older = {"rope_theta": config.get(theta_key), **scaling}
     newer, older = (
         {
