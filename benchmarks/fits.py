@@ -21,6 +21,7 @@ from tunix_lite.settings.compose import compose
 MODELS = (
     *("gemma3_270m", "gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b"),
     *("qwen3_0.6b", "qwen3_1.7b", "qwen3_32b", "qwen3.5_0.8b", "qwen3.5_4b", "qwen3.5_27b"),
+    *("gemma4_e2b", "gemma4_e4b", "gemma4_31b", "ministral3_8b", "phi4_14b", "olmo3_7b"),
     *("llama3.2_1b", "llama3.3_70b"),
 )
 TARGETS = ("h100", "h100x2", "h100x8", "v5e-4", "v5e-16", "v5p-64", "v6e-256")
