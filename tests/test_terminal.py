@@ -40,6 +40,11 @@ def test_the_time_left_counts_the_evaluations_that_are_still_to_come(tmp_path):
         left[step] = board.seconds_left(step)
     assert left[1] is None and left[2] == 16 * 2 + 4 * 40
     assert left[5] == 13 * 2 + 3 * 30 and left[17] == 2 + 30 and left[18] == 0
+    # The last step may be one with an evaluation by the interval, too.
+    board = Console(tmp_path / "train.log", 10, stream=io.StringIO(), evaluates_every=5)
+    for step in range(1, 11):
+        board.log(step, {"time/step": 2.0, "time/eval": 30.0})
+    assert board.seconds_left(10) == 0
 
 
 def test_a_sample_is_one_line_whatever_it_holds():

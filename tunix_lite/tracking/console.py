@@ -153,7 +153,7 @@ class Console:
         every = self._evaluates_every
         to_come = int(step < self._max_steps)
         if every:
-            to_come += (self._max_steps - 1) // every - step // every
+            to_come += max(0, (self._max_steps - 1) // every - step // every)
         if len(self._seconds) < 2:
             return None
         pace = sum(self._seconds[1:]) / (len(self._seconds) - 1)
