@@ -27,4 +27,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def of_verl(completion: str, example: dict) -> float:
     """Calls it with the columns of verl's rows."""
     right = example["reward_model"]["ground_truth"]
-    return compute_score(example["data_source"], completion, right, example["extra_info"])["score"]
+    columns = example["data_source"], completion, right, example["extra_info"]
+    return compute_score(*columns)["score"]
