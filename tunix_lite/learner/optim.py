@@ -372,8 +372,8 @@ def _per_layer(
 
 
 def _decay_mask(params: Params) -> Params:
-    """True for weights that decay: projections, adapters and the embedding, not the scales of norms
-    biases, scalars of layers, nor the logarithms of a gated delta net."""
+    """True for weights that decay: projections, adapters and the embedding. Scales of norms,
+    biases, scalars of layers and the logarithms of a gated delta net do not."""
     others = ("norm", "bias", "decay", "scalar")
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not _names(path)[-1].endswith(others), params

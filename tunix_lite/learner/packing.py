@@ -144,12 +144,14 @@ def packed(
     # sequences that stand in one row together, and their places
     sequences = _sequences(token_mask_BT, counts_BT, shape)
     units = list(_units(np.asarray(tokens_BT).reshape(-1), sequences, shape))
-    row_of_unit, lanes_of_unit = _first_fit_rows(units, shape)
-    narrow = shape.prefixes[-1]
-    if all(unit.prefix <= narrow.prefix_columns for unit in units):
-        row_if_narrow, lanes_if_narrow = _first_fit_rows(units, narrow)
-        if row_if_narrow.max(initial=0) <= row_of_unit.max(initial=0):
-            row_of_unit, lanes_of_unit, shape = row_if_narrow, lanes_if_narrow, narrow
+    places = _first_fit_rows(units, shape)
+    for narrow in shape.prefixes[1:]:
+        if all(unit.prefix <= narrow.prefix_columns for unit in units):
+            in_narrow = _first_fit_rows(units, narrow)
+            if in_narrow[0].max(initial=0) <= places[0].max(initial=0):
+                places = in_narrow
+                shape = narrow
+    row_of_unit, lanes_of_unit = places
 
     # tokens of each used row
     fills = np.bincount(row_of_unit, [unit.tokens for unit in units])

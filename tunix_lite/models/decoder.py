@@ -1,5 +1,5 @@
-"""A decoder-only model as a table of weights and pure functions: Gemma 2 and 3, Qwen 2.5 and 3,
-Llama 3 and its relatives.
+"""A decoder-only model as a table of weights and pure functions: Gemma 2, 3 and 4, Qwen 2.5,
+3 and 3.5, Llama 3 and its relatives.
 
 Per layer:  x += norm(attention(norm(x)));  x += norm(down(act(gate(norm(x))) * up(norm(x)))) with
 rms_norm(x) = x / sqrt(mean(x^2) + eps) * scale, rotary positions, and `pattern` repeating over the
